@@ -1,0 +1,58 @@
+"""Argument checks: the one place that words errors."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mindspore import nn
+
+
+def sentence(owner: str, name: str, rule: str, value: object, remedy: str) -> str:
+    """Return the sentence that all argument errors have: the rule, the value, the way out."""
+    return f"For '{owner}', the argument '{name}' must be {rule}, but got {value}. {remedy}"
+
+
+def _typed(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def check_positive_int(owner: str, name: str, value: Any, remedy: str) -> int:
+    """Return ``value`` if it is an int of at least 1 (a bool is not an int here)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(sentence(owner, name, "a positive int", _typed(value), remedy))
+    if value < 1:
+        raise ValueError(sentence(owner, name, "a positive int", value, remedy))
+    return value
+
+
+def check_positive_float(owner: str, name: str, value: Any, remedy: str) -> float:
+    """Return ``value`` as a float if it is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(sentence(owner, name, "a positive number", _typed(value), remedy))
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(sentence(owner, name, "a positive number", value, remedy))
+    return float(value)
+
+
+def check_bool(owner: str, name: str, value: Any, remedy: str) -> bool:
+    """Return ``value`` if it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(sentence(owner, name, "a bool", _typed(value), remedy))
+    return value
+
+
+def check_choice(owner: str, name: str, value: Any, choices: Sequence[str], remedy: str) -> str:
+    """Return ``value`` if it is one of the strings in ``choices``."""
+    rule = "one of " + ", ".join(repr(choice) for choice in choices)
+    if not isinstance(value, str):
+        raise TypeError(sentence(owner, name, rule, _typed(value), remedy))
+    if value not in choices:
+        raise ValueError(sentence(owner, name, rule, repr(value), remedy))
+    return value
+
+
+def check_cell(owner: str, name: str, value: Any, remedy: str) -> nn.Cell:
+    """Return ``value`` if it is an ``nn.Cell``."""
+    if not isinstance(value, nn.Cell):
+        raise TypeError(sentence(owner, name, "an nn.Cell", _typed(value), remedy))
+    return value

@@ -1,0 +1,162 @@
+"""A loss cell that is fed in micro batches."""
+
+import inspect
+import warnings
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops.primitive import _primexpr
+
+from ms_gradaccum._checks import check_bool, check_cell, check_positive_int
+from ms_gradaccum.loss_weight import OwnWeight, RowWeight, WeightedLoss
+from ms_gradaccum.micro_batch import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
+
+_OWNER = "GradAccumulation"
+
+
+class GradAccumulation(nn.Cell):
+    r"""Feed a loss cell its batch in micro batches, so that a batch needs the memory of one micro batch.
+
+    Trained by :class:`TrainOneStepCell` or :class:`Model`, a batch makes one update, with the gradient that
+    the whole batch has:
+
+    .. code-block:: python
+
+        for rows in split(batch, micro_size):      # forward and backward, one micro batch at a time
+            sums += grad(mean_loss(rows) * len(rows))
+        optimizer(sums / len(batch))
+
+    The interface is that of ``mindspore.parallel.nn.GradAccumulation``, whose `micro_size` is also a count.
+
+    Args:
+        network (Cell): Loss cell. Its inputs are those of this cell; it returns a scalar floating-point mean loss
+            over its rows, or a tuple that starts with one (the other outputs are neither differentiated nor kept).
+        micro_size (int): The number of micro batches that one batch is split into (a count, not rows). If
+            `micro_size` does not divide the rows, the first micro batches have one row more, and each counts
+            by its rows. A batch of fewer rows is split into single rows.
+
+    Keyword Args:
+        weighted (bool): If ``True``, `network` returns `(loss_sum, weight)`, two scalars, and each micro batch counts
+            by its weight (for example its number of tokens). If ``False``, by its rows. Default: ``False``.
+        batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per input, in
+            the order of the network's arguments, where ``None`` means that an input goes whole into each micro
+            batch. An entry for an input that is itself a tuple or a dict stands for all its tensors, or is
+            a tuple or dict of entries. What is no tensor, and a tensor without axes, is never split.
+            Default: ``0``.
+
+    Inputs:
+        - **\*inputs** - Inputs of `network`: tensors of any dtype and shape, tuples, lists and dicts of
+          them, Python values.
+
+    Outputs:
+        In training, the weighted mean loss over all micro batches, a float32 scalar, differentiable as one graph.
+        In evaluation, what `network` returns for the whole batch.
+
+    Raises:
+        TypeError: If `network` is not a Cell, `micro_size` not an int, `weighted` not a bool, or `batch_axis`
+            holds anything but ints and None.
+        ValueError: If `micro_size` is less than 1, inputs disagree about the number of rows or have none, or
+            `network` returns something else than described.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import nn, ops
+        >>> from ms_gradaccum import GradAccumulation, Model
+        >>> network = nn.Dense(16, 10)
+        >>> loss_cell = GradAccumulation(nn.WithLossCell(network, nn.CrossEntropyLoss()), 4)
+        >>> model = Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 1e-2))
+    """
+
+    def __init__(self, network: nn.Cell, micro_size: int, *, weighted: bool = False, batch_axis: BatchAxis = 0) -> None:
+        super().__init__(auto_prefix=False)
+        network = check_cell(
+            _OWNER, "network", network, "Wrap the network and its loss, for example in nn.WithLossCell."
+        )
+        remedy = "It counts the micro batches of one batch; 1 means no split."
+        self.micro_size = check_positive_int(_OWNER, "micro_size", micro_size, remedy)
+        self.weighted = check_bool(_OWNER, "weighted", weighted, "True means that network returns (loss_sum, weight).")
+        self.batch_axis = check_batch_axis(batch_axis)
+        self.network = network
+        self.weighted_loss = self.loss_of()
+        self._get_attr_from_cell(network)
+
+    def loss_of(self, structure: Any = None) -> WeightedLoss:
+        """Return the loss of `network` as (sum, weight), for inputs of this structure."""
+        return (OwnWeight if self.weighted else RowWeight)(self.network, structure)
+
+    @property
+    def cls_name(self) -> str:
+        """Name by which MindSpore's own ``Model`` chooses a train cell.
+
+        With this class's real name it would choose the one for its own GradAccumulation, which needs
+        semi-auto-parallel and trains nothing without it. With any other it differentiates `construct`.
+        """
+        return "MicroBatchedLoss"
+
+    def split(self, *args: Any, **kwargs: Any) -> SplitBatch:
+        """Return the micro batches of one batch, given as `network` takes it."""
+        return split_batch(self._positional(args, kwargs), self.micro_size, self.batch_axis)
+
+    def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if not kwargs:
+            return args
+        bound = inspect.signature(self.network.construct).bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.kwargs:
+            names = ", ".join(sorted(bound.kwargs))
+            raise TypeError(
+                f"For '{_OWNER}', the inputs must be positional arguments of the network's construct, but got "
+                f"the keyword-only {names}. Remove the '*' from its signature."
+            )
+        return bound.args
+
+    def construct(self, *inputs: Any) -> Any:
+        if not self.training:
+            return self.network(*inputs)
+        _warn_without_train_step()
+        total, weight = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
+        for part in self.split_in_graph(inputs):
+            loss_sum, part_weight = self.weighted_loss(*part)
+            # Not '+=': in a graph that adds in place, here into one constant that both sums start from.
+            total = total + loss_sum
+            weight = weight + part_weight
+        return total / weight
+
+    def split_in_graph(self, inputs: tuple[Any, ...]) -> Any:
+        """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
+        shapes: tuple[Any, ...] = ()
+        for item in inputs:
+            if isinstance(item, (tuple, list, dict)):
+                _refuse_nested()
+            shapes += (item.shape if isinstance(item, Tensor) else None,)
+        axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
+        parts: tuple[Any, ...] = ()
+        for begin, end in bounds:
+            part: tuple[Any, ...] = (Tensor(end - begin, ms.float32),)
+            for i, item in enumerate(inputs):
+                part += (item if axes[i] is None else ops.narrow(item, axes[i], begin, end - begin),)
+            parts += (part,)
+        return parts
+
+
+_split_shapes = _primexpr(split_shapes)
+
+
+@_primexpr
+def _refuse_nested() -> None:
+    raise TypeError(
+        f"For '{_OWNER}', the inputs inside a larger graph must be tensors and Python values, but got a tuple, list "
+        f"or dict. Give its tensors one by one."
+    )
+
+
+@_primexpr
+def _warn_without_train_step() -> None:
+    warnings.warn(
+        "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
+        "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell).",
+        stacklevel=2,
+    )

@@ -1,0 +1,60 @@
+"""Float32 sums of gradients and losses, and the weight that belongs to them."""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common.initializer import initializer
+
+
+class GradBuffer(nn.Cell):
+    """The sums of one window. They live and are cleared together.
+
+    The names begin with ``accu_grads``, the prefix that MindSpore's checkpoint merges and transforms, its
+    fault tolerance and its compiler know.
+    """
+
+    def __init__(self, weights: ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        # Float32 whatever the weights' dtype: 16-bit sums lose the small addends of a long window.
+        self.sums = ParameterTuple(_zeros(f"accu_grads.{weight.name}", weight.shape) for weight in weights)
+        self.loss = _zeros("accu_grads.window_loss", ())
+        self.weight = _zeros("accu_grads.window_weight", ())
+        # Calls that the open window has taken in. 0 from an update to the next batch.
+        self.batches = _zeros("accu_grads.window_batches", (), ms.int32)
+        self.map = ops.HyperMap()
+
+    def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...]) -> Any:
+        """Add one micro batch."""
+        added = self.map(ops.assign_add, self.sums, grads)
+        return added, ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
+
+    def count_batch(self) -> Tensor:
+        """Count one batch and return how many the window has now."""
+        return ops.assign_add(self.batches, Tensor(1, ms.int32))
+
+    def mean_loss(self) -> Tensor:
+        """Return the weighted mean loss of the window so far."""
+        return self.loss * self.reciprocal_weight()
+
+    def reciprocal_weight(self) -> Tensor:
+        """Return 1 / weight, or 0 for a window in which nothing was weighed."""
+        empty = ops.equal(self.weight, 0.0)
+        return ops.select(
+            empty,
+            ops.zeros_like(self.weight),
+            1.0 / ops.select(empty, ops.ones_like(self.weight), self.weight),
+        )
+
+    def clear(self) -> Any:
+        """Assign zeros; a product with 0 would keep NaN and Inf for ever."""
+        cleared = self.map(_assign_zeros, self.sums)
+        return cleared, _assign_zeros(self.loss), _assign_zeros(self.weight), _assign_zeros(self.batches)
+
+
+def _assign_zeros(parameter: Parameter) -> Tensor:
+    return ops.assign(parameter, ops.zeros_like(parameter))
+
+
+def _zeros(name: str, shape: tuple[int, ...], dtype: Any = ms.float32) -> Parameter:
+    return Parameter(initializer("zeros", shape, dtype), name, requires_grad=False)

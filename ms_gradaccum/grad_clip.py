@@ -1,0 +1,110 @@
+"""Gradient clipping: once per window, on the reduced and unscaled mean gradient."""
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from ms_gradaccum._checks import check_positive_float
+
+Grads = tuple[Tensor, ...]
+
+
+def global_norm(grads: Grads) -> Tensor:
+    """Return the L2 norm of all ``grads`` taken as one vector, a float32 scalar."""
+    total = Tensor(0.0, ms.float32)
+    for grad in grads:
+        total = total + sum_of_squares(grad)
+    return ops.sqrt(total)
+
+
+def sum_of_squares(grad: Tensor) -> Tensor:
+    """Return the sum of the squares of ``grad``, a float32 scalar."""
+    squares = ops.square(ops.cast(grad, ms.float32))
+    if squares.ndim > 1:
+        # Row by row first: on CPU a reduction over all axes at once takes 7 times as long.
+        squares = ops.sum(squares.reshape(squares.shape[0], -1), -1)
+    return ops.sum(squares)
+
+
+class NoClip(nn.Cell):
+    """Stand-in used when gradients are not clipped."""
+
+    def construct(self, grads: Grads, norm: Tensor) -> tuple[Grads, Tensor]:
+        return grads, norm
+
+
+class ClipByGlobalNorm(nn.Cell):
+    r"""Scale the window's mean gradient down so that its global L2 norm is at most `max_norm`.
+
+    All gradients are multiplied by :math:`\min(1, max\_norm / norm)`, so the direction stays.
+    See "On the difficulty of training Recurrent Neural Networks" (Pascanu et al., 2013).
+
+    Args:
+        max_norm (Union[int, float]): The largest norm that is let through. Positive and finite.
+
+    Inputs:
+        - **grads** (tuple[Tensor]) - Mean gradients of any shape and floating-point dtype.
+        - **norm** (Tensor) - Their global norm, a float32 scalar.
+
+    Outputs:
+        Tuple of the clipped gradients (same shapes and dtypes) and their global norm.
+
+    Raises:
+        TypeError: If `max_norm` is not an int or a float.
+        ValueError: If `max_norm` is not positive and finite.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Tensor
+        >>> from ms_gradaccum import ClipByGlobalNorm
+        >>> grads, norm = ClipByGlobalNorm(1.0)((Tensor([3.0, 4.0]),), Tensor(5.0))
+        >>> print(grads[0], norm)
+        [0.6 0.8] 1.0
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        super().__init__()
+        remedy = "Typical norms are 0.5 to 5."
+        self.max_norm = check_positive_float("ClipByGlobalNorm", "max_norm", max_norm, remedy)
+
+    def construct(self, grads: Grads, norm: Tensor) -> tuple[Grads, Tensor]:
+        factor = self.max_norm / ops.maximum(norm, Tensor(self.max_norm, ms.float32))
+        return tuple([grad * ops.cast(factor, grad.dtype) for grad in grads]), norm * factor
+
+
+class ClipByValue(nn.Cell):
+    r"""Limit each element of the window's mean gradient to :math:`[-limit, limit]`.
+
+    Args:
+        limit (Union[int, float]): The largest absolute value that is let through. Positive and finite.
+
+    Inputs:
+        - **grads** (tuple[Tensor]) - Mean gradients of any shape and floating-point dtype.
+        - **norm** (Tensor) - Their global norm, a float32 scalar.
+
+    Outputs:
+        Tuple of the clipped gradients (same shapes and dtypes) and their global norm.
+
+    Raises:
+        TypeError: If `limit` is not an int or a float.
+        ValueError: If `limit` is not positive and finite.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Tensor
+        >>> from ms_gradaccum import ClipByValue
+        >>> grads, norm = ClipByValue(3.0)((Tensor([-3.0, 9.0, 4.0]),), Tensor(10.3))
+        >>> print(grads[0])
+        [-3.  3.  3.]
+    """
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = check_positive_float("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
+
+    def construct(self, grads: Grads, norm: Tensor) -> tuple[Grads, Tensor]:
+        clipped = tuple([ops.clamp(grad, -self.limit, self.limit) for grad in grads])
+        return clipped, global_norm(clipped)

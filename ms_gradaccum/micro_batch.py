@@ -1,0 +1,163 @@
+"""One batch of inputs into micro batches."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from ms_gradaccum._checks import sentence
+from ms_gradaccum.structure import take_apart
+
+# One axis for all inputs, or a tree with one entry per input (None: the input is not split).
+BatchAxis = int | None | Sequence[Any] | dict[str, Any]
+
+_OWNER = "GradAccumulation"
+_AXIS_REMEDY = "Give one axis for all inputs, or one entry per input with None for an input that is not split."
+
+
+class MicroBatch(NamedTuple):
+    """The tensors of one forward and backward pass, and the rows that they hold."""
+
+    rows: int
+    tensors: tuple[Tensor, ...]
+
+
+class SplitBatch(NamedTuple):
+    """A batch as micro batches, and the structure in which the network expects their tensors."""
+
+    structure: Hashable
+    micro_batches: list[MicroBatch]
+
+
+class _Leaf(NamedTuple):
+    place: str
+    shape: tuple[int, ...]
+    axis: int | None
+
+
+def check_batch_axis(axis: Any) -> BatchAxis:
+    """Return ``axis`` if it is an int, None, or a nest of tuples, lists and dicts of these."""
+    if isinstance(axis, (tuple, list)):
+        return tuple(check_batch_axis(item) for item in axis)
+    if isinstance(axis, dict):
+        return {key: check_batch_axis(item) for key, item in axis.items()}
+    if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+        got = f"{axis!r} of type {type(axis).__name__}"
+        raise TypeError(sentence(_OWNER, "batch_axis", "an int, None or one of these per input", got, _AXIS_REMEDY))
+    return axis
+
+
+def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis) -> SplitBatch:
+    """Split ``inputs`` into at most ``micro_size`` micro batches whose rows differ by one at most.
+
+    Tensors and NumPy arrays inside tuples, lists and dicts are split too; everything else goes whole into
+    each micro batch, and so do tensors without axes.
+    """
+    tensors: list[Tensor] = []
+    structure = take_apart(inputs, tensors)
+    leaves: list[_Leaf] = []
+    _place_leaves(inputs, batch_axis, "input", leaves)
+    bounds = split_rows(leaves, micro_size)
+    if len(bounds) == 1:
+        return SplitBatch(structure, [MicroBatch(bounds[0][1], tuple(tensors))])
+    on_host = ms.get_context("device_target") == "CPU"
+    parts = []
+    for begin, end in bounds:
+        cut = tuple(_slice_rows(tensor, leaf.axis, begin, end, on_host) for tensor, leaf in zip(tensors, leaves))
+        parts.append(MicroBatch(end - begin, cut))
+    return SplitBatch(structure, parts)
+
+
+def split_rows(leaves: Iterable[_Leaf], micro_size: int) -> list[tuple[int, int]]:
+    """Return the first row and the row after the last one of each micro batch; the larger ones come first."""
+    rows = _count_rows(leaves)
+    count = min(micro_size, rows)
+    size, larger = divmod(rows, count)
+    ends = [i * size + min(i, larger) for i in range(1, count + 1)]
+    return list(zip([0, *ends[:-1]], ends))
+
+
+def split_shapes(shapes: tuple[Any, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[Any, ...]:
+    """Return the axis of each input (None: not split) and the rows of each micro batch, for inputs of these shapes.
+
+    An input that is no tensor has None for a shape.
+    """
+    axes = _spread_axes(batch_axis, shapes)
+    axes = tuple(axis if shape else None for axis, shape in zip(axes, shapes))
+    leaves = [_Leaf(f"input[{i}]", shapes[i], axis) for i, axis in enumerate(axes) if axis is not None]
+    return axes, tuple(split_rows(leaves, micro_size))
+
+
+def _count_rows(leaves: Iterable[_Leaf]) -> int:
+    place, rows = "", -1
+    for leaf in leaves:
+        if leaf.axis is None:
+            continue
+        if not -len(leaf.shape) <= leaf.axis < len(leaf.shape):
+            got = f"{leaf.axis} for {leaf.place} of shape {leaf.shape}"
+            raise ValueError(sentence(_OWNER, "batch_axis", "an axis of each input that is split", got, _AXIS_REMEDY))
+        length = leaf.shape[leaf.axis]
+        if rows not in (-1, length):
+            raise ValueError(
+                f"For '{_OWNER}', the inputs must have the same number of rows on their batch axis, but got "
+                f"{rows} in {place} and {length} in {leaf.place}. {_AXIS_REMEDY}"
+            )
+        place, rows = leaf.place, length
+    if rows == -1:
+        raise ValueError(
+            f"For '{_OWNER}', at least one input must be a tensor with a batch axis, but got none. {_AXIS_REMEDY}"
+        )
+    if rows == 0:
+        raise ValueError(
+            f"For '{_OWNER}', a batch must have at least one row, but got 0 in {place}. Skip empty batches."
+        )
+    return rows
+
+
+def _place_leaves(item: Any, axis: Any, place: str, leaves: list[_Leaf]) -> None:
+    """Append each tensor's place in the inputs, its shape and its batch axis, in the order of `take_apart`."""
+    if isinstance(item, (tuple, list)):
+        for i, child_axis in enumerate(_spread_axes(axis, item)):
+            _place_leaves(item[i], child_axis, f"{place}[{i}]", leaves)
+    elif isinstance(item, dict):
+        axes = _named_axes(axis, item)
+        for key, child in item.items():
+            _place_leaves(child, axes[key], f"{place}[{key!r}]", leaves)
+    elif isinstance(item, (Tensor, np.ndarray)):
+        shape = tuple(item.shape)
+        if isinstance(axis, (tuple, dict)):
+            raise ValueError(sentence(_OWNER, "batch_axis", f"an int or None for {place}", axis, _AXIS_REMEDY))
+        leaves.append(_Leaf(place, shape, axis if shape else None))
+
+
+def _spread_axes(axis: Any, items: Any) -> tuple[Any, ...]:
+    """Return one entry of ``batch_axis`` per item of a tuple or list."""
+    if not isinstance(axis, tuple):
+        return (axis,) * len(items)
+    # The defaults of the network's arguments may follow what the caller passed; they hold nothing to split.
+    missing = len(items) - len(axis)
+    if missing < 0 or any(isinstance(item, (Tensor, np.ndarray, tuple, list, dict)) for item in items[len(axis) :]):
+        rule = f"as long as the {len(items)} inputs"
+        raise ValueError(sentence(_OWNER, "batch_axis", rule, f"{len(axis)} entries", _AXIS_REMEDY))
+    return axis + (None,) * missing
+
+
+def _named_axes(axis: Any, items: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(axis, dict):
+        return dict.fromkeys(items, axis)
+    if axis.keys() != items.keys():
+        rule = f"a dict with the names {list(items)}"
+        raise ValueError(sentence(_OWNER, "batch_axis", rule, list(axis), _AXIS_REMEDY))
+    return axis
+
+
+def _slice_rows(tensor: Tensor, axis: int | None, begin: int, end: int, on_host: bool) -> Tensor:
+    if axis is None:
+        return tensor
+    rows = (slice(None),) * (axis % tensor.ndim) + (slice(begin, end),)
+    if not on_host:
+        return tensor[rows]
+    # The rows are in this memory already: a NumPy view costs 10 us, and on axis 0 nothing is copied.
+    return Tensor.from_numpy(np.ascontiguousarray(tensor.asnumpy()[rows]))

@@ -1,0 +1,168 @@
+"""``mindspore.train.Model`` that trains with gradient accumulation."""
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn
+from mindspore.parallel._utils import _clear_auto_parallel_context
+from mindspore.train.callback import Callback, LossMonitor
+
+from ms_gradaccum._checks import check_choice, sentence
+from ms_gradaccum.grad_accumulation import GradAccumulation
+from ms_gradaccum.train_step import TrainOneStepCell, as_grad_accumulation
+
+_OWNER = "Model"
+_LAST_WINDOW = ("apply", "drop", "carry")
+
+
+class Model(ms.Model):
+    r"""Train, evaluate and predict as ``mindspore.train.Model`` does, with gradient accumulation.
+
+    Everything of ``mindspore.train.Model`` works as it is documented there: `train`, `fit`, `eval`, `predict`,
+    callbacks. One call of the training network takes one batch of the dataset; callbacks find a
+    :class:`StepOutput` in ``cb_params.net_outputs``.
+
+    Args:
+        network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, around a network with its loss
+            inside, or without it if `loss_fn` is given; or a network without GradAccumulation, whose batches are then
+            not split. Or a :class:`TrainOneStepCell`, without an optimizer.
+        loss_fn (Cell, optional): Loss of the network's output and the label. Default: ``None``.
+        optimizer (Cell, optional): Optimizer of the network's parameters. Without one, the model can only
+            evaluate and predict. Default: ``None``.
+        metrics (Union[dict, set], optional): Metrics of `eval` and `fit`. Default: ``None``.
+        eval_network (Cell, optional): Network of `eval`. Default: ``None``.
+        eval_indexes (list, optional): Places of loss, output and label in the outputs of `eval_network`.
+            Default: ``None``.
+        amp_level (str): Only ``"O0"`` (no mixed precision). Default: ``"O0"``.
+        boost_level (str): Only ``"O0"``: boost's own accumulation would run inside this one. Default: ``"O0"``.
+
+    Keyword Args:
+        accumulation_steps (int): Number of batches of one update. Default: ``1``.
+        clip (Union[ClipByGlobalNorm, ClipByValue, None]): Clipping of the window's mean gradient. Default: ``None``.
+        last_window (str): What becomes of a window that is unfinished at the end of the dataset's pass:
+
+            - ``"apply"``: one more update, divided by the window's true weight. It is made before the
+              evaluation of `fit`.
+            - ``"drop"``: its gradients are thrown away.
+            - ``"carry"``: it goes on with the next pass.
+
+            Default: ``"apply"``.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, `optimizer` belongs to another network or model, or a setting
+            is given that cannot work with accumulation.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import nn
+        >>> from mindspore.dataset import NumpySlicesDataset
+        >>> from ms_gradaccum import GradAccumulation, Model
+        >>> x = np.arange(1, 9, dtype=np.float32).reshape(8, 1)
+        >>> dataset = NumpySlicesDataset((x, 2 * x), shuffle=False).batch(8)
+        >>> network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+        >>> loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size=4)
+        >>> model = Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 0.02))
+        >>> model.train(1, dataset)
+        >>> print(network.weight.value())
+        [[2.04]]
+    """
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        loss_fn: nn.Cell | None = None,
+        optimizer: nn.Cell | None = None,
+        metrics: Any = None,
+        eval_network: nn.Cell | None = None,
+        eval_indexes: list[int] | None = None,
+        amp_level: str = "O0",
+        boost_level: str = "O0",
+        *,
+        accumulation_steps: int = 1,
+        clip: nn.Cell | None = None,
+        last_window: str = "apply",
+        **kwargs: Any,
+    ) -> None:
+        check_choice(_OWNER, "amp_level", amp_level, ("O0",), "Mixed precision is not available with accumulation yet.")
+        check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
+        remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
+        self.last_window = check_choice(_OWNER, "last_window", last_window, _LAST_WINDOW, remedy)
+        if kwargs:
+            got = ", ".join(sorted(kwargs))
+            raise ValueError(f"For '{_OWNER}', the arguments {got} are unknown or do not work with accumulation.")
+        self._step_settings: dict[str, Any] = {"accumulation_steps": accumulation_steps, "clip": clip}
+        try:
+            super().__init__(network, loss_fn, optimizer, metrics, eval_network, eval_indexes)
+        except BaseException:
+            # It was set from the network above; left alone it would change whatever is compiled next.
+            _clear_auto_parallel_context(network)
+            raise
+
+    def _build_train_network(self) -> nn.Cell:
+        if isinstance(self._network, TrainOneStepCell):
+            return self._adopt(self._network)
+        if self._optimizer is None:
+            return super()._build_train_network()
+        loss_cell = as_grad_accumulation(_OWNER, self._network)
+        if self._loss_fn is not None:
+            loss_cell = GradAccumulation(
+                nn.WithLossCell(loss_cell.network, self._loss_fn),
+                loss_cell.micro_size,
+                weighted=loss_cell.weighted,
+                batch_axis=loss_cell.batch_axis,
+            )
+        return TrainOneStepCell(loss_cell, self._optimizer, **self._step_settings)
+
+    def _adopt(self, train_step: TrainOneStepCell) -> TrainOneStepCell:
+        """Train with a step that the user built; its settings are its own."""
+        if self._optimizer is not None or self._loss_fn is not None:
+            got = "a TrainOneStepCell together with a loss_fn or an optimizer"
+            remedy = "Give Model(train_step), or the cell inside it with the optimizer."
+            raise ValueError(sentence(_OWNER, "network", "a loss cell", got, remedy))
+        if self._step_settings != {"accumulation_steps": 1, "clip": None}:
+            remedy = "Give accumulation_steps and clip to the TrainOneStepCell."
+            raise ValueError(
+                sentence(_OWNER, "network", "a loss cell", "a TrainOneStepCell with its own settings", remedy)
+            )
+        # Callbacks that change the learning rate look for it here.
+        self._optimizer: Any = train_step.optimizer
+        return train_step
+
+    def _train(self, epoch: int, train_dataset: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        callbacks = self._transform_callbacks(callbacks)
+        if any(isinstance(callback, LossMonitor) for callback in callbacks):
+            callbacks.insert(0, _StopAtInvalidLoss())
+        return super()._train(epoch, train_dataset, callbacks, *args, **kwargs)
+
+    def _eval_during_train(self, valid_infos: Any, cb_params: Any, list_callback: Any) -> None:
+        # Called at the end of each pass over the data, before an evaluation, which shall see the last update.
+        output = self._finish_pass()
+        if output is not None:
+            cb_params.net_outputs = output
+        super()._eval_during_train(valid_infos, cb_params, list_callback)
+
+    def _finish_pass(self) -> Any:
+        if self.last_window == "apply":
+            return self._train_network.flush()
+        if self.last_window == "drop":
+            self._train_network.drop()
+        return None
+
+
+class _StopAtInvalidLoss(Callback):
+    """LossMonitor's stop at a NaN or Inf loss, which it makes for a bare Tensor but not for a tuple."""
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        cb_params = run_context.original_args()
+        loss = float(cb_params.net_outputs[0].asnumpy())
+        if not np.isfinite(loss):
+            step = (cb_params.cur_step_num - 1) % cb_params.batch_num + 1
+            raise ValueError(
+                f"For '{_OWNER}', the loss must be finite, but got {loss} in epoch {cb_params.cur_epoch_num}, "
+                f"step {step}. LossMonitor ends the training here; without it the window is skipped."
+            )

@@ -1,0 +1,100 @@
+"""Nested inputs taken apart into tensors, and put together again inside a graph.
+
+A graph takes a tuple or a dict for a constant and is compiled anew for each new content; tensors it takes as
+they come. So a micro step is given tensors alone and rebuilds from them what the network expects.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, nn
+
+
+def take_apart(inputs: Any, leaves: list[Tensor]) -> Hashable:
+    """Append the tensors in ``inputs`` to ``leaves`` and return what is left: the structure around them.
+
+    Inputs of one structure can share a graph; only the lengths of their axes differ.
+    """
+    if isinstance(inputs, (Tensor, np.ndarray)):
+        leaf = inputs if isinstance(inputs, Tensor) else Tensor(inputs)
+        leaves.append(leaf)
+        return ("leaf", len(leaves) - 1, leaf.ndim, str(leaf.dtype))
+    if isinstance(inputs, (tuple, list)):
+        return ("sequence", type(inputs), tuple(take_apart(item, leaves) for item in inputs))
+    if isinstance(inputs, dict):
+        return ("dict", tuple(inputs), tuple(take_apart(item, leaves) for item in inputs.values()))
+    return ("value", type(inputs), _HashedByValue(inputs))
+
+
+class _HashedByValue:
+    """A Python value as part of a structure, also if it has no hash of its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _HashedByValue) and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+def rebuilder(structure: Any) -> nn.Cell:
+    """Return the cell that makes the inputs of ``structure`` from its tensors."""
+    kind = structure[0]
+    if kind == "leaf":
+        return _Leaf(structure[1])
+    if kind == "value":
+        return _Value(structure[2].value)
+    children = [rebuilder(child) for child in structure[2]]
+    return _Dict(structure[1], children) if kind == "dict" else _Sequence(structure[1], children)
+
+
+class _Leaf(nn.Cell):
+    def __init__(self, index: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.index = index
+
+    def construct(self, leaves: tuple[Tensor, ...]) -> Tensor:
+        return leaves[self.index]
+
+
+class _Value(nn.Cell):
+    def __init__(self, value: Any) -> None:
+        super().__init__(auto_prefix=False)
+        self.value = value
+
+    def construct(self, leaves: tuple[Tensor, ...]) -> Any:
+        return self.value
+
+
+class _Sequence(nn.Cell):
+    def __init__(self, kind: type, children: list[nn.Cell]) -> None:
+        super().__init__(auto_prefix=False)
+        self.children = nn.CellList(children, auto_prefix=False)
+        self.kind = kind
+        self.named = hasattr(kind, "_fields")
+        self.is_list = kind is list
+
+    def construct(self, leaves: tuple[Tensor, ...]) -> Any:
+        items: tuple[Any, ...] = ()
+        for child in self.children:
+            items += (child(leaves),)
+        if self.named:
+            return self.kind(*items)
+        return list(items) if self.is_list else items
+
+
+class _Dict(nn.Cell):
+    def __init__(self, keys: tuple[Any, ...], children: list[nn.Cell]) -> None:
+        super().__init__(auto_prefix=False)
+        self.children = nn.CellList(children, auto_prefix=False)
+        self.keys = keys
+
+    def construct(self, leaves: tuple[Tensor, ...]) -> dict[Any, Any]:
+        # Not dict(zip(...)): the compiler hands that to the Python interpreter, and the gradient with it.
+        items = {}
+        for key, child in zip(self.keys, self.children):
+            items[key] = child(leaves)
+        return items

@@ -1,0 +1,204 @@
+"""The training step: the micro batches of one batch, and an update at the end of the window."""
+
+import math
+import warnings
+from collections.abc import Hashable
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from ms_gradaccum._checks import check_cell, check_positive_int, sentence
+from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.grad_accumulation import GradAccumulation
+from ms_gradaccum.grad_buffer import GradBuffer
+from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, NoClip
+from ms_gradaccum.optimizers import check_optimizer, claim_optimizer
+from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.window import MicroStep, Window
+
+_OWNER = "TrainOneStepCell"
+_MANY_STRUCTURES = 8
+_NOTHING = Tensor(0.0, ms.float32)
+
+
+class TrainOneStepCell(nn.TrainOneStepCell):
+    r"""Train with gradient accumulation: one call per batch, one optimizer update per window of batches.
+
+    .. code-block:: python
+
+        for micro_batch in split(batch, micro_size):
+            sums, weight = sums + grad(loss_sum(micro_batch)), weight + weight_of(micro_batch)
+        if last_batch_of_the_window:
+            optimizer(clip(sums / weight))
+
+    Called from Python, each micro batch is one run of a compiled graph (forward, backward, add), so that the
+    activations of one micro batch live at a time and compiling takes as long for any `micro_size`. That holds in
+    PYNATIVE mode too; a network that cannot be compiled runs eagerly there, after a warning. Inside a larger graph
+    (data sink mode), the whole window is part of that graph.
+
+    Args:
+        network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, or any loss cell, which is then
+            fed whole batches.
+        optimizer (Cell): Optimizer of ``mindspore.nn``, ``mindspore.mint.optim`` or
+            ``mindspore.experimental.optim`` over parameters of `network`.
+
+    Keyword Args:
+        accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
+        clip (Union[ClipByGlobalNorm, ClipByValue, None]): Clipping of the window's mean gradient. Default: ``None``.
+
+    Inputs:
+        - **\*inputs** - One batch, as `network` takes it. Keywords are allowed.
+
+    Outputs:
+        :class:`StepOutput`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, or
+            belongs to another training cell.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import nn, ops
+        >>> from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
+        >>> network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+        >>> loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size=4)
+        >>> optimizer = nn.SGD(network.trainable_params(), 0.02)
+        >>> train_step = TrainOneStepCell(loss_cell, optimizer, clip=ClipByGlobalNorm(1000.0))
+        >>> x = ops.arange(1, 9).float().reshape(8, 1)
+        >>> output = train_step(x, 2 * x)
+        >>> print(output.loss, network.weight.value())
+        102.0 [[2.04]]
+    """
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        optimizer: nn.Cell,
+        *,
+        accumulation_steps: int = 1,
+        clip: nn.Cell | None = None,
+    ) -> None:
+        network = as_grad_accumulation(_OWNER, network)
+        check_optimizer(_OWNER, optimizer, network)
+        remedy = "It counts the batches of one update; 1 means an update per batch."
+        check_positive_int(_OWNER, "accumulation_steps", accumulation_steps, remedy)
+        clip = _check_clip(clip)
+        super().__init__(network, optimizer)
+        self.accumulation_steps = accumulation_steps
+        self.buffer = GradBuffer(self.weights)
+        self.micro_step = MicroStep(network.weighted_loss, self.buffer, self.weights)
+        self.window = Window(self.buffer, optimizer, clip)
+        # One compiled micro step per structure of the inputs: nearly always one.
+        self._micro_steps: dict[Hashable, Compiled] = {}
+        self._run_window = Compiled(lambda: self.window, _OWNER, "the optimizer")
+        self.set_train()
+        claim_optimizer(optimizer, self)
+
+    def set_train(self, mode: bool = True) -> "TrainOneStepCell":
+        """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Built in training mode."""
+        super().set_train(mode)
+        # A compiled cell is looked up by its own phase, which tells its training graph from the other one.
+        self.micro_step.set_train(mode)
+        self.window.set_train(mode)
+        for compiled in self._micro_steps.values():
+            compiled.set_train(mode)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
+        structure, micro_batches = self.network.split(*args, **kwargs)
+        micro_step = self._micro_step_for(structure)
+        batches = self.open_batches()
+        try:
+            for rows, tensors in micro_batches:
+                loss, weight = micro_step(Tensor(rows, ms.float32), *tensors)
+        except BaseException:
+            self._abandon(batches)
+            raise
+        if batches + 1 == self.accumulation_steps:
+            return StepOutput(*self._run_window(_NOTHING))
+        self.buffer.batches.set_data(Tensor(batches + 1, ms.int32))
+        return _open_window_output(loss, weight)
+
+    def _micro_step_for(self, structure: Hashable) -> Compiled:
+        if structure not in self._micro_steps:
+            self._micro_steps[structure] = Compiled(lambda: self._build_micro_step(structure), _OWNER, "the network")
+            if len(self._micro_steps) == _MANY_STRUCTURES:
+                warnings.warn(
+                    f"For '{_OWNER}', the inputs must keep their structure and Python values, but got "
+                    f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors.",
+                    stacklevel=3,
+                )
+        return self._micro_steps[structure]
+
+    def _build_micro_step(self, structure: Any) -> MicroStep:
+        cell = MicroStep(self.network.loss_of(structure), self.buffer, self.weights)
+        cell.set_train(self.training)
+        return cell
+
+    def open_batches(self) -> int:
+        """Return the number of batches in the unfinished window; 0 right after an update."""
+        return 0 if self.accumulation_steps == 1 else int(self.buffer.batches.asnumpy())
+
+    def flush(self) -> StepOutput | None:
+        """Apply an unfinished window, divided by its true weight. Return None if there is none."""
+        return StepOutput(*self._run_window(_NOTHING)) if self.open_batches() else None
+
+    def drop(self) -> int:
+        """Throw an unfinished window away and return the number of batches that it had."""
+        batches = self.open_batches()
+        if batches:
+            self.buffer.clear()
+        return batches
+
+    def _abandon(self, batches: int) -> None:
+        """Take back what a failed batch has added: the sums cannot be parted, so an open window goes with it."""
+        self.buffer.clear()
+        if batches:
+            warnings.warn(
+                f"For '{_OWNER}', the batch failed in mid-window: the {batches} batches before it are dropped with it.",
+                stacklevel=3,
+            )
+
+    def construct(self, *inputs: Any) -> StepOutput:
+        """The whole window as part of one graph."""
+        done = loss = weight = Tensor(0.0, ms.float32)
+        for part in self.network.split_in_graph(inputs):
+            loss, weight = self.micro_step(*part)
+            done = ops.depend(loss, (done, weight))
+        if self.accumulation_steps == 1:
+            return self.window(done)
+        # The counter includes this batch, so that the update is made at the last batch of the window.
+        batches = self.buffer.count_batch()
+        if batches == self.accumulation_steps:
+            output = self.window(done)
+        else:
+            output = _open_window_output(loss, weight)
+        return output
+
+
+def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
+    """Return the GradAccumulation in ``network``, or one that feeds a loss cell whole batches."""
+    network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
+    if isinstance(network, AutoParallel):
+        network = network.network
+    return network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
+
+
+def _check_clip(clip: Any) -> nn.Cell:
+    if clip is None:
+        return NoClip()
+    if not isinstance(clip, (ClipByGlobalNorm, ClipByValue)):
+        rule = "a ClipByGlobalNorm, a ClipByValue or None"
+        raise TypeError(sentence(_OWNER, "clip", rule, f"{clip!r}", "For example clip=ClipByGlobalNorm(1.0)."))
+    return clip
+
+
+def _open_window_output(loss: Tensor, weight: Tensor) -> StepOutput:
+    """Report a batch after which the window goes on."""
+    unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
+    return StepOutput(loss, no, Tensor(1.0, ms.float32), no, unknown, unknown, unknown, weight)

@@ -1,0 +1,21 @@
+"""Fixtures that every test file shares."""
+
+import mindspore as ms
+import pytest
+
+
+@pytest.fixture(params=[ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["GRAPH", "PYNATIVE"])
+def mode(request):
+    """Run the test in both execution modes."""
+    before = ms.get_context("mode")
+    ms.set_context(mode=request.param)
+    yield request.param
+    ms.set_context(mode=before)
+
+
+@pytest.fixture(autouse=True)
+def restored_mode():
+    """Leave the mode as it was, whatever a test did."""
+    before = ms.get_context("mode")
+    yield
+    ms.set_context(mode=before)
