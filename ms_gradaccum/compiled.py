@@ -27,6 +27,8 @@ class Compiled:
         self.owner = owner
         self.what = what
         self.cell = make_cell()
+        # A flat list, since it is gone through before every call.
+        self.cells = [cell for _, cell in self.cell.cells_and_names()]
         self.eager = False
         # The shapes for which there is a graph of fixed shapes.
         self.fixed: set[Shapes] = set()
@@ -47,6 +49,7 @@ class Compiled:
             return self.cell(*tensors)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         try:
+            self._refuse_hooks()
             cell = self.cell if shapes in self.fixed else self._compiled_for(tensors, shapes)
         except Exception as error:
             if ms.get_context("mode") == ms.GRAPH_MODE:
@@ -55,12 +58,18 @@ class Compiled:
         with graph_mode():
             return cell(*tensors)
 
+    def _refuse_hooks(self) -> None:
+        """A graph calls no hooks of a network that was written for PYNATIVE mode; they can come at any time."""
+        if ms.get_context("mode") != ms.PYNATIVE_MODE:
+            return
+        for cell in self.cells:
+            if cell._forward_hook or cell._forward_pre_hook or cell._backward_hook or cell._backward_pre_hook:
+                raise RuntimeError(f"its {cell.cls_name} has a hook, which a graph would not call")
+
     def _compiled_for(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> nn.Cell:
         known, self.general = self.general, _widen(self.general or shapes, shapes)
         if self.general_cell is not None and known == self.general:
             return self.general_cell
-        if ms.get_context("mode") == ms.PYNATIVE_MODE and (hooked := _first_hook(self.cell)):
-            raise RuntimeError(f"{hooked} has a hook, which a graph would not call")
         if len(self.fixed) >= MAX_FIXED_SHAPES and self._compile_general(tensors, self.general):
             return self.general_cell
         with graph_mode():
@@ -113,14 +122,6 @@ def graph_mode() -> Iterator[None]:
 def _widen(general: Shapes, shapes: Shapes) -> Shapes:
     """Return the shapes that fit both."""
     return tuple(tuple(a if a == b else -1 for a, b in zip(*pair)) for pair in zip(general, shapes))
-
-
-def _first_hook(cell: nn.Cell) -> str:
-    kinds = ("_forward_pre_hook", "_forward_hook", "_backward_pre_hook", "_backward_hook")
-    for name, child in cell.cells_and_names():
-        if any(getattr(child, kind, None) for kind in kinds):
-            return name
-    return ""
 
 
 def _first_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import check_bool, check_cell, check_positive_int
+from ms_gradaccum._checks import check_bool, check_cell, check_positive_int, sentence
 from ms_gradaccum.loss_weight import OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.micro_batch import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 
@@ -38,7 +38,8 @@ class GradAccumulation(nn.Cell):
 
     Keyword Args:
         weighted (bool): If ``True``, `network` returns `(loss_sum, weight)`, two scalars, and each micro batch counts
-            by its weight (for example its number of tokens). If ``False``, by its rows. Default: ``False``.
+            by its weight (for example its number of tokens; not negative). If ``False``, by its rows.
+            Default: ``False``.
         batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per input, in
             the order of the network's arguments, where ``None`` means that an input goes whole into each micro
             batch. An entry for an input that is itself a tuple or a dict stands for all its tensors, or is
@@ -75,6 +76,9 @@ class GradAccumulation(nn.Cell):
         network = check_cell(
             _OWNER, "network", network, "Wrap the network and its loss, for example in nn.WithLossCell."
         )
+        if any(isinstance(cell, GradAccumulation) for _, cell in network.cells_and_names()):
+            remedy = "Use one, with the product of the two micro_size."
+            raise ValueError(sentence(_OWNER, "network", "a network without GradAccumulation", "one inside", remedy))
         remedy = "It counts the micro batches of one batch; 1 means no split."
         self.micro_size = check_positive_int(_OWNER, "micro_size", micro_size, remedy)
         self.weighted = check_bool(_OWNER, "weighted", weighted, "True means that network returns (loss_sum, weight).")
@@ -86,6 +90,14 @@ class GradAccumulation(nn.Cell):
     def loss_of(self, structure: Any = None) -> WeightedLoss:
         """Return the loss of `network` as (sum, weight), for inputs of this structure."""
         return (OwnWeight if self.weighted else RowWeight)(self.network, structure)
+
+    def with_loss(self, loss_fn: nn.Cell) -> "GradAccumulation":
+        """Return this cell around `network` followed by `loss_fn`, which takes its output and one label."""
+        axis = self.batch_axis
+        if isinstance(axis, tuple) and len(axis) == 1:
+            axis = (*axis, 0)  # It speaks of the network's only input; the label's rows are on axis 0.
+        loss_cell = nn.WithLossCell(self.network, loss_fn)
+        return GradAccumulation(loss_cell, self.micro_size, weighted=self.weighted, batch_axis=axis)
 
     @property
     def cls_name(self) -> str:

@@ -26,7 +26,7 @@ class GradBuffer(nn.Cell):
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...]) -> Any:
         """Add one micro batch."""
-        added = self.map(ops.assign_add, self.sums, grads)
+        added = self.map(_add, self.sums, grads)
         return added, ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
 
     def count_batch(self) -> Tensor:
@@ -50,6 +50,20 @@ class GradBuffer(nn.Cell):
         """Assign zeros; a product with 0 would keep NaN and Inf for ever."""
         cleared = self.map(_assign_zeros, self.sums)
         return cleared, _assign_zeros(self.loss), _assign_zeros(self.weight), _assign_zeros(self.batches)
+
+
+_add = ops.MultitypeFuncGraph("add_gradient")
+
+
+@_add.register("Tensor", "Tensor")
+def _add_dense(total: Parameter, grad: Tensor) -> Tensor:
+    return ops.assign_add(total, grad)
+
+
+@_add.register("Tensor", "RowTensor")
+def _add_rows(total: Parameter, grad: Any) -> Tensor:
+    # A sparse lookup has a gradient for the rows that it read; a row can be there more than once.
+    return ops.scatter_add(total, grad.indices, ops.cast(grad.values, ms.float32))
 
 
 def _assign_zeros(parameter: Parameter) -> Tensor:

@@ -8,14 +8,6 @@ from ms_gradaccum._checks import check_positive_float
 Grads = tuple[Tensor, ...]
 
 
-def global_norm(grads: Grads) -> Tensor:
-    """Return the L2 norm of all ``grads`` taken as one vector, a float32 scalar."""
-    total = Tensor(0.0, ms.float32)
-    for grad in grads:
-        total = total + sum_of_squares(grad)
-    return ops.sqrt(total)
-
-
 def sum_of_squares(grad: Tensor) -> Tensor:
     """Return the sum of the squares of ``grad``, a float32 scalar."""
     squares = ops.square(ops.cast(grad, ms.float32))
@@ -28,8 +20,12 @@ def sum_of_squares(grad: Tensor) -> Tensor:
 class NoClip(nn.Cell):
     """Stand-in used when gradients are not clipped."""
 
-    def construct(self, grads: Grads, norm: Tensor) -> tuple[Grads, Tensor]:
-        return grads, norm
+    def construct(self, grads: Grads, norm: Tensor) -> Grads:
+        return grads
+
+    def norm_after(self, norm: Tensor) -> Tensor:
+        """Return the norm after clipping."""
+        return norm
 
 
 class ClipByGlobalNorm(nn.Cell):
@@ -46,7 +42,7 @@ class ClipByGlobalNorm(nn.Cell):
         - **norm** (Tensor) - Their global norm, a float32 scalar.
 
     Outputs:
-        Tuple of the clipped gradients (same shapes and dtypes) and their global norm.
+        Tuple of Tensors, the clipped gradients, with the same shapes and dtypes.
 
     Raises:
         TypeError: If `max_norm` is not an int or a float.
@@ -58,9 +54,9 @@ class ClipByGlobalNorm(nn.Cell):
     Examples:
         >>> from mindspore import Tensor
         >>> from ms_gradaccum import ClipByGlobalNorm
-        >>> grads, norm = ClipByGlobalNorm(1.0)((Tensor([3.0, 4.0]),), Tensor(5.0))
-        >>> print(grads[0], norm)
-        [0.6 0.8] 1.0
+        >>> grads = ClipByGlobalNorm(1.0)((Tensor([3.0, 4.0]),), Tensor(5.0))
+        >>> print(grads[0])
+        [0.6 0.8]
     """
 
     def __init__(self, max_norm: float) -> None:
@@ -68,9 +64,13 @@ class ClipByGlobalNorm(nn.Cell):
         remedy = "Typical norms are 0.5 to 5."
         self.max_norm = check_positive_float("ClipByGlobalNorm", "max_norm", max_norm, remedy)
 
-    def construct(self, grads: Grads, norm: Tensor) -> tuple[Grads, Tensor]:
+    def construct(self, grads: Grads, norm: Tensor) -> Grads:
         factor = self.max_norm / ops.maximum(norm, Tensor(self.max_norm, ms.float32))
-        return tuple([grad * ops.cast(factor, grad.dtype) for grad in grads]), norm * factor
+        return tuple([grad * ops.cast(factor, grad.dtype) for grad in grads])
+
+    def norm_after(self, norm: Tensor) -> Tensor:
+        """Return the norm after clipping."""
+        return ops.minimum(norm, Tensor(self.max_norm, ms.float32))
 
 
 class ClipByValue(nn.Cell):
@@ -84,7 +84,7 @@ class ClipByValue(nn.Cell):
         - **norm** (Tensor) - Their global norm, a float32 scalar.
 
     Outputs:
-        Tuple of the clipped gradients (same shapes and dtypes) and their global norm.
+        Tuple of Tensors, the clipped gradients, with the same shapes and dtypes.
 
     Raises:
         TypeError: If `limit` is not an int or a float.
@@ -96,7 +96,7 @@ class ClipByValue(nn.Cell):
     Examples:
         >>> from mindspore import Tensor
         >>> from ms_gradaccum import ClipByValue
-        >>> grads, norm = ClipByValue(3.0)((Tensor([-3.0, 9.0, 4.0]),), Tensor(10.3))
+        >>> grads = ClipByValue(3.0)((Tensor([-3.0, 9.0, 4.0]),), Tensor(10.3))
         >>> print(grads[0])
         [-3.  3.  3.]
     """
@@ -105,6 +105,9 @@ class ClipByValue(nn.Cell):
         super().__init__()
         self.limit = check_positive_float("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
 
-    def construct(self, grads: Grads, norm: Tensor) -> tuple[Grads, Tensor]:
-        clipped = tuple([ops.clamp(grad, -self.limit, self.limit) for grad in grads])
-        return clipped, global_norm(clipped)
+    def construct(self, grads: Grads, norm: Tensor) -> Grads:
+        return tuple([ops.clamp(grad, -self.limit, self.limit) for grad in grads])
+
+    def norm_after(self, norm: Tensor) -> None:
+        """Return None: the norm after clipping takes a pass of its own."""
+        return None

@@ -21,27 +21,25 @@ _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False fo
 
 
 @_primexpr
-def _check_mean(shape: tuple[int, ...], dtype: Any) -> None:
-    if tuple(shape) not in ((), (1,)) or dtype not in mstype.float_type:
-        raise ValueError(
-            f"For 'GradAccumulation', the argument 'network' must return a scalar floating-point loss first, but got "
-            f"{dtype} of shape {tuple(shape)}. {_MEAN_REMEDY}"
-        )
+def _check_loss(is_tensor: bool, shape: tuple[int, ...], dtype: Any, what: str, remedy: str) -> None:
+    if is_tensor and tuple(shape) in ((), (1,)) and dtype in mstype.float_type:
+        return
+    got = f"{dtype} of shape {tuple(shape)}" if is_tensor else "no tensor"
+    raise ValueError(
+        f"For 'GradAccumulation', the argument 'network' must return {what}, a floating-point scalar, first, "
+        f"but got {got}. {remedy}"
+    )
 
 
 @_primexpr
-def _check_pair(count: int, shape: tuple[int, ...], dtype: Any, weight_shape: tuple[int, ...]) -> None:
-    if count < 2 or tuple(shape) not in ((), (1,)) or tuple(weight_shape) not in ((), (1,)):
-        got = "one output" if count < 2 else f"shapes {tuple(shape)} and {tuple(weight_shape)}"
-        raise ValueError(
-            f"For 'GradAccumulation', the argument 'network' must return a scalar loss sum and its scalar weight, "
-            f"but got {got}. {_PAIR_REMEDY}"
-        )
-    if dtype not in mstype.float_type:
-        raise ValueError(
-            f"For 'GradAccumulation', the argument 'network' must return a floating-point loss sum, but got {dtype}. "
-            f"{_PAIR_REMEDY}"
-        )
+def _check_weight(is_weight: bool, shape: tuple[int, ...]) -> None:
+    if is_weight and tuple(shape) in ((), (1,)):
+        return
+    got = f"a tensor of shape {tuple(shape)}" if is_weight else "no number"
+    raise ValueError(
+        f"For 'GradAccumulation', the argument 'network' must return its weight, a scalar, after the loss sum, "
+        f"but got {got}. {_PAIR_REMEDY}"
+    )
 
 
 class WeightedLoss(nn.Cell):
@@ -63,15 +61,23 @@ class WeightedLoss(nn.Cell):
             return self.network(*tensors)
         return self.network(*self.structure(tensors))
 
+    def first(self, outputs: Any, what: str, remedy: str) -> Tensor:
+        """Return the loss at the head of ``outputs`` as a float32 scalar."""
+        if isinstance(outputs, (tuple, list)):
+            outputs = outputs[0] if len(outputs) > 0 else None
+        if isinstance(outputs, Tensor):
+            _check_loss(True, outputs.shape, outputs.dtype, what, remedy)
+        else:
+            _check_loss(False, (), None, what, remedy)
+        return ops.cast(outputs.reshape(()), ms.float32)
+
 
 class RowWeight(WeightedLoss):
     """Make ``(mean * rows, rows)`` of a network that returns a mean loss, alone or before other outputs."""
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
-        outputs = self.outputs(tensors)
-        loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
-        _check_mean(loss.shape, loss.dtype)
-        return ops.cast(loss.reshape(()), ms.float32) * rows, rows
+        loss = self.first(self.outputs(tensors), "its mean loss", _MEAN_REMEDY)
+        return loss * rows, rows
 
 
 class OwnWeight(WeightedLoss):
@@ -79,11 +85,12 @@ class OwnWeight(WeightedLoss):
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
         outputs = self.outputs(tensors)
-        if not isinstance(outputs, (tuple, list)):
-            _check_pair(1, (), ms.float32, ())
-        loss_sum, weight = outputs[0], outputs[1]
-        if not isinstance(weight, Tensor):
+        loss_sum = self.first(outputs, "its loss sum", _PAIR_REMEDY)
+        weight: Any = outputs[1] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else None
+        if isinstance(weight, (int, float)):
             weight = Tensor(weight, ms.float32)
-        _check_pair(len(outputs), loss_sum.shape, loss_sum.dtype, weight.shape)
-        weight = ops.stop_gradient(ops.cast(weight.reshape(()), ms.float32))
-        return ops.cast(loss_sum.reshape(()), ms.float32), weight
+        if isinstance(weight, Tensor):
+            _check_weight(True, weight.shape)
+        else:
+            _check_weight(False, ())
+        return loss_sum, ops.stop_gradient(ops.cast(weight.reshape(()), ms.float32))

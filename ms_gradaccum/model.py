@@ -4,15 +4,17 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn
+from mindspore import Tensor, nn
 from mindspore.parallel._utils import _clear_auto_parallel_context
+from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.train.callback import Callback, LossMonitor
 
 from ms_gradaccum._checks import check_choice, sentence
-from ms_gradaccum.grad_accumulation import GradAccumulation
+from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.train_step import TrainOneStepCell, as_grad_accumulation
 
 _OWNER = "Model"
+_NO_SETTINGS: dict[str, Any] = {"accumulation_steps": 1, "clip": None, "parallel": "auto"}
 _LAST_WINDOW = ("apply", "drop", "carry")
 
 
@@ -24,9 +26,9 @@ class Model(ms.Model):
     :class:`StepOutput` in ``cb_params.net_outputs``.
 
     Args:
-        network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, around a network with its loss
-            inside, or without it if `loss_fn` is given; or a network without GradAccumulation, whose batches are then
-            not split. Or a :class:`TrainOneStepCell`, without an optimizer.
+        network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, around a network with its
+            loss inside, or without it if `loss_fn` is given. Or a network without GradAccumulation, whose batches
+            are then not split; or a :class:`TrainOneStepCell`, without an optimizer.
         loss_fn (Cell, optional): Loss of the network's output and the label. Default: ``None``.
         optimizer (Cell, optional): Optimizer of the network's parameters. Without one, the model can only
             evaluate and predict. Default: ``None``.
@@ -39,7 +41,10 @@ class Model(ms.Model):
 
     Keyword Args:
         accumulation_steps (int): Number of batches of one update. Default: ``1``.
-        clip (Union[ClipByGlobalNorm, ClipByValue, None]): Clipping of the window's mean gradient. Default: ``None``.
+        clip (Union[ClipByGlobalNorm, ClipByValue, None]): Clipping of the window's mean gradient.
+        Default: ``None``.
+    parallel (Union[str, DataParallel]): ``"auto"``: nothing to communicate in one process, data parallel in
+        several. Default: ``"auto"``.
         last_window (str): What becomes of a window that is unfinished at the end of the dataset's pass:
 
             - ``"apply"``: one more update, divided by the window's true weight. It is made before the
@@ -59,7 +64,8 @@ class Model(ms.Model):
 
     Examples:
         >>> import numpy as np
-        >>> from mindspore import nn
+        >>> from mindspore import Tensor, nn
+    from mindspore.parallel.auto_parallel import AutoParallel
         >>> from mindspore.dataset import NumpySlicesDataset
         >>> from ms_gradaccum import GradAccumulation, Model
         >>> x = np.arange(1, 9, dtype=np.float32).reshape(8, 1)
@@ -85,6 +91,7 @@ class Model(ms.Model):
         *,
         accumulation_steps: int = 1,
         clip: nn.Cell | None = None,
+        parallel: Any = "auto",
         last_window: str = "apply",
         **kwargs: Any,
     ) -> None:
@@ -95,7 +102,11 @@ class Model(ms.Model):
         if kwargs:
             got = ", ".join(sorted(kwargs))
             raise ValueError(f"For '{_OWNER}', the arguments {got} are unknown or do not work with accumulation.")
-        self._step_settings: dict[str, Any] = {"accumulation_steps": accumulation_steps, "clip": clip}
+        self._step_settings: dict[str, Any] = {
+            "accumulation_steps": accumulation_steps,
+            "clip": clip,
+            "parallel": parallel,
+        }
         try:
             super().__init__(network, loss_fn, optimizer, metrics, eval_network, eval_indexes)
         except BaseException:
@@ -104,18 +115,14 @@ class Model(ms.Model):
             raise
 
     def _build_train_network(self) -> nn.Cell:
-        if isinstance(self._network, TrainOneStepCell):
-            return self._adopt(self._network)
+        inner = self._network.network if isinstance(self._network, AutoParallel) else self._network
+        if isinstance(inner, TrainOneStepCell):
+            return self._adopt(inner)
         if self._optimizer is None:
             return super()._build_train_network()
         loss_cell = as_grad_accumulation(_OWNER, self._network)
         if self._loss_fn is not None:
-            loss_cell = GradAccumulation(
-                nn.WithLossCell(loss_cell.network, self._loss_fn),
-                loss_cell.micro_size,
-                weighted=loss_cell.weighted,
-                batch_axis=loss_cell.batch_axis,
-            )
+            loss_cell = loss_cell.with_loss(self._loss_fn)
         return TrainOneStepCell(loss_cell, self._optimizer, **self._step_settings)
 
     def _adopt(self, train_step: TrainOneStepCell) -> TrainOneStepCell:
@@ -124,8 +131,8 @@ class Model(ms.Model):
             got = "a TrainOneStepCell together with a loss_fn or an optimizer"
             remedy = "Give Model(train_step), or the cell inside it with the optimizer."
             raise ValueError(sentence(_OWNER, "network", "a loss cell", got, remedy))
-        if self._step_settings != {"accumulation_steps": 1, "clip": None}:
-            remedy = "Give accumulation_steps and clip to the TrainOneStepCell."
+        if self._step_settings != _NO_SETTINGS:
+            remedy = "Give accumulation_steps, clip and parallel to the TrainOneStepCell."
             raise ValueError(
                 sentence(_OWNER, "network", "a loss cell", "a TrainOneStepCell with its own settings", remedy)
             )
@@ -133,36 +140,62 @@ class Model(ms.Model):
         self._optimizer: Any = train_step.optimizer
         return train_step
 
-    def _train(self, epoch: int, train_dataset: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _train(self, epoch: int, train_dataset: Any, callbacks: Any = None, **kwargs: Any) -> Any:
         callbacks = self._transform_callbacks(callbacks)
-        if any(isinstance(callback, LossMonitor) for callback in callbacks):
-            callbacks.insert(0, _StopAtInvalidLoss())
-        return super()._train(epoch, train_dataset, callbacks, *args, **kwargs)
+        if isinstance(self._train_network, TrainOneStepCell):
+            stop = any(isinstance(callback, LossMonitor) for callback in callbacks)
+            # First, so that the other callbacks see and save what the step really left.
+            callbacks.insert(0, _FinishStep(self, stop))
+        try:
+            # By keyword: the wrappers around it, which save a last checkpoint, look for it there.
+            return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
+        except BaseException:
+            if self.last_window != "carry" and isinstance(self._train_network, TrainOneStepCell):
+                # Nobody will finish it, and the next training shall not start in the middle of it.
+                self._train_network.drop()
+            raise
 
     def _eval_during_train(self, valid_infos: Any, cb_params: Any, list_callback: Any) -> None:
-        # Called at the end of each pass over the data, before an evaluation, which shall see the last update.
-        output = self._finish_pass()
-        if output is not None:
-            cb_params.net_outputs = output
+        # The pass has ended, perhaps early because a callback asked for it.
+        self.finish_pass(cb_params)
         super()._eval_during_train(valid_infos, cb_params, list_callback)
 
-    def _finish_pass(self) -> Any:
+    def finish_pass(self, cb_params: Any) -> None:
+        """Do with an unfinished window what `last_window` says."""
+        if not isinstance(self._train_network, TrainOneStepCell):
+            return
         if self.last_window == "apply":
-            return self._train_network.flush()
-        if self.last_window == "drop":
+            output = self._train_network.flush()
+            if output is not None:
+                cb_params.net_outputs = output
+        elif self.last_window == "drop":
             self._train_network.drop()
-        return None
 
 
-class _StopAtInvalidLoss(Callback):
-    """LossMonitor's stop at a NaN or Inf loss, which it makes for a bare Tensor but not for a tuple."""
+class _FinishStep(Callback):
+    """What has to happen after a step before the other callbacks look at it."""
+
+    def __init__(self, model: Model, stop_at_invalid_loss: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.stop_at_invalid_loss = stop_at_invalid_loss
 
     def on_train_step_end(self, run_context: Any) -> None:
         cb_params = run_context.original_args()
-        loss = float(cb_params.net_outputs[0].asnumpy())
-        if not np.isfinite(loss):
-            step = (cb_params.cur_step_num - 1) % cb_params.batch_num + 1
-            raise ValueError(
-                f"For '{_OWNER}', the loss must be finite, but got {loss} in epoch {cb_params.cur_epoch_num}, "
-                f"step {step}. LossMonitor ends the training here; without it the window is skipped."
-            )
+        # In data sink mode it comes as a plain tuple from the graph.
+        cb_params.net_outputs = StepOutput(*cb_params.net_outputs)
+        step = (cb_params.cur_step_num - 1) % cb_params.batch_num + 1
+        if step == cb_params.batch_num:
+            self.model.finish_pass(cb_params)
+        if self.stop_at_invalid_loss:
+            _check_loss(cb_params.net_outputs.loss, cb_params.cur_epoch_num, step)
+
+
+def _check_loss(loss: Tensor, epoch: int, step: int) -> None:
+    """Stop as LossMonitor does at a NaN or Inf loss, but not if the loss comes in a tuple."""
+    value = float(loss.asnumpy())
+    if not np.isfinite(value):
+        raise ValueError(
+            f"For '{_OWNER}', the loss must be finite, but got {value} in epoch {epoch}, step {step}. "
+            f"LossMonitor ends the training here; without it the window is skipped."
+        )

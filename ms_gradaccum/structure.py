@@ -7,6 +7,7 @@ they come. So a micro step is given tensors alone and rebuilds from them what th
 from collections.abc import Hashable
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
@@ -20,6 +21,11 @@ def take_apart(inputs: Any, leaves: list[Tensor]) -> Hashable:
         leaf = inputs if isinstance(inputs, Tensor) else Tensor(inputs)
         leaves.append(leaf)
         return ("leaf", len(leaves) - 1, leaf.ndim, str(leaf.dtype))
+    if hasattr(inputs, "_fields") and ms.get_context("mode") == ms.GRAPH_MODE:
+        raise TypeError(
+            f"For 'GradAccumulation', the inputs in GRAPH mode must be tensors, tuples, lists and dicts, but got "
+            f"{type(inputs).__name__}, a NamedTuple, which loses its gradient there. Give a tuple or a dict."
+        )
     if isinstance(inputs, (tuple, list)):
         return ("sequence", type(inputs), tuple(take_apart(item, leaves) for item in inputs))
     if isinstance(inputs, dict):
@@ -34,7 +40,8 @@ class _HashedByValue:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _HashedByValue) and bool(self.value == other.value)
+        # By its text, since a NaN is not equal to itself.
+        return isinstance(other, _HashedByValue) and repr(self.value) == repr(other.value)
 
     def __hash__(self) -> int:
         return hash(repr(self.value))

@@ -15,6 +15,7 @@ from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, NoClip
 from ms_gradaccum.optimizers import check_optimizer, claim_optimizer
+from ms_gradaccum.parallel.choose import build_parallel, check_parallel
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.window import MicroStep, Window
 
@@ -82,17 +83,21 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         *,
         accumulation_steps: int = 1,
         clip: nn.Cell | None = None,
+        parallel: Any = "auto",
     ) -> None:
+        kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
         remedy = "It counts the batches of one update; 1 means an update per batch."
         check_positive_int(_OWNER, "accumulation_steps", accumulation_steps, remedy)
         clip = _check_clip(clip)
+        settings = {"micro_size": network.micro_size, "accumulation_steps": accumulation_steps, "clip": repr(clip)}
         super().__init__(network, optimizer)
         self.accumulation_steps = accumulation_steps
         self.buffer = GradBuffer(self.weights)
         self.micro_step = MicroStep(network.weighted_loss, self.buffer, self.weights)
-        self.window = Window(self.buffer, optimizer, clip)
+        self.parallel = build_parallel(_OWNER, kind, self.weights, (network, optimizer), settings)
+        self.window = Window(self.buffer, optimizer, clip, self.parallel)
         # One compiled micro step per structure of the inputs: nearly always one.
         self._micro_steps: dict[Hashable, Compiled] = {}
         self._run_window = Compiled(lambda: self.window, _OWNER, "the optimizer")
@@ -122,7 +127,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         if batches + 1 == self.accumulation_steps:
             return StepOutput(*self._run_window(_NOTHING))
         self.buffer.batches.set_data(Tensor(batches + 1, ms.int32))
-        return _open_window_output(loss, weight)
+        return StepOutput(*_open_window_output(loss, weight))
 
     def _micro_step_for(self, structure: Hashable) -> Compiled:
         if structure not in self._micro_steps:
@@ -164,8 +169,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):
                 stacklevel=3,
             )
 
-    def construct(self, *inputs: Any) -> StepOutput:
-        """The whole window as part of one graph."""
+    def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """The whole window as part of one graph. Return the items of a StepOutput."""
         done = loss = weight = Tensor(0.0, ms.float32)
         for part in self.network.split_in_graph(inputs):
             loss, weight = self.micro_step(*part)
@@ -198,7 +203,7 @@ def _check_clip(clip: Any) -> nn.Cell:
     return clip
 
 
-def _open_window_output(loss: Tensor, weight: Tensor) -> StepOutput:
-    """Report a batch after which the window goes on."""
+def _open_window_output(loss: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the items of a StepOutput for a batch after which the window goes on."""
     unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
-    return StepOutput(loss, no, Tensor(1.0, ms.float32), no, unknown, unknown, unknown, weight)
+    return (loss, no, Tensor(1.0, ms.float32), no, unknown, unknown, unknown, weight)

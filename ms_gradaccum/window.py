@@ -6,10 +6,9 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.grad_clip import global_norm
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.optimizers import LearningRate
-from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.parallel.single import SingleProcess
 
 
 class MicroStep(nn.Cell):
@@ -36,37 +35,41 @@ class Window(nn.Cell):
     reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, report.
     """
 
-    def __init__(self, buffer: GradBuffer, optimizer: nn.Cell, clip: nn.Cell) -> None:
+    def __init__(self, buffer: GradBuffer, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = buffer
         self.optimizer = optimizer
         self.clip = clip
-        self.weights = optimizer.parameters
+        self.parallel = parallel
         self.learning_rate = LearningRate(optimizer)
 
-    def construct(self, done: Tensor) -> StepOutput:
-        """Update once the micro steps behind ``done`` have run."""
-        loss, weight = self.buffer.mean_loss(), self.buffer.weight + 0.0
-        loss = ops.depend(loss, done)
-        grads = self.mean_grads()
-        norm = global_norm(grads)
+    def construct(self, done: Tensor) -> tuple[Tensor, ...]:
+        """Update once the micro steps behind ``done`` have run. Return the items of a StepOutput."""
+        sums = ops.depend(self.parallel.reduce(self.buffer), done)
+        loss, weight = ops.depend((self.buffer.mean_loss(), self.buffer.weight + 0.0), sums)
+        grads = self.mean_of(sums)
+        norm = self.parallel.norm(grads)
         finite = ops.isfinite(norm)
         # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
         updated = ops.logical_and(finite, ops.greater(weight, 0.0))
         learning_rate = self.learning_rate()
-        grads, clipped_norm = self.clip(grads, norm)
+        grads = self.clip(grads, norm)
+        clipped_norm = self.clip.norm_after(norm)
+        if clipped_norm is None:
+            clipped_norm = self.parallel.norm(grads)
         report = (loss, weight, norm, clipped_norm, updated, learning_rate)
         if updated:
-            report = ops.depend(report, self.optimizer(grads))
+            report = ops.depend(report, self.parallel.publish(self.optimizer(grads)))
         report = ops.depend(report, self.buffer.clear())
         loss, weight, norm, clipped_norm, updated, learning_rate = report
         overflow, scale = ops.logical_not(finite), Tensor(1.0, ms.float32)
-        return StepOutput(loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
+        # A plain tuple: strict graph syntax knows no NamedTuple.
+        return loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight
 
-    def mean_grads(self) -> tuple[Tensor, ...]:
+    def mean_of(self, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the window's mean gradient in the dtype of each weight."""
         factor = self.buffer.reciprocal_weight()
         grads: tuple[Tensor, ...] = ()
-        for total, weight in zip(self.buffer.sums, self.weights):
+        for total, weight in zip(sums, self.parallel.weights):
             grads += (ops.cast(total * factor, weight.dtype),)
         return grads

@@ -1,0 +1,103 @@
+"""The processes of a job: how many there are, whether they agree, and what they hold."""
+
+import hashlib
+import json
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.communication import GlobalComm, get_group_size, get_rank
+
+from ms_gradaccum.compiled import graph_mode
+
+
+class World(NamedTuple):
+    """This process's place among all."""
+
+    rank: int
+    size: int
+
+
+def current_world(owner: str) -> World:
+    """Return the rank and number of processes, or say that ``init()`` is missing in a job of several."""
+    if GlobalComm.INITED:
+        return World(get_rank(), get_group_size())
+    started = int(os.getenv("MS_WORKER_NUM", "1")) if os.getenv("MS_ROLE") == "MS_WORKER" else 1
+    if started > 1:
+        raise RuntimeError(
+            f"For '{owner}', the {started} processes of this job must be connected before they train, but init() was "
+            f"not called. Call mindspore.communication.init() first."
+        )
+    return World(0, 1)
+
+
+class _Gather(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_gather = ops.AllGather()
+
+    def construct(self, values: Tensor) -> Tensor:
+        return self.all_gather(values)
+
+
+class _Broadcast(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.broadcast = ops.Broadcast(0)
+
+    def construct(self, values: Tensor) -> Tensor:
+        return self.broadcast((values,))[0]
+
+
+def gather_values(value: Any) -> list[Any]:
+    """Return each rank's ``value``, anything that JSON holds, in the order of the ranks. Collective."""
+    data = json.dumps(value).encode()
+    lengths = _gather_floats(np.array([len(data)], np.float32))
+    padded = np.zeros(int(lengths.max()), np.float32)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = _gather_floats(padded).reshape(len(lengths), -1).astype(np.uint8)
+    return [json.loads(row[: int(length)].tobytes()) for row, length in zip(rows, lengths)]
+
+
+def _gather_floats(values: Any) -> Any:
+    # Float32 is what the collectives of every backend know; it holds bytes and lengths exactly.
+    with graph_mode():
+        return _Gather()(Tensor(values)).asnumpy()
+
+
+def check_agreement(owner: str, settings: dict[str, Any]) -> None:
+    """Raise on every rank if the ranks have different settings, instead of hanging in a collective later."""
+    everyone = gather_values(settings)
+    for name in settings:
+        for rank, theirs in enumerate(everyone):
+            if theirs.get(name) != everyone[0].get(name):
+                raise ValueError(
+                    f"For '{owner}', the ranks must agree about '{name}', but got {everyone[0].get(name)} on rank 0 "
+                    f"and {theirs.get(name)} on rank {rank}. Start all ranks with the same settings."
+                )
+
+
+def digest(parameters: Any) -> str:
+    """Return a hash of the names and values of ``parameters``."""
+    total = hashlib.sha256()
+    for parameter in parameters:
+        total.update(parameter.name.encode())
+        total.update(np.ascontiguousarray(parameter.asnumpy()).tobytes())
+    return total.hexdigest()
+
+
+def unify(parameters: Any) -> bool:
+    """Give all ranks the values of rank 0 if they differ; return whether they did. Collective."""
+    parameters = list(parameters)
+    digests = gather_values(digest(parameters))
+    if len(set(digests)) == 1:
+        return False
+    for parameter in parameters:
+        values = parameter.asnumpy()
+        with graph_mode():
+            # As bytes: they arrive whole whatever the dtype.
+            raw = np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8).astype(np.float32)
+            sent = _Broadcast()(Tensor(raw)).asnumpy().astype(np.uint8)
+        parameter.set_data(Tensor(np.frombuffer(sent.tobytes(), values.dtype).reshape(values.shape)))
+    return True
