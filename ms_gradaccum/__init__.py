@@ -1,9 +1,11 @@
 """Gradient accumulation for MindSpore."""
 
+from ms_gradaccum.callbacks import ProgressBar as ProgressBar
 from ms_gradaccum.grad_accumulation import GradAccumulation as GradAccumulation
 from ms_gradaccum.grad_clip import ClipByGlobalNorm as ClipByGlobalNorm
 from ms_gradaccum.grad_clip import ClipByValue as ClipByValue
 from ms_gradaccum.model import Model as Model
 from ms_gradaccum.parallel.data_parallel import DataParallel as DataParallel
+from ms_gradaccum.parallel.hsdp import HSDP as HSDP
 from ms_gradaccum.step_output import StepOutput as StepOutput
 from ms_gradaccum.train_step import TrainOneStepCell as TrainOneStepCell

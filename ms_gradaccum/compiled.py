@@ -29,13 +29,16 @@ class Compiled:
         self.cell = make_cell()
         # A flat list, since it is gone through before every call.
         self.cells = [cell for _, cell in self.cell.cells_and_names()]
+        self.parameters = self.cell.trainable_params()
         self.eager = False
         # The shapes for which there is a graph of fixed shapes.
         self.fixed: set[Shapes] = set()
         # What fits all shapes so far: -1 for an axis whose length changes. None before the first call.
         self.general: Shapes | None = None
-        # The cell whose graph takes changing shapes. None before it is needed, and if it cannot be compiled.
+        # The cell whose graph takes changing shapes, once it is needed.
         self.general_cell: nn.Cell | None = None
+        # Whether the network has an operator that needs fixed lengths, so that each shape gets its own graph.
+        self.needs_fixed = False
 
     def set_train(self, mode: bool) -> None:
         """Set the mode of the cells, see ``nn.Cell.set_train``."""
@@ -43,10 +46,17 @@ class Compiled:
             if cell is not None:
                 cell.set_train(mode)
 
+    def set_jit_config(self, jit_config: Any) -> None:
+        """Set how the cells are compiled from now on, see ``nn.Cell.set_jit_config``."""
+        for cell in (self.cell, self.general_cell):
+            if cell is not None:
+                cell.set_jit_config(jit_config)
+
     def __call__(self, *tensors: Tensor) -> Any:
         """Run with tensors whose dtypes and numbers of axes are always the same."""
         if self.eager or os.getenv("MS_JIT") == "0":
-            return self.cell(*tensors)
+            with execution_mode(ms.PYNATIVE_MODE):
+                return self.cell(*tensors)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         try:
             self._refuse_hooks()
@@ -55,8 +65,15 @@ class Compiled:
             if ms.get_context("mode") == ms.GRAPH_MODE:
                 raise _without_call_stack(error) from error
             return self._fall_back(tensors, error)
-        with graph_mode():
-            return cell(*tensors)
+        try:
+            with graph_mode():
+                return cell(*tensors)
+        except BaseException:
+            # A graph that has failed while it ran, for example at a label out of range, runs never again.
+            cell.compile_cache.clear()
+            self.fixed.clear()
+            self.general_cell = None
+            raise
 
     def _refuse_hooks(self) -> None:
         """A graph calls no hooks of a network that was written for PYNATIVE mode; they can come at any time."""
@@ -65,19 +82,25 @@ class Compiled:
         for cell in self.cells:
             if cell._forward_hook or cell._forward_pre_hook or cell._backward_hook or cell._backward_pre_hook:
                 raise RuntimeError(f"its {cell.cls_name} has a hook, which a graph would not call")
+        for parameter in self.parameters:
+            if parameter.hooks():
+                raise RuntimeError(f"{parameter.name} has a hook, which a graph would not call")
 
     def _compiled_for(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> nn.Cell:
-        known, self.general = self.general, _widen(self.general or shapes, shapes)
-        if self.general_cell is not None and known == self.general:
+        general = _widen(self.general or shapes, shapes)
+        if self.general_cell is not None and general == self.general:
             return self.general_cell
-        if len(self.fixed) >= MAX_FIXED_SHAPES and self._compile_general(tensors, self.general):
-            return self.general_cell
-        with graph_mode():
-            self.cell.compile(*tensors)
-        self.fixed.add(shapes)
-        return self.cell
+        cell = self.cell
+        if len(self.fixed) >= MAX_FIXED_SHAPES and not self.needs_fixed:
+            cell = self._compile_general(tensors, general) or cell
+        if cell is self.cell:
+            with graph_mode():
+                cell.compile(*tensors)
+            self.fixed.add(shapes)
+        self.general = general
+        return cell
 
-    def _compile_general(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> bool:
+    def _compile_general(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> nn.Cell | None:
         cell = self.make_cell()
         cell.set_train(self.cell.training)
         lengths = [[None if length < 0 else length for length in shape] for shape in shapes]
@@ -85,10 +108,10 @@ class Compiled:
             with graph_mode():
                 cell.set_inputs(*(Tensor(shape=shape, dtype=t.dtype) for shape, t in zip(lengths, tensors)))
                 cell.compile(*tensors)
-        except Exception:  # An operator that needs fixed lengths: each shape gets its graph.
-            cell = None
+        except Exception:
+            cell, self.needs_fixed = None, True
         self.general_cell = cell
-        return cell is not None
+        return cell
 
     def _fall_back(self, tensors: tuple[Tensor, ...], error: Exception) -> Any:
         try:
@@ -106,17 +129,22 @@ class Compiled:
 
 
 @contextmanager
-def graph_mode() -> Iterator[None]:
-    """Switch to GRAPH mode and back; the switch costs 20 us and keeps what was compiled."""
-    mode = ms.get_context("mode")
-    if mode == ms.GRAPH_MODE:
+def execution_mode(mode: int) -> Iterator[None]:
+    """Switch to a mode and back; the switch costs 20 us and keeps what was compiled."""
+    before = ms.get_context("mode")
+    if before == mode:
         yield
         return
-    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_context(mode=mode)
     try:
         yield
     finally:
-        ms.set_context(mode=mode)
+        ms.set_context(mode=before)
+
+
+def graph_mode() -> Any:
+    """Switch to GRAPH mode and back."""
+    return execution_mode(ms.GRAPH_MODE)
 
 
 def _widen(general: Shapes, shapes: Shapes) -> Shapes:

@@ -17,11 +17,11 @@ class GradBuffer(nn.Cell):
     def __init__(self, weights: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
         # Float32 whatever the weights' dtype: 16-bit sums lose the small addends of a long window.
-        self.sums = ParameterTuple(_zeros(f"accu_grads.{weight.name}", weight.shape) for weight in weights)
-        self.loss = _zeros("accu_grads.window_loss", ())
-        self.weight = _zeros("accu_grads.window_weight", ())
+        self.sums = ParameterTuple(zeros(f"accu_grads.{weight.name}", weight.shape) for weight in weights)
+        self.loss = zeros("accu_grads.window_loss", ())
+        self.weight = zeros("accu_grads.window_weight", ())
         # Calls that the open window has taken in. 0 from an update to the next batch.
-        self.batches = _zeros("accu_grads.window_batches", (), ms.int32)
+        self.batches = zeros("accu_grads.window_batches", (), ms.int32)
         self.map = ops.HyperMap()
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...]) -> Any:
@@ -70,5 +70,6 @@ def _assign_zeros(parameter: Parameter) -> Tensor:
     return ops.assign(parameter, ops.zeros_like(parameter))
 
 
-def _zeros(name: str, shape: tuple[int, ...], dtype: Any = ms.float32) -> Parameter:
+def zeros(name: str, shape: tuple[int, ...], dtype: Any = ms.float32) -> Parameter:
+    """Return a parameter of zeros that no optimizer updates."""
     return Parameter(initializer("zeros", shape, dtype), name, requires_grad=False)

@@ -188,14 +188,14 @@ class _FinishStep(Callback):
         if step == cb_params.batch_num:
             self.model.finish_pass(cb_params)
         if self.stop_at_invalid_loss:
-            _check_loss(cb_params.net_outputs.loss, cb_params.cur_epoch_num, step)
+            self._check_loss(cb_params.net_outputs.loss, cb_params.cur_epoch_num, step)
 
-
-def _check_loss(loss: Tensor, epoch: int, step: int) -> None:
-    """Stop as LossMonitor does at a NaN or Inf loss, but not if the loss comes in a tuple."""
-    value = float(loss.asnumpy())
-    if not np.isfinite(value):
-        raise ValueError(
-            f"For '{_OWNER}', the loss must be finite, but got {value} in epoch {epoch}, step {step}. "
-            f"LossMonitor ends the training here; without it the window is skipped."
-        )
+    def _check_loss(self, loss: Tensor, epoch: int, step: int) -> None:
+        """Stop as LossMonitor does at a NaN or Inf loss, but not if the loss comes in a tuple."""
+        value = float(loss.asnumpy())
+        if not np.isfinite(value):
+            self.model.train_network.drop()
+            raise ValueError(
+                f"For '{_OWNER}', the loss must be finite, but got {value} in epoch {epoch}, step {step}. "
+                f"LossMonitor ends the training here; without it the window is skipped."
+            )

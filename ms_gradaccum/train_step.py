@@ -21,7 +21,6 @@ from ms_gradaccum.window import MicroStep, Window
 
 _OWNER = "TrainOneStepCell"
 _MANY_STRUCTURES = 8
-_NOTHING = Tensor(0.0, ms.float32)
 
 
 class TrainOneStepCell(nn.TrainOneStepCell):
@@ -96,11 +95,10 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         self.accumulation_steps = accumulation_steps
         self.buffer = GradBuffer(self.weights)
         self.micro_step = MicroStep(network.weighted_loss, self.buffer, self.weights)
-        self.parallel = build_parallel(_OWNER, kind, self.weights, (network, optimizer), settings)
-        self.window = Window(self.buffer, optimizer, clip, self.parallel)
+        parallel = build_parallel(_OWNER, kind, optimizer, self.buffer, network, settings)
+        self.window = Window(self.buffer, optimizer, clip, parallel)
         # One compiled micro step per structure of the inputs: nearly always one.
         self._micro_steps: dict[Hashable, Compiled] = {}
-        self._run_window = Compiled(lambda: self.window, _OWNER, "the optimizer")
         self.set_train()
         claim_optimizer(optimizer, self)
 
@@ -108,11 +106,18 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Built in training mode."""
         super().set_train(mode)
         # A compiled cell is looked up by its own phase, which tells its training graph from the other one.
-        self.micro_step.set_train(mode)
-        self.window.set_train(mode)
-        for compiled in self._micro_steps.values():
-            compiled.set_train(mode)
+        for cell in self._compiled_cells():
+            cell.set_train(mode)
         return self
+
+    def set_jit_config(self, jit_config: Any) -> None:
+        """Set how the cells inside are compiled, see ``nn.Cell.set_jit_config``."""
+        super().set_jit_config(jit_config)
+        for cell in self._compiled_cells():
+            cell.set_jit_config(jit_config)
+
+    def _compiled_cells(self) -> list[Any]:
+        return [self.micro_step, self.window.report, self.window.update, *self._micro_steps.values()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         structure, micro_batches = self.network.split(*args, **kwargs)
@@ -125,7 +130,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
             self._abandon(batches)
             raise
         if batches + 1 == self.accumulation_steps:
-            return StepOutput(*self._run_window(_NOTHING))
+            return self.window.close()
         self.buffer.batches.set_data(Tensor(batches + 1, ms.int32))
         return StepOutput(*_open_window_output(loss, weight))
 
@@ -151,7 +156,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
 
     def flush(self) -> StepOutput | None:
         """Apply an unfinished window, divided by its true weight. Return None if there is none."""
-        return StepOutput(*self._run_window(_NOTHING)) if self.open_batches() else None
+        return self.window.close() if self.open_batches() else None
 
     def drop(self) -> int:
         """Throw an unfinished window away and return the number of batches that it had."""

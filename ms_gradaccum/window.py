@@ -5,10 +5,14 @@ from typing import Any
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 
+from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.optimizers import LearningRate
 from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.step_output import StepOutput
+
+_NOTHING = Tensor(0.0, ms.float32)
 
 
 class MicroStep(nn.Cell):
@@ -29,6 +33,58 @@ class MicroStep(nn.Cell):
         return mean_loss, ops.depend(self.buffer.weight + 0.0, added)
 
 
+class Report(nn.Cell):
+    """First half of the end of a window: reduce over ranks, divide by the weight, finite?, norm."""
+
+    def __init__(self, buffer: GradBuffer, optimizer: nn.Cell, parallel: SingleProcess) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = buffer
+        self.parallel = parallel
+        self.learning_rate = LearningRate(optimizer)
+
+    def construct(self, done: Tensor) -> tuple[Tensor, ...]:
+        """Report on the window once the micro steps behind ``done`` have run."""
+        reduced = ops.depend(self.parallel.reduce(), done)
+        loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
+        weight = ops.depend(self.buffer.weight + 0.0, reduced)
+        # Of the sums, then divided: that saves a pass over the gradient.
+        norm = ops.depend(self.parallel.norm(tuple(self.parallel.sums)), reduced) * self.buffer.reciprocal_weight()
+        finite = ops.isfinite(norm)
+        # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
+        updated = ops.logical_and(finite, ops.greater(weight, 0.0))
+        overflow, scale = ops.logical_not(finite), Tensor(1.0, ms.float32)
+        return loss, overflow, scale, updated, norm, self.learning_rate(), weight
+
+
+class Update(nn.Cell):
+    """Second half of the end of a window: clip, optimizer, clear."""
+
+    def __init__(self, buffer: GradBuffer, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = buffer
+        self.optimizer = optimizer
+        self.clip = clip
+        self.parallel = parallel
+
+    def construct(self, norm: Tensor) -> Tensor:
+        """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
+        grads = self.clip(self.mean_grads(), norm)
+        clipped_norm = self.clip.norm_after(norm)
+        if clipped_norm is None:
+            clipped_norm = self.parallel.norm(grads)
+        ready = ops.depend(grads, self.parallel.before_update())
+        updated = self.parallel.after_update(self.optimizer(ready))
+        return ops.depend(ops.depend(clipped_norm, updated), self.buffer.clear())
+
+    def mean_grads(self) -> tuple[Tensor, ...]:
+        """Return the window's mean gradient in the dtype of each weight."""
+        factor = self.buffer.reciprocal_weight()
+        grads: tuple[Tensor, ...] = ()
+        for total, weight in zip(self.parallel.sums, self.parallel.weights):
+            grads += (ops.cast(total * factor, weight.dtype),)
+        return grads
+
+
 class Window(nn.Cell):
     """The end of a window: one update from the sums in the buffer, then an empty buffer.
 
@@ -38,38 +94,33 @@ class Window(nn.Cell):
     def __init__(self, buffer: GradBuffer, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = buffer
-        self.optimizer = optimizer
-        self.clip = clip
-        self.parallel = parallel
-        self.learning_rate = LearningRate(optimizer)
+        self.report = Report(buffer, optimizer, parallel)
+        self.update = Update(buffer, optimizer, clip, parallel)
+        self.updated = ParameterTuple(self.update.get_parameters())
+        self.run_report = Compiled(lambda: self.report, "TrainOneStepCell", "the report")
+        self.run_update = Compiled(lambda: self.update, "TrainOneStepCell", "the optimizer")
+
+    def close(self) -> StepOutput:
+        """End the window from the host, with the decision whether to update made in Python."""
+        loss, overflow, scale, updated, norm, learning_rate, weight = self.run_report(_NOTHING)
+        clipped_norm = norm
+        if updated.asnumpy():
+            clipped_norm = self.run_update(norm)
+        else:
+            self.buffer.clear()
+        return StepOutput(loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
-        """Update once the micro steps behind ``done`` have run. Return the items of a StepOutput."""
-        sums = ops.depend(self.parallel.reduce(self.buffer), done)
-        loss, weight = ops.depend((self.buffer.mean_loss(), self.buffer.weight + 0.0), sums)
-        grads = self.mean_of(sums)
-        norm = self.parallel.norm(grads)
-        finite = ops.isfinite(norm)
-        # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
-        updated = ops.logical_and(finite, ops.greater(weight, 0.0))
-        learning_rate = self.learning_rate()
-        grads = self.clip(grads, norm)
-        clipped_norm = self.clip.norm_after(norm)
-        if clipped_norm is None:
-            clipped_norm = self.parallel.norm(grads)
-        report = (loss, weight, norm, clipped_norm, updated, learning_rate)
-        if updated:
-            report = ops.depend(report, self.parallel.publish(self.optimizer(grads)))
-        report = ops.depend(report, self.buffer.clear())
-        loss, weight, norm, clipped_norm, updated, learning_rate = report
-        overflow, scale = ops.logical_not(finite), Tensor(1.0, ms.float32)
-        # A plain tuple: strict graph syntax knows no NamedTuple.
-        return loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight
+        """End the window as part of a graph, after ``done``. Return the items of a StepOutput.
 
-    def mean_of(self, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the window's mean gradient in the dtype of each weight."""
-        factor = self.buffer.reciprocal_weight()
-        grads: tuple[Tensor, ...] = ()
-        for total, weight in zip(sums, self.parallel.weights):
-            grads += (ops.cast(total * factor, weight.dtype),)
-        return grads
+        A plain tuple: strict graph syntax knows no NamedTuple.
+        """
+        loss, overflow, scale, updated, norm, learning_rate, weight = self.report(done)
+        # A parameter that a graph uses in a branch alone keeps its old storage when a checkpoint is loaded.
+        for parameter in self.updated:
+            norm = ops.depend(norm, parameter.reshape(-1))
+        if updated:
+            clipped_norm = self.update(norm)
+        else:
+            clipped_norm = ops.depend(norm, self.buffer.clear())
+        return loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight

@@ -4,48 +4,75 @@ import warnings
 from typing import Any
 
 import mindspore as ms
-from mindspore import ParameterTuple, nn
+from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence
-from ms_gradaccum.parallel.data_parallel import DataParallel, SumOverRanks
+from ms_gradaccum.grad_buffer import GradBuffer
+from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelSum
+from ms_gradaccum.parallel.hsdp import HSDP, ShardedUpdate, check_shardable
 from ms_gradaccum.parallel.single import SingleProcess
-from ms_gradaccum.parallel.world import check_agreement, current_world, unify
+from ms_gradaccum.parallel.world import World, check_agreement, current_world, unify
 
 _REMEDY = "'auto' looks at the number of processes."
 
 
 def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
     """Return the kind of parallelism, or None for a single process. Raise for one that cannot work here."""
-    if parallel != "auto" and not isinstance(parallel, DataParallel):
-        raise TypeError(sentence(owner, "parallel", "'auto' or DataParallel()", repr(parallel), _REMEDY))
+    if parallel != "auto" and not isinstance(parallel, (DataParallel, HSDP)):
+        raise TypeError(sentence(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), _REMEDY))
     world = current_world(owner)
     if world.size == 1:
         return None
     if isinstance(network, AutoParallel):
-        got = f"AutoParallel on {world.size} {ms.get_context('device_target')} processes"
-        raise ValueError(
-            sentence(owner, "network", "without AutoParallel when there are several processes", got,
-                     "Leave AutoParallel out: the processes then train data-parallel.")
-        )  # fmt: skip
-    return DataParallel()
+        _check_auto_parallel(owner, network, world)
+    if parallel == "auto":
+        parallel = _settings_of(network) if isinstance(network, AutoParallel) else DataParallel()
+    if isinstance(parallel, HSDP) and parallel.shard_size > 0 and world.size % parallel.shard_size:
+        rule = f"a divisor of the {world.size} processes"
+        raise ValueError(sentence("HSDP", "shard_size", rule, parallel.shard_size, "-1 means all processes."))
+    return parallel
+
+
+def _check_auto_parallel(owner: str, network: AutoParallel, world: World) -> None:
+    target = ms.get_context("device_target")
+    if target != "CPU":
+        got = f"AutoParallel on {world.size} {target} processes"
+        remedy = "Give the cell inside it, with parallel=DataParallel() or HSDP()."
+        raise ValueError(sentence(owner, "network", "without AutoParallel on this device", got, remedy))
+    if network._pipeline_stages > 1:
+        got = f"{network._pipeline_stages} pipeline stages"
+        raise ValueError(sentence(owner, "network", "in one pipeline stage", got, "Do not call pipeline()."))
+
+
+def _settings_of(network: AutoParallel) -> Any:
+    """Return our kind of parallelism for what was set on an AutoParallel, whose own needs another device."""
+    if not network._enable_parallel_optimizer:
+        return DataParallel()
+    level = network._optimizer_level
+    return HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
 
 
 def build_parallel(
-    owner: str, kind: Any, weights: ParameterTuple, cells: tuple[nn.Cell, ...], settings: dict[str, Any]
+    owner: str, kind: Any, optimizer: nn.Cell, buffer: GradBuffer, network: nn.Cell, settings: dict[str, Any]
 ) -> SingleProcess:
-    """Return what reduces the sums of ``weights``; the parameters of ``cells`` start equal on all ranks. Collective."""
+    """Return what happens at the end of a window. All ranks start with the same parameters then. Collective."""
     if kind is None:
-        return SingleProcess(weights)
-    shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
-    check_agreement(owner, {**settings, "the optimizer's parameters": shapes})
-    for cell in cells:
+        return SingleProcess(optimizer.parameters, buffer)
+    shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in optimizer.parameters]
+    check_agreement(owner, {**settings, "parallel": repr(kind), "the optimizer's parameters": shapes})
+    if isinstance(kind, HSDP):
+        check_shardable(optimizer)
+    for cell in (network, optimizer):
         cell.init_parameters_data()
-    parameters = {parameter.name: parameter for cell in cells for parameter in cell.get_parameters()}
+    parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
     if unify(parameters.values()):
         warnings.warn(
             f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
             f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint.",
             stacklevel=4,
         )
-    return SumOverRanks(weights)
+    world = current_world(owner)
+    if isinstance(kind, HSDP):
+        return ShardedUpdate(optimizer, buffer, kind, world)
+    return DataParallelSum(optimizer.parameters, buffer, world)

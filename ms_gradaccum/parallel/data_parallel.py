@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from mindspore import ParameterTuple, Tensor, ops
+from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.grad_buffer import GradBuffer
+from ms_gradaccum.parallel.collectives import Group, Sum, after, fill_buckets
 from ms_gradaccum.parallel.single import SingleProcess
-
-# Elements of one message: fewer messages cost less latency, larger ones more memory for the copy.
-BUCKET_SIZE = 4 * 1024 * 1024
+from ms_gradaccum.parallel.world import World
 
 
 class DataParallel:
@@ -30,51 +29,42 @@ class DataParallel:
         return "DataParallel()"
 
 
-class SumOverRanks(SingleProcess):
-    """Add the sums of all ranks, in buckets."""
+class SumOverRanks(nn.Cell):
+    """Add the buffer's loss and weight and some of its sums over all ranks, in place."""
 
-    def __init__(self, weights: ParameterTuple) -> None:
-        super().__init__(weights)
-        self.buckets = fill_buckets([weight.size for weight in weights], BUCKET_SIZE)
-        self.all_reduce = ops.AllReduce()
+    def __init__(self, indices: Any, sizes: Any, world: World) -> None:
+        super().__init__(auto_prefix=False)
+        # The loss and the weight go with the first message, so that they cost none of their own.
+        self.buckets = fill_buckets(indices, sizes) or ((),)
+        self.sum = Sum(Group(0, world.size, 1, world.rank, world.size))
 
-    def reduce(self, buffer: GradBuffer) -> tuple[Tensor, ...]:
+    def construct(self, buffer_sums: ParameterTuple, loss: Any, weight: Any) -> Any:
         done: Any = None
         for number, bucket in enumerate(self.buckets):
             flat: tuple[Tensor, ...] = ()
             for i in bucket:
-                flat += (buffer.sums[i].reshape(-1),)
+                flat += (buffer_sums[i].reshape(-1),)
             if number == 0:
-                # In the first message, so that the weight costs no message of its own.
-                flat += (buffer.loss.reshape(1), buffer.weight.reshape(1))
-            message = ops.concat(flat)
-            # All ranks must send in one order, which independent nodes of a graph do not have.
-            message = message if done is None else ops.depend(message, done)
-            total = self.all_reduce(message)
-            done = self._take(buffer, bucket, total, number == 0)
-        return ops.depend(tuple(buffer.sums), done)
-
-    def _take(self, buffer: GradBuffer, bucket: Any, total: Tensor, with_weight: bool) -> Any:
-        taken: tuple[Any, ...] = ()
-        begin = 0
-        for i in bucket:
-            size = buffer.sums[i].size
-            taken += (ops.assign(buffer.sums[i], total[begin : begin + size].reshape(buffer.sums[i].shape)),)
-            begin += size
-        if with_weight:
-            taken += (ops.assign(buffer.loss, total[begin].reshape(())),)
-            taken += (ops.assign(buffer.weight, total[begin + 1].reshape(())),)
-        return taken
+                flat += (loss.reshape(1), weight.reshape(1))
+            total = self.sum(after(ops.concat(flat), done))
+            done = ()
+            begin = 0
+            for i in bucket:
+                size = buffer_sums[i].size
+                done += (ops.assign(buffer_sums[i], total[begin : begin + size].reshape(buffer_sums[i].shape)),)
+                begin += size
+            if number == 0:
+                done += (ops.assign(loss, total[begin].reshape(())), ops.assign(weight, total[begin + 1].reshape(())))
+        return done
 
 
-def fill_buckets(sizes: list[int], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Return neighbouring indices in groups of at most ``limit`` elements, at least one index each."""
-    buckets: list[list[int]] = [[]]
-    filled = 0
-    for i, size in enumerate(sizes):
-        if buckets[-1] and filled + size > limit:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(i)
-        filled += size
-    return tuple(tuple(bucket) for bucket in buckets)
+class DataParallelSum(SingleProcess):
+    """What data parallelism does at the end of a window."""
+
+    def __init__(self, weights: ParameterTuple, buffer: GradBuffer, world: World) -> None:
+        super().__init__(weights, buffer)
+        sizes = [weight.size for weight in weights]
+        self.sum_over_ranks = SumOverRanks(range(len(sizes)), sizes, world)
+
+    def reduce(self) -> Any:
+        return self.sum_over_ranks(self.buffer.sums, self.buffer.loss, self.buffer.weight)

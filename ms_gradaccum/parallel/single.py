@@ -11,14 +11,16 @@ from ms_gradaccum.grad_clip import sum_of_squares
 class SingleProcess(nn.Cell):
     """Nothing to communicate. The other kinds of parallelism override what they need."""
 
-    def __init__(self, weights: ParameterTuple) -> None:
+    def __init__(self, weights: ParameterTuple, buffer: GradBuffer) -> None:
         super().__init__(auto_prefix=False)
-        # What the optimizer updates, in its order.
+        # What the optimizer updates, and the sums of its gradients after `reduce`.
         self.weights = weights
+        self.sums = buffer.sums
+        self.buffer = buffer
 
-    def reduce(self, buffer: GradBuffer) -> tuple[Tensor, ...]:
-        """Sum the buffer's loss and weight over the ranks and return the summed gradients of `weights`."""
-        return tuple(buffer.sums)
+    def reduce(self) -> Any:
+        """Add the buffer's loss and weight and its sums over the ranks, the latter into `sums`."""
+        return ()
 
     def norm(self, grads: tuple[Tensor, ...]) -> Tensor:
         """Return the L2 norm of the whole gradient taken as one vector, a float32 scalar."""
@@ -27,6 +29,10 @@ class SingleProcess(nn.Cell):
             total = total + sum_of_squares(grad)
         return ops.sqrt(total)
 
-    def publish(self, updated: Any) -> Any:
-        """Give all ranks the weights that the optimizer has changed on this one, after ``updated``."""
+    def before_update(self) -> Any:
+        """Bring `weights` up to date with what the network has."""
+        return ()
+
+    def after_update(self, updated: Any) -> Any:
+        """Give the network the weights that the optimizer has changed."""
         return updated
