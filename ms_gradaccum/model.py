@@ -156,20 +156,25 @@ class Model(ms.Model):
             raise
 
     def _eval_during_train(self, valid_infos: Any, cb_params: Any, list_callback: Any) -> None:
-        # The pass has ended, perhaps early because a callback asked for it.
-        self.finish_pass(cb_params)
+        if self._in_pass:
+            # A callback has ended the pass before the end of its data.
+            self._finish_pass(cb_params, 1)
         super()._eval_during_train(valid_infos, cb_params, list_callback)
 
-    def finish_pass(self, cb_params: Any) -> None:
-        """Do with an unfinished window what `last_window` says."""
-        if not isinstance(self._train_network, TrainOneStepCell):
-            return
-        if self.last_window == "apply":
-            output = self._train_network.flush()
-            if output is not None:
-                cb_params.net_outputs = output
-        elif self.last_window == "drop":
+    def _begin_pass(self, batches: int) -> None:
+        """Find out how many windows the other processes close more than this one in a pass over the data."""
+        self._in_pass = True
+        self._missing_windows = self._train_network.missing_windows(batches, self.last_window == "apply")
+
+    def _finish_pass(self, cb_params: Any, windows: int) -> None:
+        """Do with an unfinished window what `last_window` says, together with the other processes."""
+        self._in_pass = False
+        if self.last_window == "drop":
             self._train_network.drop()
+        if self.last_window == "apply" or self._train_network.parallel.several:
+            for _ in range(windows):
+                output = self._train_network.flush()
+                cb_params.net_outputs = cb_params.net_outputs if output is None else output
 
 
 class _FinishStep(Callback):
@@ -180,13 +185,16 @@ class _FinishStep(Callback):
         self.model = model
         self.stop_at_invalid_loss = stop_at_invalid_loss
 
+    def on_train_epoch_begin(self, run_context: Any) -> None:
+        self.model._begin_pass(run_context.original_args().batch_num)
+
     def on_train_step_end(self, run_context: Any) -> None:
         cb_params = run_context.original_args()
         # In data sink mode it comes as a plain tuple from the graph.
         cb_params.net_outputs = StepOutput(*cb_params.net_outputs)
         step = (cb_params.cur_step_num - 1) % cb_params.batch_num + 1
         if step == cb_params.batch_num:
-            self.model.finish_pass(cb_params)
+            self.model._finish_pass(cb_params, self.model._missing_windows)
         if self.stop_at_invalid_loss:
             self._check_loss(cb_params.net_outputs.loss, cb_params.cur_epoch_num, step)
 

@@ -16,6 +16,7 @@ from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, NoClip
 from ms_gradaccum.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.parallel.choose import build_parallel, check_parallel
+from ms_gradaccum.parallel.world import gather_values
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.window import MicroStep, Window
 
@@ -95,8 +96,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         self.accumulation_steps = accumulation_steps
         self.buffer = GradBuffer(self.weights)
         self.micro_step = MicroStep(network.weighted_loss, self.buffer, self.weights)
-        parallel = build_parallel(_OWNER, kind, optimizer, self.buffer, network, settings)
-        self.window = Window(self.buffer, optimizer, clip, parallel)
+        self.parallel = build_parallel(_OWNER, kind, optimizer, self.buffer, network, settings)
+        self.window = Window(self.buffer, optimizer, clip, self.parallel)
         # One compiled micro step per structure of the inputs: nearly always one.
         self._micro_steps: dict[Hashable, Compiled] = {}
         self.set_train()
@@ -155,8 +156,28 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         return 0 if self.accumulation_steps == 1 else int(self.buffer.batches.asnumpy())
 
     def flush(self) -> StepOutput | None:
-        """Apply an unfinished window, divided by its true weight. Return None if there is none."""
-        return self.window.close() if self.open_batches() else None
+        """Apply an unfinished window, divided by its true weight. Return None if there is none.
+
+        Of several processes all must call it: one whose window is empty adds nothing to the others'.
+        """
+        if not (self.open_batches() or self.parallel.several):
+            return None
+        output = self.window.close()
+        return output if output.updated.asnumpy() or output.overflow.asnumpy() else None
+
+    def missing_windows(self, batches: int, apply_last: bool) -> int:
+        """Return how many windows more than this process some other one closes in its next ``batches`` batches.
+
+        Of several processes all must call it before a pass over their data, and close that many empty
+        windows after it. With ``apply_last`` an unfinished window counts.
+        """
+        calls = self.open_batches() + batches
+        own = calls // self.accumulation_steps
+        everyone = gather_values(calls) if self.parallel.several else [calls]
+        return (
+            max(-(-n // self.accumulation_steps) if apply_last else n // self.accumulation_steps for n in everyone)
+            - own
+        )
 
     def drop(self) -> int:
         """Throw an unfinished window away and return the number of batches that it had."""

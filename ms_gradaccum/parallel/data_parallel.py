@@ -61,6 +61,8 @@ class SumOverRanks(nn.Cell):
 class DataParallelSum(SingleProcess):
     """What data parallelism does at the end of a window."""
 
+    several = True
+
     def __init__(self, weights: ParameterTuple, buffer: GradBuffer, world: World) -> None:
         super().__init__(weights, buffer)
         sizes = [weight.size for weight in weights]

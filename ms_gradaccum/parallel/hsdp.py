@@ -68,6 +68,8 @@ class HSDP:
 class ShardedUpdate(SingleProcess):
     """What HSDP does at the end of a window. Takes over an optimizer that was built for whole parameters."""
 
+    several = True
+
     def __init__(self, optimizer: nn.Optimizer, buffer: GradBuffer, settings: HSDP, world: World) -> None:
         size = world.size if settings.shard_size == -1 else settings.shard_size
         whole = tuple(optimizer.parameters)
@@ -185,6 +187,11 @@ def shard_optimizer(optimizer: nn.Optimizer, sharded: tuple[int, ...], size: int
         if isinstance(value, ParameterTuple) and any(id(item) in slices for item in value):
             # Past Cell.__setattr__, which takes the second name of a tuple for another one of the same names.
             vars(optimizer)[name] = ParameterTuple(slices.get(id(item), item) for item in value)
+    for name, item in list(optimizer._params.items()):
+        if id(item) in slices:
+            # The whole state must go, or nothing is saved.
+            del optimizer._params[name]
+            optimizer._params[slices[id(item)].name] = slices[id(item)]
 
 
 def _slice(parameter: Parameter, size: int, index: int) -> Parameter:

@@ -11,6 +11,8 @@ from ms_gradaccum.grad_clip import sum_of_squares
 class SingleProcess(nn.Cell):
     """Nothing to communicate. The other kinds of parallelism override what they need."""
 
+    several = False
+
     def __init__(self, weights: ParameterTuple, buffer: GradBuffer) -> None:
         super().__init__(auto_prefix=False)
         # What the optimizer updates, and the sums of its gradients after `reduce`.
