@@ -5,6 +5,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
+from mindspore.ops.primitive import _primexpr
 
 
 class GradBuffer(nn.Cell):
@@ -14,7 +15,7 @@ class GradBuffer(nn.Cell):
     fault tolerance and its compiler know.
     """
 
-    def __init__(self, weights: ParameterTuple) -> None:
+    def __init__(self, weights: ParameterTuple, dense_only: bool = False) -> None:
         super().__init__(auto_prefix=False)
         # Float32 whatever the weights' dtype: 16-bit sums lose the small addends of a long window.
         self.sums = ParameterTuple(zeros(f"accu_grads.{weight.name}", weight.shape) for weight in weights)
@@ -23,10 +24,11 @@ class GradBuffer(nn.Cell):
         # Calls that the open window has taken in. 0 from an update to the next batch.
         self.batches = zeros("accu_grads.window_batches", (), ms.int32)
         self.map = ops.HyperMap()
+        self.add_grad = _add_dense_only if dense_only else _add
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...]) -> Any:
         """Add one micro batch."""
-        added = self.map(_add, self.sums, grads)
+        added = self.map(self.add_grad, self.sums, grads)
         return added, ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
 
     def count_batch(self) -> Tensor:
@@ -64,6 +66,29 @@ def _add_dense(total: Parameter, grad: Tensor) -> Tensor:
 def _add_rows(total: Parameter, grad: Any) -> Tensor:
     # A sparse lookup has a gradient for the rows that it read; a row can be there more than once.
     return ops.scatter_add(total, grad.indices, ops.cast(grad.values, ms.float32))
+
+
+_add_dense_only = ops.MultitypeFuncGraph("add_dense_gradient")
+
+
+@_add_dense_only.register("Tensor", "Tensor")
+def _add_dense_alone(total: Parameter, grad: Tensor) -> Tensor:
+    return ops.assign_add(total, grad)
+
+
+@_add_dense_only.register("Tensor", "RowTensor")
+def _add_no_rows(total: Parameter, grad: Any) -> Tensor:
+    _refuse_rows()
+    return total
+
+
+@_primexpr
+def _refuse_rows() -> None:
+    raise ValueError(
+        "For 'GradAccumulation', the gradients of this optimizer must be dense, but got one of a sparse lookup. It "
+        "would leave alone the rows that one batch does not read, which no sum over micro batches knows. "
+        "Use nn.Embedding, or another optimizer."
+    )
 
 
 def _assign_zeros(parameter: Parameter) -> Tensor:

@@ -5,7 +5,7 @@ import weakref
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
 from ms_gradaccum._checks import sentence
@@ -52,6 +52,26 @@ def _trainer(optimizer: nn.Cell) -> Any:
 def claim_optimizer(optimizer: nn.Cell, train_step: nn.Cell) -> None:
     """Record that ``train_step`` trains with ``optimizer``."""
     _trainers[optimizer] = weakref.ref(train_step)
+
+
+def keeps_absent_rows(optimizer: nn.Cell) -> bool:
+    """Return whether a sparse gradient makes the optimizer leave alone the rows that it does not mention."""
+    lazy = (nn.FTRL, nn.LazyAdam, nn.ProximalAdagrad)
+    return isinstance(optimizer, lazy) or bool(getattr(optimizer, "use_lazy", False))
+
+
+def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
+    """Return every parameter of the optimizer, also those that it keeps in lists and groups."""
+    found = {id(item): item for item in optimizer.get_parameters()}
+    places = [
+        *vars(optimizer).values(),
+        *(v for group in getattr(optimizer, "param_groups", []) for v in group.values()),
+    ]
+    for place in places:
+        for item in place if isinstance(place, (list, tuple)) else [place]:
+            if isinstance(item, Parameter):
+                found[id(item)] = item
+    return ParameterTuple(found.values())
 
 
 class LearningRate(nn.Cell):

@@ -14,7 +14,7 @@ from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, NoClip
-from ms_gradaccum.optimizers import check_optimizer, claim_optimizer
+from ms_gradaccum.optimizers import check_optimizer, claim_optimizer, keeps_absent_rows
 from ms_gradaccum.parallel.choose import build_parallel, check_parallel
 from ms_gradaccum.parallel.world import gather_values
 from ms_gradaccum.step_output import StepOutput
@@ -94,7 +94,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         settings = {"micro_size": network.micro_size, "accumulation_steps": accumulation_steps, "clip": repr(clip)}
         super().__init__(network, optimizer)
         self.accumulation_steps = accumulation_steps
-        self.buffer = GradBuffer(self.weights)
+        self.buffer = GradBuffer(self.weights, keeps_absent_rows(optimizer))
         self.micro_step = MicroStep(network.weighted_loss, self.buffer, self.weights)
         self.parallel = build_parallel(_OWNER, kind, optimizer, self.buffer, network, settings)
         self.window = Window(self.buffer, optimizer, clip, self.parallel)

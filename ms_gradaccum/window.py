@@ -8,7 +8,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.loss_weight import WeightedLoss
-from ms_gradaccum.optimizers import LearningRate
+from ms_gradaccum.optimizers import LearningRate, all_parameters
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.step_output import StepOutput
 
@@ -65,9 +65,11 @@ class Update(nn.Cell):
         self.optimizer = optimizer
         self.clip = clip
         self.parallel = parallel
+        self.parameters = all_parameters(optimizer)
 
     def construct(self, norm: Tensor) -> Tensor:
         """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
+        norm = self.touch(norm)
         grads = self.clip(self.mean_grads(), norm)
         clipped_norm = self.clip.norm_after(norm)
         if clipped_norm is None:
@@ -75,6 +77,16 @@ class Update(nn.Cell):
         ready = ops.depend(grads, self.parallel.before_update())
         updated = self.parallel.after_update(self.optimizer(ready))
         return ops.depend(ops.depend(clipped_norm, updated), self.buffer.clear())
+
+    def touch(self, value: Tensor) -> Tensor:
+        """Return ``value``, having looked at all parameters of the optimizer.
+
+        One that a graph uses in a branch alone, as some optimizers do, keeps its old storage when a
+        checkpoint is loaded.
+        """
+        for parameter in self.parameters:
+            value = ops.depend(value, parameter.reshape(-1))
+        return value
 
     def mean_grads(self) -> tuple[Tensor, ...]:
         """Return the window's mean gradient in the dtype of each weight."""
@@ -96,7 +108,6 @@ class Window(nn.Cell):
         self.buffer = buffer
         self.report = Report(buffer, optimizer, parallel)
         self.update = Update(buffer, optimizer, clip, parallel)
-        self.updated = ParameterTuple(self.update.get_parameters())
         self.run_report = Compiled(lambda: self.report, "TrainOneStepCell", "the report")
         self.run_update = Compiled(lambda: self.update, "TrainOneStepCell", "the optimizer")
 
@@ -116,9 +127,7 @@ class Window(nn.Cell):
         A plain tuple: strict graph syntax knows no NamedTuple.
         """
         loss, overflow, scale, updated, norm, learning_rate, weight = self.report(done)
-        # A parameter that a graph uses in a branch alone keeps its old storage when a checkpoint is loaded.
-        for parameter in self.updated:
-            norm = ops.depend(norm, parameter.reshape(-1))
+        norm = self.update.touch(norm)
         if updated:
             clipped_norm = self.update(norm)
         else:
