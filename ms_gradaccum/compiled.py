@@ -90,15 +90,17 @@ class Compiled:
         general = _widen(self.general or shapes, shapes)
         if self.general_cell is not None and general == self.general:
             return self.general_cell
-        cell = self.cell
+        general_cell = None
         if len(self.fixed) >= MAX_FIXED_SHAPES and not self.needs_fixed:
-            cell = self._compile_general(tensors, general) or cell
-        if cell is self.cell:
+            general_cell = self.general_cell = self._compile_general(tensors, general)
+        if general_cell is None:
             with graph_mode():
-                cell.compile(*tensors)
+                self.cell.compile(*tensors)
+            # The shapes are good, so what failed was the length that changes.
+            self.needs_fixed = len(self.fixed) >= MAX_FIXED_SHAPES
             self.fixed.add(shapes)
         self.general = general
-        return cell
+        return general_cell or self.cell
 
     def _compile_general(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> nn.Cell | None:
         cell = self.make_cell()
@@ -109,8 +111,7 @@ class Compiled:
                 cell.set_inputs(*(Tensor(shape=shape, dtype=t.dtype) for shape, t in zip(lengths, tensors)))
                 cell.compile(*tensors)
         except Exception:
-            cell, self.needs_fixed = None, True
-        self.general_cell = cell
+            return None
         return cell
 
     def _fall_back(self, tensors: tuple[Tensor, ...], error: Exception) -> Any:

@@ -113,9 +113,18 @@ class GradAccumulation(nn.Cell):
         return split_batch(self._positional(args, kwargs), self.micro_size, self.batch_axis)
 
     def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        if not kwargs:
+        all_axes = isinstance(self.batch_axis, tuple) and len(self.batch_axis) > len(args)
+        if not kwargs and not all_axes:
             return args
-        bound = inspect.signature(self.network.construct).bind(*args, **kwargs)
+        signature = inspect.signature(self.network.construct)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"For '{_OWNER}', the inputs must fit the network's construct{signature}, but got {error}. "
+                f"Give them as the network takes them."
+            ) from None
+        # The entries of batch_axis stand for all arguments, given or not.
         bound.apply_defaults()
         if bound.kwargs:
             names = ", ".join(sorted(bound.kwargs))
@@ -123,7 +132,7 @@ class GradAccumulation(nn.Cell):
                 f"For '{_OWNER}', the inputs must be positional arguments of the network's construct, but got "
                 f"the keyword-only {names}. Remove the '*' from its signature."
             )
-        return bound.args
+        return tuple(bound.args)
 
     def construct(self, *inputs: Any) -> Any:
         if not self.training:

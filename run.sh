@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# The project's commands. What they need is installed into .venv on the first run; no root needed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+usage() {
+  cat <<'TEXT'
+./run.sh           train the sample (the same as ./run.sh sample)
+./run.sh test      format, lint, types, then all tests; more arguments go to pytest
+./run.sh check     format, lint and types alone
+./run.sh bench     benchmarks/step.py; more arguments go to it
+./run.sh help      this text
+
+Environment of the sample, with defaults:
+  EPOCHS=10                how often to go through the images
+  DATA_PATH=               folder with MNIST or Fashion-MNIST, raw or .gz; without it the installed
+                           package dataset-fashion-mnist, else the subset in sample_code/data
+  WORKER_NUM=1             number of processes
+  DEVICE_TARGET=CPU        CPU, GPU or Ascend
+  MASTER_ADDR=127.0.0.1    where the processes meet
+  MASTER_PORT=             by default a free port
+TEXT
+}
+
+fail() {
+  echo "Error: $*" >&2
+  exit 1
+}
+
+find_python() {
+  local python without_venv=""
+  for python in python3.11 python3.10 python3.12 python3; do
+    "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null || continue
+    "$python" -c 'import ensurepip, venv' 2>/dev/null && echo "$python" && return
+    without_venv=$python
+  done
+  [[ -z $without_venv ]] || fail "$without_venv has no venv module. Install it (Debian: apt install $without_venv-venv)."
+  fail "no Python 3.10, 3.11 or 3.12 found. Install one with its venv module (Debian: apt install python3.11-venv)."
+}
+
+# prepare EXTRAS: .venv with the package and these extras. Quick when pyproject.toml is as it was last time.
+prepare() {
+  local wanted stamp=.venv/installed-$1
+  if ! .venv/bin/python -m pip --version &>/dev/null; then
+    local python
+    python=$(find_python)
+    echo "Creating .venv with $("$python" --version)."
+    "$python" -m venv --clear .venv
+  fi
+  wanted=$(cksum <pyproject.toml)
+  if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
+    echo "Installing MindSpore and what else is needed into .venv. This takes a few minutes, once."
+    PYTHONWARNINGS=ignore .venv/bin/python -m pip install --no-input --disable-pip-version-check --quiet -e ".[$1]"
+    echo "$wanted" >"$stamp"
+  fi
+  export PATH=$PWD/.venv/bin:$PATH
+}
+
+check() {
+  ruff format --check .
+  ruff check .
+  mypy
+}
+
+run_tests() {
+  # Two tests at a time, on one core each: MindSpore's threads would otherwise fight over both.
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+  pytest -n 2 --dist loadfile "$@"
+}
+
+command=${1:-sample}
+[[ $# -eq 0 ]] || shift
+case $command in
+  sample)
+    prepare pinned
+    exec bash sample_code/distributed_gradient_accumulation/run.sh
+    ;;
+  test)
+    prepare pinned,test
+    check
+    run_tests "$@"
+    ;;
+  check)
+    prepare pinned,test
+    check
+    ;;
+  bench)
+    prepare pinned
+    exec python benchmarks/step.py "$@"
+    ;;
+  help | -h | --help) usage ;;
+  *)
+    usage >&2
+    fail "there is no command '$command'."
+    ;;
+esac
