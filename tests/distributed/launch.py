@@ -1,0 +1,54 @@
+"""Start a script under msrun and collect what each of its processes reports."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def launch(script, processes, folder, limit=240.0):
+    """Run ``script`` on several processes of this machine and return their reports in the order of the ranks."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "REPORT_FOLDER": str(folder),
+        # More threads than cores only wait for each other.
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["msrun", f"--worker_num={processes}", f"--local_worker_num={processes}", f"--master_port={_free_port()}"]
+    command += [f"--log_dir={folder / 'log'}", "--join=True", str(script)]
+    reports = [folder / f"report_{rank}.json" for rank in range(processes)]
+    with (folder / "msrun.log").open("w") as log:
+        job = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + limit
+    try:
+        while job.poll() is None and not all(report.exists() for report in reports) and time.monotonic() < deadline:
+            time.sleep(0.2)
+    finally:
+        # Its own way to end waits 40 s for processes that have nothing more to say.
+        job.send_signal(signal.SIGINT)
+        job.wait()
+    for rank, report in enumerate(reports):
+        if not report.exists():
+            log_file = folder / "log" / f"worker_{rank}.log"
+            tail = log_file.read_text(errors="replace")[-3000:] if log_file.exists() else "no log"
+            raise RuntimeError(f"rank {rank} of {processes} reported nothing:\n{tail}")
+    return [json.loads(report.read_text()) for report in reports]
+
+
+def report(rank, values):
+    """Hand ``values`` to the test; whole or not at all."""
+    path = Path(os.environ["REPORT_FOLDER"]) / f"report_{rank}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(values))
+    partial.rename(path)
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,67 @@
+"""Trainings that one process and several do alike. The test runs them in its own process, the workers under msrun."""
+
+import hashlib
+
+import numpy as np
+from mindspore import Tensor, nn
+
+from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, TrainOneStepCell
+
+ROWS, STEPS = 12, 3
+
+OPTIMIZERS = {
+    "SGD": lambda weights: nn.SGD(weights, 0.1, momentum=0.9, weight_decay=0.01),
+    "Momentum": lambda weights: nn.Momentum(weights, 0.1, 0.9),
+    "Adam": lambda weights: nn.Adam(weights, 0.01),
+    "AdamWeightDecay": lambda weights: nn.AdamWeightDecay(weights, 0.01, weight_decay=0.1),
+    "LazyAdam": lambda weights: nn.LazyAdam(weights, 0.01),
+    "AdaMax": lambda weights: nn.AdaMax(weights, 0.01),
+    "Adagrad": lambda weights: nn.Adagrad(weights, learning_rate=0.1),
+    "Adadelta": lambda weights: nn.Adadelta(weights, 1.0),
+    "RMSProp": lambda weights: nn.RMSProp(weights, 0.01),
+    "FTRL": lambda weights: nn.FTRL(weights, learning_rate=0.1),
+    "ProximalAdagrad": lambda weights: nn.ProximalAdagrad(weights, learning_rate=0.1),
+}
+CLIPS = {"none": lambda: None, "norm": lambda: ClipByGlobalNorm(0.5), "value": lambda: ClipByValue(0.05)}
+
+
+def build_network():
+    """A network whose first axes 2 and 4 processes divide, and one, the last, that they do not."""
+    network = nn.SequentialCell(nn.Dense(6, 8), nn.Tanh(), nn.Dense(8, 3))
+    for i, weight in enumerate(network.trainable_params()):
+        weight.set_data(Tensor(np.random.default_rng(i).normal(size=weight.shape).astype(np.float32)))
+    return network
+
+
+def batch(step):
+    """The rows of all processes together."""
+    generator = np.random.default_rng(100 + step)
+    x = generator.normal(size=(ROWS, 6)).astype(np.float32)
+    return x, generator.normal(size=(ROWS, 3)).astype(np.float32)
+
+
+def share(arrays, rank, size):
+    """The rows of one process: not the same number for each."""
+    bounds = [0, 7, 12] if size == 2 else [0, 5, 8, 11, 12]
+    return [array[bounds[rank] : bounds[rank + 1]] for array in arrays] if size > 1 else list(arrays)
+
+
+def train(optimizer, clip, rank=0, size=1, micro_size=3, **settings):
+    """Train some windows and return the step, its optimizer and what it reported last."""
+    network = build_network()
+    optimizer = OPTIMIZERS[optimizer](network.trainable_params())
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    step = TrainOneStepCell(loss_cell, optimizer, clip=CLIPS[clip](), **settings)
+    for number in range(STEPS):
+        output = step(*[Tensor(array) for array in share(batch(number), rank, size)])
+    return network, optimizer, output
+
+
+def weights_of(network):
+    """All weights as one list of numbers."""
+    return np.concatenate([weight.asnumpy().ravel() for weight in network.trainable_params()]).tolist()
+
+
+def fingerprint(network):
+    """A hash that differs as soon as one bit of a weight does."""
+    return hashlib.sha256(b"".join(weight.asnumpy().tobytes() for weight in network.trainable_params())).hexdigest()

@@ -1,0 +1,248 @@
+"""ProgressBar: what it shows, where, and that it leaves everything else alone."""
+
+import io
+import re
+import sys
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import dataset, nn
+from mindspore.train import Callback, LossMonitor
+
+from ms_gradaccum import GradAccumulation, Model, ProgressBar, callbacks
+
+
+def train(*train_callbacks, epochs=2, accumulation_steps=None, **options):
+    """Four batches an epoch; the loss is (w - 2)^2 for a weight that starts at 0.
+
+    Without accumulation_steps this is MindSpore's own Model.
+    """
+    ones = np.ones((8, 1), np.float32)
+    network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+    loss_net = nn.WithLossCell(network, nn.MSELoss())
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    if accumulation_steps is None:
+        model = ms.Model(loss_net, optimizer=optimizer)
+    else:
+        model = Model(GradAccumulation(loss_net, 2), optimizer=optimizer, accumulation_steps=accumulation_steps)
+    data = dataset.NumpySlicesDataset((ones, 2 * ones), shuffle=False).batch(2)
+    model.train(epochs, data, callbacks=list(train_callbacks), **options)
+
+
+def on_screen(stream_text):
+    """The lines that a terminal shows: what comes after a carriage return covers what was there."""
+    return [line.split("\r")[-1].rstrip() for line in stream_text.split("\n")]
+
+
+@pytest.fixture
+def open_terminal(monkeypatch):
+    """A function that makes one stream of standard output and error, as on a terminal.
+
+    (A function, because pytest redirects both streams anew between a fixture and its test.)
+    """
+
+    def open_terminal():
+        stream = io.StringIO()
+        stream.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        return stream
+
+    return open_terminal
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test moves by hand."""
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(callbacks, "time", clock)
+    return clock
+
+
+class AtStep(Callback):
+    """Calls a function after each step, before ProgressBar if it is listed before it."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def on_train_step_end(self, run_context):
+        self.function(run_context.original_args().cur_step_num)
+
+
+def test_one_line_at_the_end_of_a_short_training_without_a_terminal(capsys):
+    train(ProgressBar(), accumulation_steps=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert re.fullmatch(r"epoch 2/2, batch 8/8 \(100%\), 8 updates, loss 0\.1759, 00:0\d elapsed, 00:00 left", lines[0])
+
+
+def test_lines_come_when_their_time_has_come(capsys, clock):
+    def ten_seconds_later(step):
+        clock.now += 10.0
+
+    train(AtStep(ten_seconds_later), ProgressBar(seconds_per_line=20))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(", ")[1] for line in lines] == [f"batch {n}/8 ({n * 100 // 8}%)" for n in (2, 4, 6, 8)]
+    assert lines[0].endswith("00:20 elapsed, 01:00 left")
+
+
+def test_updates_are_counted_and_not_batches(capsys):
+    train(ProgressBar(), epochs=3, accumulation_steps=4)
+    assert ", batch 12/12 (100%), 3 updates, " in capsys.readouterr().out
+
+
+def test_the_update_of_an_unfinished_last_window_is_counted(capsys):
+    train(ProgressBar(), epochs=1, accumulation_steps=3)
+    assert ", batch 4/4 (100%), 2 updates, " in capsys.readouterr().out
+
+
+def test_a_training_that_stops_early_shows_its_last_step(capsys):
+    class Stop(Callback):
+        def on_train_step_end(self, run_context):
+            if run_context.original_args().cur_step_num == 6:
+                run_context.request_stop()
+
+    train(Stop(), ProgressBar(), epochs=4)
+    assert capsys.readouterr().out.startswith("epoch 2/4, batch 6/16 (38%), loss ")
+
+
+def test_a_network_without_a_loss_tensor_is_no_trouble(capsys):
+    class NoLoss(Callback):
+        def on_train_step_end(self, run_context):
+            run_context.original_args().net_outputs = None
+
+    train(NoLoss(), ProgressBar())
+    assert capsys.readouterr().out.startswith("epoch 2/2, batch 8/8 (100%), 00:0")
+
+
+def test_with_the_stock_model_there_is_no_number_of_updates(capsys):
+    train(ProgressBar())
+    assert re.match(r"epoch 2/2, batch 8/8 \(100%\), loss \d", capsys.readouterr().out)
+
+
+def test_a_resumed_training_goes_on_from_its_epoch(capsys):
+    train(ProgressBar(), epochs=5, initial_epoch=3)
+    assert capsys.readouterr().out.startswith("epoch 5/5, batch 8/8 (100%), ")
+
+
+def test_the_bar_ends_complete_with_updates_and_loss(open_terminal):
+    terminal = open_terminal()
+    train(ProgressBar(), accumulation_steps=1)
+    *_, bar, end = on_screen(terminal.getvalue())
+    assert re.match(r"epoch 2/2: 100%\|.*\| 8/8 .*, 8 updates, loss 0\.1759\]", bar)
+    assert end == ""
+
+
+def test_what_others_print_stays_whole_above_the_bar(open_terminal):
+    terminal = open_terminal()
+
+    def talk(step):
+        print("half a line, ", end="")
+        print("the other half", step, file=sys.stdout, flush=True)
+        print("to stderr", step, file=sys.stderr)
+
+    train(LossMonitor(1), AtStep(talk), ProgressBar(), epochs=1)
+    lines = on_screen(terminal.getvalue())
+    assert [line for line in lines if line.startswith("half")] == [
+        f"half a line, the other half {step}" for step in (1, 2, 3, 4)
+    ]
+    assert [line for line in lines if line.startswith("to")] == [f"to stderr {step}" for step in (1, 2, 3, 4)]
+    losses = [line for line in lines if "loss is" in line]
+    assert [line.split(",")[0] for line in losses] == [f"epoch: 1 step: {step}" for step in (1, 2, 3, 4)]
+    assert len([line for line in lines if line]) == 4 + 4 + 4 + 1  # the bar is there once
+
+
+def test_text_without_an_end_of_line_is_not_lost(open_terminal):
+    terminal = open_terminal()
+    train(AtStep(lambda step: print(step, end=" ")), ProgressBar(), epochs=1)
+    assert "1 2 3 4" in on_screen(terminal.getvalue())
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["success", "error"])
+def test_the_streams_are_given_back(open_terminal, fails):
+    terminal = open_terminal()
+
+    def fail(step):
+        assert sys.stdout is not terminal  # otherwise the test proves nothing
+        if fails:
+            raise RuntimeError("stopped")
+
+    try:
+        train(AtStep(fail), ProgressBar())
+    except RuntimeError:
+        assert fails
+    assert sys.stdout is terminal and sys.stderr is terminal
+
+
+def test_streams_that_someone_else_redirected_since_are_left_alone(open_terminal, monkeypatch):
+    open_terminal()
+    other = io.StringIO()
+    train(AtStep(lambda step: monkeypatch.setattr(sys, "stdout", other)), ProgressBar())
+    assert sys.stdout is other
+
+
+def test_the_environment_asks_for_the_bar_in_a_log(monkeypatch, capsys):
+    monkeypatch.setenv("MS_GRADACCUM_LIVE_BAR", "1")
+    train(ProgressBar())
+    output = capsys.readouterr()
+    assert "epoch 2/2: 100%|" in output.err and output.out == ""
+
+
+def test_live_false_prints_lines_on_a_terminal(open_terminal):
+    terminal = open_terminal()
+    train(ProgressBar(live=False))
+    assert "\r" not in terminal.getvalue() and "epoch 2/2, batch 8/8" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_shows_anything(rank, monkeypatch, capsys):
+    monkeypatch.setattr(callbacks.GlobalComm, "INITED", True)
+    monkeypatch.setattr(callbacks, "get_rank", lambda: rank)
+    train(ProgressBar())
+    assert bool(capsys.readouterr().out) == (rank == 0)
+
+
+def test_one_callback_serves_several_trainings(capsys):
+    progress = ProgressBar()
+    train(progress, epochs=1)
+    train(progress, epochs=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("epoch 1/1, batch 4/4 (100%), loss 1.049")
+    assert lines[1].startswith("epoch 2/2, batch 8/8 (100%), loss 0.1759")
+
+
+@pytest.mark.parametrize(
+    "arguments, error, sentence",
+    [
+        (
+            {"live": "yes"},
+            TypeError,
+            "For 'ProgressBar', the argument 'live' must be a bool, but got 'yes' of type str. "
+            "None draws the bar on a terminal only.",
+        ),
+        (
+            {"seconds_per_line": "10"},
+            TypeError,
+            "For 'ProgressBar', the argument 'seconds_per_line' must be a positive number, "
+            "but got '10' of type str. It is the shortest time between two lines of a log.",
+        ),
+        (
+            {"seconds_per_line": 0},
+            ValueError,
+            "For 'ProgressBar', the argument 'seconds_per_line' must be a positive number, but got 0. "
+            "It is the shortest time between two lines of a log.",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments, error, sentence):
+    with pytest.raises(error) as raised:
+        ProgressBar(**arguments)
+    assert str(raised.value) == sentence

@@ -1,0 +1,235 @@
+"""Running cells as graphs from both modes: how many are compiled, and what happens where none can be."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X, line
+from mindspore import Parameter, Tensor, nn, ops
+from step_probe import compilations, keeping_step, number, tensors
+
+from ms_gradaccum.compiled import MAX_FIXED_SHAPES, Compiled
+
+BATCH = tensors(X, 2 * X)
+GRADIENT = -102  # of the line at weight 0 for the eight rows of BATCH
+
+
+def line_step(micro_size=2, **settings):
+    return keeping_step(nn.WithLossCell(line(), nn.MSELoss()), micro_size, **settings)
+
+
+def test_both_modes_run_compiled_graphs_and_stay_as_they_were(mode):
+    step = line_step()
+    with compilations() as compiled:
+        step(*BATCH)
+        assert sorted(compiled) == ["MicroStep", "Report", "Update"]
+        step(*BATCH)
+        step.set_train(False)(*BATCH)
+        step.set_train()(*BATCH)
+    # Out of training it is another graph, and each is kept.
+    assert sorted(compiled) == ["MicroStep", "MicroStep", "Report", "Report", "Update", "Update"]
+    assert step.optimizer.gradients() == [GRADIENT] and ms.get_context("mode") == mode
+
+
+def test_the_number_of_compilations_does_not_depend_on_micro_size():
+    counts = {}
+    for micro_size in (1, 2, 8, 3):
+        step = line_step(micro_size, accumulation_steps=2)
+        with compilations() as compiled:
+            step(*BATCH)
+        counts[micro_size] = len(compiled)
+    # Eight rows in three micro batches are two of three rows and one of two.
+    assert counts == {1: 1, 2: 1, 8: 1, 3: 2}
+
+
+def test_batches_of_thirty_sizes_share_a_few_graphs():
+    step = line_step(accumulation_steps=100)
+    total = 0
+    with compilations() as compiled:
+        for rows in range(1, 31):
+            x = np.arange(rows, dtype=np.float32).reshape(rows, 1)
+            step(*tensors(x, 2 * x))
+            total -= 4 * np.sum(x.astype(np.float64) ** 2)
+            assert number(step.buffer.sums[0]) == pytest.approx(total, rel=1e-5)
+    assert len(compiled) == MAX_FIXED_SHAPES + 1
+
+
+class Scores(nn.Cell):
+    """Sums that mix both axes of its input, which may both change."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([2.0]), "weight")
+
+    def construct(self, x):
+        return (ops.softmax(x * self.weight, -1) * x).sum()
+
+
+class Columns(Scores):
+    """The same, from a tuple of columns, whose number a graph must know."""
+
+    def construct(self, x):
+        x = ops.stack(ops.unstack(x, -1), -1)
+        return (ops.softmax(x * self.weight, -1) * x).sum()
+
+
+class ThreeColumns(Scores):
+    """The same for three columns."""
+
+    def construct(self, x):
+        return (ops.softmax(x * self.weight, -1) * x).sum() + 0 * ops.MatMul()(x, ops.ones((3, 1))).sum()
+
+
+def scores_by_hand(x):
+    powers = np.exp(2 * x.astype(np.float64))
+    return (powers / powers.sum(-1, keepdims=True) * x).sum()
+
+
+def call_with_shapes(compiled_cell, shapes):
+    random = np.random.default_rng(0)
+    with compilations() as compiled:
+        for shape in shapes:
+            x = random.normal(size=shape).astype(np.float32)
+            assert number(compiled_cell(Tensor(x))) == pytest.approx(scores_by_hand(x), rel=1e-5)
+    return len(compiled)
+
+
+def test_lengths_that_begin_to_change_later_take_one_more_graph():
+    cell = Compiled(Scores, "Test", "the cell")
+    assert call_with_shapes(cell, [(rows, 5) for rows in range(1, 12)]) == MAX_FIXED_SHAPES + 1
+    assert call_with_shapes(cell, [(rows, 3 + rows % 7) for rows in range(1, 30)]) == 1
+    # The shapes that came first still have their own, faster graphs.
+    assert call_with_shapes(cell, [(1, 5), (40, 40)]) == 0
+
+
+def test_a_network_that_needs_fixed_lengths_gets_one_graph_per_shape():
+    cell = Compiled(Columns, "Test", "the cell")
+    shapes = [(2, columns) for columns in range(1, 9)]
+    assert call_with_shapes(cell, shapes) == len(shapes)
+    assert call_with_shapes(cell, shapes) == 0
+
+
+def test_a_wrong_batch_does_not_change_how_others_are_compiled(mode):
+    cell = Compiled(ThreeColumns, "Test", "the cell")
+    for rows in range(1, MAX_FIXED_SHAPES + 1):
+        call_with_shapes(cell, [(rows, 3)])
+        with pytest.raises(ValueError, match="^For 'MatMul' the input dimensions must be equal"):
+            cell(Tensor(np.ones((rows, 4), np.float32)))
+    assert call_with_shapes(cell, [(rows, 3) for rows in range(1, 20)]) == 1
+
+
+class Unsupported(nn.Cell):
+    """A loss cell with a statement that graphs do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([0.0]), "weight")
+
+    def construct(self, x, y):
+        try:
+            return ops.square(x * self.weight - y).mean()
+        finally:
+            pass
+
+
+RUNS_EAGERLY = "For 'TrainOneStepCell', the network cannot be compiled and runs eagerly, which is slower: "
+
+
+def test_a_network_that_cannot_be_compiled_runs_eagerly_after_one_warning():
+    step = keeping_step(Unsupported(), 2)
+    with pytest.warns() as warned:
+        for _ in range(3):
+            step(*BATCH)
+    assert [str(w.message) for w in warned] == [RUNS_EAGERLY + "Unsupported statement 'Try'."]
+    assert warned[0].filename == __file__  # the user's line, not one of the package
+    assert step.optimizer.gradients() == [GRADIENT] and ms.get_context("mode") == ms.PYNATIVE_MODE
+
+
+def test_a_network_that_cannot_be_compiled_is_an_error_in_graph_mode():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step = keeping_step(Unsupported(), 2)
+    with pytest.raises(RuntimeError, match="^Unsupported statement 'Try'."):
+        step(*BATCH)
+    assert number(step.buffer.weight) == 0 and ms.get_context("mode") == ms.GRAPH_MODE
+
+
+HOOKS = ["register_forward_pre_hook", "register_forward_hook", "register_backward_pre_hook", "register_backward_hook"]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+def test_hooks_of_cells_are_called_once_per_micro_batch_in_pynative_mode(register):
+    calls = []
+    step = line_step()
+    step(*BATCH)
+    # They may come at any time, also when there is a graph already.
+    getattr(step.network.network.backbone_network, register)(lambda *_: calls.append(1))
+    with pytest.warns() as warned:
+        step(*BATCH)
+    assert [str(w.message) for w in warned] == [RUNS_EAGERLY + "its Dense has a hook, which a graph would not call"]
+    assert len(calls) == 2 and step.optimizer.gradients() == [GRADIENT]
+
+
+def test_hooks_of_weights_change_the_gradient_in_pynative_mode():
+    step = line_step()
+    step(*BATCH)
+    (weight,) = step.network.trainable_params()
+    weight.register_hook(lambda gradient: 3 * gradient)
+    with pytest.warns(UserWarning, match=f"^{RUNS_EAGERLY}weight has a hook, which a graph would not call$"):
+        step(*BATCH)
+    assert step.optimizer.gradients() == [3 * GRADIENT]
+
+
+def test_ms_jit_0_runs_eagerly_for_debugging(monkeypatch, mode):
+    monkeypatch.setenv("MS_JIT", "0")
+    step = line_step()
+    with compilations() as compiled:
+        step(*BATCH)
+    assert not compiled and step.optimizer.gradients() == [GRADIENT] and ms.get_context("mode") == mode
+
+
+class Scaled(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0]), "weight")
+
+    def construct(self, x, factor):
+        return (x * self.weight).mean() * factor
+
+
+MANY = (
+    "For 'TrainOneStepCell', the inputs must keep their structure and Python values, but got 8 different ones, "
+    "each compiled on its own. Make values that change tensors."
+)
+
+
+def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported(monkeypatch):
+    step = keeping_step(Scaled(), 2, accumulation_steps=100)
+    with compilations() as compiled:
+        for factor in (1.0, 2.0, 1.0, float("nan"), float("nan")):
+            step.drop()
+            step(Tensor(X), factor)
+            assert number(step.buffer.sums[0]) == pytest.approx(36 * factor, nan_ok=True)
+    assert len(compiled) == 3
+    monkeypatch.setenv("MS_JIT", "0")  # only to save the time of compiling the others
+    with pytest.warns() as warned:
+        for factor in range(9):
+            step(Tensor(X), factor)
+    assert [str(w.message) for w in warned] == [MANY] and warned[0].filename == __file__
+
+
+@pytest.mark.parametrize("when", ["on the network", "before the first call", "after the first call"])
+def test_the_jit_config_reaches_every_compiled_cell(when):
+    config = ms.JitConfig(jit_level="O1")
+    loss_cell = nn.WithLossCell(line(), nn.MSELoss())
+    if when == "on the network":
+        loss_cell.set_jit_config(config)
+    step = keeping_step(loss_cell, 2)
+    if when == "before the first call":
+        step.set_jit_config(config)
+    step(*BATCH)
+    if when == "after the first call":
+        step.set_jit_config(config)
+    cells = [compiled.cell for compiled in step._micro_steps.values()]
+    if when != "on the network":
+        cells += [step.micro_step, step.window.report, step.window.update]
+    assert [cell.jit_config_dict["jit_level"] for cell in cells] == ["O1"] * len(cells)
+    assert step.optimizer.gradients() == [GRADIENT]

@@ -1,0 +1,210 @@
+"""What a network may take: any number, nesting, dtype and batch axis of inputs; and real networks, small."""
+
+from typing import NamedTuple
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, mutable, nn, ops
+from step_probe import keeping_step, number
+
+X = np.float32([1, 2, 3, 4, 5])
+Y = 2 * X
+# The weight is 1, so x * weight - y = -x: the loss is mean(x^2) = 11 and its gradient -2 mean(x^2) = -22.
+ROWS, LOSS, GRADIENT_SUM = 5, 11, 5 * -22
+
+
+class Line(nn.Cell):
+    """The base of the loss cells below: the mean over the rows of (x * weight - y)^2, times a factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0]), "weight")
+
+    def loss(self, x, y, factor=1.0):
+        return ops.square(x * self.weight - y).mean() * factor
+
+
+class TakesBoth(Line):
+    def construct(self, x, y):
+        return self.loss(x, y)
+
+
+class TakesMore(Line):
+    def construct(self, x, y=None, factor=1.0, *others):
+        return self.loss(x, 2 * x if y is None else y, factor)
+
+
+class TakesPair(Line):
+    def construct(self, pair):
+        return self.loss(pair[0], pair[1][0])
+
+
+class TakesDict(Line):
+    def construct(self, batch):
+        return self.loss(batch["rows"], batch["labels"]["y"])
+
+
+class Batch(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class TakesBatch(Line):
+    def construct(self, batch):
+        return self.loss(batch.x, batch.y)
+
+
+def open_step(loss_cell, micro_size=2, **settings):
+    """A step whose window stays open: what it has summed can be read, and only the micro step is compiled."""
+    return keeping_step(loss_cell, micro_size, accumulation_steps=100, **settings)
+
+
+def assert_sums(step, *args, factor=1, **kwargs):
+    step.drop()
+    output = step(*args, **kwargs)
+    assert (number(output.weight), number(output.loss)) == (ROWS, pytest.approx(factor * LOSS))
+    assert number(step.buffer.sums[0]) == pytest.approx(factor * GRADIENT_SUM)
+
+
+def test_tensors_and_arrays_by_position_and_by_keyword():
+    step = open_step(TakesBoth())
+    assert_sums(step, Tensor(X), Tensor(Y))
+    assert_sums(step, X, Y)
+    assert_sums(step, Tensor(X), y=Y)
+    assert_sums(step, y=Tensor(Y), x=X)
+
+
+def test_defaults_none_and_python_values():
+    step = open_step(TakesMore())
+    assert_sums(step, X)
+    assert_sums(step, x=X)
+    assert_sums(step, X, None, 3, factor=3)
+    assert_sums(step, X, Y, 0.5, factor=0.5)
+    assert_sums(step, X, Y, True, "text", None, ms.float32)
+
+
+def test_numbers_as_tensors_without_axes_go_into_each_micro_batch():
+    step = open_step(TakesMore())
+    for factor in (Tensor(3.0), np.array(3, np.float32)):
+        assert_sums(step, X, Y, factor, factor=3)
+
+
+@pytest.mark.parametrize(
+    ("loss_cell", "inputs"),
+    [
+        (TakesPair, (Tensor(X), (Tensor(Y),))),
+        (TakesPair, [X, [Y]]),
+        (TakesDict, {"rows": X, "labels": {"y": Tensor(Y)}}),
+        (TakesPair, mutable((Tensor(X), (Tensor(Y),)))),
+    ],
+    ids=["tuple", "list", "dict", "mutable"],
+)
+def test_nested_inputs(loss_cell, inputs):
+    assert_sums(open_step(loss_cell()), inputs)
+
+
+def test_a_named_tuple_keeps_its_names_where_python_runs_the_network():
+    with pytest.warns(UserWarning, match="^For 'TrainOneStepCell', the network cannot be compiled and runs eagerly"):
+        assert_sums(open_step(TakesBatch()), Batch(Tensor(X), Tensor(Y)))
+
+
+class TakesAnyDtype(Line):
+    def construct(self, x, half, double, whole, long, flag):
+        y = 2 * half.astype(ms.float32) + double.astype(ms.float32) - whole + long - flag.astype(ms.float32)
+        return self.loss(x, y)
+
+
+def test_inputs_of_many_dtypes():
+    ones = np.ones(ROWS)
+    others = [ones.astype(np.float64), ones.astype(np.int32), ones.astype(np.int64), ones.astype(bool)]
+    assert_sums(open_step(TakesAnyDtype()), X, X.astype(np.float16), *others)
+
+
+class TakesColumns(Line):
+    """Takes x with its rows on axis 1 and a table that belongs to all rows."""
+
+    def construct(self, x, table, y):
+        return self.loss(x.sum(0), y) + 0 * table.sum()
+
+
+@pytest.mark.parametrize("axes", [(1, None, 0), [-1, None, -1]])
+def test_each_input_may_have_a_batch_axis_of_its_own(axes):
+    x = np.stack([X - 1, np.ones_like(X)])
+    assert_sums(open_step(TakesColumns(), batch_axis=axes), x, np.ones((7, 7), np.float32), Y)
+
+
+def test_nested_inputs_may_have_nested_batch_axes():
+    class TakesTable(Line):
+        def construct(self, batch):
+            return self.loss(batch["x"][0], batch["y"]) + 0 * batch["table"].sum()
+
+    step = open_step(TakesTable(), batch_axis=({"x": 1, "y": 0, "table": None},))
+    assert_sums(step, {"x": X[None], "y": Y, "table": np.ones((3, 2), np.float32)})
+
+
+class Lookup(nn.Cell):
+    """Two tables; the dense one is also the last layer."""
+
+    def __init__(self, sparse=False):
+        super().__init__()
+        random = np.random.default_rng(0)
+        self.table = nn.Embedding(6, 4, embedding_table=Tensor(random.normal(size=(6, 4)), ms.float32))
+        table, target = Tensor(random.normal(size=(6, 4)), ms.float32), "CPU" if sparse else "DEVICE"
+        self.lookup = nn.EmbeddingLookup(6, 4, table, target, sparse=sparse)
+
+    def construct(self, ids, labels):
+        rows = self.table(ids) * self.lookup(ids)
+        return ops.cross_entropy(ops.matmul(rows, self.table.embedding_table.T), labels)
+
+
+class Convolution(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        weight = Tensor(np.random.default_rng(0).normal(size=(2, 1, 3, 3)), ms.float32)
+        self.layers = nn.SequentialCell(
+            nn.Conv2d(1, 2, 3, weight_init=weight), nn.ReLU(), nn.MaxPool2d(2, 2), nn.Flatten()
+        )
+        self.head = nn.Dense(8, 3, weight_init=Tensor(np.eye(3, 8), ms.float32))
+
+    def construct(self, ids, labels):
+        images = (ids.reshape(-1, 1, 1, 1) + ops.arange(16).reshape(1, 1, 4, 4)).astype(ms.float32) / 8
+        return ops.cross_entropy(self.head(self.layers(images)), labels)
+
+
+class Attention(nn.Cell):
+    """Self-attention over five tokens of which each row masks some; one projection serves twice."""
+
+    def __init__(self):
+        super().__init__()
+        random = np.random.default_rng(0)
+        self.table = nn.Embedding(6, 4, embedding_table=Tensor(random.normal(size=(6, 4)), ms.float32))
+        self.shared = nn.Dense(4, 4, weight_init=Tensor(random.normal(size=(4, 4)), ms.float32))
+        self.norm = nn.LayerNorm((4,))
+
+    def construct(self, ids, labels):
+        tokens = (ids.expand_dims(-1) + ops.arange(5)) % 6
+        mask = (tokens < 4).expand_dims(1)
+        hidden = self.table(tokens)
+        scores = ops.bmm(self.shared(hidden), hidden.swapaxes(1, 2)) / 2
+        weights = ops.softmax(ops.masked_fill(scores, ops.logical_not(mask), -1e4), -1)
+        hidden = self.norm(hidden + self.shared(ops.bmm(weights, hidden)))
+        return ops.cross_entropy(hidden.mean(1), labels)
+
+
+NETWORKS = {"lookup": Lookup, "sparse lookup": Lookup, "convolution": Convolution, "attention": Attention}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_small_real_networks_have_the_gradient_of_the_whole_batch(name):
+    ids, labels = Tensor([0, 3, 3, 5, 1, 0, 2], ms.int32), Tensor([0, 1, 2, 2, 1, 0, 1], ms.int32)
+    twin = NETWORKS[name]()
+    network = Lookup(sparse=True) if name == "sparse lookup" else NETWORKS[name]()
+    ms.load_param_into_net(network, twin.parameters_dict())
+    step = open_step(network, 3)
+    loss = step(ids, labels).loss
+    whole, gradients = ops.value_and_grad(twin, None, twin.trainable_params())(ids, labels)
+    assert number(loss) == pytest.approx(number(whole), rel=1e-5)
+    for total, gradient in zip(step.buffer.sums, gradients):
+        assert np.abs(gradient.asnumpy()).max() > 1e-3  # otherwise the test proves nothing
+        np.testing.assert_allclose(total.asnumpy() / 7, gradient.asnumpy(), rtol=1e-4, atol=1e-6)

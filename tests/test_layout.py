@@ -1,0 +1,90 @@
+"""The shape of the package: short files and functions, imports that run one way."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ms_gradaccum"
+
+# A file, or a folder, imports only from those before it.
+ORDER = """
+_checks step_output structure micro_batch loss_weight grad_buffer grad_clip compiled optimizers precision
+parallel window grad_accumulation train_step accumulator model plan verify micro_size_finder state callbacks
+__init__
+""".split()
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(file):
+    return file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
+
+
+def imported_modules(file):
+    """Full names of all that ``file`` imports, inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file.name}, line {node.lineno}: a relative import"
+            yield node.module
+
+
+def imported_files(file):
+    """Names of the files of the package that ``file`` imports."""
+    names = [name.partition(".")[2] or "__init__" for name in imported_modules(file) if is_ours(name)]
+    return [f"{name}.__init__" if (PACKAGE / name.replace(".", "/")).is_dir() else name for name in names]
+
+
+def is_ours(module):
+    return module == "ms_gradaccum" or module.startswith("ms_gradaccum.")
+
+
+def place(name):
+    return ORDER.index(name.split(".")[0])
+
+
+def code_length(function):
+    """Lines of a function without its docstring."""
+    docstring = ast.get_docstring(function, clean=False)
+    return function.end_lineno - function.lineno + 1 - len((docstring or "").splitlines())
+
+
+def test_there_is_something_to_check():
+    assert len(FILES) > 10
+    assert any(imported_files(file) for file in FILES)
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_a_file_has_at_most_300_lines(file):
+    assert len(file.read_text().splitlines()) <= 300
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_a_function_has_at_most_40_lines(file):
+    functions = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)]
+    assert {f.name: code_length(f) for f in functions if code_length(f) > 40} == {}
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_a_file_imports_only_from_those_before_it(file):
+    name = name_of(file)
+    assert name.split(".")[0] in ORDER, "a new file: give it its place in ORDER"
+    for other in imported_files(file):
+        same_folder = "." in name and name.split(".")[0] == other.split(".")[0]
+        assert same_folder or place(other) < place(name), f"{name} imports {other}"
+
+
+def test_there_is_no_import_cycle():
+    imports = {name_of(file): set(imported_files(file)) for file in FILES}
+    while imports:
+        free = [name for name, others in imports.items() if not others & imports.keys()]
+        assert free, f"a cycle among {sorted(imports)}"
+        for name in free:
+            del imports[name]
+
+
+def test_nothing_imports_torch():
+    for file in FILES:
+        assert "torch" not in {module.split(".")[0] for module in imported_modules(file)}, file

@@ -1,0 +1,269 @@
+"""What users set on optimizers: groups, schedules, decay, frozen, tied and 16-bit weights. See test_optimizers.py."""
+
+import functools
+
+import mindspore as ms
+import mindspore.experimental.optim as experimental
+import numpy as np
+import pytest
+from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
+from mindspore.nn.utils import no_init_parameters
+from optimizer_parity import (
+    BOTH,
+    RowLoss,
+    WholeBatch,
+    accumulate,
+    accumulated_step,
+    all_parameters,
+    assert_like_whole_batch,
+    assert_not_vacuous,
+    assert_same,
+    batches,
+    dense,
+    one_layer,
+    train,
+    values_of,
+)
+
+
+class GrowingDecay(nn.Cell):
+    """A weight decay that follows the number of updates."""
+
+    def construct(self, global_step):
+        return 0.05 * global_step
+
+
+class AddedMatrices(nn.Cell):
+    """Matrices that are added up: all have the same gradient, so only their learning rates tell them apart."""
+
+    def __init__(self, count):
+        super().__init__()
+        random = np.random.default_rng(4)
+        start = random.uniform(0.02, 0.06, (count, 2, 3)).astype(np.float32)
+        self.matrices = ParameterTuple(Parameter(Tensor(start[i]), f"matrix{i}") for i in range(count))
+
+    def construct(self, x):
+        total = self.matrices[0]
+        for matrix in self.matrices[1:]:
+            total = total + matrix
+        return ops.matmul(x, total.T)
+
+
+class TiedLayers(nn.Cell):
+    """Two layers with one weight, and a bias each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = dense(3, 3, 0.2, 0.5, seed=1)
+        self.second = dense(3, 3, 0.2, 0.5, seed=2)
+        self.second.weight = self.first.weight
+
+    def construct(self, x):
+        return self.second(self.first(x))[:, :2]
+
+
+class HalfFirstLayer(nn.Cell):
+    """A float16 layer before a float32 one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = dense(3, 4, 0.3, 0.9, seed=1)
+        for parameter in self.first.get_parameters():
+            parameter.set_dtype(ms.float16)
+        self.second = dense(4, 2, 0.2, 0.6, seed=2)
+
+    def construct(self, x):
+        return self.second(ops.cast(self.first(ops.cast(x, ms.float16)), ms.float32))
+
+
+def frozen_weight():
+    network = one_layer()
+    network.backbone.weight.requires_grad = False
+    return network
+
+
+def weights_and_biases(network):
+    weights = [parameter for parameter in network.trainable_params() if "weight" in parameter.name]
+    return weights, [parameter for parameter in network.trainable_params() if "bias" in parameter.name]
+
+
+def momentum_groups(network):
+    weights, biases = weights_and_biases(network)
+    groups = [
+        {"params": biases, "lr": 0.02},
+        {"params": weights, "weight_decay": 0.1},
+        {"order_params": network.trainable_params()},
+    ]
+    return nn.Momentum(groups, 0.01, 0.9, weight_decay=0.0, loss_scale=8.0)
+
+
+def dynamic_decay_groups(network):
+    weights, biases = weights_and_biases(network)
+    groups = [{"params": weights, "weight_decay": GrowingDecay()}, {"params": biases, "weight_decay": 0.1}]
+    return nn.Momentum(groups, 0.01, 0.9, use_nesterov=True)
+
+
+def experimental_groups(network):
+    weights, biases = weights_and_biases(network)
+    groups = [{"params": biases, "lr": 0.02}, {"params": weights, "weight_decay": 0.1}]
+    return experimental.SGD(groups, lr=0.01, momentum=0.9)
+
+
+def mint_groups(network):
+    weights, biases = weights_and_biases(network)
+    groups = [{"params": biases, "lr": 0.02}, {"params": weights, "weight_decay": 0.1}]
+    return mint.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True)
+
+
+def trainable(optimizer, *args, **kwargs):
+    return lambda network: optimizer(network.trainable_params(), *args, **kwargs)
+
+
+CASES = {
+    "groups with rates, decay, order and loss scale": (one_layer, momentum_groups),
+    "dynamic decay of a group": (one_layer, dynamic_decay_groups),
+    "dynamic decay and a schedule for all": (
+        one_layer,
+        trainable(nn.AdamWeightDecay, nn.CosineDecayLR(0.01, 0.1, 4), eps=1.0, weight_decay=GrowingDecay()),
+    ),
+    "a frozen weight": (frozen_weight, trainable(nn.Adam, 0.05, eps=1.0)),
+    "an optimizer for a part of the network": (
+        one_layer,
+        lambda network: nn.Adagrad([network.backbone.bias], learning_rate=0.05),
+    ),
+    "a tied weight": (lambda: RowLoss(TiedLayers()), trainable(nn.Momentum, 0.001, 0.9)),
+    "groups of mindspore.mint": (one_layer, mint_groups),
+}
+
+
+@functools.cache
+def trained(case):
+    make_network, make_optimizer = CASES[case]
+    whole = WholeBatch(make_network, make_optimizer)
+    assert_not_vacuous(whole, micro_size=4)
+    return whole, accumulate(make_network, make_optimizer, 4, BOTH)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settings_of_an_optimizer_keep_their_effect(case, mode):
+    whole, results = trained(case)
+    assert_like_whole_batch(whole, *results[mode])
+
+
+@pytest.mark.parametrize("case", ["a frozen weight", "an optimizer for a part of the network"])
+def test_weights_that_the_optimizer_does_not_have_keep_their_bits(case, mode):
+    whole, results = trained(case)
+    _, values = results[mode]
+    assert whole.trained == ["backbone.bias"]
+    np.testing.assert_array_equal(values["backbone.weight"], whole.start["backbone.weight"])
+
+
+def test_a_tied_weight_has_one_state(mode):
+    _, results = trained("a tied weight")
+    _, values = results[mode]
+    states = {name for name in values if "moments" in name}
+    assert states == {f"moments.backbone.{name}" for name in ("first.weight", "first.bias", "second.bias")}
+
+
+RATES = [
+    nn.ExponentialDecayLR(0.004, 0.5, 2),
+    nn.NaturalExpDecayLR(0.004, 0.5, 2, is_stair=True),
+    nn.InverseDecayLR(0.004, 0.5, 1),
+    nn.CosineDecayLR(0.001, 0.004, 4),
+    nn.PolynomialDecayLR(0.004, 0.001, 4, 0.5),
+    nn.WarmUpLR(0.004, 3),
+    [0.001, 0.004, 0.002, 0.003, *[0.001] * 12],
+    0.002,
+]
+
+
+def rate_groups(network):
+    groups = [{"params": [p], "lr": rate} for p, rate in zip(network.trainable_params(), RATES)]
+    return nn.Momentum(groups, 0.001, 0.5)
+
+
+@functools.cache
+def trained_with_rates():
+    def make_network():
+        return RowLoss(AddedMatrices(len(RATES)))
+
+    whole = WholeBatch(make_network, rate_groups)
+    assert_not_vacuous(whole, micro_size=4)
+    return whole, accumulate(make_network, rate_groups, 4, BOTH)
+
+
+def rate_at(rate, update):
+    if isinstance(rate, nn.Cell):
+        return float(rate(Tensor(update, ms.int32)).asnumpy())
+    return rate[update] if isinstance(rate, list) else rate
+
+
+def test_every_schedule_moves_once_per_update(mode):
+    whole, results = trained_with_rates()
+    assert_like_whole_batch(whole, *results[mode])
+
+
+def test_output_reports_the_learning_rates_that_the_update_used(mode):
+    _, results = trained_with_rates()
+    outputs, _ = results[mode]
+    for update, output in enumerate(outputs):
+        expected = [rate_at(rate, update) for rate in RATES]
+        # The powers in a compiled schedule differ from those of an eager one by 1e-5.
+        np.testing.assert_allclose(output.learning_rate.asnumpy(), expected, rtol=1e-4)
+
+
+def test_a_list_of_learning_rates_gives_one_to_each_update():
+    rates = [0.001, 0.01, 0.003, 0.004]
+    make_optimizer = trainable(nn.SGD, rates)
+    outputs, values = accumulate(one_layer, make_optimizer, 4, [ms.GRAPH_MODE])[ms.GRAPH_MODE]
+    assert_like_whole_batch(WholeBatch(one_layer, make_optimizer), outputs, values)
+    np.testing.assert_allclose([float(output.learning_rate.asnumpy()) for output in outputs], rates, rtol=1e-6)
+
+
+def test_a_scheduler_of_mindspore_experimental_acts_between_updates(mode):
+    def train_with_scheduler(make_step):
+        network = one_layer()
+        optimizer = experimental_groups(network)
+        scheduler = experimental.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        step = make_step(network, optimizer)
+        outputs = []
+        for batch in batches():
+            outputs += train(step, [batch])
+            scheduler.step()
+        return outputs, values_of(all_parameters(network, optimizer))
+
+    _, expected = train_with_scheduler(lambda *args: nn.TrainOneStepCell(*args).set_train())
+    outputs, values = train_with_scheduler(lambda *args: accumulated_step(*args, micro_size=4))
+    assert_same(values, expected)
+    rates = [output.learning_rate.asnumpy() for output in outputs]
+    np.testing.assert_allclose(rates, np.outer([1, 0.5, 0.25, 0.125], [0.02, 0.01]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "optimizer,settings",
+    [(nn.Momentum, {"learning_rate": 0.005, "momentum": 0.9}), (nn.Adam, {"learning_rate": 0.1, "eps": 1.0})],
+)
+def test_float16_weights_get_float16_gradients(optimizer, settings):
+    def make_network():
+        return RowLoss(HalfFirstLayer())
+
+    make_optimizer = trainable(optimizer, **settings)
+    whole = WholeBatch(make_network, make_optimizer)
+    # A float16 has 11 bits, and the micro batches round each on its own.
+    assert_not_vacuous(whole, micro_size=4, tolerance=2e-3, detected=2)
+    for outputs, values in accumulate(make_network, make_optimizer, 4, BOTH).values():
+        assert_like_whole_batch(whole, outputs, values, tolerance=2e-3)
+        assert {name: v.dtype for name, v in values.items()} == {name: v.dtype for name, v in whole.values.items()}
+
+
+def test_weights_may_get_their_values_after_the_step_is_built(mode):
+    make_optimizer = trainable(nn.Momentum, 0.01, 0.9)
+    whole = WholeBatch(one_layer, make_optimizer)
+    with no_init_parameters():
+        network = RowLoss(nn.Dense(3, 2))
+        optimizer = make_optimizer(network)
+    step = accumulated_step(network, optimizer, micro_size=4)
+    assert network.backbone.weight.has_init and optimizer.moments[0].has_init
+    ms.load_param_into_net(network, {p.name: p for p in one_layer().get_parameters()})
+    outputs = train(step, batches())
+    assert_like_whole_batch(whole, outputs, values_of(all_parameters(network, optimizer)))

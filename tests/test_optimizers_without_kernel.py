@@ -1,0 +1,125 @@
+"""Optimizers with an operator that has no CPU kernel: with a stand-in for it they train, without they compile."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn, ops
+from mindspore.common.api import _cell_graph_executor
+from mindspore.nn.optim import lamb, lars
+from mindspore.nn.optim import optimizer as base
+from mindspore.train import mind_ir_pb2
+from optimizer_parity import (
+    BOTH,
+    RowLoss,
+    WholeBatch,
+    accumulate,
+    accumulated_step,
+    assert_like_whole_batch,
+    assert_not_vacuous,
+    batches,
+    dense,
+    one_layer,
+)
+
+# By the name of the operator that has no kernel.
+WITHOUT_KERNEL = {
+    "Lamb": lambda network: nn.Lamb(network.trainable_params(), 0.1, weight_decay=0.1),
+    "LARSUpdate": lambda network: nn.LARS(
+        nn.Momentum(network.trainable_params(), 0.1, 0.9), coefficient=0.1, lars_filter=lambda _: True
+    ),
+    "AdamW": lambda network: mint.optim.AdamW(network.trainable_params(), 0.1, eps=1.0),
+}
+
+# Stand-ins for the operators without a CPU kernel. They need not be exact, since the whole batch uses them too, but
+# like the originals they take norms over a whole parameter and divide by roots of squared gradients.
+lamb_stand_in = ops.MultitypeFuncGraph("lamb_stand_in")
+lars_stand_in = ops.MultitypeFuncGraph("lars_stand_in")
+
+
+@lamb_stand_in.register(*["Tensor"] * 10, "Bool", "Bool")
+def _lamb(beta1, beta2, eps, step, rate, decay, weight, m, v, gradient, decay_flag, _):
+    new_m, new_v = beta1 * m + (1 - beta1) * gradient, beta2 * v + (1 - beta2) * gradient * gradient
+    direction = new_m / (ops.sqrt(new_v) + 1.0)
+    if decay_flag:
+        direction += decay * weight
+    trust = ops.sqrt(ops.square(weight).sum() / ops.square(direction).sum())
+    done = ops.assign(weight, weight - rate * trust * direction)
+    return ops.depend(done, (ops.assign(m, new_m), ops.assign(v, new_v)))
+
+
+@lars_stand_in.register("Function", "Number", "Tensor", "Tensor", "Tensor", "Tensor", "Bool", "Bool")
+def _lars(_, loss_scale, rate, decay, gradient, weight, decay_flag, lars_flag):
+    return gradient * 0.1 * ops.sqrt(ops.square(weight).sum() / (1.0 + ops.square(gradient).sum()))
+
+
+def adamw_stand_in(weight, m, v, _, gradient, step, rate, beta1, beta2, decay, eps, amsgrad, maximize):
+    new_m, new_v = beta1 * m + (1 - beta1) * gradient, beta2 * v + (1 - beta2) * gradient * gradient
+    done = ops.assign(weight, weight * (1 - rate * decay) - rate * new_m / (ops.sqrt(new_v) + eps))
+    return ops.depend(done, (ops.assign(m, new_m), ops.assign(v, new_v)))
+
+
+@pytest.mark.parametrize("operator", WITHOUT_KERNEL)
+def test_with_a_stand_in_for_its_kernel_an_optimizer_trains_like_the_whole_batch(operator, monkeypatch):
+    monkeypatch.setattr(lamb, "_lamb_opt", lamb_stand_in)
+    monkeypatch.setattr(lars, "_lars_opt", lars_stand_in)
+
+    def make(network):
+        optimizer = WITHOUT_KERNEL[operator](network)
+        if operator == "AdamW":
+            optimizer.adamw_opt = adamw_stand_in
+        return optimizer
+
+    whole = WholeBatch(one_layer, make)
+    assert_not_vacuous(whole, micro_size=4)
+    for outputs, values in accumulate(one_layer, make, 4, BOTH).values():
+        assert_like_whole_batch(whole, outputs, values)
+        # That of LARS is the one of the optimizer that it wraps.
+        np.testing.assert_allclose([float(output.learning_rate.asnumpy()) for output in outputs], 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("operator", WITHOUT_KERNEL)
+def test_optimizers_without_a_kernel_are_part_of_the_compiled_step(operator):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    network = one_layer()
+    optimizer = WITHOUT_KERNEL[operator](network)
+    step = accumulated_step(network, optimizer, micro_size=2)
+    inputs = [Tensor(part) for part in batches()[0]]
+    # The compiler's front end does not ask for kernels in a phase of this name.
+    step.phase = "export.train"
+    graph_id, _ = _cell_graph_executor.compile(step, *inputs, phase=step.phase)
+    model = mind_ir_pb2.ModelProto()
+    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(step, graph_id, "mind_ir"))
+    operators = [node.op_type for graph in (model.graph, *model.functions) for node in graph.node]
+    assert sum(f"::{operator}:" in name for name in operators) == len(optimizer.parameters)
+
+
+def test_thor_is_refused_for_its_statistics_of_the_whole_batch():
+    network = RowLoss(nn.SequentialCell(dense(3, 2, 0.2, 0.6, seed=2)))
+    optimizer = nn.thor(network.backbone, Tensor([0.1, 0.1]), Tensor([0.1, 0.1]), momentum=0.9)
+    with pytest.raises(ValueError, match="must be one that needs gradients only, but got thor"):
+        accumulated_step(network, optimizer, micro_size=2)
+
+
+def centralize(gradient, axis):
+    return gradient - gradient.mean(axis=axis, keep_dims=True)
+
+
+def test_gradients_are_centralized_once_per_update(monkeypatch):
+    # The operator has no CPU kernel. MindSpore applies it where the rows of a weight have a multiple of 16 entries.
+    monkeypatch.setattr(base, "op_gc", centralize)
+
+    def make_network():
+        return RowLoss(dense(16, 2, 0.02, 0.06, seed=1))
+
+    def make_optimizer(network):
+        layer = network.backbone
+        groups = [{"params": [layer.weight], "grad_centralization": True}, {"params": [layer.bias]}]
+        return nn.Momentum(groups, 0.01, 0.9)
+
+    data = batches(columns=16)
+    whole = WholeBatch(make_network, make_optimizer, data)
+    assert_not_vacuous(whole, micro_size=4)
+    moved = whole.values["backbone.weight"] - whole.start["backbone.weight"]
+    assert np.abs(moved.mean(axis=1)).max() < 1e-6 < np.abs(moved).max()
+    for outputs, values in accumulate(make_network, make_optimizer, 4, BOTH, data).values():
+        assert_like_whole_batch(whole, outputs, values)

@@ -1,0 +1,277 @@
+"""TrainOneStepCell: what each call does to the weights, the window and the report."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X, line, sgd, weight_of
+from mindspore import Parameter, Tensor, nn, ops
+from step_probe import KeepGradients, Weights, changed, keeping_step, number, tensors, values_of
+
+from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, StepOutput, TrainOneStepCell
+
+
+def toy_step(micro_size=1, learning_rate=0.02, make_optimizer=sgd, **settings):
+    """The weight of y = weight * x, which starts at 0, and the step that trains it."""
+    network = line()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    return network, TrainOneStepCell(loss_cell, make_optimizer(network, learning_rate), **settings)
+
+
+def momentum(network, learning_rate):
+    return nn.Momentum(network.trainable_params(), learning_rate, 0.9)
+
+
+def rows(first, last):
+    """Rows `first` to `last` of the toy: x and y = 2x."""
+    x = X[first - 1 : last]
+    return tensors(x, 2 * x)
+
+
+def test_a_diary_of_two_windows(mode):
+    network, step = toy_step(learning_rate=0.1, accumulation_steps=2)
+    buffer, one, two = step.buffer, rows(1, 1), rows(2, 2)
+
+    def diary():
+        """The weight; the open window's sum of gradients, sum of losses, rows and batches."""
+        return weight_of(network), *(number(p) for p in (buffer.sums[0], buffer.loss, buffer.weight, buffer.batches))
+
+    # The weight is 0. x = 1: the error is -2, the loss 4, its gradient 2 * 1 * -2.
+    output = step(*one)
+    assert diary() == (0, -4, 4, 1, 1)
+    assert (number(output.updated), number(output.loss), number(output.weight)) == (False, 4, 1)
+    # x = 2: the error is -4, the loss 16, its gradient 2 * 2 * -4. The mean gradient of the window is -10.
+    output = step(*two)
+    assert diary() == (1, 0, 0, 0, 0)
+    assert (number(output.updated), number(output.loss), number(output.weight)) == (True, 10, 2)
+    assert (number(output.grad_norm), number(output.overflow)) == (10, False)
+    # The weight is 1, so the errors are -1 and -2.
+    output = step(*one)
+    assert diary() == (1, -2, 1, 1, 1)
+    assert (number(output.updated), number(output.loss), number(output.weight)) == (False, 1, 1)
+    output = step(*two)
+    assert diary() == (1.5, 0, 0, 0, 0)
+    assert (number(output.updated), number(output.loss), number(output.weight)) == (True, 2.5, 2)
+
+
+# Wrong ways end elsewhere: the sum of the micro batches at 8.16, an update for each at 1.75052, an update one
+# micro batch too early at 1.99025, and MindSpore's own GradAccumulation at 0.
+@pytest.mark.parametrize("micro_size", [1, 3, 25])
+def test_the_toy_ends_at_2_04_for_every_micro_size(micro_size):
+    network, step = toy_step(micro_size)
+    output = step(*rows(1, 8))
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+    assert number(output.loss) == pytest.approx(102, rel=1e-6)
+    assert isinstance(output, StepOutput) and number(output.weight) == 8
+    # Every call closes its window: there is nothing left.
+    assert step.open_batches() == 0 and step.flush() is None and step.drop() == 0
+
+
+def test_flush_divides_a_short_window_by_its_true_weight():
+    network, step = toy_step(accumulation_steps=3)
+    for first in (1, 3, 5, 7):
+        step(*rows(first, first + 1))
+    assert weight_of(network) == pytest.approx(1.2133333, rel=1e-6)
+    assert step.open_batches() == 1
+    output = step.flush()
+    # 1.8059556 if it were divided by the three batches that the window did not get.
+    assert weight_of(network) == pytest.approx(2.9912, rel=1e-6)
+    assert (number(output.updated), number(output.weight), step.open_batches()) == (True, 2, 0)
+
+
+def test_flush_and_drop_of_an_empty_window_do_nothing():
+    _, step = toy_step(accumulation_steps=2)
+    start = values_of(step)
+    assert step.flush() is None and step.drop() == 0
+    assert not changed(start, values_of(step))
+    step(*rows(1, 2))
+    assert number(step.flush().updated)
+    flushed = values_of(step)
+    assert step.flush() is None and step.drop() == 0
+    assert not changed(flushed, values_of(step))
+
+
+def test_drop_forgets_the_window_as_if_it_had_not_been():
+    network, step = toy_step(accumulation_steps=3)
+    start = values_of(step)
+    step(*rows(5, 6))
+    step(*rows(7, 8))
+    assert step.drop() == 2 and not changed(start, values_of(step))
+    for first in (1, 3, 5):
+        step(*rows(first, first + 1))
+    assert weight_of(network) == pytest.approx(1.2133333, rel=1e-6)
+
+
+def test_weights_keep_the_bits_of_the_start_until_the_last_batch_of_the_window():
+    _, step = toy_step(2, make_optimizer=momentum, accumulation_steps=4)
+    start = values_of(step)
+    window = {"accu_grads.weight", "accu_grads.window_loss", "accu_grads.window_weight", "accu_grads.window_batches"}
+    for _ in range(3):
+        assert not number(step(*rows(1, 8)).updated)
+        # Compared with the start, not with the call before: an update in the very first call would not be seen.
+        assert changed(start, values_of(step)) == window
+    assert number(step(*rows(1, 8)).updated)
+    assert changed(start, values_of(step)) == {"weight", "moments.weight", "global_step"}
+
+
+def test_what_only_an_update_can_tell_is_nan_inside_a_window():
+    _, step = toy_step(accumulation_steps=2)
+    inside, last = step(*rows(1, 2)), step(*rows(3, 4))
+    for name in ("grad_norm", "clipped_grad_norm", "learning_rate"):
+        assert np.isnan(number(getattr(inside, name))) and np.isfinite(number(getattr(last, name)))
+    for output in (inside, last):
+        assert all(isinstance(item, Tensor) for item in output)
+        assert (number(output.overflow), number(output.loss_scale)) == (False, 1)
+
+
+def test_the_buffer_is_float32_whatever_the_weights_are():
+    step = keeping_step(Weights(1, ms.float16), 4, accumulation_steps=2)
+    # The gradients of the rows are the rows. A float16 sum would swallow the ones: 2048 + 1 is 2048 there.
+    x = np.array([[2048], [1], [1], [1]], np.float16)
+    step(Tensor(x))
+    assert step.buffer.sums[0].dtype == ms.float32 and number(step.buffer.sums[0]) == 2051
+    step(Tensor(x))
+    (mean,) = step.optimizer.gradients()
+    assert mean.dtype == np.float16 and mean == np.float16(4102 / 8) != np.float16(4096 / 8)
+
+
+def test_a_gradient_beyond_float16_is_an_overflow():
+    step = keeping_step(Weights(1, ms.float16), 2)
+    output = step(Tensor(np.full((2, 1), 1e5, np.float32)))
+    assert (number(output.overflow), number(output.updated)) == (True, False)
+    assert step.optimizer.gradients() == [0]
+
+
+def test_a_window_with_an_invalid_gradient_is_skipped_and_the_next_one_trains(mode):
+    network, step = toy_step(2, make_optimizer=momentum, accumulation_steps=2)
+    step(*rows(1, 4)), step(*rows(5, 8))
+    before = values_of(step)
+    for poison in (np.nan, np.inf):
+        x = X[:4].copy()
+        x[2] = poison
+        step(*tensors(x, 2 * x))
+        output = step(*rows(5, 8))
+        assert (number(output.overflow), number(output.updated)) == (True, False)
+        # Weights, momentum, global_step; and the buffer, which times 0 would be NaN for ever.
+        assert not changed(before, values_of(step))
+    step(*rows(1, 4))
+    output = step(*rows(5, 8))
+    assert (number(output.overflow), number(output.updated)) == (False, True)
+    # The velocity was -102 and is 0.9 * -102 + 51 * 0.04 now: 2.04 + 0.02 * 89.76.
+    assert weight_of(network) == pytest.approx(3.8352, rel=1e-6)
+    assert number(step.optimizer.global_step) == 2
+
+
+class MaskedLoss(nn.Cell):
+    """The sum of the losses of the rows that count, and how many do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0]), "weight")
+
+    def construct(self, x, mask):
+        return (x * self.weight * mask).sum(), mask.sum()
+
+
+def test_a_window_that_weighs_nothing_makes_no_update_and_no_nan():
+    step = keeping_step(MaskedLoss(), 2, weighted=True)
+    x, all_of_it, nothing = np.float32([1, 2, 3, 6]), np.float32([1, 1, 1, 1]), np.zeros(4, np.float32)
+    before = values_of(step)
+    output = step(*tensors(x, nothing))
+    assert (number(output.updated), number(output.overflow)) == (False, False)
+    assert (number(output.weight), number(output.loss), number(output.grad_norm)) == (0, 0, 0)
+    assert not changed(before, values_of(step))
+    assert number(step(*tensors(x, all_of_it)).updated)
+    assert step.optimizer.gradients() == [3]
+    # A micro batch that weighs nothing adds nothing.
+    output = step(*tensors(x, np.float32([0, 0, 1, 1])))
+    assert (number(output.loss), number(output.weight)) == (4.5, 2)
+    assert step.optimizer.gradients() == [4.5]
+
+
+@pytest.mark.parametrize("clip", [ClipByGlobalNorm(2.5), ClipByGlobalNorm(100), ClipByValue(3.5)], ids=repr)
+def test_clipping_is_done_once_on_the_mean_gradient_of_the_window(clip):
+    step = keeping_step(Weights(2), 2, accumulation_steps=2, clip=clip)
+    # The gradients of the four micro batches; their mean is (3, 4). Clipped one by one they would have another.
+    step(Tensor(np.float32([[12, 0], [0, 0]])))
+    output = step(Tensor(np.float32([[0, 16], [0, 0]])))
+    assert number(output.grad_norm) == 5
+    expected = {2.5: [1.5, 2], 100.0: [3, 4]}.get(getattr(clip, "max_norm", None), [3, 3.5])
+    np.testing.assert_allclose(step.optimizer.gradients(), [expected], rtol=1e-6)
+    assert number(output.clipped_grad_norm) == pytest.approx(np.hypot(*expected), rel=1e-6)
+
+
+class InverseTime(nn.learning_rate_schedule.LearningRateSchedule):
+    def construct(self, global_step):
+        return 0.5 / (1 + global_step)
+
+
+@pytest.mark.parametrize("rates", [[0.5, 0.25, 0.125], InverseTime()], ids=["list", "schedule"])
+def test_the_reported_learning_rate_is_the_one_of_this_update(rates):
+    _, step = toy_step(make_optimizer=lambda network, _: sgd(network, rates), accumulation_steps=2)
+    reported = [number(step(*rows(1, 1)).learning_rate) for _ in range(4)]
+    # An update, not a call, is a step of the schedule.
+    assert reported[1::2] == [0.5, 0.25] and np.isnan(reported[::2]).all()
+    # Nor is an update that is skipped.
+    third = pytest.approx({"list": 0.125}.get(type(rates).__name__, 0.5 / 3))
+    for x in (np.nan, 1.0):
+        step(*tensors(np.float32([[x]]), np.float32([[1]])))
+        assert number(step.flush().learning_rate) == third
+
+
+def test_groups_of_parameters_report_one_learning_rate_per_parameter():
+    network = nn.Dense(1, 1)
+    groups = [{"params": [network.weight], "lr": 0.5}, {"params": [network.bias]}]
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.Momentum(groups, 0.25, 0.9))
+    np.testing.assert_array_equal(step(*rows(1, 8)).learning_rate.asnumpy(), np.float32([0.5, 0.25]))
+
+
+class Noisy(nn.Cell):
+    """Its gradient is the dropout mask, scaled."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(ops.ones((64,)), "weight")
+        self.dropout = nn.Dropout(p=0.5)
+
+    def construct(self, x):
+        return self.dropout(x * self.weight).sum(-1).mean()
+
+
+def test_dropout_draws_a_mask_per_micro_batch_and_none_out_of_training():
+    step = keeping_step(Noisy(), 2)
+    assert step.training  # built in training mode, like the stock step
+    seen = []
+    for training in (True, False, True):
+        step.set_train(training)
+        step(ops.ones((2, 64)))
+        seen.append(set(np.unique(step.optimizer.gradients()[0])))
+    # Rows are kept with probability 1/2 and doubled: 1 is the mean of a kept and a dropped one.
+    assert seen == [{0, 1, 2}, {1}, {0, 1, 2}]
+
+
+def test_batch_norm_moves_its_statistics_with_every_micro_batch():
+    norm = nn.BatchNorm1d(1, momentum=0.5)
+    step = keeping_step(nn.WithLossCell(norm, nn.MSELoss()), 2)
+    step(*tensors(np.float32([[1], [3], [5], [7]]), np.zeros((4, 1), np.float32)))
+    # From 0 half of the way to the mean 2 of the first micro batch, then half of the way to 6. One batch: 2.
+    assert number(norm.moving_mean) == 3.5
+    step.set_train(False)
+    step(*tensors(np.float32([[1], [3], [5], [7]]), np.zeros((4, 1), np.float32)))
+    assert number(norm.moving_mean) == 3.5
+
+
+def test_a_bare_loss_cell_is_fed_whole_batches():
+    loss_cell = nn.WithLossCell(line(), nn.MSELoss())
+    step = TrainOneStepCell(loss_cell, KeepGradients(loss_cell.trainable_params()))
+    assert number(step(*rows(1, 8)).loss) == 102
+    assert step.optimizer.gradients() == [-102]
+
+
+def test_two_steps_in_one_process_do_not_meet():
+    first, first_step = toy_step(2, accumulation_steps=2)
+    second, second_step = toy_step(4, learning_rate=0.01)
+    first_step(*rows(1, 4))
+    second_step(*rows(1, 8))
+    assert (weight_of(first), weight_of(second)) == (0, pytest.approx(1.02, rel=1e-6))
+    first_step(*rows(5, 8))
+    assert weight_of(first) == pytest.approx(2.04, rel=1e-6)

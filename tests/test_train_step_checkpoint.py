@@ -1,0 +1,75 @@
+"""Checkpoints of a training step in mid-window, with MindSpore's own functions."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X
+from mindspore import nn
+from step_probe import changed, number, tensors, values_of
+
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
+
+# Two windows of three batches and two batches more.
+BATCHES = [tensors(X[i % 6 : i % 6 + 3], 2 * X[i % 6 : i % 6 + 3]) for i in range(8)]
+
+
+def new_step(make_optimizer=None):
+    network = nn.Dense(1, 1, "ones")
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+    make_optimizer = make_optimizer or (lambda p: nn.Momentum(p, [0.01, 0.005, 0.002, 0.001], 0.9))
+    return TrainOneStepCell(loss_cell, make_optimizer(network.trainable_params()), accumulation_steps=3)
+
+
+def train(step, batches):
+    return [number(step(*batch).loss) for batch in batches]
+
+
+@pytest.fixture
+def saved(tmp_path, mode):
+    """A checkpoint saved after five batches, and the losses and the parameters of the run that then went on."""
+    step = new_step()
+    train(step, BATCHES[:5])
+    path = str(tmp_path / "step.ckpt")
+    ms.save_checkpoint(step, path)
+    return path, train(step, BATCHES[5:]), values_of(step)
+
+
+def test_a_step_loaded_in_mid_window_goes_on_as_if_it_had_not_stopped(saved):
+    path, losses, values = saved
+    fresh, used = new_step(), new_step()
+    # This one has run already, elsewhere: its graphs must see what is loaded.
+    train(used, BATCHES[2:6])
+    for step in (fresh, used):
+        checkpoint = ms.load_checkpoint(path)
+        assert ms.load_param_into_net(step, checkpoint) == ([], [])
+        assert step.open_batches() == 2
+        loaded = values_of(step)
+        assert train(step, BATCHES[5:]) == losses
+        assert not changed(values, values_of(step))
+        assert "weight" in changed(loaded, values_of(step))  # otherwise the test proves nothing
+
+
+def test_the_names_in_a_checkpoint_are_the_weights_own_and_accu_grads(tmp_path):
+    step = new_step()
+    path = str(tmp_path / "step.ckpt")
+    ms.save_checkpoint(step, path)
+    buffer = {"accu_grads.weight", "accu_grads.bias", "accu_grads.window_loss", "accu_grads.window_weight"}
+    state = {"moments.weight", "moments.bias", "global_step", "learning_rate", "momentum"}
+    assert set(ms.load_checkpoint(path)) == {"weight", "bias", "accu_grads.window_batches"} | buffer | state
+
+
+@pytest.mark.parametrize("change", ["set_data", "load_param_into_net"])
+def test_weights_that_are_changed_between_two_calls_are_the_ones_that_train(change, mode):
+    step = new_step(lambda p: nn.SGD(p, 0.01))
+    weight, bias = step.network.trainable_params()
+    train(step, BATCHES[:3])
+    if change == "set_data":
+        weight.set_data(ms.Tensor([[1.0]])), bias.set_data(ms.Tensor([0.0]))
+    else:
+        values = {"weight": ms.Parameter(ms.Tensor([[1.0]])), "bias": ms.Parameter(ms.Tensor([0.0]))}
+        ms.load_param_into_net(step.network, values)
+    train(step, BATCHES[:3])
+    x = np.concatenate([batch[0].asnumpy() for batch in BATCHES[:3]])
+    # y = 2x, so at weight 1 and bias 0 the error is -x.
+    assert number(weight) == pytest.approx(1 + 0.02 * np.mean(x * x), rel=1e-6)
+    assert number(bias) == pytest.approx(0.02 * np.mean(x), rel=1e-6)

@@ -1,0 +1,89 @@
+"""A batch that fails: what it has added is taken back, and the training can go on."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X
+from mindspore import Tensor, nn
+from step_probe import changed, number, tensors, values_of
+
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
+
+LABELS = np.int32([0, 1, 2, 0, 1, 2, 0, 1])
+WINDOW = {"accu_grads.weight", "accu_grads.bias", "accu_grads.window_loss", "accu_grads.window_weight"}
+DROPPED = "^For 'TrainOneStepCell', the batch failed in mid-window: the 1 batches before it are dropped with it.$"
+
+
+def classifier_step(accumulation_steps, micro_size=4):
+    network = nn.Dense(1, 3, "ones")
+    loss_cell = nn.WithLossCell(network, nn.CrossEntropyLoss())
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    loss_cell = GradAccumulation(loss_cell, micro_size)
+    return network, TrainOneStepCell(loss_cell, optimizer, accumulation_steps=accumulation_steps)
+
+
+def with_a_bad_label(row):
+    labels = LABELS.copy()
+    labels[row] = 7
+    return tensors(X, labels)
+
+
+def test_a_bad_label_in_the_third_micro_batch_leaves_everything_as_it_was(mode):
+    network, step = classifier_step(1)
+    step(*tensors(X, LABELS))
+    before = values_of(step)
+    with pytest.raises(RuntimeError, match=r"^For 'GatherD', the value of 'index' must be in \[-3, 3\), but got: 7"):
+        step(*with_a_bad_label(5))
+    assert not changed(before, values_of(step)) and ms.get_context("mode") == mode
+    # A graph that failed runs no more: it is compiled anew.
+    assert number(step(*tensors(X, LABELS)).updated)
+    assert "weight" in changed(before, values_of(step)) and np.isfinite(network.weight.asnumpy()).all()
+
+
+class FailsAt:
+    """A forward hook that fails once, at the given call. Hooks make the network run eagerly."""
+
+    def __init__(self, call):
+        self.calls, self.failing = 0, call
+
+    def __call__(self, cell, inputs, output):
+        self.calls += 1
+        if self.calls == self.failing:
+            raise OSError("no more storage")
+
+
+def test_an_open_window_is_dropped_with_the_batch_that_failed():
+    network, step = classifier_step(3)
+    start = values_of(step)
+    network.register_forward_hook(FailsAt(call=4 + 3))
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        step(*tensors(X, LABELS))
+    assert changed(start, values_of(step)) == WINDOW | {"accu_grads.window_batches"}
+    with pytest.raises(OSError, match="^no more storage$"), pytest.warns(UserWarning, match=DROPPED) as warned:
+        step(*tensors(X, LABELS))
+    assert warned[0].filename == __file__
+    # The sums of the two batches cannot be parted, and the weights were not touched yet.
+    assert not changed(start, values_of(step))
+    updated = [number(step(*tensors(X, LABELS)).updated) for _ in range(3)]
+    assert updated == [False, False, True]
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_batch_of_a_wrong_shape_changes_nothing_and_the_window_goes_on_without_it(accumulation_steps, mode):
+    _, step = classifier_step(accumulation_steps, micro_size=2)
+    before = values_of(step)
+    with pytest.raises(ValueError, match="MatMul"):
+        step(Tensor(np.ones((8, 2), np.float32)), Tensor(LABELS))
+    assert not changed(before, values_of(step)) and ms.get_context("mode") == mode
+    updated = [number(step(*tensors(X, LABELS)).updated) for _ in range(accumulation_steps)]
+    assert updated == [False, True][-accumulation_steps:]
+
+
+def test_a_batch_that_cannot_be_split_leaves_the_open_window_alone():
+    _, step = classifier_step(2)
+    step(*tensors(X, LABELS))
+    before = values_of(step)
+    with pytest.raises(ValueError, match="the same number of rows"):
+        step(*tensors(X[:4], LABELS))
+    assert not changed(before, values_of(step)) and step.open_batches() == 1
+    assert number(step(*tensors(X, LABELS)).updated)

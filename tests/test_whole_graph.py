@@ -1,0 +1,76 @@
+"""TrainOneStepCell inside a larger graph, as in data sink mode: the same windows as when Python calls it."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X, line, weight_of
+from mindspore import nn
+from step_probe import changed, number, tensors, values_of
+
+from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
+
+
+class Around(nn.Cell):
+    """A larger program that the step is a part of."""
+
+    def __init__(self, step):
+        super().__init__(auto_prefix=False)
+        self.step = step
+
+    def construct(self, x, y):
+        return self.step(x, y)
+
+
+def trained_step(micro_size, accumulation_steps):
+    network = line()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    optimizer = nn.Momentum(network.trainable_params(), [0.01, 0.02, 0.01], 0.9)
+    clip = ClipByGlobalNorm(50.0)
+    return TrainOneStepCell(loss_cell, optimizer, accumulation_steps=accumulation_steps, clip=clip)
+
+
+def in_graph(step):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    return Around(step).set_train()
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_a_step_inside_a_graph_trains_as_one_that_python_calls(accumulation_steps):
+    # Seven rows in three micro batches: 3, 2 and 2.
+    step, twin = trained_step(3, accumulation_steps), trained_step(3, accumulation_steps)
+    graph = in_graph(step)
+    start = weight_of(step.network.network.backbone_network)
+    for call in range(3):
+        batch = tensors(X[:7] + call, 2 * X[:7])
+        report, expected = graph(*batch), twin(*batch)
+        for item, expected_item in zip(report, expected):
+            np.testing.assert_allclose(item.asnumpy(), expected_item.asnumpy(), rtol=1e-6)
+        values, expected_values = values_of(step), values_of(twin)
+        for name, value in expected_values.items():
+            np.testing.assert_allclose(values[name], value, rtol=1e-6, err_msg=name)
+    assert number(report[3]) and weight_of(step.network.network.backbone_network) != start
+
+
+def test_a_window_begun_in_a_graph_can_be_flushed_and_dropped_by_python():
+    step = trained_step(2, 3)
+    graph = in_graph(step)
+    start = values_of(step)
+    graph(*tensors(X, 2 * X))
+    assert step.drop() == 1 and not changed(start, values_of(step))
+    graph(*tensors(X, 2 * X))
+    step(*tensors(X, 2 * X))
+    assert step.open_batches() == 2
+    output = step.flush()
+    assert number(output.updated) and number(output.weight) == 16
+    # Clipped from 102 to 50 at the first learning rate.
+    assert weight_of(step.network.network.backbone_network) == pytest.approx(0.5, rel=1e-6)
+
+
+def test_a_graph_skips_an_invalid_window_and_trains_the_next_one():
+    step = trained_step(2, 1)
+    graph = in_graph(step)
+    start = values_of(step)
+    report = graph(*tensors(np.full_like(X, np.inf), X))
+    assert number(report[1]) and not number(report[3]) and not changed(start, values_of(step))
+    assert number(graph(*tensors(X, 2 * X))[3])
+    assert weight_of(step.network.network.backbone_network) == pytest.approx(0.5, rel=1e-6)
