@@ -64,8 +64,7 @@ class Model(ms.Model):
 
     Examples:
         >>> import numpy as np
-        >>> from mindspore import Tensor, nn
-    from mindspore.parallel.auto_parallel import AutoParallel
+        >>> from mindspore import nn
         >>> from mindspore.dataset import NumpySlicesDataset
         >>> from ms_gradaccum import GradAccumulation, Model
         >>> x = np.arange(1, 9, dtype=np.float32).reshape(8, 1)
@@ -77,6 +76,10 @@ class Model(ms.Model):
         >>> print(network.weight.value())
         [[2.04]]
     """
+
+    # Whether a pass over the data is going on, and how many windows other processes close more in it.
+    _in_pass = False
+    _missing_windows = 0
 
     def __init__(
         self,

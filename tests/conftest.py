@@ -1,7 +1,15 @@
 """Fixtures that every test file shares."""
 
+import gc
+
 import mindspore as ms
 import pytest
+
+
+def pytest_collection_finish(session):
+    """Keep what is imported out of the collections that MindSpore starts in every compilation."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=[ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["GRAPH", "PYNATIVE"])

@@ -108,7 +108,8 @@ def test_a_network_that_needs_fixed_lengths_gets_one_graph_per_shape():
     assert call_with_shapes(cell, shapes) == 0
 
 
-def test_a_wrong_batch_does_not_change_how_others_are_compiled(mode):
+def test_a_wrong_batch_does_not_change_how_others_are_compiled():
+    ms.set_context(mode=ms.GRAPH_MODE)
     cell = Compiled(ThreeColumns, "Test", "the cell")
     for rows in range(1, MAX_FIXED_SHAPES + 1):
         call_with_shapes(cell, [(rows, 3)])

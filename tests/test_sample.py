@@ -142,6 +142,7 @@ def test_packed_files_are_unpacked_once_and_again_when_they_change(tmp_path, cac
     first = find_data.folder_in(tmp_path, "train")
     (first / find_data.LABELS["train"]).write_bytes(b"kept")
     assert find_data.folder_in(tmp_path, "train") == first
+    assert re.fullmatch(r"train-[0-9a-f]{16}", first.name)
     assert (first / find_data.LABELS["train"]).read_bytes() == b"kept"
     lay_out(tmp_path, "train", packed=True)
     assert find_data.folder_in(tmp_path, "train") != first
