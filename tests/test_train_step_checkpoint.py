@@ -24,18 +24,12 @@ def train(step, batches):
     return [number(step(*batch).loss) for batch in batches]
 
 
-@pytest.fixture
-def saved(tmp_path, mode):
-    """A checkpoint saved after five batches, and the losses and the parameters of the run that then went on."""
+def test_a_step_loaded_in_mid_window_goes_on_as_if_it_had_not_stopped(tmp_path):
     step = new_step()
     train(step, BATCHES[:5])
     path = str(tmp_path / "step.ckpt")
     ms.save_checkpoint(step, path)
-    return path, train(step, BATCHES[5:]), values_of(step)
-
-
-def test_a_step_loaded_in_mid_window_goes_on_as_if_it_had_not_stopped(saved):
-    path, losses, values = saved
+    losses, values = train(step, BATCHES[5:]), values_of(step)
     fresh, used = new_step(), new_step()
     # This one has run already, elsewhere: its graphs must see what is loaded.
     train(used, BATCHES[2:6])
@@ -59,7 +53,7 @@ def test_the_names_in_a_checkpoint_are_the_weights_own_and_accu_grads(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["set_data", "load_param_into_net"])
-def test_weights_that_are_changed_between_two_calls_are_the_ones_that_train(change, mode):
+def test_weights_that_are_changed_between_two_calls_are_the_ones_that_train(change):
     step = new_step(lambda p: nn.SGD(p, 0.01))
     weight, bias = step.network.trainable_params()
     train(step, BATCHES[:3])

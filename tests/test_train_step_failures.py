@@ -28,13 +28,13 @@ def with_a_bad_label(row):
     return tensors(X, labels)
 
 
-def test_a_bad_label_in_the_third_micro_batch_leaves_everything_as_it_was(mode):
+def test_a_bad_label_in_the_third_micro_batch_leaves_everything_as_it_was():
     network, step = classifier_step(1)
     step(*tensors(X, LABELS))
     before = values_of(step)
     with pytest.raises(RuntimeError, match=r"^For 'GatherD', the value of 'index' must be in \[-3, 3\), but got: 7"):
         step(*with_a_bad_label(5))
-    assert not changed(before, values_of(step)) and ms.get_context("mode") == mode
+    assert not changed(before, values_of(step)) and ms.get_context("mode") == ms.PYNATIVE_MODE
     # A graph that failed runs no more: it is compiled anew.
     assert number(step(*tensors(X, LABELS)).updated)
     assert "weight" in changed(before, values_of(step)) and np.isfinite(network.weight.asnumpy()).all()
@@ -68,15 +68,13 @@ def test_an_open_window_is_dropped_with_the_batch_that_failed():
     assert updated == [False, False, True]
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 2])
-def test_a_batch_of_a_wrong_shape_changes_nothing_and_the_window_goes_on_without_it(accumulation_steps, mode):
-    _, step = classifier_step(accumulation_steps, micro_size=2)
+def test_a_batch_of_a_wrong_shape_at_the_start_of_a_window_changes_nothing(mode):
+    _, step = classifier_step(2, micro_size=2)
     before = values_of(step)
     with pytest.raises(ValueError, match="MatMul"):
         step(Tensor(np.ones((8, 2), np.float32)), Tensor(LABELS))
     assert not changed(before, values_of(step)) and ms.get_context("mode") == mode
-    updated = [number(step(*tensors(X, LABELS)).updated) for _ in range(accumulation_steps)]
-    assert updated == [False, True][-accumulation_steps:]
+    assert [number(step(*tensors(X, LABELS)).updated) for _ in range(2)] == [False, True]
 
 
 def test_a_batch_that_cannot_be_split_leaves_the_open_window_alone():

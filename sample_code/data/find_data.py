@@ -58,7 +58,8 @@ def packed(file):
 def unpack(folder, usage):
     """Unpack the two files of ``usage`` into the user's cache, once, and return the cache folder."""
     sources = [packed(folder / name[usage]) for name in (IMAGES, LABELS)]
-    key = hashlib.sha256(repr([(str(s.resolve()), s.stat().st_size, s.stat().st_mtime_ns) for s in sources]).encode())
+    facts = [(str(source.resolve()), source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     cache = Path(os.getenv("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = cache / "ms_gradaccum" / f"{usage}-{key}"
     target.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 
-def launch(script, processes, folder, limit=240.0):
+def launch(script, processes, folder, limit=600.0):
     """Run ``script`` on several processes of this machine and return their reports in the order of the ranks."""
     environment = {
         **os.environ,
