@@ -31,6 +31,8 @@ class Compiled:
         self.cells = [cell for _, cell in self.cell.cells_and_names()]
         self.parameters = self.cell.trainable_params()
         self.eager = False
+        # Whether the last call got as far as running a graph, which may have changed something before it failed.
+        self.has_run = False
         # The shapes for which there is a graph of fixed shapes.
         self.fixed: set[Shapes] = set()
         # What fits all shapes so far: -1 for an axis whose length changes. None before the first call.
@@ -58,6 +60,7 @@ class Compiled:
             with execution_mode(ms.PYNATIVE_MODE):
                 return self.cell(*tensors)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        self.has_run = False
         try:
             self._refuse_hooks()
             cell = self.cell if shapes in self.fixed else self._compiled_for(tensors, shapes)
@@ -65,6 +68,7 @@ class Compiled:
             if ms.get_context("mode") == ms.GRAPH_MODE:
                 raise _without_call_stack(error) from error
             return self._fall_back(tensors, error)
+        self.has_run = True
         try:
             with graph_mode():
                 return cell(*tensors)

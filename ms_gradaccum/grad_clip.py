@@ -64,6 +64,10 @@ class ClipByGlobalNorm(nn.Cell):
         remedy = "Typical norms are 0.5 to 5."
         self.max_norm = check_positive_float("ClipByGlobalNorm", "max_norm", max_norm, remedy)
 
+    def extend_repr(self) -> str:
+        """Return the argument, for ``repr``."""
+        return f"max_norm={self.max_norm}"
+
     def construct(self, grads: Grads, norm: Tensor) -> Grads:
         factor = self.max_norm / ops.maximum(norm, Tensor(self.max_norm, ms.float32))
         return tuple([grad * ops.cast(factor, grad.dtype) for grad in grads])
@@ -104,6 +108,10 @@ class ClipByValue(nn.Cell):
     def __init__(self, limit: float) -> None:
         super().__init__()
         self.limit = check_positive_float("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
+
+    def extend_repr(self) -> str:
+        """Return the argument, for ``repr``."""
+        return f"limit={self.limit}"
 
     def construct(self, grads: Grads, norm: Tensor) -> Grads:
         return tuple([ops.clamp(grad, -self.limit, self.limit) for grad in grads])

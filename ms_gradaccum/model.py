@@ -10,6 +10,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.train.callback import Callback, LossMonitor
 
 from ms_gradaccum._checks import check_choice, sentence
+from ms_gradaccum.parallel.choose import check_parallel
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.train_step import TrainOneStepCell, as_grad_accumulation
 
@@ -105,6 +106,11 @@ class Model(ms.Model):
         if kwargs:
             got = ", ".join(sorted(kwargs))
             raise ValueError(f"For '{_OWNER}', the arguments {got} are unknown or do not work with accumulation.")
+        if isinstance(network, AutoParallel) and ms.get_context("device_target") == "CPU":
+            # Its settings are taken over here; in force they would have the compiler look for another device.
+            if parallel == "auto" and optimizer is not None:
+                parallel = check_parallel(_OWNER, parallel, network) or parallel
+            network = network.network
         self._step_settings: dict[str, Any] = {
             "accumulation_steps": accumulation_steps,
             "clip": clip,

@@ -124,11 +124,14 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         structure, micro_batches = self.network.split(*args, **kwargs)
         micro_step = self._micro_step_for(structure)
         batches = self.open_batches()
+        added = 0
         try:
             for rows, tensors in micro_batches:
                 loss, weight = micro_step(Tensor(rows, ms.float32), *tensors)
+                added += 1
         except BaseException:
-            self._abandon(batches)
+            if added or micro_step.has_run:
+                self._abandon(batches)
             raise
         if batches + 1 == self.accumulation_steps:
             return self.window.close()

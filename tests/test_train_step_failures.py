@@ -3,7 +3,7 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import X
+from linear_toy import X, line
 from mindspore import Tensor, nn
 from step_probe import changed, number, tensors, values_of
 
@@ -75,6 +75,23 @@ def test_a_batch_of_a_wrong_shape_at_the_start_of_a_window_changes_nothing(mode)
         step(Tensor(np.ones((8, 2), np.float32)), Tensor(LABELS))
     assert not changed(before, values_of(step)) and ms.get_context("mode") == mode
     assert [number(step(*tensors(X, LABELS)).updated) for _ in range(2)] == [False, True]
+
+
+def test_an_update_that_fails_takes_its_window_with_it():
+    network = line()
+    loss_cell = nn.WithLossCell(network, nn.MSELoss())
+    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), [0.02]), accumulation_steps=2)
+    start = values_of(step)
+    batch = tensors(X, 2 * X)
+    step(*batch), step(*batch)
+    trained = values_of(step)
+    assert changed(start, trained) == {"weight", "global_step"}
+    step(*batch)
+    # The list of learning rates has one entry, for the first update.
+    with pytest.raises(RuntimeError, match="^For 'Gather', the 'input_indices' should be in the range"):
+        step(*batch)
+    # The rows of this window must not be in the next one, should the training go on.
+    assert not changed(trained, values_of(step)) and step.open_batches() == 0
 
 
 def test_a_batch_that_cannot_be_split_leaves_the_open_window_alone():
