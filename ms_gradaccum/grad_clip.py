@@ -70,7 +70,8 @@ class ClipByGlobalNorm(nn.Cell):
 
     def construct(self, grads: Grads, norm: Tensor) -> Grads:
         factor = self.max_norm / ops.maximum(norm, Tensor(self.max_norm, ms.float32))
-        return tuple([grad * ops.cast(factor, grad.dtype) for grad in grads])
+        # In float32: a small factor is no float16 number.
+        return tuple([ops.cast(ops.cast(grad, ms.float32) * factor, grad.dtype) for grad in grads])
 
     def norm_after(self, norm: Tensor) -> Tensor:
         """Return the norm after clipping."""

@@ -152,6 +152,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
     def _build_micro_step(self, structure: Any) -> MicroStep:
         cell = MicroStep(self.network.loss_of(structure), self.buffer, self.weights)
         cell.set_train(self.training)
+        cell._get_attr_from_cell(self)  # What `set_jit_config` has said.
         return cell
 
     def open_batches(self) -> int:

@@ -74,7 +74,10 @@ class Update(nn.Cell):
         clipped_norm = self.clip.norm_after(norm)
         if clipped_norm is None:
             clipped_norm = self.parallel.norm(grads)
-        ready = ops.depend(grads, self.parallel.before_update())
+        typed: tuple[Tensor, ...] = ()
+        for grad, weight in zip(grads, self.parallel.weights):
+            typed += (ops.cast(grad, weight.dtype),)
+        ready = ops.depend(typed, self.parallel.before_update())
         updated = self.parallel.after_update(self.optimizer(ready))
         return ops.depend(ops.depend(clipped_norm, updated), self.buffer.clear())
 
@@ -89,11 +92,11 @@ class Update(nn.Cell):
         return value
 
     def mean_grads(self) -> tuple[Tensor, ...]:
-        """Return the window's mean gradient in the dtype of each weight."""
+        """Return the window's mean gradient in float32."""
         factor = self.buffer.reciprocal_weight()
         grads: tuple[Tensor, ...] = ()
-        for total, weight in zip(self.parallel.sums, self.parallel.weights):
-            grads += (ops.cast(total * factor, weight.dtype),)
+        for total in self.parallel.sums:
+            grads += (total * factor,)
         return grads
 
 
@@ -113,6 +116,13 @@ class Window(nn.Cell):
 
     def close(self) -> StepOutput:
         """End the window from the host, with the decision whether to update made in Python."""
+        try:
+            return self._close()
+        except BaseException:
+            self.buffer.clear()  # Or its rows would be in the next window too.
+            raise
+
+    def _close(self) -> StepOutput:
         loss, overflow, scale, updated, norm, learning_rate, weight = self.run_report(_NOTHING)
         clipped_norm = norm
         if updated.asnumpy():
