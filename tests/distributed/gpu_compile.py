@@ -23,11 +23,15 @@ from mindspore.communication import create_group, get_group_size, get_rank, init
 from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2
 
+from ms_gradaccum.compiled import graph_mode
+
 GPU_GROUP = "nccl_world_group"
 _RESULT = "result_{}.json"
 
 
-def launch(script: Path, arguments: list[str], processes: int, cuda_home: Path, folder: Path, limit: float) -> list[Any]:
+def launch(
+    script: Path, arguments: list[str], processes: int, cuda_home: Path, folder: Path, limit: float
+) -> list[Any]:
     """Run ``script`` under msrun and return what each process reported."""
     environment = {
         **os.environ,
@@ -102,9 +106,11 @@ def gpu_target() -> Iterator[None]:
 def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
     """Return the program that the compiler makes for this rank out of ``cell``, as a MindIR model."""
     # A phase of export: what follows, the back end, would look for the device.
-    phase, _ = _cell_graph_executor.compile(cell, *inputs, phase="export.train")
+    cell.phase = "export.train"
+    with graph_mode():
+        cell.compile(*inputs)
     model = mind_ir_pb2.ModelProto()
-    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(cell, phase, "mind_ir"))
+    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(cell, cell.current_phase, "mind_ir"))
     return model
 
 

@@ -23,7 +23,7 @@ class PartitionedProgram:
         with open(path, "wb") as file:
             file.write(replica.SerializeToString())
         shapes = {_plain(parameter.name): tuple(parameter.dims) for parameter in model.graph.parameter}
-        parts = {name: Tensor(_part(values[name], shape, rank)) for name, shape in shapes.items()}
+        parts = {name: Tensor(part_of(values[name], shape, rank)) for name, shape in shapes.items()}
         self.cell = nn.GraphCell(ms.load(path), params_init=parts)
         self.full_shapes = {name: values[name].shape for name in shapes}
 
@@ -46,7 +46,7 @@ def _plain(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def _part(value: np.ndarray[Any, Any], shape: tuple[int, ...], rank: int) -> np.ndarray[Any, Any]:
+def part_of(value: np.ndarray[Any, Any], shape: tuple[int, ...], rank: int) -> np.ndarray[Any, Any]:
     """Return the rows that ``rank`` holds; parameters are sharded on axis 0."""
     if value.shape == shape:
         return value
@@ -65,7 +65,9 @@ def _for_cpu(model: Any, rank: int) -> None:
             _make_all_reduce(primitive)
     if scatters:
         model.primitives.add(
-            name=_SLICE, op_type="StridedSlice", prim_type=mind_ir_pb2.PrimitiveProto.PrimType.Value("PRIMITIVE_FUNCTION")
+            name=_SLICE,
+            op_type="StridedSlice",
+            prim_type=mind_ir_pb2.PrimitiveProto.PrimType.Value("PRIMITIVE_FUNCTION"),
         )
     for graph in graphs_of(model):
         nodes = list(graph.node)
