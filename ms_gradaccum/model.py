@@ -136,7 +136,7 @@ class Model(ms.Model):
             remedy = "Give Model(train_step), or the cell inside it with the optimizer."
             raise ValueError(sentence(_OWNER, "network", "a loss cell", got, remedy))
         if isinstance(self._network, AutoParallel) and is_semi_auto(self._network):
-            got, remedy = "AutoParallel around a TrainOneStepCell", "Put AutoParallel inside it, or give the parts."
+            got, remedy = "AutoParallel around a TrainOneStepCell", "Put AutoParallel inside that cell."
             raise ValueError(sentence(_OWNER, "network", "a loss cell in AutoParallel", got, remedy))
         if self._step_settings != _NO_SETTINGS:
             remedy = "Give accumulation_steps, clip and parallel to the TrainOneStepCell."

@@ -107,7 +107,9 @@ def check_compiling(partitioned: bool) -> None:
         _check_settings(_settings_in_context())
     elif in_semi_auto():
         remedy = "Put AutoParallel inside: TrainOneStepCell(AutoParallel(network), optimizer)."
-        raise ValueError(sentence(_OWNER, "network", "around AutoParallel", "AutoParallel around the step", remedy))
+        raise ValueError(
+            sentence(_OWNER, "network", "a loss cell in AutoParallel", "AutoParallel around it all", remedy)
+        )
 
 
 @_primexpr

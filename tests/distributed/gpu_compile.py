@@ -23,27 +23,28 @@ from mindspore.communication import create_group, get_group_size, get_rank, init
 from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2
 
+import ms_gradaccum
 from ms_gradaccum.compiled import graph_mode
 
 GPU_GROUP = "nccl_world_group"
 _RESULT = "result_{}.json"
 
 
-def launch(
-    script: Path, arguments: list[str], processes: int, cuda_home: Path, folder: Path, limit: float
-) -> list[Any]:
+def launch(script: Path, processes: int, cuda_home: Path, folder: Path, limit: float) -> list[Any]:
     """Run ``script`` under msrun and return what each process reported."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "CUDA_HOME": str(cuda_home),
         "LD_LIBRARY_PATH": str(cuda_home / "lib64"),
+        # The package beside these tests, wherever another one may be installed.
+        "PYTHONPATH": str(Path(ms_gradaccum.__file__).parents[1]),
         "REPORT_FOLDER": str(folder),
         # Four workers on two cores: more threads only wait for each other.
         "OMP_NUM_THREADS": "1",
     }
     command = ["msrun", f"--worker_num={processes}", f"--local_worker_num={processes}", f"--master_port={_free_port()}"]
-    command += [f"--log_dir={folder / 'log'}", "--join=True", str(script), *arguments]
+    command += [f"--log_dir={folder / 'log'}", "--join=True", str(script)]
     results = [folder / _RESULT.format(rank) for rank in range(processes)]
     with (folder / "msrun.log").open("w") as log:
         launcher = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)

@@ -1,11 +1,14 @@
 """The steps that the processes of the semi-auto-parallel tests build: ours, MindSpore's, and one on the whole batch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, lazy_inline, nn, ops
+from mindspore.common.initializer import Constant
 from mindspore.nn.utils import no_init_parameters
 from mindspore.nn.wrap.cell_wrapper import _TrainGradAccuStepCell
 from mindspore.parallel import nn as parallel_nn
@@ -66,8 +69,8 @@ class ConstantNetwork(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Dense(8, 16, weight_init="ones", bias_init="zeros")
-        self.second = nn.Dense(16, 4, weight_init="ones", bias_init="zeros")
+        self.first = nn.Dense(8, 16, weight_init=Constant(0.05), bias_init="zeros")
+        self.second = nn.Dense(16, 4, weight_init=Constant(0.05), bias_init="zeros")
 
     def construct(self, x):
         return self.second(self.first(x))
@@ -101,11 +104,19 @@ class WholeBatch(nn.Cell):
 
     def construct(self, x, y):
         loss, grads = self.value_and_grad(x, y)
+        norm = self.norm(grads)
         if self.variant.max_norm is not None:
             grads = ops.clip_by_global_norm(grads, self.variant.max_norm)
         if self.variant.limit is not None:
             grads = ops.clip_by_value(grads, -self.variant.limit, self.variant.limit)
-        return ops.depend(loss, self.optimizer(grads))
+        clipped_norm = self.norm(grads)
+        return ops.depend((loss, norm, clipped_norm), self.optimizer(grads))
+
+    def norm(self, grads):
+        total = 0.0
+        for grad in grads:
+            total += ops.square(grad).sum()
+        return ops.sqrt(total)
 
 
 def _random(rng: Any, *shape: int) -> Tensor:
@@ -157,22 +168,17 @@ def our_step(variant: Variant) -> TrainOneStepCell:
     return step
 
 
-class StockStep(_TrainGradAccuStepCell):
-    """MindSpore's step, compiled with its settings, as its Model does."""
-
-    def __init__(self, variant: Variant) -> None:
-        network = network_of(variant)
-        stock = parallel_nn.GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), variant.micro_size)
-        self.settings = settings_of(variant, stock)
-        _init_auto_parallel_context(self.settings)
-        super().__init__(stock, optimizer_of(variant, network))
-        _clear_auto_parallel_context(self.settings)
-        self.set_train()
-
-    def compile(self, *args, **kwargs):
-        _init_auto_parallel_context(self.settings)
-        try:
-            super().compile(*args, **kwargs)
-        finally:
-            _clear_auto_parallel_context(self.settings)
-            ms.set_auto_parallel_context(grad_accumulation_step=1)
+@contextmanager
+def stock_step(variant: Variant) -> Iterator[nn.Cell]:
+    """Build MindSpore's own step, with its settings in force, as its Model has them while it trains."""
+    network = network_of(variant)
+    stock = parallel_nn.GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), variant.micro_size)
+    settings = settings_of(variant, stock)
+    _init_auto_parallel_context(settings)
+    try:
+        step = _TrainGradAccuStepCell(stock, optimizer_of(variant, network))
+        step.set_train()
+        yield step
+    finally:
+        _clear_auto_parallel_context(settings)
+        ms.set_auto_parallel_context(grad_accumulation_step=1)

@@ -1,15 +1,15 @@
 """What each process of the semi-auto-parallel tests does: compile, count, run, report."""
 
-import sys
 import tempfile
 import traceback
 from typing import Any
 
 import numpy as np
 from gpu_compile import connect, count_operators, gpu_target, partition, report
-from mindspore import Tensor, nn
+from mindspore import Tensor
 from run_partitioned import PartitionedProgram, part_of, values_of
-from semi_auto_cells import BATCHES, ROWS, StockStep, Variant, WholeBatch, network_of, optimizer_of, our_step
+from semi_auto_cells import BATCHES, ROWS, Variant, WholeBatch, network_of, optimizer_of, our_step, stock_step
+from semi_auto_contracts import refusals, ways
 
 # Where numbers are compared; each names what it adds to the plain path.
 NUMBERS = {
@@ -52,17 +52,17 @@ def local_batch(variant: Variant, number: int, rank: int, size: int) -> tuple[Te
     return Tensor(x[rows]), Tensor(y[rows])
 
 
-def run_whole(variant: Variant) -> tuple[list[float], dict[str, Any]]:
-    """Train on the whole batches in one process; return the losses and the parameters."""
+def run_whole(variant: Variant) -> tuple[list[Any], dict[str, Any]]:
+    """Train on the whole batches in one process; return loss and norms of each update and the parameters."""
     network = network_of(variant)
     network.init_parameters_data()
     step = WholeBatch(network, optimizer_of(variant, network), variant)
     step.set_train()
-    losses = [float(step(Tensor(x), Tensor(y)).asnumpy()) for x, y in BATCHES]
-    return losses, {parameter.name: parameter.asnumpy() for parameter in network.get_parameters()}
+    printed = [[float(item.asnumpy()) for item in step(Tensor(x), Tensor(y))] for x, y in BATCHES]
+    return printed, {parameter.name: parameter.asnumpy() for parameter in network.get_parameters()}
 
 
-def run_partitioned(step: nn.Cell, model: Any, variant: Variant, rank: int, size: int, start: dict[str, Any]) -> Any:
+def run_partitioned(model: Any, variant: Variant, rank: int, size: int, start: dict[str, Any]) -> Any:
     """Run a partitioned step; return what it printed and this rank's part of each weight."""
     with tempfile.TemporaryDirectory() as folder:
         program = PartitionedProgram(model, start, rank, f"{folder}/step.mindir")
@@ -78,15 +78,15 @@ def largest_difference(ours: dict[str, Any], whole: dict[str, Any], rank: int) -
 
 def numbers_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
     """Compare our step with one process on the whole batch."""
-    losses, whole = run_whole(variant)
+    printed, whole = run_whole(variant)
     with gpu_target():
         step = our_step(variant)
         model = partition(step, *local_batch(variant, 0, rank, size))
     start = values_of(step)
-    outputs, ours = run_partitioned(step, model, variant, rank, size, start)
+    outputs, ours = run_partitioned(model, variant, rank, size, start)
     weights = {name: start[name] for name in whole}
     return {
-        "whole": losses,
+        "whole": printed,
         "items": [[float(item.asnumpy()) for item in output] for output in outputs],
         "difference": largest_difference(ours, whole, rank),
         "moved": largest_difference(ours, weights, rank),
@@ -99,10 +99,9 @@ def counts_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
     """Compare the communication of our step with that of the stock one."""
     batch = local_batch(variant, 0, rank, size)
     with gpu_target():
-        return {
-            "ours": count_operators(partition(our_step(variant), *batch)),
-            "stock": count_operators(partition(StockStep(variant), *batch)),
-        }
+        ours = count_operators(partition(our_step(variant), *batch))
+        with stock_step(variant) as step:
+            return {"ours": ours, "stock": count_operators(partition(step, *batch))}
 
 
 def attempt(function: Any, *args: Any) -> Any:
@@ -113,13 +112,27 @@ def attempt(function: Any, *args: Any) -> Any:
         return {"error": traceback.format_exc()[-3000:]}
 
 
+def stock_numbers(variant: Variant, rank: int, size: int) -> dict[str, Any]:
+    """Train with the stock step."""
+    with gpu_target(), stock_step(variant) as step:
+        model = partition(step, *local_batch(variant, 0, rank, size))
+    start = values_of(step)
+    _, ours = run_partitioned(model, variant, rank, size, start)
+    whole = {name: value for name, value in start.items() if name.startswith(("first", "second"))}
+    return {"moved": largest_difference(ours, whole, rank)}
+
+
 def main() -> None:
     rank, size = connect()
-    part = sys.argv[1]
-    if part == "numbers":
-        result = {name: attempt(numbers_of, variant, rank, size) for name, variant in NUMBERS[size].items()}
-    else:
-        result = {name: attempt(counts_of, variant, rank, size) for name, variant in COUNTS[size].items()}
+    result: dict[str, Any] = {"counts": {}}
+    result["numbers"] = {name: attempt(numbers_of, variant, rank, size) for name, variant in NUMBERS[size].items()}
+    # Compiling needs no other rank, and all have the same operators: each takes its share.
+    for name in list(COUNTS[size])[rank::size]:
+        result["counts"][name] = attempt(counts_of, COUNTS[size][name], rank, size)
+    if size == 2:
+        result["stock"] = attempt(stock_numbers, Variant(1), rank, size)
+        result["refusals"] = attempt(refusals, local_batch(Variant(1), 0, rank, size))
+        result["ways"] = attempt(ways, local_batch(Variant(1), 0, rank, size))
     report(result)
 
 
