@@ -36,7 +36,7 @@ class Variant:
     max_norm: float | None = None
     limit: float | None = None
     loss_scale: float | None = None
-    strategy: str = "data_parallel"
+    strategy: Any = "data_parallel"
     shard_size: int = -1
     no_init: bool = False
     lazy: bool = False

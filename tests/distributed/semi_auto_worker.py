@@ -26,7 +26,7 @@ NUMBERS = {
         "level1-2-overflow": Variant(2, "level1", loss_scale=3e38),
     },
     4: {
-        "plain-2-tokens": Variant(2, weighted=True, max_norm=0.3),
+        "plain-2-tokens": Variant(2, weighted=True, max_norm=0.3, strategy=((4, 1), (4, 1))),
         "level1-2-clip": Variant(2, "level1", max_norm=0.3),
         "level1-2-limit": Variant(2, "level1", optimizer="adam", limit=0.05),
     },
@@ -41,7 +41,8 @@ COUNTS = {
     4: {
         f"{level or 'plain'}-2": Variant(2, level, lazy=level in ("level2", "level3"))
         for level in (None, "level1", "level2", "level3")
-    },
+    }
+    | {"level1-2-groups": Variant(2, "level1", shard_size=2)},
 }
 
 
