@@ -110,9 +110,10 @@ class GradAccumulation(nn.Cell):
 
     def split(self, *args: Any, **kwargs: Any) -> SplitBatch:
         """Return the micro batches of one batch, given as `network` takes it."""
-        return split_batch(self._positional(args, kwargs), self.micro_size, self.batch_axis)
+        return split_batch(self.positional(args, kwargs), self.micro_size, self.batch_axis)
 
-    def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what `network` takes, by position alone."""
         all_axes = isinstance(self.batch_axis, tuple) and len(self.batch_axis) > len(args)
         if not kwargs and not all_axes:
             return args

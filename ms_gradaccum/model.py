@@ -11,6 +11,7 @@ from mindspore.train.callback import Callback, LossMonitor
 
 from ms_gradaccum._checks import check_choice, sentence
 from ms_gradaccum.parallel.choose import check_parallel
+from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.train_step import TrainOneStepCell, as_grad_accumulation
 
@@ -140,6 +141,9 @@ class Model(ms.Model):
             got = "a TrainOneStepCell together with a loss_fn or an optimizer"
             remedy = "Give Model(train_step), or the cell inside it with the optimizer."
             raise ValueError(sentence(_OWNER, "network", "a loss cell", got, remedy))
+        if isinstance(self._network, AutoParallel) and is_semi_auto(self._network):
+            got, remedy = "AutoParallel around a TrainOneStepCell", "Put AutoParallel inside that cell."
+            raise ValueError(sentence(_OWNER, "network", "a loss cell in AutoParallel", got, remedy))
         if self._step_settings != _NO_SETTINGS:
             remedy = "Give accumulation_steps, clip and parallel to the TrainOneStepCell."
             raise ValueError(
@@ -163,6 +167,11 @@ class Model(ms.Model):
                 # Nobody will finish it, and the next training shall not start in the middle of it.
                 self._train_network.drop()
             raise
+
+    def _check_network_mode(self, network: nn.Cell, is_train: bool) -> nn.Cell:
+        if not is_train:
+            forget_accumulation()  # Of a step that was compiled as part of a larger graph, for data sink mode.
+        return super()._check_network_mode(network, is_train)
 
     def _eval_during_train(self, valid_infos: Any, cb_params: Any, list_callback: Any) -> None:
         if self._in_pass:

@@ -10,12 +10,14 @@ from mindspore import Tensor, nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import check_cell, check_positive_int, sentence
-from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.compiled import Compiled, graph_mode
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, NoClip
 from ms_gradaccum.optimizers import check_optimizer, claim_optimizer, keeps_absent_rows
 from ms_gradaccum.parallel.choose import build_parallel, check_parallel
+from ms_gradaccum.parallel.partitioned import PartitionedWindow
+from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.parallel.world import gather_values
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.window import MicroStep, Window
@@ -91,17 +93,27 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         remedy = "It counts the batches of one update; 1 means an update per batch."
         check_positive_int(_OWNER, "accumulation_steps", accumulation_steps, remedy)
         clip = _check_clip(clip)
-        settings = {"micro_size": network.micro_size, "accumulation_steps": accumulation_steps, "clip": repr(clip)}
         super().__init__(network, optimizer)
         self.accumulation_steps = accumulation_steps
+        # One compiled micro step per structure of the inputs: nearly always one.
+        self._micro_steps: dict[Hashable, Compiled] = {}
+        # On Ascend and GPU, the settings of AutoParallel, with which the compiler partitions the whole step.
+        self.semi_auto = kind if isinstance(kind, SemiAuto) else None
+        if self.semi_auto is not None:
+            self.semi_auto.check(accumulation_steps)
+            self.partitioned = PartitionedWindow(network, optimizer, clip)
+        else:
+            self._build_host_driven(kind, clip)
+        self.set_train()
+        claim_optimizer(optimizer, self)
+
+    def _build_host_driven(self, kind: Any, clip: nn.Cell) -> None:
+        network, optimizer = self.network, self.optimizer
+        settings = {"micro_size": network.micro_size, "accumulation_steps": self.accumulation_steps, "clip": repr(clip)}
         self.buffer = GradBuffer(self.weights, keeps_absent_rows(optimizer))
         self.micro_step = MicroStep(network.weighted_loss, self.buffer, self.weights)
         self.parallel = build_parallel(_OWNER, kind, optimizer, self.buffer, network, settings)
         self.window = Window(self.buffer, optimizer, clip, self.parallel)
-        # One compiled micro step per structure of the inputs: nearly always one.
-        self._micro_steps: dict[Hashable, Compiled] = {}
-        self.set_train()
-        claim_optimizer(optimizer, self)
 
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Built in training mode."""
@@ -118,9 +130,22 @@ class TrainOneStepCell(nn.TrainOneStepCell):
             cell.set_jit_config(jit_config)
 
     def _compiled_cells(self) -> list[Any]:
+        if self.semi_auto is not None:
+            return []
         return [self.micro_step, self.window.report, self.window.update, *self._micro_steps.values()]
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the whole window as one graph, see ``nn.Cell.compile``."""
+        if self.semi_auto is None:
+            super().compile(*args, **kwargs)
+            return
+        with self.semi_auto.compiling():
+            super().compile(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
+        if self.semi_auto is not None:
+            with graph_mode():
+                return StepOutput(*super().__call__(*self.network.positional(args, kwargs)))
         structure, micro_batches = self.network.split(*args, **kwargs)
         micro_step = self._micro_step_for(structure)
         batches = self.open_batches()
@@ -164,7 +189,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
 
         Of several processes all must call it: one whose window is empty adds nothing to the others'.
         """
-        if not (self.open_batches() or self.parallel.several):
+        if self.semi_auto is not None or not (self.open_batches() or self.parallel.several):
             return None
         output = self.window.close()
         return output if output.updated.asnumpy() or output.overflow.asnumpy() else None
@@ -175,6 +200,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         Of several processes all must call it before a pass over their data, and close that many empty
         windows after it. With ``apply_last`` an unfinished window counts.
         """
+        if self.semi_auto is not None:
+            return 0  # Each call is a window, and the compiler's step needs the batches of all.
         calls = self.open_batches() + batches
         own = calls // self.accumulation_steps
         everyone = gather_values(calls) if self.parallel.several else [calls]
@@ -201,6 +228,9 @@ class TrainOneStepCell(nn.TrainOneStepCell):
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""
+        check_compiling(self.semi_auto is not None)
+        if self.semi_auto is not None:
+            return self.partitioned(*inputs)
         done = loss = weight = Tensor(0.0, ms.float32)
         for part in self.network.split_in_graph(inputs):
             loss, weight = self.micro_step(*part)

@@ -3,7 +3,6 @@
 import warnings
 from typing import Any
 
-import mindspore as ms
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
@@ -11,8 +10,9 @@ from ms_gradaccum._checks import sentence
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelSum
 from ms_gradaccum.parallel.hsdp import HSDP, ShardedUpdate, check_shardable
+from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.single import SingleProcess
-from ms_gradaccum.parallel.world import World, check_agreement, current_world, unify
+from ms_gradaccum.parallel.world import check_agreement, current_world, unify
 
 _REMEDY = "'auto' looks at the number of processes."
 
@@ -24,8 +24,10 @@ def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
     world = current_world(owner)
     if world.size == 1:
         return None
+    if is_semi_auto(network):
+        return _compilers_own(owner, parallel, network)
     if isinstance(network, AutoParallel):
-        _check_auto_parallel(owner, network, world)
+        _check_auto_parallel(owner, network)
     if parallel == "auto":
         parallel = _settings_of(network) if isinstance(network, AutoParallel) else DataParallel()
     if isinstance(parallel, HSDP) and parallel.shard_size > 0 and world.size % parallel.shard_size:
@@ -34,12 +36,14 @@ def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
     return parallel
 
 
-def _check_auto_parallel(owner: str, network: AutoParallel, world: World) -> None:
-    target = ms.get_context("device_target")
-    if target != "CPU":
-        got = f"AutoParallel on {world.size} {target} processes"
-        remedy = "Give the cell inside it, with parallel=DataParallel() or HSDP()."
-        raise ValueError(sentence(owner, "network", "without AutoParallel on this device", got, remedy))
+def _compilers_own(owner: str, parallel: Any, network: nn.Cell) -> SemiAuto:
+    if parallel != "auto":
+        remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
+        raise ValueError(sentence(owner, "parallel", "'auto' in semi-auto-parallel", repr(parallel), remedy))
+    return SemiAuto(network)
+
+
+def _check_auto_parallel(owner: str, network: AutoParallel) -> None:
     if network._pipeline_stages > 1:
         got = f"{network._pipeline_stages} pipeline stages"
         raise ValueError(sentence(owner, "network", "in one pipeline stage", got, "Do not call pipeline()."))

@@ -1,0 +1,206 @@
+"""A window as the compiler must see it to partition it over devices: semi-auto-parallel on Ascend and GPU.
+
+The compiler recognises accumulation by its parts. The slice that cuts a micro batch carries the attribute
+``grad_accu_num``; a parameter cloned from each weight and named after it, ``accu_grads.`` before, takes its sums;
+and one gradient is taken of the whole unrolled forward. Each device then adds up, and there is one reduction per
+parameter and window; without these parts there would be one per micro batch, with all activations alive.
+
+What stands in `construct` is about the whole batch of all devices: the compiler does the dividing.
+"""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common.initializer import initializer
+from mindspore.ops.primitive import _primexpr
+
+from ms_gradaccum.grad_accumulation import GradAccumulation
+from ms_gradaccum.grad_clip import ClipByValue
+from ms_gradaccum.micro_batch import split_shapes
+from ms_gradaccum.optimizers import LearningRate
+from ms_gradaccum.parallel.semi_auto import gradient_is_returned
+
+_NO_NORM = Tensor(0.0, ms.float32)
+
+
+class PartitionedWindow(nn.Cell):
+    """One batch, one window, one update, in one graph.
+
+    Args:
+        network: The loss cell and how its batch is split.
+        optimizer: Its optimizer.
+        clip: Clipping of the mean gradient.
+        loss_scale: Factor of the loss in the backward pass, a float32 scalar. Default: 1.
+    """
+
+    def __init__(
+        self, network: GradAccumulation, optimizer: nn.Cell, clip: nn.Cell, loss_scale: Parameter | None = None
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.sums = WindowSums(network)
+        self.micro_size = network.micro_size
+        self.optimizer = optimizer
+        self.weights = optimizer.parameters
+        self.accumulators = ParameterTuple(_accumulator_of(weight) for weight in self.weights)
+        self.clip = clip
+        self.clips_by_value = isinstance(clip, ClipByValue)
+        self.learning_rate = LearningRate(optimizer)
+        self.loss_scale = Tensor(1.0, ms.float32) if loss_scale is None else loss_scale
+        self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.norms = PartitionedNorms()
+
+    def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """Return the items of a StepOutput, as a plain tuple: strict graph syntax knows no NamedTuple."""
+        sums = self.sums(*inputs)
+        # Of the loss sum alone; the weight beside it has no gradient.
+        grads = self.grad(self.sums, self.weights)(*inputs, self.loss_scale * Tensor([1.0, 0.0], ms.float32))
+        weight = sums[1]
+        factor = _reciprocal(weight)
+        mean = self.mean_of(grads, factor / self.loss_scale)
+        # Without need of the norm if it clips by value; else the second norm is that of the first again.
+        norm, clipped_norm = self.norms(mean, self.clip(mean, _NO_NORM) if self.clips_by_value else mean)
+        finite = ops.isfinite(norm)
+        # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
+        updated = ops.logical_and(finite, ops.greater(weight, 0.0))
+        learning_rate = self.learning_rate()
+        mean = self.clip(mean, norm)
+        if not self.clips_by_value:
+            clipped_norm = self.clip.norm_after(norm)
+        overflow, scale = ops.logical_not(finite), self.loss_scale + 0.0
+        report = (sums[0] * factor, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
+        if updated:
+            report = ops.depend(report, self.optimizer(mean))
+        return ops.depend(report, self.clear(report))
+
+    def mean_of(self, grads: tuple[Tensor, ...], factor: Tensor) -> tuple[Tensor, ...]:
+        """Return the window's mean gradient in the dtype of each weight, on each device its part of it."""
+        sums = grads if gradient_is_returned(self.micro_size) else ops.depend(self.accumulators, grads)
+        mean: tuple[Tensor, ...] = ()
+        for total, weight in zip(sums, self.weights):
+            mean += (ops.cast(ops.cast(total, ms.float32) * factor, weight.dtype),)
+        return mean
+
+    def clear(self, done: Any) -> Any:
+        """Assign zeros, after ``done``; a product with 0 would keep NaN and Inf for ever."""
+        cleared: tuple[Any, ...] = ()
+        for accumulator in ops.depend(self.accumulators, done):
+            cleared += (ops.assign(accumulator, ops.zeros_like(accumulator)),)
+        return cleared
+
+
+class WindowSums(nn.Cell):
+    """The loss sum and the weight of a batch, micro batch by micro batch, as one tensor of two elements.
+
+    One tensor, since the compiler follows one output of the forward. Of two, it would leave the nodes of the second
+    whole on each device.
+    """
+
+    def __init__(self, network: GradAccumulation) -> None:
+        super().__init__(auto_prefix=False)
+        self.micro_size = network.micro_size
+        self.batch_axis = network.batch_axis
+        self.weighted_loss = network.weighted_loss
+        # One primitive per micro batch, or the compiler would take them for one.
+        self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
+        # Not left to the compiler, which would put one element on each of two devices.
+        self.at_place = ops.Mul().shard(((), (1,)))
+        self.add_places = ops.Add().shard(((1,), (1,)))
+        self._get_attr_from_cell(network)
+
+    def construct(self, *inputs: Any) -> Tensor:
+        shapes: tuple[Any, ...] = ()
+        for item in inputs:
+            shapes += (item.shape if isinstance(item, Tensor) else None,)
+        rows, bounds = _cut_bounds(shapes, self.batch_axis, self.micro_size)
+        loss_sum: Any = None
+        weight: Any = None
+        for i, cut in enumerate(self.cuts):
+            part: tuple[Any, ...] = (Tensor(rows, ms.float32),)
+            for item, bound in zip(inputs, bounds[i]):
+                part += (item if bound is None else cut(item, *bound),)
+            part_sum, part_weight = self.weighted_loss(*part)
+            loss_sum = part_sum if loss_sum is None else loss_sum + part_sum
+            weight = part_weight if weight is None else weight + part_weight
+        first = self.at_place(loss_sum, Tensor([1.0, 0.0], ms.float32))
+        return self.add_places(first, self.at_place(weight, Tensor([0.0, 1.0], ms.float32)))
+
+
+class PartitionedNorms(nn.Cell):
+    """The global norm of gradients of which each device has a part, or a copy, or a part shared with some.
+
+    The compiler looks for square, sum and an ExpandDims with the attribute ``grad_scale`` on the way from a gradient
+    to a square root. It divides each sum by the number of devices that have it too and adds all up over the devices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(auto_prefix=False)
+        self.mark = ops.ExpandDims().add_prim_attr("grad_scale", True)
+        # Over all axes, by no shape: each device will have another one than this graph.
+        self.reduce_sum = ops.ReduceSum()
+
+    def construct(self, grads: tuple[Tensor, ...], clipped: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return the norms of both, where ``clipped`` was made of ``grads``."""
+        totals: tuple[Tensor, ...] = ()
+        for before, after in zip(grads, clipped):
+            total = self.sum_of_squares(before)
+            both = ops.stack((total, self.sum_of_squares(after)))
+            # The way from the gradient, which the stack hides.
+            totals += (self.mark(ops.depend(both, total), 0),)
+        norms = ops.sqrt(ops.addn(totals))
+        return norms[0, 0], norms[0, 1]
+
+    def sum_of_squares(self, grad: Tensor) -> Tensor:
+        """Return the sum of the squares of this device's part of ``grad``."""
+        return self.reduce_sum(ops.square(ops.cast(grad, ms.float32)), ())
+
+
+def _reciprocal(weight: Tensor) -> Tensor:
+    """Return 1 / weight, or 0 for a window in which nothing was weighed."""
+    empty = ops.equal(weight, 0.0)
+    inverse = 1.0 / ops.select(empty, ops.ones_like(weight), weight)
+    return ops.select(empty, ops.zeros_like(weight), inverse)
+
+
+def _accumulator_of(weight: Parameter) -> Parameter:
+    """Return zeros that the compiler knows for the sums of ``weight``'s gradient: it is named after a clone.
+
+    Not ``weight.clone()``: that keeps the weight's dtype, and takes the initial values from a weight that has not got
+    them yet. Float32, since 16-bit sums lose the small addends of a long window.
+    """
+    name = f"accu_grads.{weight.name}"
+    accumulator = Parameter(initializer("zeros", weight.shape, ms.float32), name)
+    info = weight.param_info.clone()
+    info.obj = accumulator
+    accumulator.param_info = info
+    accumulator.name = name
+    return accumulator
+
+
+@_primexpr
+def _cut_bounds(shapes: tuple[Any, ...], batch_axis: Any, micro_size: int) -> tuple[Any, ...]:
+    """Return the rows of a micro batch, and for each the begin, end and step of each input (None: not cut)."""
+    axes, rows = split_shapes(shapes, batch_axis, micro_size)
+    for axis, shape in zip(axes, shapes):
+        if axis is not None and axis % len(shape) != 0:
+            raise ValueError(
+                f"For 'GradAccumulation', the argument 'batch_axis' must be 0 or None for each input in "
+                f"semi-auto-parallel, but got {axis}. Transpose that input."
+            )
+    count = rows[-1][1]
+    if len(rows) != micro_size or count % micro_size != 0:
+        raise ValueError(
+            f"For 'GradAccumulation', the argument 'micro_size' must divide the {count} rows of the batch of all "
+            f"devices in semi-auto-parallel, but got {micro_size}. Choose another one, or drop the last rows."
+        )
+    bounds: tuple[Any, ...] = ()
+    for begin, end in rows:
+        bounds += (tuple(_bound(shape, axis, begin, end, micro_size) for shape, axis in zip(shapes, axes)),)
+    return count // micro_size, bounds
+
+
+def _bound(shape: Any, axis: int | None, begin: int, end: int, micro_size: int) -> Any:
+    if axis is None or micro_size == 1:
+        return None
+    rest = tuple(shape[1:])
+    return (begin, *[0] * len(rest)), (end, *rest), (1,) * len(shape)

@@ -1,0 +1,121 @@
+"""The settings of semi-auto-parallel: where the compiler partitions a step, and with what it would go wrong."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.ops.primitive import _primexpr
+from mindspore.parallel._auto_parallel_context import auto_parallel_context
+from mindspore.parallel._utils import (
+    _clear_auto_parallel_context,
+    _get_enable_parallel_optimizer,
+    _init_auto_parallel_context,
+)
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from ms_gradaccum._checks import sentence
+
+_OWNER = "TrainOneStepCell"
+_MODES = ("semi_auto_parallel", "auto_parallel")
+
+
+class _Settings(NamedTuple):
+    pipeline_stages: int
+    gradients_mean: bool
+    loss_repeated_mean: bool
+
+
+class SemiAuto:
+    """The compiler's own parallelism, set by an AutoParallel or, without one, already in MindSpore's context."""
+
+    def __init__(self, network: nn.Cell) -> None:
+        self.auto_parallel = network if isinstance(network, AutoParallel) else None
+
+    def check(self, accumulation_steps: int) -> None:
+        """Raise for settings with which the mean over all rows would be wrong, or nothing could work."""
+        _check_settings(self._settings())
+        if accumulation_steps > 1:
+            remedy = "Give larger batches and a larger micro_size: the compiler accumulates inside one call."
+            rule = "1 in semi-auto-parallel"
+            raise ValueError(sentence(_OWNER, "accumulation_steps", rule, accumulation_steps, remedy))
+
+    def _settings(self) -> _Settings:
+        cell = self.auto_parallel
+        if cell is None:
+            return _settings_in_context()
+        return _Settings(cell._pipeline_stages, cell._gradients_mean, cell._loss_repeated_mean)
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compile with these settings, and leave none behind with which nothing else compiles."""
+        # Model has set them already, for all that it compiles.
+        outside = self.auto_parallel is not None and not in_semi_auto()
+        try:
+            if outside:
+                _init_auto_parallel_context(self.auto_parallel)
+            yield
+        finally:
+            if outside:
+                _clear_auto_parallel_context(self.auto_parallel)
+            forget_accumulation()
+
+
+def in_semi_auto() -> bool:
+    """Return whether what is compiled now will be partitioned."""
+    return auto_parallel_context().get_parallel_mode() in _MODES
+
+
+def is_semi_auto(network: nn.Cell) -> bool:
+    """Return whether ``network`` is for the compiler's parallelism, which knows no CPU."""
+    return ms.get_context("device_target") != "CPU" and (isinstance(network, AutoParallel) or in_semi_auto())
+
+
+def forget_accumulation() -> None:
+    """Let a network without accumulation compile again: the compiler remembers the last number of micro batches."""
+    if auto_parallel_context().get_grad_accumulation_step() > 1:
+        auto_parallel_context().set_grad_accumulation_step(1)
+
+
+def _settings_in_context() -> _Settings:
+    names = ("pipeline_stages", "gradients_mean", "loss_repeated_mean")
+    return _Settings(*(ms.get_auto_parallel_context(name) for name in names))
+
+
+def _check_settings(settings: _Settings) -> None:
+    if settings.pipeline_stages > 1:
+        got = f"{settings.pipeline_stages} pipeline stages"
+        remedy = "Pipeline parallelism has micro batches of its own: do not call pipeline()."
+        raise ValueError(sentence(_OWNER, "network", "in one pipeline stage", got, remedy))
+    if settings.gradients_mean:
+        remedy = "The mean is taken over the rows of all ranks, exactly; a second division would make it too small."
+        raise ValueError(sentence(_OWNER, "network", "without gradients_mean", "gradients_mean=True", remedy))
+    if not settings.loss_repeated_mean:
+        remedy = "Without it each rank would count the whole loss: do not call disable_loss_repeated_mean()."
+        raise ValueError(sentence(_OWNER, "network", "with loss_repeated_mean", "loss_repeated_mean=False", remedy))
+
+
+@_primexpr
+def check_compiling(partitioned: bool) -> None:
+    """Raise if a step is compiled for another world than the one that it was built for."""
+    if partitioned and not in_semi_auto():
+        got = "a graph around it that is compiled without the settings of its AutoParallel"
+        remedy = "Give Model(AutoParallel(network), optimizer=optimizer)."
+        raise ValueError(sentence(_OWNER, "network", "compiled as the outermost cell", got, remedy))
+    if partitioned:
+        _check_settings(_settings_in_context())
+    elif in_semi_auto():
+        remedy = "Put AutoParallel inside: TrainOneStepCell(AutoParallel(network), optimizer)."
+        raise ValueError(
+            sentence(_OWNER, "network", "a loss cell in AutoParallel", "AutoParallel around it all", remedy)
+        )
+
+
+@_primexpr
+def gradient_is_returned(micro_size: int) -> bool:
+    """Return whether the reduced gradient is what the gradient operator returns; else the accumulators hold it.
+
+    Asked for while compiling: a cell can be built before the settings are in force.
+    """
+    return micro_size == 1 or _get_enable_parallel_optimizer()

@@ -1,0 +1,90 @@
+"""Stand-ins for the CUDA libraries, with which MindSpore's GPU plugin loads on a machine without a GPU.
+
+The plugin is part of the CPU wheel. Its compiler front end, which partitions a graph over devices, needs no device;
+it only needs the libraries that the plugin names to exist. Here they are libraries whose functions all fail.
+"""
+
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import mindspore
+
+_PLUGIN = Path(mindspore.__file__).parent / "lib" / "plugin"
+_USERS = (
+    "libmindspore_gpu.so.11.6",
+    "gpu/libcuda_ops.so.11",
+    "gpu11.6/libnvidia_collective.so",
+    "gpu11.6/libnccl.so.2",
+)
+_LIBRARIES = (
+    "libcublas.so.11",
+    "libcublasLt.so.11",
+    "libcurand.so.10",
+    "libcudnn.so.8",
+    "libcudart.so.11.0",
+    "libcuda.so.1",
+    "libcusolver.so.11",
+    "libcufft.so.10",
+    "libcusparse.so.11",
+    "libnvrtc.so.11.2",
+)
+# The functions of the driver, and a few others, are wanted without a version.
+_UNVERSIONED = "libcuda.so.1"
+_NVCC = """#!/bin/sh
+echo "Cuda compilation tools, release 11.6, V11.6.55"
+"""
+
+
+def why_not() -> str | None:
+    """Return what this machine lacks to build the stand-ins, or None."""
+    for tool in ("gcc", "nm", "msrun"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed"
+    missing = [user for user in _USERS if not (_PLUGIN / user).exists()]
+    return f"this MindSpore has no {missing[0]}" if missing else None
+
+
+def build_cuda_home(home: Path) -> Path:
+    """Make a folder that MindSpore takes for CUDA 11.6, and return it."""
+    libraries = home / "lib64"
+    libraries.mkdir(parents=True)
+    symbols = _wanted_symbols()
+    sources = home / "src"  # Not beside the libraries: MindSpore takes every file there for one.
+    sources.mkdir()
+    compilers = [_build_library(libraries, sources, name, symbols[name]) for name in _LIBRARIES]
+    if any(compiler.wait() for compiler in compilers):
+        raise RuntimeError("gcc could not build the stand-ins for CUDA")
+    # MindSpore reads the versions of CUDA and cuDNN in the names of these files.
+    (libraries / "libcudart.so.11.6.55").symlink_to("libcudart.so.11.0")
+    (libraries / "libcudnn.so.8.9.6").symlink_to("libcudnn.so.8")
+    (home / "bin").mkdir()
+    (home / "bin" / "nvcc").write_text(_NVCC)
+    (home / "bin" / "nvcc").chmod(0o755)
+    return home
+
+
+def _wanted_symbols() -> dict[str, set[str]]:
+    """Return the functions that the plugin wants of each library."""
+    wanted: dict[str, set[str]] = defaultdict(set)
+    for user in _USERS:
+        command = ["nm", "-D", "--undefined-only", str(_PLUGIN / user)]
+        for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+            name, _, version = line.split()[-1].partition("@")
+            if version in _LIBRARIES:
+                wanted[version].add(name)
+            elif not version and name.startswith("cu"):
+                wanted[_UNVERSIONED].add(name)
+    return wanted
+
+
+def _build_library(folder: Path, sources: Path, name: str, functions: set[str]) -> subprocess.Popen[bytes]:
+    source = sources / f"{name}.c"
+    source.write_text("".join(f"int {function}(void) {{ return 100; }}\n" for function in sorted(functions)))
+    command = ["gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{name}", "-o", str(folder / name), str(source)]
+    if name != _UNVERSIONED:
+        script = sources / f"{name}.map"
+        script.write_text(f"{name} {{ global: *; }};\n")
+        command.append(f"-Wl,--version-script={script}")
+    return subprocess.Popen(command)

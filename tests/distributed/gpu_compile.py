@@ -1,0 +1,144 @@
+"""Compile for several GPUs on a machine that has none, and count what the compiler made of a cell.
+
+The launcher is for the test, the rest for the processes that it starts.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn
+from mindspore._c_expression import MSContext, ms_ctx_param
+from mindspore.communication import create_group, get_group_size, get_rank, init
+from mindspore.graph.api import _cell_graph_executor
+from mindspore.train import mind_ir_pb2
+
+import ms_gradaccum
+from ms_gradaccum.compiled import graph_mode
+
+GPU_GROUP = "nccl_world_group"
+_RESULT = "result_{}.json"
+
+
+def launch(script: Path, processes: int, cuda_home: Path, folder: Path, limit: float) -> list[Any]:
+    """Run ``script`` under msrun and return what each process reported."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "CUDA_HOME": str(cuda_home),
+        "LD_LIBRARY_PATH": str(cuda_home / "lib64"),
+        # The package beside these tests, wherever another one may be installed.
+        "PYTHONPATH": str(Path(ms_gradaccum.__file__).parents[1]),
+        "REPORT_FOLDER": str(folder),
+        # Four workers on two cores: more threads only wait for each other.
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["msrun", f"--worker_num={processes}", f"--local_worker_num={processes}", f"--master_port={_free_port()}"]
+    command += [f"--log_dir={folder / 'log'}", "--join=True", str(script)]
+    results = [folder / _RESULT.format(rank) for rank in range(processes)]
+    with (folder / "msrun.log").open("w") as log:
+        launcher = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        _wait(lambda: launcher.poll() is not None or all(result.exists() for result in results), limit)
+    finally:
+        # Its own way to shut down waits 40 s for the processes to notice.
+        launcher.send_signal(signal.SIGINT)
+        launcher.wait()
+    missing = [rank for rank, result in enumerate(results) if not result.exists()]
+    if missing:
+        log_file = folder / "log" / f"worker_{missing[0]}.log"
+        tail = log_file.read_text(errors="replace")[-3000:] if log_file.exists() else "no log"
+        raise RuntimeError(f"rank {missing[0]} of {processes} gave no result:\n{tail}")
+    return [json.loads(result.read_text()) for result in results]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(done: Any, limit: float) -> None:
+    end = time.monotonic() + limit
+    while not done() and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+def connect() -> tuple[int, int]:
+    """Connect this process to the others; return its rank and their number."""
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    init()
+    # The compiler asks for the ranks of the group that NCCL would have made.
+    create_group(GPU_GROUP, list(range(get_group_size())))
+    return get_rank(), get_group_size()
+
+
+def report(result: Any) -> None:
+    """Hand the test what this process has found, then wait for the end that the launcher makes."""
+    name = Path(os.environ["REPORT_FOLDER"]) / _RESULT.format(get_rank())
+    # Whole or not at all: the launcher looks for the name.
+    name.with_suffix(".part").write_text(json.dumps(result))
+    name.with_suffix(".part").rename(name)
+    sys.stdout.flush()
+    time.sleep(600)
+
+
+@contextmanager
+def gpu_target() -> Iterator[None]:
+    """Let the compiler believe in GPUs."""
+    context = MSContext.get_instance()
+    context.set_param(ms_ctx_param.device_target, "GPU")
+    try:
+        yield
+    finally:
+        context.set_param(ms_ctx_param.device_target, "CPU")
+
+
+def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
+    """Return the program that the compiler makes for this rank out of ``cell``, as a MindIR model."""
+    # A phase of export: what follows, the back end, would look for the device.
+    cell.phase = "export.train"
+    with graph_mode():
+        cell.compile(*inputs)
+    model = mind_ir_pb2.ModelProto()
+    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(cell, cell.current_phase, "mind_ir"))
+    return model
+
+
+def graphs_of(model: Any) -> list[Any]:
+    """Return the main graph of a program and those that it calls."""
+    return [model.graph, *model.functions]
+
+
+def count_operators(model: Any) -> dict[str, int]:
+    """Count the operators of a program by name, and its gradient reductions under the name of their purpose."""
+    primitives = {f"REF::{primitive.name}": primitive for primitive in model.primitives}
+    counts: Counter[str] = Counter()
+    for graph in graphs_of(model):
+        for node in graph.node:
+            primitive = primitives.get(node.op_type)
+            if primitive is None:
+                continue
+            counts[primitive.op_type] += 1
+            if primitive.op_type in ("AllReduce", "ReduceScatter", "AllGather"):
+                counts[f"{primitive.op_type} {_purpose(primitive.instance_name)}"] += 1
+    return dict(counts)
+
+
+def _purpose(instance_name: str) -> str:
+    """Return why the compiler put a communication operator there."""
+    if instance_name.startswith(("grad_mirror", "grad_parallel_optimizer", "_grad_accumulation_shard_grad")):
+        return "of gradients"
+    if "global_norm" in instance_name or "PARALLEL_GLOBALNORM" in instance_name:
+        return "of the norm"
+    return "of something else"

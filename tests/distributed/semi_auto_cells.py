@@ -1,0 +1,184 @@
+"""The steps that the processes of the semi-auto-parallel tests build: ours, MindSpore's, and one on the whole batch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, lazy_inline, nn, ops
+from mindspore.common.initializer import Constant
+from mindspore.nn.utils import no_init_parameters
+from mindspore.nn.wrap.cell_wrapper import _TrainGradAccuStepCell
+from mindspore.parallel import nn as parallel_nn
+from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, TrainOneStepCell
+
+ROWS = 64
+# Each update sees another batch.
+BATCHES = [
+    (rng.randn(ROWS, 8).astype(np.float32), rng.randn(ROWS, 4).astype(np.float32))
+    for rng in (np.random.RandomState(1), np.random.RandomState(2))
+]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train."""
+
+    micro_size: int
+    level: str | None = None
+    optimizer: str = "momentum"
+    weighted: bool = False
+    max_norm: float | None = None
+    limit: float | None = None
+    loss_scale: float | None = None
+    strategy: Any = "data_parallel"
+    shard_size: int = -1
+    no_init: bool = False
+    lazy: bool = False
+
+
+class Network(nn.Cell):
+    """Four parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rng = np.random.RandomState(0)
+        self.first = nn.Dense(8, 16, weight_init=_random(rng, 16, 8), bias_init=_random(rng, 16))
+        self.second = nn.Dense(16, 4, weight_init=_random(rng, 4, 16), bias_init=_random(rng, 4))
+        self.relu = nn.ReLU()
+
+    def construct(self, x):
+        return self.second(self.relu(self.first(x)))
+
+
+class LazyNetwork(Network):
+    """The same, compiled once for all micro batches."""
+
+    @lazy_inline
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class ConstantNetwork(nn.Cell):
+    """Four parameters that can be made without their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Dense(8, 16, weight_init=Constant(0.05), bias_init="zeros")
+        self.second = nn.Dense(16, 4, weight_init=Constant(0.05), bias_init="zeros")
+
+    def construct(self, x):
+        return self.second(self.first(x))
+
+
+class PositiveTokens(nn.Cell):
+    """Sum of the squared errors where the label is positive, and how many these are."""
+
+    def __init__(self, network: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, x, y):
+        valid = ops.cast(y > 0, ms.float32)
+        return (ops.square(self.network(x) - y) * valid).sum(), valid.sum()
+
+
+class WholeBatch(nn.Cell):
+    """One update from the whole batch in one process."""
+
+    def __init__(self, network: nn.Cell, optimizer: nn.Cell, variant: Variant) -> None:
+        super().__init__(auto_prefix=False)
+        self.loss = PositiveTokens(network) if variant.weighted else nn.WithLossCell(network, nn.MSELoss())
+        self.variant = variant
+        self.optimizer = optimizer
+        self.value_and_grad = ops.value_and_grad(self.mean_loss, None, optimizer.parameters)
+
+    def mean_loss(self, x, y):
+        loss = self.loss(x, y)
+        return loss[0] / loss[1] if self.variant.weighted else loss
+
+    def construct(self, x, y):
+        loss, grads = self.value_and_grad(x, y)
+        norm = self.norm(grads)
+        if self.variant.max_norm is not None:
+            grads = ops.clip_by_global_norm(grads, self.variant.max_norm)
+        if self.variant.limit is not None:
+            grads = ops.clip_by_value(grads, -self.variant.limit, self.variant.limit)
+        clipped_norm = self.norm(grads)
+        return ops.depend((loss, norm, clipped_norm), self.optimizer(grads))
+
+    def norm(self, grads):
+        total = 0.0
+        for grad in grads:
+            total += ops.square(grad).sum()
+        return ops.sqrt(total)
+
+
+def _random(rng: Any, *shape: int) -> Tensor:
+    return Tensor(rng.randn(*shape).astype(np.float32) * 0.3)
+
+
+def network_of(variant: Variant) -> nn.Cell:
+    """Return a network that starts with the same values every time."""
+    if variant.no_init:
+        with no_init_parameters():
+            return ConstantNetwork()
+    return LazyNetwork() if variant.lazy else Network()
+
+
+def optimizer_of(variant: Variant, network: nn.Cell) -> nn.Cell:
+    """Return an optimizer with state."""
+    if variant.no_init:
+        with no_init_parameters():
+            return nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    if variant.optimizer == "adam":
+        return nn.Adam(network.trainable_params(), 0.01)
+    return nn.Momentum(network.trainable_params(), 0.1, 0.9)
+
+
+def settings_of(variant: Variant, network: nn.Cell) -> AutoParallel:
+    """Return ``network`` in the AutoParallel of this variant."""
+    parallel = AutoParallel(network)
+    parallel.dataset_strategy(variant.strategy)
+    if variant.level is not None:
+        parallel.hsdp(shard_size=variant.shard_size, threshold=0, optimizer_level=variant.level)
+    return parallel
+
+
+def loss_cell_of(variant: Variant, network: nn.Cell) -> GradAccumulation:
+    """Return our loss cell."""
+    loss = PositiveTokens(network) if variant.weighted else nn.WithLossCell(network, nn.MSELoss())
+    return GradAccumulation(loss, variant.micro_size, weighted=variant.weighted)
+
+
+def our_step(variant: Variant) -> TrainOneStepCell:
+    """Return our step around AutoParallel."""
+    network = network_of(variant)
+    clip = ClipByGlobalNorm(variant.max_norm) if variant.max_norm is not None else None
+    clip = ClipByValue(variant.limit) if variant.limit is not None else clip
+    cell = settings_of(variant, loss_cell_of(variant, network))
+    step = TrainOneStepCell(cell, optimizer_of(variant, network), clip=clip)
+    if variant.loss_scale is not None:
+        step.partitioned.loss_scale = Parameter(Tensor(variant.loss_scale, ms.float32), "loss_scale")
+    return step
+
+
+@contextmanager
+def stock_step(variant: Variant) -> Iterator[nn.Cell]:
+    """Build MindSpore's own step, with its settings in force, as its Model has them while it trains."""
+    network = network_of(variant)
+    stock = parallel_nn.GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), variant.micro_size)
+    settings = settings_of(variant, stock)
+    _init_auto_parallel_context(settings)
+    try:
+        step = _TrainGradAccuStepCell(stock, optimizer_of(variant, network))
+        step.set_train()
+        yield step
+    finally:
+        _clear_auto_parallel_context(settings)
+        ms.set_auto_parallel_context(grad_accumulation_step=1)

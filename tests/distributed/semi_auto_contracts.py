@@ -1,0 +1,99 @@
+"""What must be refused in semi-auto-parallel, and the ways in which a user can put the cells together."""
+
+from collections.abc import Callable
+from typing import Any
+
+from gpu_compile import count_operators, gpu_target, partition
+from mindspore import Tensor, nn
+from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
+from mindspore.parallel.auto_parallel import AutoParallel
+from semi_auto_cells import Network, Variant, loss_cell_of, optimizer_of, settings_of, stock_step
+
+from ms_gradaccum import DataParallel, Model, TrainOneStepCell
+
+_PLAIN = Variant(2)
+
+
+class _Outer(nn.Cell):
+    def __init__(self, step: nn.Cell) -> None:
+        super().__init__()
+        self.step = step
+
+    def construct(self, x, y):
+        return self.step(x, y)
+
+
+def refusals(batch: tuple[Tensor, Tensor]) -> dict[str, str]:
+    """Return what is said about each setting that cannot work."""
+    # Built while there is no GPU: data parallel communicates then.
+    inside = TrainOneStepCell(loss_cell_of(_PLAIN, network := Network()), optimizer_of(_PLAIN, network))
+    around = AutoParallel(inside)
+    with gpu_target():
+        return {
+            "pipeline": said(lambda: _step(lambda cell: cell.pipeline(2))),
+            "gradients_mean": said(lambda: _step(lambda cell: cell.enable_gradients_mean())),
+            "loss_repeated_mean": said(lambda: _step(lambda cell: cell.disable_loss_repeated_mean())),
+            "accumulation_steps": said(lambda: _step(accumulation_steps=2)),
+            "parallel": said(lambda: _step(parallel=DataParallel())),
+            "rows": said(lambda: partition(_step(variant=Variant(7)), *batch)),
+            "late": said(lambda: partition(_changed(_step()), *batch)),
+            "larger graph": said(lambda: partition(_Outer(_step()), *batch)),
+            "around": said(lambda: _in_context(around, lambda: partition(inside, *batch))),
+            "Model around": said(lambda: Model(around)),
+        }
+
+
+def _step(change: Callable[[Any], Any] | None = None, variant: Variant = _PLAIN, **settings: Any) -> TrainOneStepCell:
+    network = Network()
+    cell = settings_of(variant, loss_cell_of(variant, network))
+    if change is not None:
+        change(cell)
+    return TrainOneStepCell(cell, optimizer_of(variant, network), **settings)
+
+
+def _changed(step: TrainOneStepCell) -> TrainOneStepCell:
+    step.semi_auto.auto_parallel.enable_gradients_mean()
+    return step
+
+
+def _in_context(cell: AutoParallel, function: Callable[[], Any]) -> Any:
+    _init_auto_parallel_context(cell)
+    try:
+        return function()
+    finally:
+        _clear_auto_parallel_context(cell)
+
+
+def said(function: Callable[[], Any]) -> str:
+    """Return the first line of the error that ``function`` raises."""
+    try:
+        function()
+    except Exception as error:
+        return next(line for line in str(error).splitlines() if line.strip())
+    return "nothing"
+
+
+def ways(batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Return what the compiler makes of our step inside Model and without AutoParallel, and whether eval compiles."""
+    variant = Variant(2, "level1")
+    with gpu_target():
+        model = Model(settings_of(variant, loss_cell_of(variant, network := Network())), optimizer=_optimizer(network))
+        in_model = _in_context(model._network, lambda: partition(model._train_network, *batch))
+        settings = settings_of(variant, loss_cell_of(variant, network := Network()))
+        alone = _in_context(settings, lambda: _alone(settings.network, network, batch))
+        network.set_train(False)
+        evaluated = said(lambda: _in_context(settings, lambda: partition(network, batch[0])))
+        with stock_step(variant) as step:
+            partition(step, *batch)
+            stale = said(lambda: partition(Network().set_train(False), batch[0]))
+    counts = {"in_model": count_operators(in_model), "alone": count_operators(alone)}
+    return {**counts, "evaluated": evaluated, "stale": stale}
+
+
+def _optimizer(network: nn.Cell) -> nn.Cell:
+    return optimizer_of(_PLAIN, network)
+
+
+def _alone(loss_cell: nn.Cell, network: nn.Cell, batch: tuple[Tensor, Tensor]) -> Any:
+    """Compile our step without an AutoParallel, whose settings are in MindSpore's context already."""
+    return partition(TrainOneStepCell(loss_cell, _optimizer(network)), *batch)

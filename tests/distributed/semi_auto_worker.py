@@ -1,0 +1,141 @@
+"""What each process of the semi-auto-parallel tests does: compile, count, run, report."""
+
+import tempfile
+import traceback
+from typing import Any
+
+import numpy as np
+from gpu_compile import connect, count_operators, gpu_target, partition, report
+from mindspore import Tensor
+from run_partitioned import PartitionedProgram, part_of, values_of
+from semi_auto_cells import BATCHES, ROWS, Variant, WholeBatch, network_of, optimizer_of, our_step, stock_step
+from semi_auto_contracts import refusals, ways
+
+# Where numbers are compared; each names what it adds to the plain path.
+NUMBERS = {
+    2: {
+        "plain-1": Variant(1),
+        "plain-2-adam-tokens-clip": Variant(2, optimizer="adam", weighted=True, max_norm=0.3),
+        "plain-8-scale": Variant(8, loss_scale=1024.0),
+        "level1-1-tokens": Variant(1, "level1", weighted=True),
+        "level1-2-limit-full": Variant(2, "level1", limit=0.05, strategy="full_batch"),
+        "level1-8-adam-tokens-clip-scale": Variant(
+            8, "level1", optimizer="adam", weighted=True, max_norm=0.3, loss_scale=1024.0
+        ),
+        "plain-2-no_init": Variant(2, no_init=True),
+        "level1-2-overflow": Variant(2, "level1", loss_scale=3e38),
+    },
+    4: {
+        "plain-2-tokens": Variant(2, weighted=True, max_norm=0.3, strategy=((4, 1), (4, 1))),
+        "level1-2-clip": Variant(2, "level1", max_norm=0.3),
+        "level1-2-limit": Variant(2, "level1", optimizer="adam", limit=0.05),
+    },
+}
+# Where communication is compared with that of the stock cells.
+COUNTS = {
+    2: {
+        f"{level or 'plain'}-{size}": Variant(size, level, lazy=level in ("level2", "level3"))
+        for level in (None, "level1", "level2", "level3")
+        for size in (1, 2, 8)
+    },
+    4: {
+        f"{level or 'plain'}-2": Variant(2, level, lazy=level in ("level2", "level3"))
+        for level in (None, "level1", "level2", "level3")
+    }
+    | {"level1-2-groups": Variant(2, "level1", shard_size=2)},
+}
+
+
+def local_batch(variant: Variant, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return what ``rank`` loads of a batch."""
+    x, y = BATCHES[number]
+    rows = slice(None) if variant.strategy == "full_batch" else slice(rank * ROWS // size, (rank + 1) * ROWS // size)
+    return Tensor(x[rows]), Tensor(y[rows])
+
+
+def run_whole(variant: Variant) -> tuple[list[Any], dict[str, Any]]:
+    """Train on the whole batches in one process; return loss and norms of each update and the parameters."""
+    network = network_of(variant)
+    network.init_parameters_data()
+    step = WholeBatch(network, optimizer_of(variant, network), variant)
+    step.set_train()
+    printed = [[float(item.asnumpy()) for item in step(Tensor(x), Tensor(y))] for x, y in BATCHES]
+    return printed, {parameter.name: parameter.asnumpy() for parameter in network.get_parameters()}
+
+
+def run_partitioned(model: Any, variant: Variant, rank: int, size: int, start: dict[str, Any]) -> Any:
+    """Run a partitioned step; return what it printed and this rank's part of each weight."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = PartitionedProgram(model, start, rank, f"{folder}/step.mindir")
+        outputs = [program(*local_batch(variant, number, rank, size)) for number in range(len(BATCHES))]
+    return outputs, program.values()
+
+
+def largest_difference(ours: dict[str, Any], whole: dict[str, Any], rank: int) -> float:
+    """Return by how much this rank's part of the weights differs from the whole ones at most."""
+    pairs = [(ours[name], part_of(value, ours[name].shape, rank)) for name, value in whole.items()]
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def numbers_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
+    """Compare our step with one process on the whole batch."""
+    printed, whole = run_whole(variant)
+    with gpu_target():
+        step = our_step(variant)
+        model = partition(step, *local_batch(variant, 0, rank, size))
+    start = values_of(step)
+    outputs, ours = run_partitioned(model, variant, rank, size, start)
+    weights = {name: start[name] for name in whole}
+    return {
+        "whole": printed,
+        "items": [[float(item.asnumpy()) for item in output] for output in outputs],
+        "difference": largest_difference(ours, whole, rank),
+        "moved": largest_difference(ours, weights, rank),
+        "sums": max(float(np.abs(value).max()) for name, value in ours.items() if name.startswith("accu_grads.")),
+        "counts": count_operators(model),
+    }
+
+
+def counts_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
+    """Compare the communication of our step with that of the stock one."""
+    batch = local_batch(variant, 0, rank, size)
+    with gpu_target():
+        ours = count_operators(partition(our_step(variant), *batch))
+        with stock_step(variant) as step:
+            return {"ours": ours, "stock": count_operators(partition(step, *batch))}
+
+
+def attempt(function: Any, *args: Any) -> Any:
+    """Return the result, or the error: one variant shall not hide the others."""
+    try:
+        return function(*args)
+    except Exception:
+        return {"error": traceback.format_exc()[-3000:]}
+
+
+def stock_numbers(variant: Variant, rank: int, size: int) -> dict[str, Any]:
+    """Train with the stock step."""
+    with gpu_target(), stock_step(variant) as step:
+        model = partition(step, *local_batch(variant, 0, rank, size))
+    start = values_of(step)
+    _, ours = run_partitioned(model, variant, rank, size, start)
+    whole = {name: value for name, value in start.items() if name.startswith(("first", "second"))}
+    return {"moved": largest_difference(ours, whole, rank)}
+
+
+def main() -> None:
+    rank, size = connect()
+    result: dict[str, Any] = {"counts": {}}
+    result["numbers"] = {name: attempt(numbers_of, variant, rank, size) for name, variant in NUMBERS[size].items()}
+    # Compiling needs no other rank, and all have the same operators: each takes its share.
+    for name in list(COUNTS[size])[rank::size]:
+        result["counts"][name] = attempt(counts_of, COUNTS[size][name], rank, size)
+    if size == 2:
+        result["stock"] = attempt(stock_numbers, Variant(1), rank, size)
+        result["refusals"] = attempt(refusals, local_batch(Variant(1), 0, rank, size))
+        result["ways"] = attempt(ways, local_batch(Variant(1), 0, rank, size))
+    report(result)
+
+
+if __name__ == "__main__":
+    main()
