@@ -15,7 +15,6 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.grad_clip import ClipByValue
 from ms_gradaccum.micro_batch import split_shapes
 from ms_gradaccum.optimizers import LearningRate
@@ -28,14 +27,14 @@ class PartitionedWindow(nn.Cell):
     """One batch, one window, one update, in one graph.
 
     Args:
-        network: The loss cell and how its batch is split.
+        network: The GradAccumulation.
         optimizer: Its optimizer.
         clip: Clipping of the mean gradient.
         loss_scale: Factor of the loss in the backward pass, a float32 scalar. Default: 1.
     """
 
     def __init__(
-        self, network: GradAccumulation, optimizer: nn.Cell, clip: nn.Cell, loss_scale: Parameter | None = None
+        self, network: nn.Cell, optimizer: nn.Cell, clip: nn.Cell, loss_scale: Parameter | None = None
     ) -> None:
         super().__init__(auto_prefix=False)
         self.sums = WindowSums(network)
@@ -96,7 +95,7 @@ class WindowSums(nn.Cell):
     whole on each device.
     """
 
-    def __init__(self, network: GradAccumulation) -> None:
+    def __init__(self, network: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
         self.micro_size = network.micro_size
         self.batch_axis = network.batch_axis

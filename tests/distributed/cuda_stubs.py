@@ -39,7 +39,7 @@ echo "Cuda compilation tools, release 11.6, V11.6.55"
 
 def why_not() -> str | None:
     """Return what this machine lacks to build the stand-ins, or None."""
-    for tool in ("gcc", "nm", "msrun"):
+    for tool in ("gcc", "nm"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed"
     missing = [user for user in _USERS if not (_PLUGIN / user).exists()]

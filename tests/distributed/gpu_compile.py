@@ -1,15 +1,8 @@
 """Compile for several GPUs on a machine that has none, and count what the compiler made of a cell.
 
-The launcher is for the test, the rest for the processes that it starts.
+`environment` is for the test, the rest for the processes that it starts.
 """
 
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,51 +20,13 @@ import ms_gradaccum
 from ms_gradaccum.compiled import graph_mode
 
 GPU_GROUP = "nccl_world_group"
-_RESULT = "result_{}.json"
 
 
-def launch(script: Path, processes: int, cuda_home: Path, folder: Path, limit: float) -> list[Any]:
-    """Run ``script`` under msrun and return what each process reported."""
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "CUDA_HOME": str(cuda_home),
-        "LD_LIBRARY_PATH": str(cuda_home / "lib64"),
-        # The package beside these tests, wherever another one may be installed.
-        "PYTHONPATH": str(Path(ms_gradaccum.__file__).parents[1]),
-        "REPORT_FOLDER": str(folder),
-        # Four workers on two cores: more threads only wait for each other.
-        "OMP_NUM_THREADS": "1",
-    }
-    command = ["msrun", f"--worker_num={processes}", f"--local_worker_num={processes}", f"--master_port={_free_port()}"]
-    command += [f"--log_dir={folder / 'log'}", "--join=True", str(script)]
-    results = [folder / _RESULT.format(rank) for rank in range(processes)]
-    with (folder / "msrun.log").open("w") as log:
-        launcher = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        _wait(lambda: launcher.poll() is not None or all(result.exists() for result in results), limit)
-    finally:
-        # Its own way to shut down waits 40 s for the processes to notice.
-        launcher.send_signal(signal.SIGINT)
-        launcher.wait()
-    missing = [rank for rank, result in enumerate(results) if not result.exists()]
-    if missing:
-        log_file = folder / "log" / f"worker_{missing[0]}.log"
-        tail = log_file.read_text(errors="replace")[-3000:] if log_file.exists() else "no log"
-        raise RuntimeError(f"rank {missing[0]} of {processes} gave no result:\n{tail}")
-    return [json.loads(result.read_text()) for result in results]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait(done: Any, limit: float) -> None:
-    end = time.monotonic() + limit
-    while not done() and time.monotonic() < end:
-        time.sleep(0.2)
+def environment(cuda_home: Path) -> dict[str, str]:
+    """Return the environment in which a process finds the stand-ins for CUDA."""
+    # The package beside these tests, wherever another one may be installed.
+    package = Path(ms_gradaccum.__file__).parents[1]
+    return {"CUDA_HOME": str(cuda_home), "LD_LIBRARY_PATH": str(cuda_home / "lib64"), "PYTHONPATH": str(package)}
 
 
 def connect() -> tuple[int, int]:
@@ -81,16 +36,6 @@ def connect() -> tuple[int, int]:
     # The compiler asks for the ranks of the group that NCCL would have made.
     create_group(GPU_GROUP, list(range(get_group_size())))
     return get_rank(), get_group_size()
-
-
-def report(result: Any) -> None:
-    """Hand the test what this process has found, then wait for the end that the launcher makes."""
-    name = Path(os.environ["REPORT_FOLDER"]) / _RESULT.format(get_rank())
-    # Whole or not at all: the launcher looks for the name.
-    name.with_suffix(".part").write_text(json.dumps(result))
-    name.with_suffix(".part").rename(name)
-    sys.stdout.flush()
-    time.sleep(600)
 
 
 @contextmanager

@@ -10,14 +10,18 @@ import time
 from pathlib import Path
 
 
-def launch(script, processes, folder, limit=600.0):
-    """Run ``script`` on several processes of this machine and return their reports in the order of the ranks."""
+def launch(script, processes, folder, limit=600.0, extra=None):
+    """Run ``script`` on several processes of this machine and return their reports in the order of the ranks.
+
+    ``extra`` holds environment variables.
+    """
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "REPORT_FOLDER": str(folder),
         # More threads than cores only wait for each other.
         "OMP_NUM_THREADS": "1",
+        **(extra or {}),
     }
     command = ["msrun", f"--worker_num={processes}", f"--local_worker_num={processes}", f"--master_port={_free_port()}"]
     command += [f"--log_dir={folder / 'log'}", "--join=True", str(script)]

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from cuda_stubs import build_cuda_home, why_not
-from gpu_compile import launch
+from gpu_compile import environment
+from launch import launch
 from semi_auto_worker import COUNTS, NUMBERS
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"cannot compile for GPU here: {why_not()}")
@@ -19,8 +20,8 @@ _PARAMETERS = 4
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Return what each rank of 2 and of 4 processes reported. All in one launch each: a launch takes 15 seconds."""
-    cuda_home = build_cuda_home(tmp_path_factory.mktemp("cuda"))
-    return {size: launch(_WORKER, size, cuda_home, tmp_path_factory.mktemp(f"of{size}"), 500) for size in (2, 4)}
+    extra = environment(build_cuda_home(tmp_path_factory.mktemp("cuda")))
+    return {size: launch(_WORKER, size, tmp_path_factory.mktemp(f"of{size}"), extra=extra) for size in (2, 4)}
 
 
 def counts(reports, size, name):
