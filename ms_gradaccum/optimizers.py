@@ -62,7 +62,8 @@ def keeps_absent_rows(optimizer: nn.Cell) -> bool:
 
 def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
     """Return every parameter of the optimizer, also those that it keeps in lists and groups."""
-    found = {id(item): item for item in optimizer.get_parameters()}
+    # By name: a group can hold a rate that the optimizer has replaced by one of the same name.
+    found = {item.name: item for item in optimizer.get_parameters()}
     places = [
         *vars(optimizer).values(),
         *(v for group in getattr(optimizer, "param_groups", []) for v in group.values()),
@@ -70,7 +71,7 @@ def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
     for place in places:
         for item in place if isinstance(place, (list, tuple)) else [place]:
             if isinstance(item, Parameter):
-                found[id(item)] = item
+                found.setdefault(item.name, item)
     return ParameterTuple(found.values())
 
 
