@@ -6,8 +6,9 @@ python benchmarks/step.py --small    # 2 x (Dense(8), GELU), batch 64
 
 import argparse
 import json
+import math
 import os
-import resource
+import platform
 import statistics
 import subprocess
 import sys
@@ -116,7 +117,8 @@ def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
     elif name == LOOP:
         step = loop_by_hand(network.set_train(), optimizer, micro_size)
     elif name == STOCK:
-        step = nn.TrainOneStepCell(StockGradAccumulation(network, micro_size), optimizer).set_train()
+        # What MindSpore's own Model builds. Its step applies accumulators that only semi-auto-parallel fills.
+        step = ms.amp.build_train_network(StockGradAccumulation(network, micro_size), optimizer)
     else:
         step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer)
     if name == WHOLE:
@@ -124,51 +126,49 @@ def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
     return Program(ms.get_context("mode"), step, network)
 
 
-def measure_cost(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
+def measure_child(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
     """Measure memory and compile time; a child process calls this once.
 
-    The memory is the peak of the resident memory over three windows minus the resident memory before the first,
+    The memory is the peak of the resident memory over two windows minus the resident memory before the first,
     when MindSpore is loaded and the network, the optimizer and the batch exist. It holds what compiling leaves,
-    activations, gradients and the accumulation buffer; where pages of zeros (the optimizer's state) are
-    first touched inside a window they count too, for all rows alike.
+    activations, gradients and the accumulation buffer. Pages of zeros (the optimizer's state) that a window is the
+    first to touch count too, in all rows alike. The compile time is what the first call takes longer than the next.
     """
     batch = make_batch(args)
     program = build(name, micro_size, args)
     before = [parameter.asnumpy().copy() for parameter in program.network.trainable_params()]
     resident = _status("VmRSS")
-    _reset_peak()
-    seconds = [program.run(batch) for _ in range(3)]
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    first, second = program.run(batch), program.run(batch)
     peak = _status("VmHWM")
     after = [parameter.asnumpy() for parameter in program.network.trainable_params()]
     trains = any(np.any(a != b) for a, b in zip(after, before))
-    return Cost(peak - resident, seconds[0] - min(seconds[1:]), trains)
+    return Cost(peak - resident, first - second, trains)
 
 
 def _status(key: str) -> float:
-    """Return a figure of this process in MB: VmRSS is now, VmHWM the peak."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
-    except OSError:  # Not Linux. The peak is that of the whole life, and stands for both.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+    """Return a figure of this process in MB: VmRSS is now, VmHWM the peak. NaN on systems other than Linux."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(key)), math.nan)
 
 
-def _reset_peak() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass  # The peak then includes that of loading MindSpore, if it was higher.
-
-
-def cost_in_child(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
-    settings = [f"--{key}={getattr(args, key)}" for key in ("width", "layers", "batch")]
+def run_child(name: str, micro_size: int, args: argparse.Namespace, batch: int) -> Cost:
+    settings = [f"--width={args.width}", f"--layers={args.layers}", f"--batch={batch}"]
     command = [sys.executable, __file__, *settings, "--child", name, "--micro-sizes", str(micro_size)]
-    costs = []
-    for _ in range(args.children):
-        child = subprocess.run(command, capture_output=True, text=True, check=True)
-        costs.append(Cost(*json.loads(child.stdout.splitlines()[-1])))
-    megabytes, compile_s, trains = zip(*costs)
-    return Cost(statistics.median(megabytes), min(compile_s), all(trains))
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return Cost(*json.loads(child.stdout.splitlines()[-1]))
+
+
+def measure_cost(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
+    """Return the median memory and the least compile time of several child processes."""
+    memory = [run_child(name, micro_size, args, args.batch) for _ in range(args.children)]
+    # Compiling takes as long for a small batch, whose windows are too short to disturb the difference.
+    small = min(args.batch, max(64, micro_size))
+    compiling = [run_child(name, micro_size, args, small) for _ in range(args.children)]
+    megabytes = statistics.median(cost.megabytes for cost in memory)
+    return Cost(megabytes, min(cost.compile_s for cost in compiling), all(cost.trains for cost in memory))
 
 
 def measure_times(micro_size: int, args: argparse.Namespace) -> dict[str, float]:
@@ -183,11 +183,11 @@ def measure_times(micro_size: int, args: argparse.Namespace) -> dict[str, float]
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    full_cost = cost_in_child(FULL, 1, args)
+    full_cost = measure_cost(FULL, 1, args)
     full_times, rows = [], []
     for micro_size in args.micro_sizes:
         print(f"measuring micro_size {micro_size} ...", file=sys.stderr, flush=True)
-        costs = {name: cost_in_child(name, micro_size, args) for name in SPLIT}
+        costs = {name: measure_cost(name, micro_size, args) for name in SPLIT}
         times = measure_times(micro_size, args)
         full_times.append(times[FULL])
         rows += [Row(name, micro_size, times[name], costs[name], times[name] / times[FULL]) for name in SPLIT]
@@ -195,9 +195,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def print_table(rows: list[Row]) -> None:
-    print(
-        f"{'window':24}{'micro_size':>11}{'time':>12}{'ratio':>7}{'memory':>10}{'ratio':>7}{'compile':>10}{'ratio':>7}"
-    )
+    print(f"{'window':24}{'micro_size':>11}{'time':>12}{'':7}{'memory':>10}{'':7}{'compile':>10}")
     full = rows[0].cost
     for row in rows:
         memory, compiling = row.cost.megabytes / full.megabytes, row.cost.compile_s / full.compile_s
@@ -231,31 +229,28 @@ def _print_target(what: str, reached: float, wanted: float, sign: str) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, help="features of each layer (1024)")
-    parser.add_argument("--layers", type=int, help="number of Dense + GELU layers (6)")
-    parser.add_argument("--batch", type=int, help="rows of a batch (8192)")
-    parser.add_argument("--micro-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--repeat", type=int, help="timed windows per row, the best counts (5)")
-    parser.add_argument("--children", type=int, default=1, help="processes per memory and compile figure (1)")
     parser.add_argument("--small", action="store_true", help="a tiny net, which shows the cost of a call")
+    sizes = {"width": (1024, 8), "layers": (6, 2), "batch": (8192, 64), "repeat": (5, 30)}
+    for key, (big, small) in sizes.items():
+        parser.add_argument(f"--{key}", type=int, help=f"default: {big}, with --small {small}")
+    parser.add_argument("--micro-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--children", type=int, default=1, help="processes per memory and compile figure")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    defaults = {"width": 8, "layers": 2, "batch": 64, "repeat": 30}
-    if not args.small:
-        defaults = {"width": 1024, "layers": 6, "batch": 8192, "repeat": 5}
-    for key, value in defaults.items():
+    for key, defaults in sizes.items():
         if getattr(args, key) is None:
-            setattr(args, key, value)
+            setattr(args, key, defaults[args.small])
     return args
 
 
 def main() -> None:
     args = parse_args()
     if args.child:
-        print(json.dumps(measure_cost(args.child, args.micro_sizes[0], args)))
+        print(json.dumps(measure_child(args.child, args.micro_sizes[0], args)))
         return
     rows = measure(args)
-    print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch}, Momentum; MindSpore {ms.__version__}")
+    versions = f"MindSpore {ms.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
+    print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch}, Momentum; {versions}")
     print_table(rows)
     print_targets(rows, args.small)
 

@@ -15,21 +15,39 @@ class GradBuffer(nn.Cell):
     fault tolerance and its compiler know.
     """
 
-    def __init__(self, weights: ParameterTuple, dense_only: bool = False) -> None:
+    def __init__(self, weights: ParameterTuple, dense_only: bool = False, shapes: Any = None) -> None:
         super().__init__(auto_prefix=False)
+        # What one micro batch has, and what is kept of it: a part, if the ranks share the sums.
+        self.whole_shapes = tuple(tuple(weight.shape) for weight in weights)
+        shapes = self.whole_shapes if shapes is None else shapes
         # Float32 whatever the weights' dtype: 16-bit sums lose the small addends of a long window.
-        self.sums = ParameterTuple(zeros(f"accu_grads.{weight.name}", weight.shape) for weight in weights)
+        self.sums = ParameterTuple(zeros(f"accu_grads.{weight.name}", shape) for weight, shape in zip(weights, shapes))
         self.loss = zeros("accu_grads.window_loss", ())
         self.weight = zeros("accu_grads.window_weight", ())
         # Calls that the open window has taken in. 0 from an update to the next batch.
         self.batches = zeros("accu_grads.window_batches", (), ms.int32)
         self.map = ops.HyperMap()
         self.add_grad = _add_dense_only if dense_only else _add
+        self.make_dense = _dense_only if dense_only else _dense
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...]) -> Any:
         """Add one micro batch."""
         added = self.map(self.add_grad, self.sums, grads)
         return added, ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
+
+    def dense(self, grads: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """Return the gradients of one micro batch with a value for each row, also that of a sparse lookup."""
+        dense: tuple[Tensor, ...] = ()
+        for grad, shape in zip(grads, self.whole_shapes):
+            dense += (self.make_dense(grad, shape),)
+        return dense
+
+    def no_grads(self) -> tuple[Tensor, ...]:
+        """Return the gradients of no rows."""
+        grads: tuple[Tensor, ...] = ()
+        for shape in self.whole_shapes:
+            grads += (self.zeros(shape, ()),)
+        return grads
 
     def count_batch(self) -> Tensor:
         """Count one batch and return how many the window has now."""
@@ -48,10 +66,18 @@ class GradBuffer(nn.Cell):
             1.0 / ops.select(empty, ops.ones_like(self.weight), self.weight),
         )
 
-    def clear(self) -> Any:
-        """Assign zeros; a product with 0 would keep NaN and Inf for ever."""
-        cleared = self.map(_assign_zeros, self.sums)
-        return cleared, _assign_zeros(self.loss), _assign_zeros(self.weight), _assign_zeros(self.batches)
+    def clear(self, done: Any = ()) -> Any:
+        """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
+        for total in self.sums:
+            # One after the other, or there would be zeros for all of them at a time.
+            done = ops.assign(total, self.zeros(total.shape, done))
+        scalars = (_assign_zero(self.loss), _assign_zero(self.weight))
+        return done, scalars, _assign_zero(self.batches)
+
+    def zeros(self, shape: tuple[int, ...], done: Any) -> Tensor:
+        """Return zeros that are made when they are needed: constants of a graph take memory for ever."""
+        never = ops.less(ops.depend(self.batches, done), 0)  # It counts; the compiler does not know that.
+        return ops.broadcast_to(ops.cast(never, ms.float32), shape)
 
 
 _add = ops.MultitypeFuncGraph("add_gradient")
@@ -82,6 +108,34 @@ def _add_no_rows(total: Parameter, grad: Any) -> Tensor:
     return total
 
 
+_dense = ops.MultitypeFuncGraph("dense_gradient")
+
+
+@_dense.register("Tensor", "Tuple")
+def _is_dense(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return grad
+
+
+@_dense.register("RowTensor", "Tuple")
+def _make_dense(grad: Any, shape: tuple[int, ...]) -> Tensor:
+    values = ops.cast(grad.values, ms.float32)
+    return ops.tensor_scatter_add(ops.zeros(shape, ms.float32), ops.expand_dims(grad.indices, 1), values)
+
+
+_dense_only = ops.MultitypeFuncGraph("dense_gradient_alone")
+
+
+@_dense_only.register("Tensor", "Tuple")
+def _is_dense_alone(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return grad
+
+
+@_dense_only.register("RowTensor", "Tuple")
+def _make_no_dense(grad: Any, shape: tuple[int, ...]) -> Any:
+    _refuse_rows()
+    return grad
+
+
 @_primexpr
 def _refuse_rows() -> None:
     raise ValueError(
@@ -91,8 +145,8 @@ def _refuse_rows() -> None:
     )
 
 
-def _assign_zeros(parameter: Parameter) -> Tensor:
-    return ops.assign(parameter, ops.zeros_like(parameter))
+def _assign_zero(scalar: Parameter) -> Tensor:
+    return ops.assign(scalar, ops.zeros_like(scalar))
 
 
 def zeros(name: str, shape: tuple[int, ...], dtype: Any = ms.float32) -> Parameter:

@@ -44,9 +44,9 @@ class Model(ms.Model):
     Keyword Args:
         accumulation_steps (int): Number of batches of one update. Default: ``1``.
         clip (Union[ClipByGlobalNorm, ClipByValue, None]): Clipping of the window's mean gradient.
-        Default: ``None``.
-    parallel (Union[str, DataParallel]): ``"auto"``: nothing to communicate in one process, data parallel in
-        several. Default: ``"auto"``.
+            Default: ``None``.
+        parallel (Union[str, DataParallel, HSDP]): ``"auto"``: nothing to communicate in one process, what
+            ``AutoParallel`` says around `network`, data parallel otherwise. Default: ``"auto"``.
         last_window (str): What becomes of a window that is unfinished at the end of the dataset's pass:
 
             - ``"apply"``: one more update, divided by the window's true weight. It is made before the
@@ -79,9 +79,9 @@ class Model(ms.Model):
         [[2.04]]
     """
 
-    # Whether a pass over the data is going on, and how many windows other processes close more in it.
+    # Whether a pass over the data is going on, and how many batches more some other process has in it.
     _in_pass = False
-    _missing_windows = 0
+    _missing_batches = 0
 
     def __init__(
         self,
@@ -176,23 +176,28 @@ class Model(ms.Model):
     def _eval_during_train(self, valid_infos: Any, cb_params: Any, list_callback: Any) -> None:
         if self._in_pass:
             # A callback has ended the pass before the end of its data.
-            self._finish_pass(cb_params, 1)
+            self._finish_pass(cb_params, 0)
         super()._eval_during_train(valid_infos, cb_params, list_callback)
 
     def _begin_pass(self, batches: int) -> None:
-        """Find out how many windows the other processes close more than this one in a pass over the data."""
+        """Find out how many batches more than this process the others have in a pass over the data."""
         self._in_pass = True
-        self._missing_windows = self._train_network.missing_windows(batches, self.last_window == "apply")
+        self._missing_batches = self._train_network.missing_batches(batches)
 
-    def _finish_pass(self, cb_params: Any, windows: int) -> None:
-        """Do with an unfinished window what `last_window` says, together with the other processes."""
+    def _finish_pass(self, cb_params: Any, missing_batches: int) -> None:
+        """Join the other processes in their last batches, and do with an unfinished window what `last_window` says."""
         self._in_pass = False
+        for _ in range(missing_batches):
+            self._show(cb_params, self._train_network.join())
         if self.last_window == "drop":
             self._train_network.drop()
-        if self.last_window == "apply" or self._train_network.parallel.several:
-            for _ in range(windows):
-                output = self._train_network.flush()
-                cb_params.net_outputs = cb_params.net_outputs if output is None else output
+        if self.last_window == "apply":
+            self._show(cb_params, self._train_network.flush())
+
+    def _show(self, cb_params: Any, output: StepOutput | None) -> None:
+        """Let callbacks see the end of a window that no batch of this process has made."""
+        if output is not None and (output.updated.asnumpy() or output.overflow.asnumpy()):
+            cb_params.net_outputs = output
 
 
 class _FinishStep(Callback):
@@ -212,7 +217,7 @@ class _FinishStep(Callback):
         cb_params.net_outputs = StepOutput(*cb_params.net_outputs)
         step = (cb_params.cur_step_num - 1) % cb_params.batch_num + 1
         if step == cb_params.batch_num:
-            self.model._finish_pass(cb_params, self.model._missing_windows)
+            self.model._finish_pass(cb_params, self.model._missing_batches)
         if self.stop_at_invalid_loss:
             self._check_loss(cb_params.net_outputs.loss, cb_params.cur_epoch_num, step)
 

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import mindspore as ms
@@ -12,18 +13,19 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from ms_gradaccum._checks import check_cell, check_positive_int, sentence
 from ms_gradaccum.compiled import Compiled, graph_mode
 from ms_gradaccum.grad_accumulation import GradAccumulation
-from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, NoClip
-from ms_gradaccum.optimizers import check_optimizer, claim_optimizer, keeps_absent_rows
+from ms_gradaccum.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.parallel.choose import build_parallel, check_parallel
 from ms_gradaccum.parallel.partitioned import PartitionedWindow
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
-from ms_gradaccum.parallel.world import gather_values
+from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.window import MicroStep, Window
 
 _OWNER = "TrainOneStepCell"
 _MANY_STRUCTURES = 8
+# Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a reshape.
+_ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 
 
 class TrainOneStepCell(nn.TrainOneStepCell):
@@ -78,6 +80,9 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         102.0 [[2.04]]
     """
 
+    # Whether `parameters_and_names` stands for what a checkpoint holds.
+    _shows_whole = False
+
     def __init__(
         self,
         network: nn.Cell,
@@ -110,10 +115,14 @@ class TrainOneStepCell(nn.TrainOneStepCell):
     def _build_host_driven(self, kind: Any, clip: nn.Cell) -> None:
         network, optimizer = self.network, self.optimizer
         settings = {"micro_size": network.micro_size, "accumulation_steps": self.accumulation_steps, "clip": repr(clip)}
-        self.buffer = GradBuffer(self.weights, keeps_absent_rows(optimizer))
-        self.micro_step = MicroStep(network.weighted_loss, self.buffer, self.weights)
-        self.parallel = build_parallel(_OWNER, kind, optimizer, self.buffer, network, settings)
-        self.window = Window(self.buffer, optimizer, clip, self.parallel)
+        self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings)
+        self.buffer = self.parallel.buffer
+        self.micro_step = MicroStep(network.weighted_loss, self.parallel, self.weights)
+        self.window = Window(optimizer, clip, self.parallel)
+        # MindSpore's saving asks these for the whole of a parameter; in place of a layout, ours knows how to gather.
+        self.parameter_layout_dict = dict.fromkeys(self.parallel.gathers, _ANY_LAYOUT)
+        self.parallel_parameter_merge_net_dict = self.parallel.gathers
+        self._shows_whole = True
 
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Built in training mode."""
@@ -134,13 +143,23 @@ class TrainOneStepCell(nn.TrainOneStepCell):
             return []
         return [self.micro_step, self.window.report, self.window.update, *self._micro_steps.values()]
 
+    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Any]]:
+        """Iterate over the parameters, see ``nn.Cell.parameters_and_names``; over the whole ones, where this process
+        has a part, so that what saves and loads checkpoints need not know."""
+        for name, parameter in super().parameters_and_names(name_prefix, expand):
+            saved = self.parallel.saved(parameter) if self._shows_whole else parameter
+            if saved is not None:
+                yield name, saved
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the whole window as one graph, see ``nn.Cell.compile``."""
-        if self.semi_auto is None:
-            super().compile(*args, **kwargs)
-            return
-        with self.semi_auto.compiling():
-            super().compile(*args, **kwargs)
+        settings = nullcontext() if self.semi_auto is None else self.semi_auto.compiling()
+        shown, self._shows_whole = self._shows_whole, False
+        try:
+            with settings:
+                super().compile(*args, **kwargs)
+        finally:
+            self._shows_whole = shown
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         if self.semi_auto is not None:
@@ -149,6 +168,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         structure, micro_batches = self.network.split(*args, **kwargs)
         micro_step = self._micro_step_for(structure)
         batches = self.open_batches()
+        # Before any of them: the messages of all ranks must come in one order.
+        rounds = self.parallel.rounds(len(micro_batches))
         added = 0
         try:
             for rows, tensors in micro_batches:
@@ -158,10 +179,24 @@ class TrainOneStepCell(nn.TrainOneStepCell):
             if added or micro_step.has_run:
                 self._abandon(batches)
             raise
+        self.window.add_nothing(rounds - added)
+        return self._end_batch(batches, loss, weight)
+
+    def _end_batch(self, batches: int, loss: Tensor, weight: Tensor) -> StepOutput:
+        """Count a batch, and end the window if it is the last one."""
         if batches + 1 == self.accumulation_steps:
             return self.window.close()
         self.buffer.batches.set_data(Tensor(batches + 1, ms.int32))
         return StepOutput(*_open_window_output(loss, weight))
+
+    def join(self) -> StepOutput:
+        """Take part in a batch of the other processes without one: this process has run out of data.
+
+        Adds nothing, and counts as a batch of the window. Of several processes all but those that join must call the
+        step at the same time.
+        """
+        self.window.add_nothing(self.parallel.rounds(0))
+        return self._end_batch(self.open_batches(), self.buffer.mean_loss(), self.buffer.weight.value())
 
     def _micro_step_for(self, structure: Hashable) -> Compiled:
         if structure not in self._micro_steps:
@@ -175,7 +210,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         return self._micro_steps[structure]
 
     def _build_micro_step(self, structure: Any) -> MicroStep:
-        cell = MicroStep(self.network.loss_of(structure), self.buffer, self.weights)
+        cell = MicroStep(self.network.loss_of(structure), self.parallel, self.weights)
         cell.set_train(self.training)
         cell._get_attr_from_cell(self)  # What `set_jit_config` has said.
         return cell
@@ -194,21 +229,15 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         output = self.window.close()
         return output if output.updated.asnumpy() or output.overflow.asnumpy() else None
 
-    def missing_windows(self, batches: int, apply_last: bool) -> int:
-        """Return how many windows more than this process some other one closes in its next ``batches`` batches.
+    def missing_batches(self, batches: int) -> int:
+        """Return how many batches more than this process some other one has, this one having ``batches`` to come.
 
-        Of several processes all must call it before a pass over their data, and close that many empty
-        windows after it. With ``apply_last`` an unfinished window counts.
+        Of several processes all must call it before a pass over their data, and `join` that many times after it.
         """
-        if self.semi_auto is not None:
-            return 0  # Each call is a window, and the compiler's step needs the batches of all.
+        if self.semi_auto is not None or not self.parallel.several:
+            return 0
         calls = self.open_batches() + batches
-        own = calls // self.accumulation_steps
-        everyone = gather_values(calls) if self.parallel.several else [calls]
-        return (
-            max(-(-n // self.accumulation_steps) if apply_last else n // self.accumulation_steps for n in everyone)
-            - own
-        )
+        return max(gather_counts(calls)) - calls
 
     def drop(self) -> int:
         """Throw an unfinished window away and return the number of batches that it had."""

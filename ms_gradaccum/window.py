@@ -6,7 +6,6 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.compiled import Compiled
-from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.optimizers import LearningRate, all_parameters
 from ms_gradaccum.parallel.single import SingleProcess
@@ -18,27 +17,40 @@ _NOTHING = Tensor(0.0, ms.float32)
 class MicroStep(nn.Cell):
     """Forward and backward of one micro batch, added into the buffer."""
 
-    def __init__(self, weighted_loss: WeightedLoss, buffer: GradBuffer, weights: ParameterTuple) -> None:
+    def __init__(self, weighted_loss: WeightedLoss, parallel: SingleProcess, weights: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
         self.weighted_loss = weighted_loss
-        self.buffer = buffer
+        self.parallel = parallel
+        self.buffer = parallel.buffer
         self.loss_and_grads = ops.value_and_grad(weighted_loss, None, weights, has_aux=True)
         self._get_attr_from_cell(weighted_loss.network)
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
         """Return the mean loss and the weight of the window so far."""
         (loss_sum, weight), grads = self.loss_and_grads(rows, *tensors)
-        added = self.buffer.add(loss_sum, weight, grads)
+        added = self.buffer.add(loss_sum, weight, self.parallel.share(grads))
         mean_loss = ops.depend(self.buffer.mean_loss(), added)
         return mean_loss, ops.depend(self.buffer.weight + 0.0, added)
+
+
+class EmptyStep(nn.Cell):
+    """The part of a rank that has no micro batch left in what the ranks add up for each micro batch."""
+
+    def __init__(self, parallel: SingleProcess) -> None:
+        super().__init__(auto_prefix=False)
+        self.parallel = parallel
+        self.buffer = parallel.buffer
+
+    def construct(self, nothing: Tensor) -> Any:
+        return self.buffer.add(nothing, nothing, self.parallel.share(self.buffer.no_grads()))
 
 
 class Report(nn.Cell):
     """First half of the end of a window: reduce over ranks, divide by the weight, finite?, norm."""
 
-    def __init__(self, buffer: GradBuffer, optimizer: nn.Cell, parallel: SingleProcess) -> None:
+    def __init__(self, optimizer: nn.Cell, parallel: SingleProcess) -> None:
         super().__init__(auto_prefix=False)
-        self.buffer = buffer
+        self.buffer = parallel.buffer
         self.parallel = parallel
         self.learning_rate = LearningRate(optimizer)
 
@@ -59,9 +71,9 @@ class Report(nn.Cell):
 class Update(nn.Cell):
     """Second half of the end of a window: clip, optimizer, clear."""
 
-    def __init__(self, buffer: GradBuffer, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess) -> None:
+    def __init__(self, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess) -> None:
         super().__init__(auto_prefix=False)
-        self.buffer = buffer
+        self.buffer = parallel.buffer
         self.optimizer = optimizer
         self.clip = clip
         self.parallel = parallel
@@ -75,11 +87,11 @@ class Update(nn.Cell):
         if clipped_norm is None:
             clipped_norm = self.parallel.norm(grads)
         typed: tuple[Tensor, ...] = ()
-        for grad, weight in zip(grads, self.parallel.weights):
+        for grad, weight in zip(self.parallel.for_optimizer(grads), self.parallel.weights):
             typed += (ops.cast(grad, weight.dtype),)
         ready = ops.depend(typed, self.parallel.before_update())
         updated = self.parallel.after_update(self.optimizer(ready))
-        return ops.depend(ops.depend(clipped_norm, updated), self.buffer.clear())
+        return ops.depend(clipped_norm, self.buffer.clear(updated))
 
     def touch(self, value: Tensor) -> Tensor:
         """Return ``value``, having looked at all parameters of the optimizer.
@@ -106,13 +118,21 @@ class Window(nn.Cell):
     reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, report.
     """
 
-    def __init__(self, buffer: GradBuffer, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess) -> None:
+    def __init__(self, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess) -> None:
         super().__init__(auto_prefix=False)
-        self.buffer = buffer
-        self.report = Report(buffer, optimizer, parallel)
-        self.update = Update(buffer, optimizer, clip, parallel)
+        self.buffer = parallel.buffer
+        self.parallel = parallel
+        self.report = Report(optimizer, parallel)
+        self.update = Update(optimizer, clip, parallel)
+        self.empty_step = EmptyStep(parallel)
         self.run_report = Compiled(lambda: self.report, "TrainOneStepCell", "the report")
         self.run_update = Compiled(lambda: self.update, "TrainOneStepCell", "the optimizer")
+        self.run_empty_step = Compiled(lambda: self.empty_step, "TrainOneStepCell", "the empty step")
+
+    def add_nothing(self, micro_batches: int) -> None:
+        """Take part in micro batches that other ranks have in addition to ours."""
+        for _ in range(micro_batches):
+            self.run_empty_step(_NOTHING)
 
     def close(self) -> StepOutput:
         """End the window from the host, with the decision whether to update made in Python."""
@@ -127,6 +147,7 @@ class Window(nn.Cell):
         clipped_norm = norm
         if updated.asnumpy():
             clipped_norm = self.run_update(norm)
+            self.parallel.check_replicas()
         else:
             self.buffer.clear()
         return StepOutput(loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)

@@ -195,9 +195,13 @@ def test_a_weight_has_no_gradient_of_its_own():
         def construct(self, x):
             return (self.weight * x).sum(), self.weight.sum() * x.shape[0]
 
+    # 6 / (2 * 3): the weight counts and is not trained, by a step nor as a cell.
     step = keeping_step(OwnWeight(), 2, weighted=True)
     step(Tensor(np.float32([1, 2, 3])))
-    assert step.optimizer.gradients() == [1]  # 6 / (2 * 3): the weight counts and is not trained
+    assert step.optimizer.gradients() == [1]
+    with pytest.warns(UserWarning, match=FOREIGN_TRAIN_CELL):
+        gradients = ops.grad(step.network, None, step.weights)(Tensor(np.float32([1, 2, 3])))
+    assert [number(gradient) for gradient in gradients] == [1]
 
 
 @pytest.mark.parametrize("weighted", [False, True])

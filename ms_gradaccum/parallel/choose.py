@@ -8,11 +8,13 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence
 from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelSum
+from ms_gradaccum.optimizers import keeps_absent_rows
+from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelShards, DataParallelSum
 from ms_gradaccum.parallel.hsdp import HSDP, ShardedUpdate, check_shardable
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
+from ms_gradaccum.parallel.sharding import Shards
 from ms_gradaccum.parallel.single import SingleProcess
-from ms_gradaccum.parallel.world import check_agreement, current_world, unify
+from ms_gradaccum.parallel.world import World, check_agreement, current_world, unify
 
 _REMEDY = "'auto' looks at the number of processes."
 
@@ -58,15 +60,24 @@ def _settings_of(network: AutoParallel) -> Any:
 
 
 def build_parallel(
-    owner: str, kind: Any, optimizer: nn.Cell, buffer: GradBuffer, network: nn.Cell, settings: dict[str, Any]
+    owner: str, kind: Any, optimizer: nn.Cell, network: nn.Cell, settings: dict[str, Any]
 ) -> SingleProcess:
-    """Return what happens at the end of a window. All ranks start with the same parameters then. Collective."""
+    """Return the buffer and what becomes of it in this world. All ranks start with the same weights. Collective."""
+    weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
     if kind is None:
-        return SingleProcess(optimizer.parameters, buffer)
-    shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in optimizer.parameters]
+        return SingleProcess(weights, GradBuffer(weights, dense_only))
+    shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_agreement(owner, {**settings, "parallel": repr(kind), "the optimizer's parameters": shapes})
     if isinstance(kind, HSDP):
         check_shardable(optimizer)
+    _start_alike(owner, network, optimizer)
+    world = current_world(owner)
+    if isinstance(kind, DataParallel) and not kind.sync_each_batch:
+        return DataParallelSum(weights, GradBuffer(weights, dense_only), world, kind)
+    return _build_sharded(owner, kind, optimizer, dense_only, world)
+
+
+def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     for cell in (network, optimizer):
         cell.init_parameters_data()
     parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
@@ -74,9 +85,21 @@ def build_parallel(
         warnings.warn(
             f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
             f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint.",
-            stacklevel=4,
+            stacklevel=5,
         )
-    world = current_world(owner)
-    if isinstance(kind, HSDP):
-        return ShardedUpdate(optimizer, buffer, kind, world)
-    return DataParallelSum(optimizer.parameters, buffer, world)
+
+
+def _build_sharded(owner: str, kind: Any, optimizer: nn.Cell, dense_only: bool, world: World) -> SingleProcess:
+    weights = optimizer.parameters
+    if isinstance(kind, DataParallel):
+        shards = Shards(weights, world.size, 0, world)
+        return DataParallelShards(weights, GradBuffer(weights, dense_only, shards.shapes), shards, world, kind)
+    if kind.optimizer_level == "level3":
+        warnings.warn(
+            f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
+            f"takes the compiler, inside AutoParallel on Ascend or GPU.",
+            stacklevel=5,
+        )
+    shards = Shards(weights, world.size if kind.shard_size == -1 else kind.shard_size, kind.threshold, world)
+    buffer = GradBuffer(weights, dense_only, shards.shapes if kind.every_batch else None)
+    return ShardedUpdate(optimizer, buffer, shards, world, kind)

@@ -7,15 +7,11 @@ stage 1, with the hybrid groups of PyTorch's HSDP.
 from dataclasses import dataclass
 from typing import Any
 
-import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum._checks import sentence
-from ms_gradaccum.grad_buffer import GradBuffer, zeros
-from ms_gradaccum.grad_clip import sum_of_squares
-from ms_gradaccum.parallel.collectives import Gather, Group, ScatterSum, Sum, after, fill_buckets
-from ms_gradaccum.parallel.data_parallel import SumOverRanks
-from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum._checks import check_bool, check_choice, sentence
+from ms_gradaccum.grad_buffer import GradBuffer
+from ms_gradaccum.parallel.sharding import ShardedSums, Shards
 from ms_gradaccum.parallel.world import World
 
 _OWNER = "HSDP"
@@ -25,15 +21,27 @@ _OWNER = "HSDP"
 class HSDP:
     """Hybrid sharded data parallelism: each rank of a shard group keeps and updates its rows of every parameter.
 
-    Optimizer state and reduced gradients are sharded on axis 0; the weights that the network uses and the float32
-    buffer are whole on each rank. An update costs a reduce-scatter of the gradients and an all-gather of the weights
-    inside each group and, if there are several groups, an all-reduce of the shards across them.
+    ==========  ===============  ===================  ====================
+    level       optimizer state  sums of a window     weights
+    ==========  ===============  ===================  ====================
+    ``level1``  sharded          whole, then sharded  whole
+    ``level2``  sharded          sharded              whole
+    ``level3``  sharded          sharded              whole (with a warning)
+    ==========  ===============  ===================  ====================
+
+    Shards are rows of axis 0. With ``level1`` micro batches communicate nothing; an update costs a reduce-scatter of
+    the sums and an all-gather of the weights inside each group and, if there are several groups, an all-reduce of
+    the shards across them. With ``level2`` each micro batch costs the reduce-scatter, and no rank ever holds the
+    whole sums. Sharding the weights too (``level3``) takes the compiler's HSDP, inside ``AutoParallel`` on Ascend or
+    GPU.
 
     Args:
         shard_size (int): Number of ranks that share one copy. It divides the number of ranks. ``-1``: all ranks.
             Default: ``-1``.
         threshold (int): Parameters smaller than this stay whole on each rank. Unit: KB. Default: ``64``.
-        optimizer_level (str): ``"level1"``, the only one that this path has. Default: ``"level1"``.
+        optimizer_level (str): ``"level1"``, ``"level2"`` or ``"level3"``. Default: ``"level1"``.
+        check_weights (bool): Whether to compare a hash of the weights over the ranks after each update and raise a
+            RuntimeError if they differ; for debugging. Default: ``False``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -44,13 +52,14 @@ class HSDP:
 
     Examples:
         >>> from ms_gradaccum import HSDP
-        >>> print(HSDP(shard_size=2, threshold=0))
-        HSDP(shard_size=2, threshold=0, optimizer_level='level1')
+        >>> print(HSDP(shard_size=2, threshold=0).optimizer_level)
+        level1
     """
 
     shard_size: int = -1
     threshold: int = 64
     optimizer_level: str = "level1"
+    check_weights: bool = False
 
     def __post_init__(self) -> None:
         for name, lowest, remedy in (("shard_size", 1, "-1 means all ranks."), ("threshold", 0, "It is in KB.")):
@@ -60,107 +69,55 @@ class HSDP:
                 raise TypeError(sentence(_OWNER, name, rule, f"{value!r} of type {type(value).__name__}", remedy))
             if value < lowest and not (name == "shard_size" and value == -1):
                 raise ValueError(sentence(_OWNER, name, rule, value, remedy))
-        if self.optimizer_level != "level1":
-            remedy = "The gradient buffer and the weights stay whole here; level2 and level3 need the compiler's HSDP."
-            raise ValueError(sentence(_OWNER, "optimizer_level", "'level1'", repr(self.optimizer_level), remedy))
+        remedy = "Higher levels shard more and communicate more."
+        check_choice(_OWNER, "optimizer_level", self.optimizer_level, ("level1", "level2", "level3"), remedy)
+        check_bool(_OWNER, "check_weights", self.check_weights, "True is for debugging.")
+
+    @property
+    def every_batch(self) -> bool:
+        """Whether the ranks add up the gradients of each micro batch, and keep nothing but their shards."""
+        return self.optimizer_level != "level1"
 
 
-class ShardedUpdate(SingleProcess):
+class ShardedUpdate(ShardedSums):
     """What HSDP does at the end of a window. Takes over an optimizer that was built for whole parameters."""
 
-    several = True
-
-    def __init__(self, optimizer: nn.Optimizer, buffer: GradBuffer, settings: HSDP, world: World) -> None:
-        size = world.size if settings.shard_size == -1 else settings.shard_size
+    def __init__(
+        self, optimizer: nn.Optimizer, buffer: GradBuffer, shards: Shards, world: World, settings: HSDP
+    ) -> None:
         whole = tuple(optimizer.parameters)
-        sharded = tuple(i for i, weight in enumerate(whole) if _is_sharded(weight, size, settings.threshold))
-        group = Group(world.rank // size * size, size, 1, world.rank, world.size)
-        shard_optimizer(optimizer, sharded, size, group.index)
-        super().__init__(optimizer.parameters, buffer)
+        state = shard_optimizer(optimizer, shards)
+        super().__init__(optimizer.parameters, buffer, shards, world, settings.every_batch, settings.check_weights)
         self.whole = ParameterTuple(whole)
-        self.sharded = sharded
-        sizes = [weight.size for weight in whole]
-        kept = [i for i in range(len(whole)) if i not in sharded]
-        self.sum_whole = SumOverRanks(kept, sizes, world)
-        self.buckets = fill_buckets(sharded, sizes)
-        self.scatter_sum, self.gather = ScatterSum(group), Gather(group)
-        self.sum_over_groups = Sum(Group(group.index, world.size // size, size, world.rank, world.size))
-        self.sum_over_world = Sum(Group(0, world.size, 1, world.rank, world.size))
-        self.size, self.index, self.groups = size, group.index, world.size // size
-        self.is_sharded = tuple(i in sharded for i in range(len(whole)))
-        # Where the sums of the sharded gradients go; those of the others stay where they are.
-        self.sums = ParameterTuple(
-            zeros(f"accu_grads.shard.{weight.name}", self.weights[i].shape) if i in sharded else buffer.sums[i]
-            for i, weight in enumerate(whole)
-        )
+        for item in state:
+            self.show_whole(item)
+        # The network's own weights are saved and loaded; their slices follow them before each update.
+        self.hidden |= {id(self.weights[i]) for i in shards.sharded}
 
-    def reduce(self) -> Any:
-        done = self.sum_whole(self.buffer.sums, self.buffer.loss, self.buffer.weight)
-        for bucket in self.buckets:
-            rows: tuple[Tensor, ...] = ()
-            for i in bucket:
-                rows += (self.buffer.sums[i].reshape(self.size, -1),)
-            total = self.sum_over_groups(self.scatter_sum(after(ops.concat(rows, 1), done)))
-            done = self._put(self.sums, bucket, total)
-        return done
-
-    def norm(self, grads: tuple[Tensor, ...]) -> Tensor:
-        shards, whole = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
-        for i, grad in enumerate(grads):
-            if self.is_sharded[i]:
-                shards = shards + sum_of_squares(grad)
-            else:
-                whole = whole + sum_of_squares(grad)
-        # Over all ranks, though each group has all shards: so every rank gets the same bits.
-        return ops.sqrt(self.sum_over_world(shards.reshape(1)).reshape(()) / self.groups + whole)
+    def replicas(self) -> tuple[Parameter, ...]:
+        return tuple(self.whole)
 
     def before_update(self) -> Any:
         # The network's weights are the truth: a checkpoint may have been loaded into them since the last update.
         done: tuple[Any, ...] = ()
-        for i in self.sharded:
-            rows = self.weights[i].shape[0]
-            done += (ops.assign(self.weights[i], self.whole[i][self.index * rows : (self.index + 1) * rows]),)
+        for i in self.shards.sharded:
+            done += (ops.assign(self.weights[i], self.shards.cut(self.whole[i])),)
         return done
 
     def after_update(self, updated: Any) -> Any:
-        done = updated
-        for bucket in self.buckets:
-            flat: tuple[Tensor, ...] = ()
-            for i in bucket:
-                # As float32, which every backend sends and which holds 16-bit weights exactly.
-                flat += (ops.cast(self.weights[i].reshape(-1), ms.float32),)
-            rows = self.gather(after(ops.concat(flat), done))
-            done = ()
-            begin = 0
-            for i in bucket:
-                size = self.weights[i].size
-                full = rows[:, begin : begin + size].reshape(self.whole[i].shape)
-                done += (ops.assign(self.whole[i], ops.cast(full, self.whole[i].dtype)),)
-                begin += size
-        return done
-
-    def _put(self, targets: ParameterTuple, bucket: Any, values: Tensor) -> Any:
+        gathered = self.shards.gather(tuple(self.weights), updated)
         done: tuple[Any, ...] = ()
-        begin = 0
-        for i in bucket:
-            size = targets[i].size
-            done += (ops.assign(targets[i], values[begin : begin + size].reshape(targets[i].shape)),)
-            begin += size
-        return done
-
-
-def _is_sharded(weight: Parameter, size: int, threshold: int) -> bool:
-    nbytes = weight.size * weight.itemsize
-    return size > 1 and weight.ndim > 0 and weight.shape[0] % size == 0 and nbytes >= threshold * 1024
+        for i in self.shards.sharded:
+            done += (ops.assign(self.whole[i], gathered[i]),)
+        return done, updated
 
 
 def check_shardable(optimizer: nn.Cell) -> None:
     """Raise unless each row of a parameter can be updated from that row of the gradient and of the state."""
     remedy = "Use an optimizer that works element by element, or DataParallel()."
-    whole = (nn.Lamb, nn.LARS, nn.AdaFactor)
-    if not isinstance(optimizer, nn.Optimizer) or isinstance(optimizer, whole):
-        got = f"{type(optimizer).__name__}, which looks at whole parameters or keeps its state elsewhere"
-        raise ValueError(sentence(_OWNER, "optimizer", "an elementwise optimizer of mindspore.nn", got, remedy))
+    if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
+        got = f"{type(optimizer).__name__}, which looks at whole parameters"
+        raise ValueError(sentence(_OWNER, "optimizer", "one that works element by element", got, remedy))
     shapes = [weight.shape for weight in optimizer.parameters]
     known = {id(item) for value in _matching(optimizer, shapes) for item in value}
     for item in optimizer.get_parameters():
@@ -174,27 +131,28 @@ def _matching(optimizer: nn.Cell, shapes: list[Any]) -> list[ParameterTuple]:
     return [value for value in tuples if [item.shape for item in value] == shapes]
 
 
-def shard_optimizer(optimizer: nn.Optimizer, sharded: tuple[int, ...], size: int, index: int) -> None:
-    """Replace the parameters ``sharded`` of the optimizer, and the state that belongs to them, by their slices."""
+def shard_optimizer(optimizer: nn.Optimizer, shards: Shards) -> list[Parameter]:
+    """Replace the parameters that are sharded, and the state that belongs to them, by slices. Return the state's."""
     shapes = [weight.shape for weight in optimizer.parameters]
+    weights = {id(weight) for weight in optimizer.parameters}
     # A parameter can be in several tuples and must stay one.
     slices: dict[int, Parameter] = {}
     for value in _matching(optimizer, shapes):
-        for i in sharded:
+        for i in shards.sharded:
             if id(value[i]) not in slices:
-                slices[id(value[i])] = _slice(value[i], size, index)
+                # The network has a weight of that name; nothing else has the state's.
+                name = f"shard.{value[i].name}" if id(value[i]) in weights else value[i].name
+                values = Tensor(shards.cut(value[i].asnumpy()))
+                slices[id(value[i])] = Parameter(values, name, requires_grad=value[i].requires_grad)
     for name, value in list(vars(optimizer).items()):
         if isinstance(value, ParameterTuple) and any(id(item) in slices for item in value):
             # Past Cell.__setattr__, which takes the second name of a tuple for another one of the same names.
             vars(optimizer)[name] = ParameterTuple(slices.get(id(item), item) for item in value)
+    for group in getattr(optimizer, "param_groups", []):
+        group["params"] = [slices.get(id(item), item) for item in group["params"]]
     for name, item in list(optimizer._params.items()):
         if id(item) in slices:
             # The whole state must go, or nothing is saved.
             del optimizer._params[name]
             optimizer._params[slices[id(item)].name] = slices[id(item)]
-
-
-def _slice(parameter: Parameter, size: int, index: int) -> Parameter:
-    rows = parameter.shape[0] // size
-    values = parameter.asnumpy()[index * rows : (index + 1) * rows]
-    return Parameter(Tensor(values), f"shard.{parameter.name}", requires_grad=parameter.requires_grad)
+    return [item for key, item in slices.items() if key not in weights]

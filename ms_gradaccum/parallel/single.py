@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.grad_clip import sum_of_squares
@@ -12,6 +12,8 @@ class SingleProcess(nn.Cell):
     """Nothing to communicate. The other kinds of parallelism override what they need."""
 
     several = False
+    # Whether the ranks meet in each micro batch, and not in each update alone.
+    every_batch = False
 
     def __init__(self, weights: ParameterTuple, buffer: GradBuffer) -> None:
         super().__init__(auto_prefix=False)
@@ -19,6 +21,16 @@ class SingleProcess(nn.Cell):
         self.weights = weights
         self.sums = buffer.sums
         self.buffer = buffer
+        # By name, what makes the whole of a parameter of which this rank has a part.
+        self.gathers: dict[str, Any] = {}
+
+    def rounds(self, micro_batches: int) -> int:
+        """Return how many micro batches the rank with the most of them has in this batch. Called by the host."""
+        return micro_batches
+
+    def share(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what is added into the buffer for the gradients of one micro batch."""
+        return grads
 
     def reduce(self) -> Any:
         """Add the buffer's loss and weight and its sums over the ranks, the latter into `sums`."""
@@ -31,6 +43,10 @@ class SingleProcess(nn.Cell):
             total = total + sum_of_squares(grad)
         return ops.sqrt(total)
 
+    def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the gradients as the optimizer takes them."""
+        return grads
+
     def before_update(self) -> Any:
         """Bring `weights` up to date with what the network has."""
         return ()
@@ -38,3 +54,10 @@ class SingleProcess(nn.Cell):
     def after_update(self, updated: Any) -> Any:
         """Give the network the weights that the optimizer has changed."""
         return updated
+
+    def check_replicas(self) -> None:
+        """Raise if the ranks' weights differ, when asked to look. Called by the host after each update."""
+
+    def saved(self, parameter: Parameter) -> Parameter | None:
+        """Return what a checkpoint holds for ``parameter``; None for nothing."""
+        return parameter

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,17 +54,28 @@ class _Broadcast(nn.Cell):
 def gather_values(value: Any) -> list[Any]:
     """Return each rank's ``value``, anything that JSON holds, in the order of the ranks. Collective."""
     data = json.dumps(value).encode()
-    lengths = _gather_floats(np.array([len(data)], np.float32))
-    padded = np.zeros(int(lengths.max()), np.float32)
+    lengths = gather_counts(len(data))
+    padded = np.zeros(max(lengths), np.float32)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     rows = _gather_floats(padded).reshape(len(lengths), -1).astype(np.uint8)
-    return [json.loads(row[: int(length)].tobytes()) for row, length in zip(rows, lengths)]
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+
+
+def gather_counts(count: int) -> list[int]:
+    """Return each rank's ``count``, in the order of the ranks. Collective, one message."""
+    return [int(value) for value in _gather_floats(np.array([count], np.float32))]
 
 
 def _gather_floats(values: Any) -> Any:
     # Float32 is what the collectives of every backend know; it holds bytes and lengths exactly.
     with graph_mode():
-        return _Gather()(Tensor(values)).asnumpy()
+        return _the(_Gather)(Tensor(values)).asnumpy()
+
+
+@cache
+def _the(kind: type[nn.Cell]) -> nn.Cell:
+    """Return the one cell of a kind, which keeps what it has compiled."""
+    return kind()
 
 
 def check_agreement(owner: str, settings: dict[str, Any]) -> None:
@@ -87,6 +99,17 @@ def digest(parameters: Any) -> str:
     return total.hexdigest()
 
 
+def check_equal(owner: str, parameters: Any) -> None:
+    """Raise on every rank if the ranks' values are not the same bit for bit. Collective."""
+    digests = gather_values(digest(parameters))
+    strangers = [rank for rank, value in enumerate(digests) if value != digests[0]]
+    if strangers:
+        raise RuntimeError(
+            f"For '{owner}', the ranks must have the same weights after an update, but ranks {strangers} differ from "
+            f"rank 0. Look for what changes weights outside the optimizer, or on some ranks alone."
+        )
+
+
 def unify(parameters: Any) -> bool:
     """Give all ranks the values of rank 0 if they differ; return whether they did. Collective."""
     parameters = list(parameters)
@@ -98,6 +121,6 @@ def unify(parameters: Any) -> bool:
         with graph_mode():
             # As bytes: they arrive whole whatever the dtype.
             raw = np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8).astype(np.float32)
-            sent = _Broadcast()(Tensor(raw)).asnumpy().astype(np.uint8)
+            sent = _the(_Broadcast)(Tensor(raw)).asnumpy().astype(np.uint8)
         parameter.set_data(Tensor(np.frombuffer(sent.tobytes(), values.dtype).reshape(values.shape)))
     return True

@@ -9,6 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+# Of the environment that the tests run in, activated or not.
+BIN = Path(sys.executable).parent
+
 
 def launch(script, processes, folder, limit=600.0, extra=None):
     """Run ``script`` on several processes of this machine and return their reports in the order of the ranks.
@@ -17,13 +20,18 @@ def launch(script, processes, folder, limit=600.0, extra=None):
     """
     environment = {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{BIN}:{os.environ['PATH']}",
         "REPORT_FOLDER": str(folder),
         # More threads than cores only wait for each other.
         "OMP_NUM_THREADS": "1",
         **(extra or {}),
     }
-    command = ["msrun", f"--worker_num={processes}", f"--local_worker_num={processes}", f"--master_port={_free_port()}"]
+    command = [
+        str(BIN / "msrun"),
+        f"--worker_num={processes}",
+        f"--local_worker_num={processes}",
+        f"--master_port={_free_port()}",
+    ]
     command += [f"--log_dir={folder / 'log'}", "--join=True", str(script)]
     reports = [folder / f"report_{rank}.json" for rank in range(processes)]
     with (folder / "msrun.log").open("w") as log:
@@ -36,12 +44,19 @@ def launch(script, processes, folder, limit=600.0, extra=None):
         # Its own way to end waits 40 s for processes that have nothing more to say.
         job.send_signal(signal.SIGINT)
         job.wait()
-    for rank, report in enumerate(reports):
-        if not report.exists():
-            log_file = folder / "log" / f"worker_{rank}.log"
-            tail = log_file.read_text(errors="replace")[-3000:] if log_file.exists() else "no log"
-            raise RuntimeError(f"rank {rank} of {processes} reported nothing:\n{tail}")
+    silent = [rank for rank, report in enumerate(reports) if not report.exists()]
+    if silent:
+        logs = {rank: _read(folder / "log" / f"worker_{rank}.log") for rank in silent}
+        # The others wait for the one that has failed.
+        failed = next((rank for rank in silent if "Traceback" in logs[rank]), silent[0])
+        said = logs[failed]
+        tail = said[said.find("Traceback") :][:3000] if "Traceback" in said else said[-3000:]
+        raise RuntimeError(f"rank {failed} of {processes} reported nothing:\n{tail}")
     return [json.loads(report.read_text()) for report in reports]
+
+
+def _read(log):
+    return log.read_text(errors="replace") if log.exists() else "no log"
 
 
 def report(rank, values):

@@ -1,7 +1,11 @@
 """What each process of `test_parallel.py` does."""
 
+import gc
+import os
 import sys
+import time
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import mindspore as ms
@@ -12,13 +16,23 @@ from mindspore.dataset import NumpySlicesDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
-from scenarios import OPTIMIZERS, build_network, fingerprint, train, weights_of  # noqa: E402
+from scenarios import OPTIMIZERS, batch, build_network, fingerprint, share, train, weights_of  # noqa: E402
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, Model, TrainOneStepCell  # noqa: E402
 
+# Each compilation collects garbage, which takes longest in the modules that never become any.
+gc.freeze()
 init()
 rank, size = get_rank(), get_group_size()
 results = {}
+KINDS = {
+    "data parallel": DataParallel(),
+    "data parallel, each batch": DataParallel(sync_each_batch=True),
+    "all shards": HSDP(threshold=0),
+    "two shards": HSDP(2, 0),
+    "all shards, level2": HSDP(-1, 0, "level2"),
+    "two shards, level2": HSDP(2, 0, "level2"),
+}
 
 
 def record(name, network, optimizer, output):
@@ -31,17 +45,29 @@ def record(name, network, optimizer, output):
     }
 
 
+@contextmanager
+def eagerly():
+    """Run everything op by op in PYNATIVE mode, for which nothing is compiled."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    os.environ["MS_JIT"] = "0"
+    yield
+    del os.environ["MS_JIT"]
+    ms.set_context(mode=ms.GRAPH_MODE)
+
+
 def train_all_kinds():
-    kinds = {"data parallel": DataParallel(), "all shards": HSDP(threshold=0), "two shards": HSDP(2, 0)}
-    for name, kind in kinds.items():
-        for clip in ("none", "norm", "value"):
-            record(f"{name}, {clip}", *train("Adam", clip, rank, size, parallel=kind))
+    for name, kind in KINDS.items():
+        record(f"{name}, norm", *train("Adam", "norm", rank, size, parallel=kind))
+        with eagerly():
+            for clip in ("none", "value") if size == 2 else ():
+                record(f"{name}, {clip}", *train("Adam", clip, rank, size, parallel=kind))
     record("nothing above the threshold, norm", *train("Adam", "norm", rank, size, parallel=HSDP()))
 
 
 def train_all_optimizers():
-    for optimizer in OPTIMIZERS:
-        record(f"{optimizer}", *train(optimizer, "none", rank, size, parallel=HSDP(2, 0)))
+    with eagerly():
+        for optimizer in OPTIMIZERS:
+            record(f"{optimizer}", *train(optimizer, "none", rank, size, parallel=HSDP(2, 0)))
 
 
 def train_in_pynative_mode():
@@ -51,29 +77,35 @@ def train_in_pynative_mode():
 
 
 class Counter:
-    """Stands in for an all-reduce and notes the size of each message."""
+    """Stands in for a collective operator and notes the size of each message."""
 
-    def __init__(self, all_reduce):
-        self.all_reduce, self.sizes = all_reduce, []
+    def __init__(self, operator, sizes):
+        self.operator, self.sizes = operator, sizes
 
     def __call__(self, values):
         self.sizes.append(values.size)
-        return self.all_reduce(values)
+        return self.operator(values)
 
 
 def count_messages():
-    """Count all-reduces, each one a call in PYNATIVE mode when nothing is compiled."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    for micro_size in (1, 16):
-        network = build_network()
-        loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
-        step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1))
-        step.window.run_report.eager = step.window.run_update.eager = True
-        counter = Counter(step.parallel.sum_over_ranks.sum.all_reduce)
-        step.parallel.sum_over_ranks.sum.all_reduce = counter
-        step(Tensor(np.ones((16, 6), np.float32)), Tensor(np.ones((16, 3), np.float32)))
-        results[f"messages {micro_size}"] = counter.sizes
-    ms.set_context(mode=ms.GRAPH_MODE)
+    """Count the messages of a window, each one a call in PYNATIVE mode when nothing is compiled."""
+    with eagerly():
+        for name, kind in KINDS.items():
+            results[f"messages {name}"] = [messages_of(kind, micro_size) for micro_size in (1, 16)]
+
+
+def messages_of(kind, micro_size):
+    network = build_network()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1), parallel=kind)
+    sizes = []
+    for _, cell in step.parallel.cells_and_names():
+        for attribute in ("all_reduce", "all_gather"):
+            if isinstance(getattr(cell, attribute, None), ms.ops.Primitive):
+                setattr(cell, attribute, Counter(getattr(cell, attribute), sizes))
+    inputs = [Tensor(np.ones((16, columns), np.float32)) for columns in (6, 3)]
+    step(*inputs)
+    return sizes
 
 
 def start_from_different_weights():
@@ -98,25 +130,94 @@ def disagree():
 
 def run_out_of_data_early():
     """Rank 0 has three batches of two rows, the others two."""
-    for last_window in ("apply", "drop"):
-        network = build_network()
-        optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-        model = Model(network, nn.MSELoss(), optimizer, accumulation_steps=2, last_window=last_window)
-        rows = 6 if rank == 0 else 4
-        generator = np.random.default_rng(rank)
-        x, y = (generator.normal(size=(rows, n)).astype(np.float32) for n in (6, 3))
-        model.train(2, NumpySlicesDataset((x, y), shuffle=False).batch(2))
-        results[f"early {last_window}"] = weights_of(network)
-        results[f"updates {last_window}"] = int(optimizer.global_step.asnumpy()[0])
+    for name in ("data parallel", "data parallel, each batch", "two shards, level2"):
+        for last_window in ("apply", "drop"):
+            network = build_network()
+            optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+            settings = {"accumulation_steps": 2, "last_window": last_window, "parallel": KINDS[name]}
+            model = Model(network, nn.MSELoss(), optimizer, **settings)
+            rows = 6 if rank == 0 else 4
+            generator = np.random.default_rng(rank)
+            x, y = (generator.normal(size=(rows, n)).astype(np.float32) for n in (6, 3))
+            model.train(2, NumpySlicesDataset((x, y), shuffle=False).batch(2))
+            results[f"early {name} {last_window}"] = weights_of(network)
+            results[f"updates {name} {last_window}"] = int(optimizer.global_step.asnumpy()[0])
 
 
+def build_step(kind, **settings):
+    network = build_network()
+    optimizer = OPTIMIZERS["Adam"](network.trainable_params())
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
+    return network, TrainOneStepCell(loss_cell, optimizer, parallel=kind, accumulation_steps=2, **settings)
+
+
+def train_batches(step, numbers):
+    for number in numbers:
+        step(*[Tensor(array) for array in share(batch(number), rank, size)])
+
+
+def save_and_load():
+    """Save in the middle of the second window, and go on from there with other numbers of shards."""
+    network, step = build_step(KINDS["all shards"])
+    train_batches(step, range(3))
+    path = Path(os.environ["REPORT_FOLDER"]) / f"rank_{rank}.ckpt"
+    ms.save_checkpoint(step, str(path))
+    saved = ms.load_checkpoint(str(path))
+    results["saved shapes"] = {name: list(value.shape) for name, value in saved.items()}
+    train_batches(step, [3])
+    results["not interrupted"] = weights_of(network)
+    for name in ("data parallel", "two shards"):
+        network, step = build_step(KINDS[name])
+        results[f"not loaded {name}"] = ms.load_param_into_net(step, saved)
+        train_batches(step, [3])
+        results[f"resumed {name}"] = weights_of(network)
+
+
+def train_on_from_another_world():
+    """The file of two processes, at an update, in four."""
+    network, step = build_step(KINDS["all shards, level2"])
+    ms.load_checkpoint(os.environ["CHECKPOINT"], step)
+    train_batches(step, [2, 3])
+    results["from two"] = weights_of(network)
+
+
+def save_at_an_update():
+    _, step = build_step(KINDS["all shards, level2"])
+    train_batches(step, range(2))
+    results["level2 sums"] = {total.name: list(total.shape) for total in step.buffer.sums}
+    results["checkpoint"] = str(Path(os.environ["REPORT_FOLDER"]) / f"update_{rank}.ckpt")
+    ms.save_checkpoint(step, results["checkpoint"])
+
+
+def notice_different_weights():
+    network = build_network()
+    kind = DataParallel(check_weights=True)
+    loss_cell = nn.WithLossCell(network, nn.MSELoss())
+    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1), parallel=kind)
+    inputs = [Tensor(array) for array in share(batch(0), rank, size)]
+    step(*inputs)
+    if rank:
+        network[0].bias.set_data(network[0].bias + 1e-6)
+    try:
+        step(*inputs)
+    except RuntimeError as error:
+        results["different"] = str(error)
+
+
+def warn_about_level3():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train("Adam", "none", rank, size, parallel=HSDP(-1, 0, "level3"))
+    results["level3"] = [str(warning.message) for warning in caught if "level3" in str(warning.message)]
+
+
+PARTS = [train_all_kinds, start_from_different_weights, disagree, save_and_load]
+PARTS += [train_on_from_another_world] if size == 4 else [save_at_an_update, notice_different_weights]
+PARTS += [] if size == 4 else [warn_about_level3, train_all_optimizers, run_out_of_data_early]
+PARTS += [] if size == 4 else [train_in_pynative_mode, count_messages]
 ms.set_context(mode=ms.GRAPH_MODE)
-train_all_kinds()
-start_from_different_weights()
-disagree()
-if size == 2:
-    train_all_optimizers()
-    run_out_of_data_early()
-    train_in_pynative_mode()
-    count_messages()
+for part in PARTS:
+    begin = time.monotonic()
+    part()
+    print(f"{part.__name__}: {time.monotonic() - begin:.0f} s", flush=True)
 report(rank, results)

@@ -4,6 +4,7 @@ import hashlib
 
 import numpy as np
 from mindspore import Tensor, nn
+from mindspore.experimental import optim as experimental
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, TrainOneStepCell
 
@@ -21,6 +22,17 @@ OPTIMIZERS = {
     "RMSProp": lambda weights: nn.RMSProp(weights, 0.01),
     "FTRL": lambda weights: nn.FTRL(weights, learning_rate=0.1),
     "ProximalAdagrad": lambda weights: nn.ProximalAdagrad(weights, learning_rate=0.1),
+    "ASGD": lambda weights: nn.ASGD(weights, 0.1),
+    "Rprop": lambda weights: nn.Rprop(weights, 0.1),
+    "AdamOffload": lambda weights: nn.AdamOffload(weights, 0.01),
+    "groups": lambda weights: nn.Adam([{"params": weights[:2], "lr": 0.05}, {"params": weights[2:]}], 0.01),
+    "schedule": lambda weights: nn.Momentum(weights, nn.ExponentialDecayLR(0.1, 0.5, 1), 0.9),
+    "experimental SGD": lambda weights: experimental.SGD(weights, 0.1, momentum=0.9),
+    "experimental Adam": lambda weights: experimental.Adam(weights, 0.01),
+    "experimental AdamW": lambda weights: experimental.AdamW(weights, 0.01),
+    "experimental RMSprop": lambda weights: experimental.RMSprop(weights, 0.01),
+    "experimental Adagrad": lambda weights: experimental.Adagrad(weights, 0.1),
+    "experimental NAdam": lambda weights: experimental.NAdam(weights, 0.01),
 }
 CLIPS = {"none": lambda: None, "norm": lambda: ClipByGlobalNorm(0.5), "value": lambda: ClipByValue(0.05)}
 

@@ -1,0 +1,189 @@
+"""Shards: each rank of a group holds its rows of the tensors that divide, and all of the others."""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common.initializer import initializer
+from mindspore.nn.utils import no_init_parameters
+
+from ms_gradaccum.compiled import graph_mode
+from ms_gradaccum.grad_buffer import GradBuffer, zeros
+from ms_gradaccum.grad_clip import sum_of_squares
+from ms_gradaccum.parallel.collectives import Gather, Group, ScatterSum, Sum, after, fill_buckets
+from ms_gradaccum.parallel.several import SeveralProcesses, SumOverRanks
+from ms_gradaccum.parallel.world import World, gather_counts
+
+
+class Shards(nn.Cell):
+    """Moves a tuple of tensors, one per weight, between whole and sharded, in few fused messages.
+
+    Args:
+        weights: The whole weights. One is sharded if its first axis can be divided and it is not small.
+        size: Number of ranks of a group. Shards are replicated over the groups.
+        threshold: Weights smaller than this stay whole. Unit: KB.
+        world: This rank's place.
+    """
+
+    def __init__(self, weights: ParameterTuple, size: int, threshold: int, world: World) -> None:
+        super().__init__(auto_prefix=False)
+        group = Group(world.rank // size * size, size, 1, world.rank, world.size)
+        self.size, self.index, self.groups = size, group.index, world.size // size
+        self.is_sharded = tuple(_is_sharded(weight, size, threshold) for weight in weights)
+        self.sharded = tuple(i for i, sharded in enumerate(self.is_sharded) if sharded)
+        self.kept = tuple(i for i, sharded in enumerate(self.is_sharded) if not sharded)
+        self.whole_shapes = tuple(tuple(weight.shape) for weight in weights)
+        self.shapes = tuple(
+            (shape[0] // size, *shape[1:]) if sharded else shape
+            for shape, sharded in zip(self.whole_shapes, self.is_sharded)
+        )
+        self.sizes = [weight.size for weight in weights]
+        self.buckets = fill_buckets(self.sharded, self.sizes)
+        self.scatter_sum, self.all_gather = ScatterSum(group), Gather(group)
+        self.sum_over_groups = Sum(Group(group.index, self.groups, size, world.rank, world.size))
+        self.sum_over_world = Sum(Group(0, world.size, 1, world.rank, world.size))
+
+    def scatter(self, wholes: tuple[Tensor, ...], done: Any) -> tuple[Tensor, ...]:
+        """Return the shards of the sums over all ranks, in float32; tensors that are kept whole as they are."""
+        shards: tuple[Tensor, ...] = ()
+        for bucket in self.buckets:
+            rows: tuple[Tensor, ...] = ()
+            for i in bucket:
+                rows += (ops.cast(wholes[i], ms.float32).reshape(self.size, -1),)
+            total = self.sum_over_groups(self.scatter_sum(after(ops.concat(rows, 1), done)))
+            begin = 0
+            for i in bucket:
+                end = begin + self.sizes[i] // self.size
+                shards += (total[begin:end].reshape(self.shapes[i]),)
+                begin = end
+            done = shards
+        return self._among(shards, wholes)
+
+    def gather(self, shards: tuple[Tensor, ...], done: Any) -> tuple[Tensor, ...]:
+        """Return the whole tensors of which each rank of the group has a shard, with their dtypes."""
+        wholes: tuple[Tensor, ...] = ()
+        for bucket in self.buckets:
+            flat: tuple[Tensor, ...] = ()
+            for i in bucket:
+                # As float32, which every backend sends and which holds 16-bit values exactly.
+                flat += (ops.cast(shards[i], ms.float32).reshape(-1),)
+            rows = self.all_gather(after(ops.concat(flat), done))
+            begin = 0
+            for i in bucket:
+                end = begin + self.sizes[i] // self.size
+                wholes += (ops.cast(rows[:, begin:end].reshape(self.whole_shapes[i]), shards[i].dtype),)
+                begin = end
+            done = wholes
+        return self._among(wholes, shards)
+
+    def _among(self, moved: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return ``others`` with the sharded ones replaced by ``moved``."""
+        merged: tuple[Tensor, ...] = ()
+        number = 0
+        for i, other in enumerate(others):
+            if self.is_sharded[i]:
+                merged += (moved[number],)
+                number += 1
+            else:
+                merged += (other,)
+        return merged
+
+    def norm(self, shards: tuple[Tensor, ...]) -> Tensor:
+        """Return the L2 norm of what the shards are parts of, a float32 scalar."""
+        parts, kept = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
+        for i, shard in enumerate(shards):
+            if self.is_sharded[i]:
+                parts = parts + sum_of_squares(shard)
+            else:
+                kept = kept + sum_of_squares(shard)
+        # Over all ranks, though each group has all shards: so every rank gets the same bits.
+        return ops.sqrt(self.sum_over_world(parts.reshape(1)).reshape(()) / self.groups + kept)
+
+    def cut(self, values: Any) -> Any:
+        """Return this rank's rows of a whole array or tensor."""
+        rows = values.shape[0] // self.size
+        return values[self.index * rows : (self.index + 1) * rows]
+
+    def whole_view(self, shard: Parameter) -> Parameter:
+        """Return what a checkpoint sees in place of a shard: a parameter of the whole shape that holds nothing.
+
+        What is loaded into it goes into the shard; to save it, `gather_values` is called in its place.
+        """
+        with no_init_parameters():
+            shape = (shard.shape[0] * self.size, *shard.shape[1:])
+            view = Parameter(initializer("zeros", shape, shard.dtype), shard.name, requires_grad=shard.requires_grad)
+
+        def set_data(data: Tensor, slice_shape: bool = False) -> Parameter:
+            shard.set_data(Tensor(self.cut(data.asnumpy()), shard.dtype))
+            return view
+
+        view.set_data = set_data
+        view.init_data = lambda *_, **__: view
+        return view
+
+    def gather_values(self, shard: Parameter) -> Tensor:
+        """Return the whole values of a parameter of which each rank of the group has a shard. Collective."""
+        with graph_mode():
+            rows = self.all_gather(ops.cast(shard, ms.float32).reshape(-1))
+        shape = (shard.shape[0] * self.size, *shard.shape[1:])
+        return ops.cast(rows.reshape(shape), shard.dtype)
+
+
+def _is_sharded(weight: Parameter, size: int, threshold: int) -> bool:
+    nbytes = weight.size * weight.itemsize
+    return size > 1 and weight.ndim > 0 and weight.shape[0] % size == 0 and nbytes >= threshold * 1024
+
+
+class ShardedSums(SeveralProcesses):
+    """A window whose reduced sums are sharded, either when it ends or (``every_batch``) all the time."""
+
+    def __init__(
+        self,
+        weights: ParameterTuple,
+        buffer: GradBuffer,
+        shards: Shards,
+        world: World,
+        every_batch: bool,
+        check_weights: bool,
+    ) -> None:
+        super().__init__(weights, buffer, check_weights)
+        self.shards, self.every_batch = shards, every_batch
+        self.sum_kept = SumOverRanks(shards.kept, shards.sizes, world)
+        # What a checkpoint sees in place of a parameter, by its id, and what it does not see.
+        self.views: dict[int, Parameter] = {}
+        self.hidden: set[int] = set()
+        if every_batch:
+            for i in shards.sharded:
+                self.show_whole(self.sums[i])
+            return
+        # Where the sums of the sharded gradients go; those of the others stay where they are.
+        self.sums = ParameterTuple(
+            zeros(f"accu_grads.shard.{total.name}", shards.shapes[i]) if shards.is_sharded[i] else total
+            for i, total in enumerate(buffer.sums)
+        )
+        self.hidden |= {id(self.sums[i]) for i in shards.sharded}
+
+    def show_whole(self, shard: Parameter) -> None:
+        """Let checkpoints see the whole of what ``shard`` is a part of."""
+        self.views[id(shard)] = self.shards.whole_view(shard)
+        self.gathers[shard.name] = lambda _: self.shards.gather_values(shard)
+
+    def saved(self, parameter: Parameter) -> Parameter | None:
+        return None if id(parameter) in self.hidden else self.views.get(id(parameter), parameter)
+
+    def rounds(self, micro_batches: int) -> int:
+        return max(gather_counts(micro_batches)) if self.every_batch else micro_batches
+
+    def share(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self.shards.scatter(self.buffer.dense(grads), None) if self.every_batch else grads
+
+    def reduce(self) -> Any:
+        done = self.sum_kept(self.buffer.sums, self.buffer.loss, self.buffer.weight)
+        if not self.every_batch:
+            shards = self.shards.scatter(tuple(self.buffer.sums), done)
+            for i in self.shards.sharded:
+                done += (ops.assign(self.sums[i], shards[i]),)
+        return done
+
+    def norm(self, grads: tuple[Tensor, ...]) -> Tensor:
+        return self.shards.norm(grads)

@@ -1,0 +1,75 @@
+"""The settings of several processes, in one."""
+
+import re
+
+import pytest
+from mindspore import nn
+
+from ms_gradaccum import HSDP, DataParallel
+from ms_gradaccum.parallel.hsdp import check_shardable
+
+SIZE = "For 'HSDP', the argument 'shard_size' must be an int of at least 1 or -1, but got "
+THRESHOLD = "For 'HSDP', the argument 'threshold' must be an int of at least 0, but got "
+LEVEL = "For 'HSDP', the argument 'optimizer_level' must be one of 'level1', 'level2', 'level3', but got "
+
+
+@pytest.mark.parametrize(
+    "kind,settings,error,text",
+    [
+        (HSDP, {"shard_size": 0}, ValueError, f"{SIZE}0. -1 means all ranks."),
+        (HSDP, {"shard_size": -2}, ValueError, f"{SIZE}-2. -1 means all ranks."),
+        (HSDP, {"shard_size": 2.0}, TypeError, f"{SIZE}2.0 of type float. -1 means all ranks."),
+        (HSDP, {"shard_size": True}, TypeError, f"{SIZE}True of type bool. -1 means all ranks."),
+        (HSDP, {"threshold": -1}, ValueError, f"{THRESHOLD}-1. It is in KB."),
+        (HSDP, {"threshold": "64"}, TypeError, f"{THRESHOLD}'64' of type str. It is in KB."),
+        (HSDP, {"optimizer_level": "level4"}, ValueError, f"{LEVEL}'level4'."),
+        (HSDP, {"optimizer_level": 1}, TypeError, f"{LEVEL}1"),
+        (HSDP, {"check_weights": 1}, TypeError, "For 'HSDP', the argument 'check_weights' must be a bool, but got 1"),
+        (
+            DataParallel,
+            {"sync_each_batch": "yes"},
+            TypeError,
+            "For 'DataParallel', the argument 'sync_each_batch' must be a bool, but got 'yes'",
+        ),
+        (
+            DataParallel,
+            {"check_weights": None},
+            TypeError,
+            "For 'DataParallel', the argument 'check_weights' must be a bool, but got None",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused(kind, settings, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
+        kind(**settings)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda weights: nn.Lamb(weights, 0.1),
+        lambda weights: nn.LARS(nn.Momentum(weights, 0.1, 0.9)),
+        lambda weights: nn.AdaFactor(weights, 0.1, scale_parameter=False, relative_step=False),
+    ],
+)
+def test_optimizers_that_look_at_whole_parameters_are_refused(build):
+    optimizer = build(nn.Dense(2, 2).trainable_params())
+    text = (
+        f"For 'HSDP', the argument 'optimizer' must be one that works element by element, but got "
+        f"{type(optimizer).__name__}, which looks at whole parameters. Use an optimizer that works element by element, "
+        f"or DataParallel()."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        check_shardable(optimizer)
+
+
+def test_an_optimizer_whose_state_has_other_shapes_is_refused():
+    class Rows(nn.Momentum):
+        def __init__(self, weights):
+            super().__init__(weights, 0.1, 0.9)
+            self.row_norms = weights[1].clone()
+            self.row_norms.name = "row_norms"
+
+    network = nn.Dense(2, 3)
+    with pytest.raises(ValueError, match=r"but got Rows with the state 'row_norms' of shape \(3,\)"):
+        check_shardable(Rows(network.trainable_params()))
