@@ -22,14 +22,25 @@ class Compiled:
     A cell that cannot be compiled runs eagerly if the user's mode is PYNATIVE, after one warning that says why.
     """
 
-    def __init__(self, make_cell: Callable[[], nn.Cell], owner: str, what: str) -> None:
+    def __init__(
+        self,
+        make_cell: Callable[[], nn.Cell],
+        owner: str,
+        what: str,
+        why_not: str = "",
+        *,
+        takes_gradient: bool = False,
+    ) -> None:
         self.make_cell = make_cell
         self.owner = owner
         self.what = what
+        # Known beforehand: why it cannot be compiled in PYNATIVE mode.
+        self.why_not = why_not
         self.cell = make_cell()
         # A flat list, since it is gone through before every call.
         self.cells = [cell for _, cell in self.cell.cells_and_names()]
-        self.parameters = self.cell.trainable_params()
+        # Those whose hooks a gradient would call.
+        self.parameters = self.cell.trainable_params() if takes_gradient else []
         self.eager = False
         # Whether the last call got as far as running a graph, which may have changed something before it failed.
         self.has_run = False
@@ -62,7 +73,7 @@ class Compiled:
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         self.has_run = False
         try:
-            self._refuse_hooks()
+            self._refuse_what_graphs_ignore()
             cell = self.cell if shapes in self.fixed else self._compiled_for(tensors, shapes)
         except Exception as error:
             if ms.get_context("mode") == ms.GRAPH_MODE:
@@ -79,10 +90,12 @@ class Compiled:
             self.general_cell = None
             raise
 
-    def _refuse_hooks(self) -> None:
+    def _refuse_what_graphs_ignore(self) -> None:
         """A graph calls no hooks of a network that was written for PYNATIVE mode; they can come at any time."""
         if ms.get_context("mode") != ms.PYNATIVE_MODE:
             return
+        if self.why_not:
+            raise RuntimeError(self.why_not)
         for cell in self.cells:
             if cell._forward_hook or cell._forward_pre_hook or cell._backward_hook or cell._backward_pre_hook:
                 raise RuntimeError(f"its {cell.cls_name} has a hook, which a graph would not call")

@@ -6,7 +6,9 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.ops import functional as F
 from mindspore.ops.primitive import _primexpr
+from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import check_bool, check_cell, check_positive_int, sentence
 from ms_gradaccum.loss_weight import OwnWeight, RowWeight, WeightedLoss
@@ -153,6 +155,8 @@ class GradAccumulation(nn.Cell):
         for item in inputs:
             if isinstance(item, (tuple, list, dict)):
                 _refuse_nested()
+            if isinstance(item, Tensor) and not F.isconstant(item.shape):
+                _refuse_unknown_rows()
             shapes += (item.shape if isinstance(item, Tensor) else None,)
         axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
         parts: tuple[Any, ...] = ()
@@ -164,6 +168,14 @@ class GradAccumulation(nn.Cell):
         return parts
 
 
+def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
+    """Return the GradAccumulation in ``network``, or one that feeds a loss cell whole batches."""
+    network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
+    if isinstance(network, AutoParallel):
+        network = network.network
+    return network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
+
+
 _split_shapes = _primexpr(split_shapes)
 
 
@@ -172,6 +184,14 @@ def _refuse_nested() -> None:
     raise TypeError(
         f"For '{_OWNER}', the inputs inside a larger graph must be tensors and Python values, but got a tuple, list "
         f"or dict. Give its tensors one by one."
+    )
+
+
+@_primexpr
+def _refuse_unknown_rows() -> None:
+    raise ValueError(
+        f"For '{_OWNER}', the inputs inside a larger graph must have known shapes, but got one whose lengths are "
+        f"open. Give set_inputs() whole shapes, or call the training step from Python."
     )
 
 

@@ -28,19 +28,11 @@ class GradBuffer(nn.Cell):
         self.batches = zeros("accu_grads.window_batches", (), ms.int32)
         self.map = ops.HyperMap()
         self.add_grad = _add_dense_only if dense_only else _add
-        self.make_dense = _dense_only if dense_only else _dense
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...]) -> Any:
         """Add one micro batch."""
         added = self.map(self.add_grad, self.sums, grads)
         return added, ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
-
-    def dense(self, grads: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Return the gradients of one micro batch with a value for each row, also that of a sparse lookup."""
-        dense: tuple[Tensor, ...] = ()
-        for grad, shape in zip(grads, self.whole_shapes):
-            dense += (self.make_dense(grad, shape),)
-        return dense
 
     def no_grads(self) -> tuple[Tensor, ...]:
         """Return the gradients of no rows."""
@@ -106,34 +98,6 @@ def _add_dense_alone(total: Parameter, grad: Tensor) -> Tensor:
 def _add_no_rows(total: Parameter, grad: Any) -> Tensor:
     _refuse_rows()
     return total
-
-
-_dense = ops.MultitypeFuncGraph("dense_gradient")
-
-
-@_dense.register("Tensor", "Tuple")
-def _is_dense(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return grad
-
-
-@_dense.register("RowTensor", "Tuple")
-def _make_dense(grad: Any, shape: tuple[int, ...]) -> Tensor:
-    values = ops.cast(grad.values, ms.float32)
-    return ops.tensor_scatter_add(ops.zeros(shape, ms.float32), ops.expand_dims(grad.indices, 1), values)
-
-
-_dense_only = ops.MultitypeFuncGraph("dense_gradient_alone")
-
-
-@_dense_only.register("Tensor", "Tuple")
-def _is_dense_alone(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return grad
-
-
-@_dense_only.register("RowTensor", "Tuple")
-def _make_no_dense(grad: Any, shape: tuple[int, ...]) -> Any:
-    _refuse_rows()
-    return grad
 
 
 @_primexpr

@@ -1,9 +1,11 @@
 """Gradient clipping: once per window, on the reduced and unscaled mean gradient."""
 
+from typing import Any
+
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import check_positive_float
+from ms_gradaccum._checks import check_positive_float, sentence
 
 Grads = tuple[Tensor, ...]
 
@@ -120,3 +122,13 @@ class ClipByValue(nn.Cell):
     def norm_after(self, norm: Tensor) -> None:
         """Return None: the norm after clipping takes a pass of its own."""
         return None
+
+
+def check_clip(owner: str, clip: Any) -> nn.Cell:
+    """Return ``clip``, or for None what clips nothing."""
+    if clip is None:
+        return NoClip()
+    if not isinstance(clip, (ClipByGlobalNorm, ClipByValue)):
+        rule = "a ClipByGlobalNorm, a ClipByValue or None"
+        raise TypeError(sentence(owner, "clip", rule, f"{clip!r}", "For example clip=ClipByGlobalNorm(1.0)."))
+    return clip

@@ -57,6 +57,10 @@ def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis)
     """
     tensors: list[Tensor] = []
     structure = take_apart(inputs, tensors)
+    if not tensors:
+        got = ", ".join(type(item).__name__ for item in inputs) or "nothing"
+        remedy = "Give tensors, or tuples, lists and dicts of them; dict(batch) makes a dict of what is like one."
+        raise ValueError(f"For '{_OWNER}', at least one input must be a tensor, but got {got}. {remedy}")
     leaves: list[_Leaf] = []
     _place_leaves(inputs, batch_axis, "input", leaves)
     bounds = split_rows(leaves, micro_size)
@@ -140,7 +144,11 @@ def _spread_axes(axis: Any, items: Any) -> tuple[Any, ...]:
     missing = len(items) - len(axis)
     if missing < 0 or any(isinstance(item, (Tensor, np.ndarray, tuple, list, dict)) for item in items[len(axis) :]):
         rule = f"as long as the {len(items)} inputs"
-        raise ValueError(sentence(_OWNER, "batch_axis", rule, f"{len(axis)} entries", _AXIS_REMEDY))
+        raise ValueError(
+            sentence(
+                _OWNER, "batch_axis", rule, f"{len(axis)} {'entry' if len(axis) == 1 else 'entries'}", _AXIS_REMEDY
+            )
+        )
     return axis + (None,) * missing
 
 

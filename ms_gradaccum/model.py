@@ -10,10 +10,11 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.train.callback import Callback, LossMonitor
 
 from ms_gradaccum._checks import check_choice, sentence
+from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.parallel.choose import check_parallel
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.step_output import StepOutput
-from ms_gradaccum.train_step import TrainOneStepCell, as_grad_accumulation
+from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "Model"
 _NO_SETTINGS: dict[str, Any] = {"accumulation_steps": 1, "clip": None, "parallel": "auto"}

@@ -33,6 +33,15 @@ def take_apart(inputs: Any, leaves: list[Tensor]) -> Hashable:
     return ("value", type(inputs), _HashedByValue(inputs))
 
 
+def named_tuple_in(structure: Any) -> str:
+    """Return the name of a NamedTuple type in ``structure``, or an empty string."""
+    if structure[0] not in ("sequence", "dict"):
+        return ""
+    if hasattr(structure[1], "_fields"):
+        return structure[1].__name__
+    return next((name for child in structure[2] if (name := named_tuple_in(child))), "")
+
+
 class _HashedByValue:
     """A Python value as part of a structure, also if it has no hash of its own."""
 

@@ -1,6 +1,5 @@
 """The training step: the micro batches of one batch, and an update at the end of the window."""
 
-import math
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import nullcontext
@@ -8,19 +7,19 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
-from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import check_cell, check_positive_int, sentence
+from ms_gradaccum._checks import check_positive_int
 from ms_gradaccum.compiled import Compiled, graph_mode
-from ms_gradaccum.grad_accumulation import GradAccumulation
-from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, NoClip
+from ms_gradaccum.grad_accumulation import as_grad_accumulation
+from ms_gradaccum.grad_clip import check_clip
 from ms_gradaccum.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.parallel.choose import build_parallel, check_parallel
 from ms_gradaccum.parallel.partitioned import PartitionedWindow
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.step_output import StepOutput
-from ms_gradaccum.window import MicroStep, Window
+from ms_gradaccum.structure import named_tuple_in
+from ms_gradaccum.window import MicroStep, Window, open_window_output
 
 _OWNER = "TrainOneStepCell"
 _MANY_STRUCTURES = 8
@@ -97,7 +96,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         check_optimizer(_OWNER, optimizer, network)
         remedy = "It counts the batches of one update; 1 means an update per batch."
         check_positive_int(_OWNER, "accumulation_steps", accumulation_steps, remedy)
-        clip = _check_clip(clip)
+        clip = check_clip(_OWNER, clip)
         super().__init__(network, optimizer)
         self.accumulation_steps = accumulation_steps
         # One compiled micro step per structure of the inputs: nearly always one.
@@ -187,7 +186,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         if batches + 1 == self.accumulation_steps:
             return self.window.close()
         self.buffer.batches.set_data(Tensor(batches + 1, ms.int32))
-        return StepOutput(*_open_window_output(loss, weight))
+        return StepOutput(*open_window_output(loss, weight))
 
     def join(self) -> StepOutput:
         """Take part in a batch of the other processes without one: this process has run out of data.
@@ -200,7 +199,11 @@ class TrainOneStepCell(nn.TrainOneStepCell):
 
     def _micro_step_for(self, structure: Hashable) -> Compiled:
         if structure not in self._micro_steps:
-            self._micro_steps[structure] = Compiled(lambda: self._build_micro_step(structure), _OWNER, "the network")
+            named = named_tuple_in(structure)
+            why_not = f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
+            self._micro_steps[structure] = Compiled(
+                lambda: self._build_micro_step(structure), _OWNER, "the network", why_not, takes_gradient=True
+            )
             if len(self._micro_steps) == _MANY_STRUCTURES:
                 warnings.warn(
                     f"For '{_OWNER}', the inputs must keep their structure and Python values, but got "
@@ -271,28 +274,5 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         if batches == self.accumulation_steps:
             output = self.window(done)
         else:
-            output = _open_window_output(loss, weight)
+            output = open_window_output(loss, weight)
         return output
-
-
-def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
-    """Return the GradAccumulation in ``network``, or one that feeds a loss cell whole batches."""
-    network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
-    if isinstance(network, AutoParallel):
-        network = network.network
-    return network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
-
-
-def _check_clip(clip: Any) -> nn.Cell:
-    if clip is None:
-        return NoClip()
-    if not isinstance(clip, (ClipByGlobalNorm, ClipByValue)):
-        rule = "a ClipByGlobalNorm, a ClipByValue or None"
-        raise TypeError(sentence(_OWNER, "clip", rule, f"{clip!r}", "For example clip=ClipByGlobalNorm(1.0)."))
-    return clip
-
-
-def _open_window_output(loss: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Return the items of a StepOutput for a batch after which the window goes on."""
-    unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
-    return (loss, no, Tensor(1.0, ms.float32), no, unknown, unknown, unknown, weight)

@@ -1,5 +1,6 @@
 """The order of an update. No other file knows it."""
 
+import math
 from typing import Any
 
 import mindspore as ms
@@ -164,3 +165,9 @@ class Window(nn.Cell):
         else:
             clipped_norm = ops.depend(norm, self.buffer.clear())
         return loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight
+
+
+def open_window_output(loss: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the items of a StepOutput for a batch after which the window goes on."""
+    unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
+    return (loss, no, Tensor(1.0, ms.float32), no, unknown, unknown, unknown, weight)

@@ -1,6 +1,7 @@
 """Batches and networks that are refused: every error is one sentence, the same in both modes, and changes nothing."""
 
 import re
+from collections import UserDict
 
 import mindspore as ms
 import numpy as np
@@ -12,6 +13,8 @@ from step_probe import changed, keeping_step, values_of
 from ms_gradaccum import GradAccumulation
 
 AXIS = "Give one axis for all inputs, or one entry per input with None for an input that is not split."
+
+TENSORS = "Give tensors, or tuples, lists and dicts of them; dict(batch) makes a dict of what is like one."
 
 
 def raises(error, sentence):
@@ -32,7 +35,12 @@ BATCHES = {
         0,
         "a batch must have at least one row, but got 0 in input[1]. Skip empty batches.",
     ),
-    "no tensor": ((2.0, None), 0, f"at least one input must be a tensor with a batch axis, but got none. {AXIS}"),
+    "no tensor": ((2.0, None), 0, f"at least one input must be a tensor, but got float, NoneType. {TENSORS}"),
+    "something like a dict": (
+        (UserDict(x=EIGHT),),
+        0,
+        f"at least one input must be a tensor, but got UserDict. {TENSORS}",
+    ),
     "nothing to split": (
         (EIGHT, EIGHT),
         None,
@@ -52,7 +60,7 @@ BATCHES = {
     "an entry too few": (
         (EIGHT, EIGHT),
         (0,),
-        f"the argument 'batch_axis' must be as long as the 2 inputs, but got 1 entries. {AXIS}",
+        f"the argument 'batch_axis' must be as long as the 2 inputs, but got 1 entry. {AXIS}",
     ),
     "a tree for a tensor": (
         (EIGHT, EIGHT),

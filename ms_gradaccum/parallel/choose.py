@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 from mindspore import nn
+from mindspore.ops.operations import SparseGatherV2
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence
@@ -74,7 +75,7 @@ def build_parallel(
     world = current_world(owner)
     if isinstance(kind, DataParallel) and not kind.sync_each_batch:
         return DataParallelSum(weights, GradBuffer(weights, dense_only), world, kind)
-    return _build_sharded(owner, kind, optimizer, dense_only, world)
+    return _build_sharded(owner, kind, optimizer, network, dense_only, world)
 
 
 def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
@@ -89,8 +90,21 @@ def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
         )
 
 
-def _build_sharded(owner: str, kind: Any, optimizer: nn.Cell, dense_only: bool, world: World) -> SingleProcess:
+def _check_dense(owner: str, network: nn.Cell) -> None:
+    for _, cell in network.cells_and_names():
+        if any(isinstance(operator, SparseGatherV2) for operator in vars(cell).values()):
+            got = f"a sparse lookup in {cell.cls_name}"
+            remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
+            rule = "one of dense gradients where the ranks share them in each micro batch"
+            raise ValueError(sentence(owner, "network", rule, got, remedy))
+
+
+def _build_sharded(
+    owner: str, kind: Any, optimizer: nn.Cell, network: nn.Cell, dense_only: bool, world: World
+) -> SingleProcess:
     weights = optimizer.parameters
+    if not (isinstance(kind, HSDP) and kind.optimizer_level == "level1"):
+        _check_dense(owner, network)
     if isinstance(kind, DataParallel):
         shards = Shards(weights, world.size, 0, world)
         return DataParallelShards(weights, GradBuffer(weights, dense_only, shards.shapes), shards, world, kind)

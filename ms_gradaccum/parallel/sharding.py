@@ -175,7 +175,7 @@ class ShardedSums(SeveralProcesses):
         return max(gather_counts(micro_batches)) if self.every_batch else micro_batches
 
     def share(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self.shards.scatter(self.buffer.dense(grads), None) if self.every_batch else grads
+        return self.shards.scatter(grads, None) if self.every_batch else grads
 
     def reduce(self) -> Any:
         done = self.sum_kept(self.buffer.sums, self.buffer.loss, self.buffer.weight)

@@ -16,7 +16,7 @@ from mindspore.dataset import NumpySlicesDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
-from scenarios import OPTIMIZERS, batch, build_network, fingerprint, share, train, weights_of  # noqa: E402
+from scenarios import OPTIMIZERS, batch, build_network, fingerprint, share, train, train_lookup, weights_of  # noqa: E402
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, Model, TrainOneStepCell  # noqa: E402
 
@@ -204,6 +204,15 @@ def notice_different_weights():
         results["different"] = str(error)
 
 
+def look_rows_up():
+    for name in ("data parallel", "all shards"):
+        results[f"lookup {name}"] = train_lookup(rank, size, parallel=KINDS[name])
+    try:
+        train_lookup(rank, size, parallel=KINDS["all shards, level2"])
+    except ValueError as error:
+        results["lookup refused"] = str(error).splitlines()[0]
+
+
 def warn_about_level3():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -213,7 +222,7 @@ def warn_about_level3():
 
 PARTS = [train_all_kinds, start_from_different_weights, disagree, save_and_load]
 PARTS += [train_on_from_another_world] if size == 4 else [save_at_an_update, notice_different_weights]
-PARTS += [] if size == 4 else [warn_about_level3, train_all_optimizers, run_out_of_data_early]
+PARTS += [] if size == 4 else [look_rows_up, warn_about_level3, train_all_optimizers, run_out_of_data_early]
 PARTS += [] if size == 4 else [train_in_pynative_mode, count_messages]
 ms.set_context(mode=ms.GRAPH_MODE)
 for part in PARTS:

@@ -69,6 +69,27 @@ def train(optimizer, clip, rank=0, size=1, micro_size=3, **settings):
     return network, optimizer, output
 
 
+class SumOfRows(nn.Cell):
+    """Looks rows of a table up; the loss is the mean of their products with the second input."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.EmbeddingLookup(4, 2, Tensor(np.arange(8, dtype=np.float32).reshape(4, 2)), target="CPU")
+
+    def construct(self, ids, factors):
+        return (self.rows(ids).sum(1) * factors).mean()
+
+
+def train_lookup(rank=0, size=1, **settings):
+    """Train one window and return the table. Row 3 is never read."""
+    cell = SumOfRows()
+    optimizer = nn.Momentum(cell.trainable_params(), 0.1, 0.9)
+    step = TrainOneStepCell(GradAccumulation(cell, 2), optimizer, **settings)
+    ids, factors = np.array([0, 1, 1, 2, 0, 1, 2, 2, 1, 1, 0, 2], np.int32), np.arange(12, dtype=np.float32)
+    step(*[Tensor(array) for array in share([ids, factors], rank, size)])
+    return weights_of(cell)
+
+
 def weights_of(network):
     """All weights as one list of numbers."""
     return np.concatenate([weight.asnumpy().ravel() for weight in network.trainable_params()]).tolist()

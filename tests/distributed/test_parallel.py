@@ -10,7 +10,7 @@ from mindspore import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch  # noqa: E402
-from scenarios import OPTIMIZERS, STEPS, batch, build_network, fingerprint, train, weights_of  # noqa: E402
+from scenarios import OPTIMIZERS, STEPS, batch, build_network, fingerprint, train, train_lookup, weights_of  # noqa: E402
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell  # noqa: E402
 
@@ -171,6 +171,24 @@ def test_weights_that_differ_are_noticed_when_asked_for(two):
         "rank 0. Look for what changes weights outside the optimizer, or on some ranks alone."
     )
     assert [report["different"] for report in two] == [sentence] * 2
+
+
+@pytest.mark.parametrize("name", ["data parallel", "all shards"])
+def test_sparse_gradients_are_those_of_one_process(name, two):
+    expected = train_lookup()
+    # By hand: ids and factors as in the scenario, mean over 12 rows, learning rate 0.1.
+    sums = np.array([0 + 4 + 10, 1 + 2 + 5 + 8 + 9, 3 + 6 + 7 + 11, 0])
+    by_hand = np.arange(8).reshape(4, 2) - 0.1 * sums[:, None] / 12
+    np.testing.assert_allclose(expected, by_hand.ravel(), rtol=1e-6)
+    np.testing.assert_allclose(two[0][f"lookup {name}"], expected, rtol=1e-6)
+
+
+def test_sparse_gradients_cannot_be_shared_in_each_micro_batch(two):
+    assert [report["lookup refused"] for report in two] == [
+        "For 'TrainOneStepCell', the argument 'network' must be one of dense gradients where the ranks share them in "
+        "each micro batch, but got a sparse lookup in EmbeddingLookup. Use nn.Embedding, DataParallel() or "
+        "HSDP(optimizer_level='level1')."
+    ] * 2
 
 
 def test_level3_says_what_it_does_not_shard(two):
