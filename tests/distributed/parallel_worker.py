@@ -16,7 +16,7 @@ from mindspore.dataset import NumpySlicesDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
-from scenarios import OPTIMIZERS, batch, build_network, fingerprint, share, train, train_lookup, weights_of  # noqa: E402
+from scenarios import CLIPS, OPTIMIZERS, batch, build_network, fingerprint, share, train, train_lookup, weights_of  # noqa: E402
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, Model, TrainOneStepCell  # noqa: E402
 
@@ -181,6 +181,19 @@ def train_on_from_another_world():
     results["from two"] = weights_of(network)
 
 
+def look_inside_a_window():
+    """What each rank has before and at the boundary, as Accelerate's and Colossal-AI's tests look at it."""
+    network, step = build_step(KINDS["data parallel"], clip=CLIPS["norm"]())
+    start = fingerprint(network)
+    train_batches(step, [0])
+    inside = [total.asnumpy().ravel().tolist() for total in step.buffer.sums]
+    results["inside"] = {"sums": sum(inside, []), "moved": fingerprint(network) != start}
+    # What the end of the window does first.
+    step.window.run_report(Tensor(0.0, ms.float32))
+    results["at the boundary"] = fingerprint(step.buffer.sums)
+    step.buffer.clear()
+
+
 def save_at_an_update():
     _, step = build_step(KINDS["all shards, level2"])
     train_batches(step, range(2))
@@ -222,7 +235,11 @@ def warn_about_level3():
 
 PARTS = [train_all_kinds, start_from_different_weights, disagree, save_and_load]
 PARTS += [train_on_from_another_world] if size == 4 else [save_at_an_update, notice_different_weights]
-PARTS += [] if size == 4 else [look_rows_up, warn_about_level3, train_all_optimizers, run_out_of_data_early]
+PARTS += (
+    []
+    if size == 4
+    else [look_rows_up, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
+)
 PARTS += [] if size == 4 else [train_in_pynative_mode, count_messages]
 ms.set_context(mode=ms.GRAPH_MODE)
 for part in PARTS:

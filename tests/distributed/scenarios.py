@@ -96,5 +96,6 @@ def weights_of(network):
 
 
 def fingerprint(network):
-    """A hash that differs as soon as one bit of a weight does."""
-    return hashlib.sha256(b"".join(weight.asnumpy().tobytes() for weight in network.trainable_params())).hexdigest()
+    """A hash that differs as soon as one bit of a weight (or of the parameters in a list) does."""
+    parameters = network.trainable_params() if isinstance(network, nn.Cell) else network
+    return hashlib.sha256(b"".join(parameter.asnumpy().tobytes() for parameter in parameters)).hexdigest()

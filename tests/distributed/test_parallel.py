@@ -86,6 +86,20 @@ def test_all_processes_have_the_same_bits_after_the_updates(processes, request):
         assert len({report[name]["fingerprint"] for report in reports}) == 1, name
 
 
+def test_gradients_differ_inside_a_window_and_are_equal_at_its_boundary(two):
+    first, second = [report["inside"] for report in two]
+    assert not first["moved"] and not second["moved"]
+    assert not np.allclose(first["sums"], second["sums"])
+    assert two[0]["at the boundary"] == two[1]["at the boundary"]
+    # Each rank's sums inside are of its own rows: together, those of all rows in one process.
+    network = build_network()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
+    step = TrainOneStepCell(loss_cell, OPTIMIZERS["Adam"](network.trainable_params()), accumulation_steps=2)
+    step(*[Tensor(array) for array in batch(0)])
+    whole = np.concatenate([total.asnumpy().ravel() for total in step.buffer.sums])
+    np.testing.assert_allclose(np.add(first["sums"], second["sums"]), whole, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_sharded_optimizer_updates_like_a_whole_one(optimizer, two):
     np.testing.assert_allclose(two[0][optimizer]["weights"], whole_batches(optimizer), rtol=2e-5, atol=2e-6)

@@ -117,7 +117,7 @@ def test_evaluation_compiles_after_training(reports):
         ("late", "without gradients_mean"),
         ("loss_repeated_mean", "with loss_repeated_mean"),
         ("accumulation_steps", "1 in semi-auto-parallel, but got 2"),
-        ("parallel", "'auto' in semi-auto-parallel, but got DataParallel()"),
+        ("parallel", "'auto' in semi-auto-parallel, but got DataParallel(sync_each_batch=False"),
         ("rows", "must divide the 64 rows of the batch of all devices"),
         ("larger graph", "compiled as the outermost cell"),
         ("around", "AutoParallel around it all"),
