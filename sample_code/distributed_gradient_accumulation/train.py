@@ -16,6 +16,7 @@ import mindspore.dataset as ds
 from mindspore import nn, train
 from mindspore.communication import get_group_size, get_rank, init
 from mindspore.nn.utils import no_init_parameters
+from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum import GradAccumulation, Model, ProgressBar
 
@@ -83,6 +84,9 @@ loss_fn = nn.CrossEntropyLoss()
 loss_cb = train.LossMonitor(100)
 # Each batch of 32 images is cut into 4 micro batches of 8. The optimizer runs once for all 32.
 loss_net = GradAccumulation(nn.WithLossCell(net, loss_fn), 4)
+# With several workers each keeps and updates its part of the optimizer's state.
+loss_net = AutoParallel(loss_net)
+loss_net.hsdp()
 model = Model(loss_net, optimizer=optimizer)
 model.train(epochs, data_set, callbacks=[loss_cb, ProgressBar()])
 
