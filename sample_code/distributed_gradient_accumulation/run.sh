@@ -13,8 +13,10 @@ sample=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 workers=${WORKER_NUM:-2}
 local_workers=${LOCAL_WORKER_NUM:-$workers}
 node=${NODE_RANK:-0}
+address=${MASTER_ADDR:-127.0.0.1}
 logs=log_output
 job=$$-$RANDOM
+failed_worker='s/.*Worker process ([0-9]+) exit with exception.*code: (-?[0-9]+).*/\1 \2/p'
 declare -A rank_of=() # by process id
 export DEVICE_TARGET=${DEVICE_TARGET:-CPU}
 export GLOG_v=${GLOG_v:-3} # MindSpore's errors alone: joining the others takes it 30 lines of warnings
@@ -67,8 +69,19 @@ check_devices() {
       "Lower LOCAL_WORKER_NUM or WORKER_NUM, or use DEVICE_TARGET=CPU."
 }
 
-free_port() {
-  python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+# Sets `port`. Machine 0 listens there; one that it cannot have would only show after minutes.
+choose_port() {
+  port=${MASTER_PORT-}
+  [[ $node -gt 0 ]] || port=$(python - "$address" "${port:-0}" <<'PYTHON'
+import socket, sys
+address, port = sys.argv[1:]
+try:
+    family = socket.getaddrinfo(address, None)[0][0]
+    print(socket.create_server((address, int(port)), family=family).getsockname()[1])
+except (OSError, OverflowError, ValueError) as error:
+    sys.exit(f"Error: machine 0 cannot listen on MASTER_ADDR={address}, MASTER_PORT={port}: {error}")
+PYTHON
+  )
 }
 
 # A log cannot know that it is shown on a terminal, nor how wide that is.
@@ -79,13 +92,12 @@ show_live_bar_on_terminal() {
 }
 
 start_workers() {
-  local port=${MASTER_PORT:-$(free_port)}
   mkdir -p "$logs"
   rm -f "$logs"/{worker_*,scheduler,msrun}.log
   # msrun would show every worker's log. It is told of a worker that does not exist, and the first one's is shown below.
   MS_GRADACCUM_JOB=$job msrun --worker_num="$workers" --local_worker_num="$local_workers" --node_rank="$node" \
-    --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="$port" \
-    --log_dir="$logs" --join=True --tail_worker_log="$workers" --cluster_time_out=60 \
+    --master_addr="$address" --master_port="$port" \
+    --log_dir="$logs" --join=True --tail_worker_log="$workers" --cluster_time_out=300 \
     "$sample/train.py" &>"$logs/msrun.log" &
   msrun=$!
   tail --pid="$msrun" -n +1 -s 0.2 -F "$first_log" 2>/dev/null | show &
@@ -128,14 +140,18 @@ note_ranks() {
 }
 
 show_failed_workers() {
-  local process="" code="" rank log said='s/.*Worker process ([0-9]+) exit with exception.*code: (-?[0-9]+).*/\1 \2/p'
-  read -r process code < <(sed -En "$said" "$logs/msrun.log") || true
+  local process="" code="" rank log
+  read -r process code < <(sed -En "$failed_worker" "$logs/msrun.log") || true
   rank=${rank_of[${process:-none}]-}
   [[ -z $rank ]] || echo "Error: worker $rank $(cause_of_end "$code")."
-  for log in $(ls "$logs/worker_$rank.log" || grep -ls Traceback "$logs"/worker_*.log || ls "$logs"/{worker_*,msrun}.log); do
+  for log in $(logs_of_failed_workers "$rank"); do
     printf '\nLast lines of %s:\n' "$log"
     tail -n 15 "$log"
-  done 2>/dev/null
+  done
+}
+
+logs_of_failed_workers() {
+  ls "$logs/worker_$1.log" 2>/dev/null || grep -ls Traceback "$logs"/worker_*.log || ls "$logs"/{worker_*,msrun}.log
 }
 
 cause_of_end() {
@@ -160,6 +176,7 @@ check_workers
 check_devices
 command -v msrun >/dev/null || fail "msrun not found. Install MindSpore, or use run.sh at the top of the repository."
 python "$sample/../data/find_data.py" >/dev/null # says what is wrong with DATA_PATH, and unpacks .gz once for all
+choose_port
 first_log=$logs/worker_$((node * local_workers)).log
 show_live_bar_on_terminal
 trap 'end_all_processes; wait 2>/dev/null' EXIT

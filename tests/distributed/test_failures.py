@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -42,20 +43,18 @@ def test_an_exception_in_one_worker_ends_the_job(tmp_path):
     program = tmp_path / "sample_code" / "distributed_gradient_accumulation" / "train.py"
     callback = "train.LambdaCallback(on_train_step_end=lambda context: 1 // (1 - rank))"
     program.write_text(program.read_text().replace("ProgressBar()]", f"ProgressBar(), {callback}]"))
-    begin = time.monotonic()
     result = run_sample(tmp_path, script=program.with_name("run.sh"), limit=90, EPOCHS="1000", DATA_PATH=str(SUBSET))
-    assert time.monotonic() - begin < 60
     assert result.returncode == 1
     assert result.stderr.startswith("Error: worker 1 ended with status 1.\n")
     assert "ZeroDivisionError: integer division or modulo by zero" in result.stderr
     assert processes_in(tmp_path) == {}
 
 
-def add_tool(folder, name, output):
-    """A folder with a program ``name`` that prints ``output``, to be found first."""
+def add_tool(folder, name, script):
+    """A folder with a program ``name``, to be found first."""
     tool = folder / "tools" / name
     tool.parent.mkdir()
-    tool.write_text(f"#!/bin/sh\ncat <<'TEXT'\n{output}\nTEXT\n")
+    tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     return tool.parent
 
@@ -69,7 +68,7 @@ TWO_CHIPS = "Total Count : 1\n\nNPU ID     : 0\nChip Count : 2"
     [("GPU", "nvidia-smi", ONE_GPU, 2, 1), ("GPU", "nvidia-smi", "", 1, 0), ("Ascend", "npu-smi", TWO_CHIPS, 3, 2)],
 )
 def test_too_few_devices_are_told_before_anything_starts(target, tool, output, workers, count, tmp_path):
-    tools = add_tool(tmp_path, tool, output)
+    tools = add_tool(tmp_path, tool, f"cat <<'TEXT'\n{output}\nTEXT")
     result = run_sample(tmp_path, limit=30, tools=tools, DEVICE_TARGET=target, WORKER_NUM=str(workers))
     assert result.returncode == 1
     assert result.stderr == (
@@ -80,11 +79,31 @@ def test_too_few_devices_are_told_before_anything_starts(target, tool, output, w
 
 
 def test_a_tool_that_fails_is_told(tmp_path):
-    tools = add_tool(tmp_path, "nvidia-smi", "")
-    (tmp_path / "tools" / "nvidia-smi").write_text("#!/bin/sh\necho no driver\nexit 9\n")
+    tools = add_tool(tmp_path, "nvidia-smi", "echo no driver\nexit 9")
     result = run_sample(tmp_path, limit=30, tools=tools, DEVICE_TARGET="GPU")
     assert result.returncode == 1
     assert result.stderr == "Error: DEVICE_TARGET=GPU, but 'nvidia-smi -L' failed: no driver\n"
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_sample(tmp_path, limit=30, MASTER_PORT=str(port))
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"Error: machine 0 cannot listen on MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: ")
+    assert "Address already in use" in result.stderr
+    assert not (tmp_path / "log_output").exists()
+
+
+def test_the_second_machine_starts_and_shows_its_own_workers(tmp_path):
+    logs = "echo two > log_output/worker_2.log; echo three > log_output/worker_3.log"
+    tools = add_tool(tmp_path, "msrun", f"echo $* > arguments; {logs}; sleep 1")
+    settings = {"WORKER_NUM": "4", "LOCAL_WORKER_NUM": "2", "NODE_RANK": "1"}
+    result = run_sample(tmp_path, limit=30, tools=tools, MASTER_ADDR="10.0.0.1", MASTER_PORT="8118", **settings)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "two\n", "")
+    arguments = (tmp_path / "arguments").read_text().split()
+    wanted = "--worker_num=4 --local_worker_num=2 --node_rank=1 --master_addr=10.0.0.1 --master_port=8118"
+    assert set(wanted.split()) <= set(arguments)
 
 
 SEVERAL = (
