@@ -14,28 +14,26 @@ from sample_process import SUBSET, find_data, make_subset, processes_in, run_sam
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Two passes over the subset, by two workers."""
+    """One pass over the subset, by two workers."""
     folder = tmp_path_factory.mktemp("sample")
-    return folder, run_sample(folder, EPOCHS="2", DATA_PATH=str(SUBSET))
+    return folder, run_sample(folder, EPOCHS="1", DATA_PATH=str(SUBSET))
 
 
 def test_the_sample_succeeds_and_shows_rank_0(finished):
     folder, result = finished
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"Training on the data in DATA_PATH={SUBSET}." in result.stdout
-    assert "epoch: 2 step: 6, loss is " in result.stdout
-    assert "epoch 2/2, batch 188/188 (100%), 188 updates, loss " in result.stdout
+    assert "epoch 1/1, batch 94/94 (100%), 94 updates, loss " in result.stdout
     assert "[INFO]" not in result.stdout
 
 
-def test_the_log_tells_of_a_falling_loss_and_an_accuracy(finished):
+def test_the_log_tells_of_a_lower_loss_and_an_accuracy(finished):
     folder, _ = finished
     log = (folder / "log_output" / "worker_0.log").read_text()
-    at_step_100 = float(re.search(r"^epoch: 2 step: 6, loss is (\S+)$", log, re.M).group(1))
-    at_the_end = float(re.search(r"batch 188/188 .* loss ([\d.]+),", log).group(1))
+    loss = float(re.search(r"batch 94/94 .* loss ([\d.]+),", log).group(1))
     accuracy = float(re.search(r"^Accuracy on the test images: ([\d.]+)%$", log, re.M).group(1))
-    assert at_the_end < at_step_100 < np.log(10)  # ln 10 is the loss of a guess
-    assert accuracy > 25  # 35.3 when this was written; a guess has 10
+    assert loss < np.log(10) - 0.02  # ln 10 is the loss of a guess; 2.259 when this was written
+    assert accuracy > 30  # 43.2 when this was written; a guess has 10
 
 
 def test_no_process_is_left(finished):

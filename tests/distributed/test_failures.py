@@ -5,7 +5,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,10 @@ def worker(rank, folder):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_worker_ends_the_job(rank, tmp_path):
-    with running_sample(tmp_path, limit=90, EPOCHS="1000", DATA_PATH=str(SUBSET)) as sample:
+    with running_sample(tmp_path, limit=180, EPOCHS="1000", DATA_PATH=str(SUBSET)) as sample:
         wait_for_training(sample)
         os.kill(worker(rank, tmp_path), signal.SIGKILL)
-        begin = time.monotonic()
-        _, errors = sample.communicate()
-        assert time.monotonic() - begin < 30
+        _, errors = sample.communicate(timeout=30)
     assert sample.returncode == 1
     assert errors.startswith(f"Error: worker {rank} was killed, by someone or because memory ran out.\n")
     assert f"Last lines of log_output/worker_{rank}.log:" in errors
@@ -43,7 +40,7 @@ def test_an_exception_in_one_worker_ends_the_job(tmp_path):
     program = tmp_path / "sample_code" / "distributed_gradient_accumulation" / "train.py"
     callback = "train.LambdaCallback(on_train_step_end=lambda context: 1 // (1 - rank))"
     program.write_text(program.read_text().replace("ProgressBar()]", f"ProgressBar(), {callback}]"))
-    result = run_sample(tmp_path, script=program.with_name("run.sh"), limit=90, EPOCHS="1000", DATA_PATH=str(SUBSET))
+    result = run_sample(tmp_path, script=program.with_name("run.sh"), limit=180, EPOCHS="1000", DATA_PATH=str(SUBSET))
     assert result.returncode == 1
     assert result.stderr.startswith("Error: worker 1 ended with status 1.\n")
     assert "ZeroDivisionError: integer division or modulo by zero" in result.stderr
