@@ -15,10 +15,14 @@ Environment of the sample, with defaults:
   EPOCHS=10                how often to go through the images
   DATA_PATH=               folder with MNIST or Fashion-MNIST, raw or .gz; without it the installed
                            package dataset-fashion-mnist, else the subset in sample_code/data
-  WORKER_NUM=1             number of processes
+  WORKER_NUM=2             all workers (processes) of the job
+  LOCAL_WORKER_NUM=        those on this machine, by default all
+  NODE_RANK=0              number of this machine, from 0
   DEVICE_TARGET=CPU        CPU, GPU or Ascend
-  MASTER_ADDR=127.0.0.1    where the processes meet
+  MASTER_ADDR=127.0.0.1    where the workers meet: an address of machine 0
   MASTER_PORT=             by default a free port
+
+With several machines MASTER_ADDR and MASTER_PORT are needed, see docs/distributed.md.
 TEXT
 }
 

@@ -2,20 +2,86 @@
 # Train the sample under msrun. The logs are written to log_output in the folder that this is called from.
 #
 #   EPOCHS, DATA_PATH           see train.py and ../data/find_data.py
-#   WORKER_NUM                  number of processes, default 1
+#   WORKER_NUM                  all workers (processes) of the job, default 2
+#   LOCAL_WORKER_NUM            those on this machine, default all; the same on each machine
+#   NODE_RANK                   number of this machine, from 0 (default); machine 0 has the address MASTER_ADDR
 #   DEVICE_TARGET               CPU (default), GPU or Ascend
-#   MASTER_ADDR, MASTER_PORT    where the processes meet, default a free port of this machine
+#   MASTER_ADDR, MASTER_PORT    where the workers meet, default a free port of this machine; needed with several
 set -euo pipefail
 
 sample=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-workers=${WORKER_NUM:-1}
+workers=${WORKER_NUM:-2}
+local_workers=${LOCAL_WORKER_NUM:-$workers}
+node=${NODE_RANK:-0}
+address=${MASTER_ADDR:-127.0.0.1}
 logs=log_output
 job=$$-$RANDOM
+failed_worker='s/.*Worker process ([0-9]+) exit with exception.*code: (-?[0-9]+).*/\1 \2/p'
+declare -A rank_of=() # by process id
 export DEVICE_TARGET=${DEVICE_TARGET:-CPU}
 export GLOG_v=${GLOG_v:-3} # MindSpore's errors alone: joining the others takes it 30 lines of warnings
 
-free_port() {
-  python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+fail() {
+  echo "Error: $*" >&2
+  exit 1
+}
+
+check_number() {
+  [[ $3 =~ ^(0|[1-9][0-9]{0,4})$ && $3 -ge $2 ]] || fail "$1 must be a whole number of at least $2, but got '$3'."
+}
+
+check_workers() {
+  check_number WORKER_NUM 1 "$workers"
+  check_number LOCAL_WORKER_NUM 1 "$local_workers"
+  check_number NODE_RANK 0 "$node"
+  # msrun counts the ranks of a machine from NODE_RANK times LOCAL_WORKER_NUM.
+  [[ $((workers % local_workers)) -eq 0 ]] ||
+    fail "LOCAL_WORKER_NUM must divide WORKER_NUM=$workers, but got $local_workers."
+  [[ $node -lt $((workers / local_workers)) ]] ||
+    fail "NODE_RANK must be below $((workers / local_workers)), the number of machines, but got $node."
+  [[ $local_workers -eq $workers || (-n ${MASTER_ADDR-} && -n ${MASTER_PORT-}) ]] ||
+    fail "with several machines (LOCAL_WORKER_NUM=$local_workers of WORKER_NUM=$workers)" \
+      "set MASTER_ADDR to the address of machine 0 and MASTER_PORT to a free port of it, the same on each machine."
+}
+
+# list_devices TOOL ARGUMENTS: what a vendor's tool prints, into `listed`.
+list_devices() {
+  command -v "$1" >/dev/null || fail "DEVICE_TARGET=$DEVICE_TARGET, but $1, which counts the devices, is not on PATH."
+  listed=$("$@" 2>&1) || fail "DEVICE_TARGET=$DEVICE_TARGET, but '$*' failed: $listed"
+}
+
+check_devices() {
+  local listed count
+  case $DEVICE_TARGET in
+    CPU) return ;;
+    GPU)
+      list_devices nvidia-smi -L
+      count=$(grep -c '^GPU ' <<<"$listed" || true)
+      ;;
+    Ascend)
+      list_devices npu-smi info -l
+      count=$(awk '/Chip Count/ {chips += $NF} END {print chips + 0}' <<<"$listed")
+      ;;
+    *) fail "DEVICE_TARGET must be CPU, GPU or Ascend, but got '$DEVICE_TARGET'." ;;
+  esac
+  [[ $count -ge $local_workers ]] ||
+    fail "$local_workers workers on this machine need as many devices, but it has $count ($DEVICE_TARGET)." \
+      "Lower LOCAL_WORKER_NUM or WORKER_NUM, or use DEVICE_TARGET=CPU."
+}
+
+# Sets `port`. Machine 0 listens there; one that it cannot have would only show after minutes.
+choose_port() {
+  port=${MASTER_PORT-}
+  [[ $node -gt 0 ]] || port=$(python - "$address" "${port:-0}" <<'PYTHON'
+import socket, sys
+address, port = sys.argv[1:]
+try:
+    family = socket.getaddrinfo(address, None)[0][0]
+    print(socket.create_server((address, int(port)), family=family).getsockname()[1])
+except (OSError, OverflowError, ValueError) as error:
+    sys.exit(f"Error: machine 0 cannot listen on MASTER_ADDR={address}, MASTER_PORT={port}: {error}")
+PYTHON
+  )
 }
 
 # A log cannot know that it is shown on a terminal, nor how wide that is.
@@ -26,16 +92,15 @@ show_live_bar_on_terminal() {
 }
 
 start_workers() {
-  local port=${MASTER_PORT:-$(free_port)}
   mkdir -p "$logs"
   rm -f "$logs"/{worker_*,scheduler,msrun}.log
-  # msrun would show every worker's log. It is told of a worker that does not exist, and rank 0's is shown below.
-  MS_GRADACCUM_JOB=$job msrun --worker_num="$workers" --local_worker_num="$workers" \
-    --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="$port" \
-    --log_dir="$logs" --join=True --tail_worker_log="$workers" --cluster_time_out=60 \
+  # msrun would show every worker's log. It is told of a worker that does not exist, and the first one's is shown below.
+  MS_GRADACCUM_JOB=$job msrun --worker_num="$workers" --local_worker_num="$local_workers" --node_rank="$node" \
+    --master_addr="$address" --master_port="$port" \
+    --log_dir="$logs" --join=True --tail_worker_log="$workers" --cluster_time_out=300 \
     "$sample/train.py" &>"$logs/msrun.log" &
   msrun=$!
-  tail --pid="$msrun" -n +1 -s 0.2 -F "$logs/worker_0.log" 2>/dev/null | show &
+  tail --pid="$msrun" -n +1 -s 0.2 -F "$first_log" 2>/dev/null | show &
   viewer=$!
 }
 
@@ -59,31 +124,60 @@ show() {
 wait_for_workers() {
   while kill -0 "$msrun" 2>/dev/null; do
     ! grep -qs "exit with exception" "$logs/msrun.log" || return 1
+    [[ ${#rank_of[@]} -ge $local_workers ]] || note_ranks
     sleep 0.5
   done
   wait "$msrun"
 }
 
+# msrun names a worker that fails by a process id that is gone by then.
+note_ranks() {
+  local process rank
+  for process in $(job_processes); do
+    rank=$(tr '\0' '\n' <"/proc/$process/environ" | sed -n 's/^MS_NODE_ID=//p') || continue
+    [[ -z $rank ]] || rank_of[$process]=$rank
+  done 2>/dev/null
+}
+
 show_failed_workers() {
-  local log
-  for log in $(grep -ls Traceback "$logs"/worker_*.log || ls "$logs"/worker_*.log "$logs/msrun.log"); do
+  local process="" code="" rank log
+  read -r process code < <(sed -En "$failed_worker" "$logs/msrun.log") || true
+  rank=${rank_of[${process:-none}]-}
+  [[ -z $rank ]] || echo "Error: worker $rank $(cause_of_end "$code")."
+  for log in $(logs_of_failed_workers "$rank"); do
     printf '\nLast lines of %s:\n' "$log"
     tail -n 15 "$log"
   done
 }
 
-# Workers lead sessions of their own, so ending a process group would miss them. Their environment tells.
-end_all_processes() {
-  # (grep's status also tells of processes that ended while it looked.)
-  { grep -lsxzF "MS_GRADACCUM_JOB=$job" /proc/[0-9]*/environ || true; } | tr -dc '0-9\n' |
-    xargs -r kill -KILL 2>/dev/null || true
+logs_of_failed_workers() {
+  ls "$logs/worker_$1.log" 2>/dev/null || grep -ls Traceback "$logs"/worker_*.log || ls "$logs"/{worker_*,msrun}.log
 }
 
-command -v msrun >/dev/null || {
-  echo "Error: msrun not found. Install MindSpore, or use run.sh at the top of the repository." >&2
-  exit 1
+cause_of_end() {
+  case $1 in
+    -9) echo "was killed, by someone or because memory ran out" ;;
+    -*) echo "was ended by signal ${1#-}" ;;
+    *) echo "ended with status $1" ;;
+  esac
 }
+
+# Processes of this job. (grep's status also tells of processes that ended while it looked.)
+job_processes() {
+  { grep -lsxzF "MS_GRADACCUM_JOB=$job" /proc/[0-9]*/environ || true; } | tr -dc '0-9\n'
+}
+
+# Workers lead sessions of their own, so ending a process group would miss them. Their environment tells.
+end_all_processes() {
+  job_processes | xargs -r kill -KILL 2>/dev/null || true
+}
+
+check_workers
+check_devices
+command -v msrun >/dev/null || fail "msrun not found. Install MindSpore, or use run.sh at the top of the repository."
 python "$sample/../data/find_data.py" >/dev/null # says what is wrong with DATA_PATH, and unpacks .gz once for all
+choose_port
+first_log=$logs/worker_$((node * local_workers)).log
 show_live_bar_on_terminal
 trap 'end_all_processes; wait 2>/dev/null' EXIT
 trap 'exit 129' HUP
@@ -95,7 +189,7 @@ wait_for_workers || status=$?
 end_all_processes
 wait "$msrun" "$viewer" 2>/dev/null || true
 if [[ -n ${MS_GRADACCUM_LIVE_BAR-} ]]; then
-  sed -i 's/.*\r//' "$logs"/worker_0.log # the bar was for the terminal, the log keeps the lines
+  sed -i 's/.*\r//' "$first_log" # the bar was for the terminal, the log keeps the lines
 fi
 [[ $status -eq 0 ]] || show_failed_workers >&2
 exit "$status"

@@ -1,0 +1,131 @@
+"""A job that cannot go on says why, soon, and leaves no process."""
+
+import os
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from sample_process import SAMPLES, SUBSET, processes_in, run_sample, running_sample  # noqa: E402
+
+
+def wait_for_training(sample):
+    assert any("loss" in line for line in sample.stdout), sample.stderr.read()
+
+
+def worker(rank, folder):
+    """Process id of a worker of the job in ``folder``."""
+    wanted = {"MS_ROLE=MS_WORKER", f"MS_NODE_ID={rank}"}
+    return next(process for process, environment in processes_in(folder).items() if wanted <= set(environment))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_ends_the_job(rank, tmp_path):
+    with running_sample(tmp_path, limit=180, EPOCHS="1000", DATA_PATH=str(SUBSET)) as sample:
+        wait_for_training(sample)
+        os.kill(worker(rank, tmp_path), signal.SIGKILL)
+        _, errors = sample.communicate(timeout=30)
+    assert sample.returncode == 1
+    assert errors.startswith(f"Error: worker {rank} was killed, by someone or because memory ran out.\n")
+    assert f"Last lines of log_output/worker_{rank}.log:" in errors
+    assert processes_in(tmp_path) == {}
+
+
+def test_an_exception_in_one_worker_ends_the_job(tmp_path):
+    shutil.copytree(SAMPLES, tmp_path / "sample_code")
+    program = tmp_path / "sample_code" / "distributed_gradient_accumulation" / "train.py"
+    callback = "train.LambdaCallback(on_train_step_end=lambda context: 1 // (1 - rank))"
+    program.write_text(program.read_text().replace("ProgressBar()]", f"ProgressBar(), {callback}]"))
+    result = run_sample(tmp_path, script=program.with_name("run.sh"), limit=180, EPOCHS="1000", DATA_PATH=str(SUBSET))
+    assert result.returncode == 1
+    assert result.stderr.startswith("Error: worker 1 ended with status 1.\n")
+    assert "ZeroDivisionError: integer division or modulo by zero" in result.stderr
+    assert processes_in(tmp_path) == {}
+
+
+def add_tool(folder, name, script):
+    """A folder with a program ``name``, to be found first."""
+    tool = folder / "tools" / name
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    return tool.parent
+
+
+ONE_GPU = "GPU 0: NVIDIA H200 (UUID: GPU-0b5f)"
+TWO_CHIPS = "Total Count : 1\n\nNPU ID     : 0\nChip Count : 2"
+
+
+@pytest.mark.parametrize(
+    "target,tool,output,workers,count",
+    [("GPU", "nvidia-smi", ONE_GPU, 2, 1), ("GPU", "nvidia-smi", "", 1, 0), ("Ascend", "npu-smi", TWO_CHIPS, 3, 2)],
+)
+def test_too_few_devices_are_told_before_anything_starts(target, tool, output, workers, count, tmp_path):
+    tools = add_tool(tmp_path, tool, f"cat <<'TEXT'\n{output}\nTEXT")
+    result = run_sample(tmp_path, limit=30, tools=tools, DEVICE_TARGET=target, WORKER_NUM=str(workers))
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"Error: {workers} workers on this machine need as many devices, but it has {count} ({target}). "
+        "Lower LOCAL_WORKER_NUM or WORKER_NUM, or use DEVICE_TARGET=CPU.\n"
+    )
+    assert not (tmp_path / "log_output").exists()
+
+
+def test_a_tool_that_fails_is_told(tmp_path):
+    tools = add_tool(tmp_path, "nvidia-smi", "echo no driver\nexit 9")
+    result = run_sample(tmp_path, limit=30, tools=tools, DEVICE_TARGET="GPU")
+    assert result.returncode == 1
+    assert result.stderr == "Error: DEVICE_TARGET=GPU, but 'nvidia-smi -L' failed: no driver\n"
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_sample(tmp_path, limit=30, MASTER_PORT=str(port))
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"Error: machine 0 cannot listen on MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: ")
+    assert "Address already in use" in result.stderr
+    assert not (tmp_path / "log_output").exists()
+
+
+def test_the_second_machine_starts_and_shows_its_own_workers(tmp_path):
+    logs = "echo two > log_output/worker_2.log; echo three > log_output/worker_3.log"
+    tools = add_tool(tmp_path, "msrun", f"echo $* > arguments; {logs}; sleep 1")
+    settings = {"WORKER_NUM": "4", "LOCAL_WORKER_NUM": "2", "NODE_RANK": "1"}
+    result = run_sample(tmp_path, limit=30, tools=tools, MASTER_ADDR="10.0.0.1", MASTER_PORT="8118", **settings)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "two\n", "")
+    arguments = (tmp_path / "arguments").read_text().split()
+    wanted = "--worker_num=4 --local_worker_num=2 --node_rank=1 --master_addr=10.0.0.1 --master_port=8118"
+    assert set(wanted.split()) <= set(arguments)
+
+
+SEVERAL = (
+    "with several machines (LOCAL_WORKER_NUM=2 of WORKER_NUM=4) set MASTER_ADDR to the address of machine 0 and "
+    "MASTER_PORT to a free port of it, the same on each machine."
+)
+
+
+@pytest.mark.parametrize(
+    "variables,message",
+    [
+        ("WORKER_NUM=0", "WORKER_NUM must be a whole number of at least 1, but got '0'."),
+        ("WORKER_NUM=abc", "WORKER_NUM must be a whole number of at least 1, but got 'abc'."),
+        ("LOCAL_WORKER_NUM=-1", "LOCAL_WORKER_NUM must be a whole number of at least 1, but got '-1'."),
+        ("NODE_RANK=first", "NODE_RANK must be a whole number of at least 0, but got 'first'."),
+        ("NODE_RANK=1", "NODE_RANK must be below 1, the number of machines, but got 1."),
+        ("WORKER_NUM=4 LOCAL_WORKER_NUM=3", "LOCAL_WORKER_NUM must divide WORKER_NUM=4, but got 3."),
+        ("WORKER_NUM=4 LOCAL_WORKER_NUM=2", SEVERAL),
+        ("WORKER_NUM=4 LOCAL_WORKER_NUM=2 MASTER_ADDR=127.0.0.1", SEVERAL),
+        ("WORKER_NUM=4 LOCAL_WORKER_NUM=2 MASTER_PORT=8118", SEVERAL),
+        ("DEVICE_TARGET=TPU", "DEVICE_TARGET must be CPU, GPU or Ascend, but got 'TPU'."),
+    ],
+)
+def test_a_wrong_setting_is_told_before_anything_starts(variables, message, tmp_path):
+    result = run_sample(tmp_path, limit=30, **dict(variable.split("=") for variable in variables.split()))
+    assert result.returncode == 1
+    assert result.stderr == f"Error: {message}\n"
+    assert not (tmp_path / "log_output").exists()

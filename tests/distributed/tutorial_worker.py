@@ -1,0 +1,21 @@
+"""What each process of `test_tutorial.py` does: run the program in the variable PROGRAM, and look at what it left."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from mindspore.communication import get_rank
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import report  # noqa: E402
+from scenarios import fingerprint  # noqa: E402
+
+left = runpy.run_path(os.environ["PROGRAM"], run_name="__main__")
+network, optimizer = left["net"], left["optimizer"]
+results = {
+    "fingerprint": fingerprint(network),
+    "biases": {item.name: item.asnumpy().tolist() for item in network.trainable_params() if "bias" in item.name},
+    "state": {item.name: list(item.shape) for item in optimizer.get_parameters()},
+}
+report(get_rank(), results)
