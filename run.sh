@@ -8,7 +8,7 @@ usage() {
 ./run.sh           train the sample (the same as ./run.sh sample)
 ./run.sh test      format, lint, types, then all tests; more arguments go to pytest
 ./run.sh check     format, lint and types alone
-./run.sh bench     benchmarks/step.py; more arguments go to it
+./run.sh bench     benchmarks/step.py, or with "distributed" first benchmarks/distributed.py; more arguments go to it
 ./run.sh help      this text
 
 Environment of the sample, with defaults:
@@ -90,6 +90,7 @@ case $command in
     ;;
   bench)
     prepare pinned
+    if [[ ${1:-} == distributed ]]; then exec python benchmarks/distributed.py "${@:2}"; fi
     exec python benchmarks/step.py "$@"
     ;;
   help | -h | --help) usage ;;

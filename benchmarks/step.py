@@ -137,17 +137,17 @@ def measure_child(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
     batch = make_batch(args)
     program = build(name, micro_size, args)
     before = [parameter.asnumpy().copy() for parameter in program.network.trainable_params()]
-    resident = _status("VmRSS")
+    resident = status("VmRSS")
     if sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
     first, second = program.run(batch), program.run(batch)
-    peak = _status("VmHWM")
+    peak = status("VmHWM")
     after = [parameter.asnumpy() for parameter in program.network.trainable_params()]
     trains = any(np.any(a != b) for a, b in zip(after, before))
     return Cost(peak - resident, first - second, trains)
 
 
-def _status(key: str) -> float:
+def status(key: str) -> float:
     """Return a figure of this process in MB: VmRSS is now, VmHWM the peak. NaN on systems other than Linux."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []

@@ -1,0 +1,347 @@
+"""Messages, time and memory of one window on several processes. Prints one table; never fails.
+
+python benchmarks/distributed.py    # 6 x (Dense(512), GELU), batch 1024 per rank, Adam, on 2 and 4 processes
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("GLOG_v", "3")
+
+import mindspore as ms
+from mindspore import nn, ops
+from mindspore.communication import get_group_size, get_rank, init
+from step import make_batch, make_network, status
+
+from ms_gradaccum import HSDP, DataParallel, GradAccumulation, TrainOneStepCell
+from ms_gradaccum.parallel import sharding
+from ms_gradaccum.parallel.world import gather_counts
+
+NAIVE = "naive, sync each micro batch"
+OURS = "ours, data parallel"
+UNFUSED = "ours, data parallel, one call per parameter"
+KINDS = {
+    OURS: DataParallel(),
+    UNFUSED: DataParallel(),
+    "ours, DataParallel(sync_each_batch=True)": DataParallel(sync_each_batch=True),
+    "ours, HSDP level1": HSDP(threshold=0),
+    "ours, HSDP level2": HSDP(threshold=0, optimizer_level="level2"),
+}
+NAMES = (NAIVE, *KINDS)
+WINDOWS = "windows"
+LIMIT_S = 600
+
+
+class Program(NamedTuple):
+    """One way to run a window, and what this rank keeps for it."""
+
+    step: Callable[..., Any]
+    # The cells whose messages are counted.
+    cells: nn.Cell
+    network: nn.Cell
+    optimizer: nn.Cell
+    sums: tuple[ms.Parameter, ...]
+
+    def run(self, batch: tuple[ms.Tensor, ...]) -> float:
+        """Run one window to its end and return the seconds that it took."""
+        gather_counts(0)  # All ranks start together.
+        start = time.perf_counter()
+        self.step(*batch)
+        for parameter in self.network.trainable_params():
+            parameter.asnumpy()  # waits for the update
+        return time.perf_counter() - start
+
+
+class Kept(NamedTuple):
+    """What a window sends and what is kept on one rank, in bytes and elements."""
+
+    messages: int
+    sent: int
+    state: int
+    sums: int
+    weights: int
+
+
+class Memory(NamedTuple):
+    """What a window needs on one rank in MB, above what is there before the window and before the network."""
+
+    window: float
+    total: float
+
+
+class Row(NamedTuple):
+    processes: int
+    micro_size: int
+    name: str
+    seconds: float
+    time_ratio: float
+    kept: Kept
+    memory: Memory | None
+
+
+class NaiveMicroStep(nn.Cell):
+    """Forward, backward and the messages of one micro batch: one per parameter."""
+
+    def __init__(self, network: nn.Cell, weights: ms.ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.loss_and_grads = ops.value_and_grad(network, None, weights)
+        self.all_reduce = ops.AllReduce()
+        self.sums = weights.clone("sums", "zeros")
+
+    def construct(self, x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
+        loss, grads = self.loss_and_grads(x, y)
+        done = loss
+        for total, grad in zip(self.sums, grads):
+            # In one order on all ranks, or they would wait for each other for ever.
+            done = ops.assign_add(total, self.all_reduce(ops.depend(grad, done)))
+        return ops.depend(loss, done)
+
+
+class NaiveUpdate(nn.Cell):
+    """The update from the sums, which are cleared."""
+
+    def __init__(self, optimizer: nn.Cell, sums: ms.ParameterTuple, parts: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer, self.sums, self.parts = optimizer, sums, parts
+
+    def construct(self) -> Any:
+        grads = ()
+        for total in self.sums:
+            grads += (total / self.parts,)
+        updated = self.optimizer(grads)
+        done = ()
+        for total in self.sums:
+            done += (ops.assign(total, ops.depend(ops.zeros_like(total), updated)),)
+        return done
+
+
+class Counter:
+    """Stands in for a collective operator and notes the bytes of each message."""
+
+    def __init__(self, operator: Callable[..., Any], sent: list[int]) -> None:
+        self.operator, self.sent = operator, sent
+
+    def __call__(self, values: ms.Tensor) -> ms.Tensor:
+        self.sent.append(values.nbytes)
+        return self.operator(values)
+
+
+def build_naive(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Program:
+    """Return what a user writes without this package, compiled as far as it goes."""
+    micro_step = NaiveMicroStep(network.set_train(), optimizer.parameters)
+    update = NaiveUpdate(optimizer, micro_step.sums, micro_size * get_group_size())
+
+    def step(x: ms.Tensor, y: ms.Tensor) -> None:
+        rows = len(x) // micro_size
+        for begin in range(0, len(x), rows):
+            micro_step(x[begin : begin + rows], y[begin : begin + rows])
+        update()
+
+    return Program(step, micro_step, network, optimizer, tuple(micro_step.sums))
+
+
+def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
+    network = make_network(args)
+    optimizer = nn.Adam(network.trainable_params(), 1e-4)
+    if name == NAIVE:
+        return build_naive(network, optimizer, micro_size)
+    step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, parallel=KINDS[name])
+    if name == UNFUSED:
+        step.parallel.sum_over_ranks.buckets = tuple((i,) for i in range(len(optimizer.parameters)))
+    return Program(step, step, network, optimizer, (*step.buffer.sums, *step.parallel.sums))
+
+
+def measure_memory(name: str, micro_size: int, args: argparse.Namespace) -> Memory:
+    """Return the peak resident memory over two windows; each rank calls this once in a process of its own."""
+    batch = make_batch(args)
+    gather_counts(0)  # What the first message allocates is no row's own.
+    before = status("VmRSS")
+    program = build(name, micro_size, args)
+    built = status("VmRSS")
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    for _ in range(2):
+        program.run(batch)
+    peak = status("VmHWM")
+    return Memory(peak - built, peak - before)
+
+
+def what_is_kept(program: Program, batch: tuple[ms.Tensor, ...]) -> Kept:
+    """Count the messages of a window and what this rank keeps. The program is of no use after that."""
+    sent = count_messages(program, batch)
+    weights = {id(weight): weight for weight in (*program.network.trainable_params(), *program.optimizer.parameters)}
+    state = {id(item): item for item in program.optimizer.get_parameters() if id(item) not in weights}
+    sums = {id(total): total for total in program.sums}
+    return Kept(len(sent), sum(sent), *(sum(item.size for item in some.values()) for some in (state, sums, weights)))
+
+
+def count_messages(program: Program, batch: tuple[ms.Tensor, ...]) -> list[int]:
+    """Return the bytes of each message of a window, run op by op."""
+    sent: list[int] = []
+    for _, cell in program.cells.cells_and_names():
+        for attribute in ("all_reduce", "reduce_scatter", "all_gather"):
+            if isinstance(getattr(cell, attribute, None), ops.Primitive):
+                setattr(cell, attribute, Counter(getattr(cell, attribute), sent))
+
+    def gather_one(count: int) -> list[int]:
+        sent.append(4)
+        return gather_counts(count)
+
+    sharding.gather_counts = gather_one  # A graph of its own, which has no place for a counter.
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    os.environ["MS_JIT"] = "0"
+    program.step(*batch)
+    sharding.gather_counts = gather_counts
+    return sent
+
+
+def measure_windows(micro_size: int, args: argparse.Namespace) -> dict[str, tuple[list[float], Kept]]:
+    """Return the seconds of each window on this rank and what is kept: all rows take turns, after two to warm up."""
+    batch = make_batch(args)
+    programs = {name: build(name, micro_size, args) for name in NAMES}
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(2 + args.repeat):
+        for name, program in programs.items():
+            seconds[name].append(program.run(batch))
+    return {name: (seconds[name][2:], what_is_kept(program, batch)) for name, program in programs.items()}
+
+
+def run_child(args: argparse.Namespace) -> None:
+    """Measure as one of the ranks and leave the report where the launcher looks."""
+    gc.freeze()  # Each compilation collects garbage, which takes longest in the modules that never become any.
+    init()
+    ms.set_context(mode=ms.GRAPH_MODE)
+    micro_size = args.micro_sizes[0]
+    if args.child == WINDOWS:
+        measured: Any = measure_windows(micro_size, args)
+    else:
+        measured = measure_memory(args.child, micro_size, args)
+    path = report_path(Path(args.folder), get_rank())
+    path.with_suffix(".partial").write_text(json.dumps(measured))
+    path.with_suffix(".partial").rename(path)  # Whole or not at all.
+
+
+def report_path(folder: Path, rank: int) -> Path:
+    return folder / f"report_{rank}.json"
+
+
+def launch(child: str, processes: int, micro_size: int, args: argparse.Namespace) -> list[Any]:
+    """Run one measurement under msrun and return what the ranks report."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [str(Path(sys.executable).with_name("msrun")), "--join=True", f"--log_dir={folder / 'log'}"]
+        command += [f"--worker_num={processes}", f"--local_worker_num={processes}", f"--master_port={free_port()}"]
+        command += [str(Path(__file__).resolve()), "--child", child, "--folder", name, "--micro-sizes", str(micro_size)]
+        command += [f"--{key}={getattr(args, key)}" for key in ("width", "layers", "batch", "repeat")]
+        # More threads than cores only wait for each other.
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+        with (folder / "msrun.log").open("w") as log:
+            job = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        reports = [report_path(folder, rank) for rank in range(processes)]
+        wait_for(job, reports)
+        if not all(report.exists() for report in reports):
+            logs = [log.read_text(errors="replace")[-2000:] for log in sorted(folder.glob("log/worker_*.log"))]
+            raise RuntimeError(f"'{child}' on {processes} processes: not all ranks reported.\n" + "\n".join(logs))
+        return [json.loads(report.read_text()) for report in reports]
+
+
+def wait_for(job: subprocess.Popen[bytes], reports: list[Path]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while job.poll() is None and not all(report.exists() for report in reports) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        # Its own way to end waits 40 s for processes that have nothing more to say.
+        job.send_signal(signal.SIGINT)
+        job.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def measure_rows(processes: int, micro_size: int, args: argparse.Namespace) -> list[Row]:
+    ranks = launch(WINDOWS, processes, micro_size, args)
+    # The best run, each as long as its slowest rank.
+    times = {name: min(max(runs) for runs in zip(*(rank[name][0] for rank in ranks))) for name in NAMES}
+    rows = []
+    for name in NAMES:
+        kept = Kept(*most(rank[name][1] for rank in ranks))
+        memory = None
+        if micro_size in args.memory_micro_sizes:
+            memory = Memory(*most(launch(name, processes, micro_size, args)))
+        rows.append(Row(processes, micro_size, name, times[name], times[name] / times[OURS], kept, memory))
+    return rows
+
+
+def most(ranks: Iterable[Any]) -> Iterator[Any]:
+    """Return the highest of each figure over the ranks."""
+    return (max(figures) for figures in zip(*ranks))
+
+
+def print_heading(args: argparse.Namespace) -> None:
+    versions = f"MindSpore {ms.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
+    print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch} per rank, Adam; {versions}")
+    print(
+        f"{'ranks':5}{'micro_size':>11}  {'window':44}{'calls':>5}{'sent':>11}{'time':>12}{'':5}"
+        f"{'memory':>10}{'with build':>11}{'state':>10}{'sums':>10}{'weights':>10}"
+    )
+
+
+def print_row(row: Row) -> None:
+    kept = row.kept
+    memory = ("-", "-") if row.memory is None else tuple(f"{megabytes:.0f} MB" for megabytes in row.memory)
+    print(
+        f"{row.processes:5}{row.micro_size:11}  {row.name:44}{kept.messages:5}{kept.sent / 1e6:8.2f} MB"
+        f"{row.seconds * 1e3:9.1f} ms{row.time_ratio:5.2f}{memory[0]:>10}{memory[1]:>11}"
+        f"{kept.state:10}{kept.sums:10}{kept.weights:10}",
+        flush=True,
+    )
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--micro-sizes", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=1024, help="rows per rank and window")
+    parser.add_argument("--repeat", type=int, default=5, help="windows per time, after two to warm up")
+    parser.add_argument("--memory-micro-sizes", type=int, nargs="*", help="default: all; each row costs a launch")
+    for hidden in ("--child", "--folder"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.memory_micro_sizes is None:
+        args.memory_micro_sizes = args.micro_sizes
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    if args.child:
+        run_child(args)
+        return
+    print_heading(args)
+    for processes in args.processes:
+        for micro_size in args.micro_sizes:
+            for row in measure_rows(processes, micro_size, args):
+                print_row(row)
+
+
+if __name__ == "__main__":
+    main()
