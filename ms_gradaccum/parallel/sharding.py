@@ -38,7 +38,8 @@ class Shards(nn.Cell):
             for shape, sharded in zip(self.whole_shapes, self.is_sharded)
         )
         self.sizes = [weight.size for weight in weights]
-        self.buckets = fill_buckets(self.sharded, self.sizes)
+        # From the last to the first, as a backward pass makes gradients: each is sent and freed before the next.
+        self.buckets = fill_buckets(self.sharded[::-1], self.sizes)
         self.scatter_sum, self.all_gather = ScatterSum(group), Gather(group)
         self.sum_over_groups = Sum(Group(group.index, self.groups, size, world.rank, world.size))
         self.sum_over_world = Sum(Group(0, world.size, 1, world.rank, world.size))
@@ -77,13 +78,13 @@ class Shards(nn.Cell):
         return self._among(wholes, shards)
 
     def _among(self, moved: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return ``others`` with the sharded ones replaced by ``moved``."""
+        """Return ``others`` with the sharded ones replaced by ``moved``, which are in the order of the buckets."""
         merged: tuple[Tensor, ...] = ()
-        number = 0
+        number = len(self.sharded)
         for i, other in enumerate(others):
             if self.is_sharded[i]:
+                number -= 1
                 merged += (moved[number],)
-                number += 1
             else:
                 merged += (other,)
         return merged

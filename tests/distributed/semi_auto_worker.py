@@ -1,5 +1,6 @@
 """What each process of the semi-auto-parallel tests does: compile, count, run, report."""
 
+import gc
 import tempfile
 import time
 import traceback
@@ -12,6 +13,9 @@ from mindspore import Tensor
 from run_partitioned import PartitionedProgram, part_of, values_of
 from semi_auto_cells import BATCHES, ROWS, Variant, WholeBatch, network_of, optimizer_of, our_step, stock_step
 from semi_auto_contracts import refusals, ways
+
+# Each compilation collects garbage, which takes longest in the modules that never become any.
+gc.freeze()
 
 # Where numbers are compared; each names what it adds to the plain path.
 NUMBERS = {
