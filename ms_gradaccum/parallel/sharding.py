@@ -38,7 +38,7 @@ class Shards(nn.Cell):
             for shape, sharded in zip(self.whole_shapes, self.is_sharded)
         )
         self.sizes = [weight.size for weight in weights]
-        # From the last to the first, as a backward pass makes gradients: each is sent and freed before the next.
+        # From the last to the first: the order in which a backward pass makes gradients.
         self.buckets = fill_buckets(self.sharded[::-1], self.sizes)
         self.scatter_sum, self.all_gather = ScatterSum(group), Gather(group)
         self.sum_over_groups = Sum(Group(group.index, self.groups, size, world.rank, world.size))
