@@ -140,7 +140,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
     def _compiled_cells(self) -> list[Any]:
         if self.semi_auto is not None:
             return []
-        return [self.micro_step, self.window.report, self.window.update, *self._micro_steps.values()]
+        return [self.micro_step, *self.window.compiled_cells(), *self._micro_steps.values()]
 
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Any]]:
         """Iterate over the parameters, see ``nn.Cell.parameters_and_names``; over the whole ones, where this process

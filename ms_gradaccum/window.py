@@ -130,6 +130,10 @@ class Window(nn.Cell):
         self.run_update = Compiled(lambda: self.update, "TrainOneStepCell", "the optimizer")
         self.run_empty_step = Compiled(lambda: self.empty_step, "TrainOneStepCell", "the empty step")
 
+    def compiled_cells(self) -> tuple[nn.Cell, ...]:
+        """Return the cells of which each is compiled on its own."""
+        return self.report, self.update, self.empty_step
+
     def add_nothing(self, micro_batches: int) -> None:
         """Take part in micro batches that other ranks have in addition to ours."""
         for _ in range(micro_batches):

@@ -243,6 +243,6 @@ def test_the_jit_config_reaches_every_compiled_cell(when):
         step.set_jit_config(config)
     cells = [compiled.cell for compiled in step._micro_steps.values()]
     if when != "on the network":
-        cells += [step.micro_step, step.window.report, step.window.update]
+        cells += [step.micro_step, step.window.report, step.window.update, step.window.empty_step]
     assert [cell.jit_config_dict["jit_level"] for cell in cells] == ["O1"] * len(cells)
     assert step.optimizer.gradients() == [GRADIENT]
