@@ -5,15 +5,10 @@ python benchmarks/distributed.py    # 6 x (Dense(512), GELU), batch 1024 per ran
 
 import argparse
 import gc
-import json
 import os
 import platform
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +18,15 @@ os.environ.setdefault("GLOG_v", "3")
 import mindspore as ms
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank, init
-from step import make_batch, make_network, status
+from step import make_batch, make_network, reset_peak, run_window, status
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, TrainOneStepCell
 from ms_gradaccum.parallel import sharding
 from ms_gradaccum.parallel.world import gather_counts
+
+# The tests start their processes with the same launcher.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "distributed"))
+from launch import launch, report
 
 NAIVE = "naive, sync each micro batch"
 OURS = "ours, data parallel"
@@ -41,7 +40,6 @@ KINDS = {
 }
 NAMES = (NAIVE, *KINDS)
 WINDOWS = "windows"
-LIMIT_S = 600
 
 
 class Program(NamedTuple):
@@ -57,11 +55,7 @@ class Program(NamedTuple):
     def run(self, batch: tuple[ms.Tensor, ...]) -> float:
         """Run one window to its end and return the seconds that it took."""
         gather_counts(0)  # All ranks start together.
-        start = time.perf_counter()
-        self.step(*batch)
-        for parameter in self.network.trainable_params():
-            parameter.asnumpy()  # waits for the update
-        return time.perf_counter() - start
+        return run_window(self.step, self.network, batch)
 
 
 class Kept(NamedTuple):
@@ -170,8 +164,7 @@ def measure_memory(name: str, micro_size: int, args: argparse.Namespace) -> Memo
     before = status("VmRSS")
     program = build(name, micro_size, args)
     built = status("VmRSS")
-    if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    reset_peak()
     for _ in range(2):
         program.run(batch)
     peak = status("VmHWM")
@@ -228,55 +221,19 @@ def run_child(args: argparse.Namespace) -> None:
         measured: Any = measure_windows(micro_size, args)
     else:
         measured = measure_memory(args.child, micro_size, args)
-    path = report_path(Path(args.folder), get_rank())
-    path.with_suffix(".partial").write_text(json.dumps(measured))
-    path.with_suffix(".partial").rename(path)  # Whole or not at all.
+    report(get_rank(), measured)
 
 
-def report_path(folder: Path, rank: int) -> Path:
-    return folder / f"report_{rank}.json"
-
-
-def launch(child: str, processes: int, micro_size: int, args: argparse.Namespace) -> list[Any]:
+def measure_ranks(child: str, processes: int, micro_size: int, args: argparse.Namespace) -> list[Any]:
     """Run one measurement under msrun and return what the ranks report."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        command = [str(Path(sys.executable).with_name("msrun")), "--join=True", f"--log_dir={folder / 'log'}"]
-        command += [f"--worker_num={processes}", f"--local_worker_num={processes}", f"--master_port={free_port()}"]
-        command += [str(Path(__file__).resolve()), "--child", child, "--folder", name, "--micro-sizes", str(micro_size)]
-        command += [f"--{key}={getattr(args, key)}" for key in ("width", "layers", "batch", "repeat")]
-        # More threads than cores only wait for each other.
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-        with (folder / "msrun.log").open("w") as log:
-            job = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-        reports = [report_path(folder, rank) for rank in range(processes)]
-        wait_for(job, reports)
-        if not all(report.exists() for report in reports):
-            logs = [log.read_text(errors="replace")[-2000:] for log in sorted(folder.glob("log/worker_*.log"))]
-            raise RuntimeError(f"'{child}' on {processes} processes: not all ranks reported.\n" + "\n".join(logs))
-        return [json.loads(report.read_text()) for report in reports]
-
-
-def wait_for(job: subprocess.Popen[bytes], reports: list[Path]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    try:
-        while job.poll() is None and not all(report.exists() for report in reports) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    finally:
-        # Its own way to end waits 40 s for processes that have nothing more to say.
-        job.send_signal(signal.SIGINT)
-        job.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    arguments = ["--child", child, "--micro-sizes", str(micro_size)]
+    arguments += [f"--{key}={getattr(args, key)}" for key in ("width", "layers", "batch", "repeat")]
+    with tempfile.TemporaryDirectory() as folder:
+        return launch(Path(__file__).resolve(), processes, Path(folder), arguments=arguments)
 
 
 def measure_rows(processes: int, micro_size: int, args: argparse.Namespace) -> list[Row]:
-    ranks = launch(WINDOWS, processes, micro_size, args)
+    ranks = measure_ranks(WINDOWS, processes, micro_size, args)
     # The best run, each as long as its slowest rank.
     times = {name: min(max(runs) for runs in zip(*(rank[name][0] for rank in ranks))) for name in NAMES}
     rows = []
@@ -284,7 +241,7 @@ def measure_rows(processes: int, micro_size: int, args: argparse.Namespace) -> l
         kept = Kept(*most(rank[name][1] for rank in ranks))
         memory = None
         if micro_size in args.memory_micro_sizes:
-            memory = Memory(*most(launch(name, processes, micro_size, args)))
+            memory = Memory(*most(measure_ranks(name, processes, micro_size, args)))
         rows.append(Row(processes, micro_size, name, times[name], times[name] / times[OURS], kept, memory))
     return rows
 
@@ -323,8 +280,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1024, help="rows per rank and window")
     parser.add_argument("--repeat", type=int, default=5, help="windows per time, after two to warm up")
     parser.add_argument("--memory-micro-sizes", type=int, nargs="*", help="default: all; each row costs a launch")
-    for hidden in ("--child", "--folder"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_micro_sizes is None:
         args.memory_micro_sizes = args.micro_sizes

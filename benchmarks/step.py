@@ -45,11 +45,16 @@ class Program(NamedTuple):
     def run(self, batch: tuple[ms.Tensor, ...]) -> float:
         """Run one window to its end and return the seconds that it took."""
         ms.set_context(mode=self.mode)
-        start = time.perf_counter()
-        self.step(*batch)
-        for parameter in self.network.trainable_params():
-            parameter.asnumpy()  # waits for the update
-        return time.perf_counter() - start
+        return run_window(self.step, self.network, batch)
+
+
+def run_window(step: Callable[..., Any], network: nn.Cell, batch: tuple[ms.Tensor, ...]) -> float:
+    """Run one window to its end and return the seconds that it took."""
+    start = time.perf_counter()
+    step(*batch)
+    for parameter in network.trainable_params():
+        parameter.asnumpy()  # waits for the update
+    return time.perf_counter() - start
 
 
 class Cost(NamedTuple):
@@ -138,8 +143,7 @@ def measure_child(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
     program = build(name, micro_size, args)
     before = [parameter.asnumpy().copy() for parameter in program.network.trainable_params()]
     resident = status("VmRSS")
-    if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    reset_peak()
     first, second = program.run(batch), program.run(batch)
     peak = status("VmHWM")
     after = [parameter.asnumpy() for parameter in program.network.trainable_params()]
@@ -152,6 +156,12 @@ def status(key: str) -> float:
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(key)), math.nan)
+
+
+def reset_peak() -> None:
+    """Set VmHWM back to what is resident now."""
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def run_child(name: str, micro_size: int, args: argparse.Namespace, batch: int) -> Cost:

@@ -51,12 +51,7 @@ class GradBuffer(nn.Cell):
 
     def reciprocal_weight(self) -> Tensor:
         """Return 1 / weight, or 0 for a window in which nothing was weighed."""
-        empty = ops.equal(self.weight, 0.0)
-        return ops.select(
-            empty,
-            ops.zeros_like(self.weight),
-            1.0 / ops.select(empty, ops.ones_like(self.weight), self.weight),
-        )
+        return reciprocal(self.weight)
 
     def clear(self, done: Any = ()) -> Any:
         """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
@@ -107,6 +102,13 @@ def _refuse_rows() -> None:
         "would leave alone the rows that one batch does not read, which no sum over micro batches knows. "
         "Use nn.Embedding, or another optimizer."
     )
+
+
+def reciprocal(weight: Tensor) -> Tensor:
+    """Return 1 / weight, or 0 for a window in which nothing was weighed."""
+    empty = ops.equal(weight, 0.0)
+    inverse = 1.0 / ops.select(empty, ops.ones_like(weight), weight)
+    return ops.select(empty, ops.zeros_like(weight), inverse)
 
 
 def _assign_zero(scalar: Parameter) -> Tensor:

@@ -103,17 +103,17 @@ def _build_sharded(
     owner: str, kind: Any, optimizer: nn.Cell, network: nn.Cell, dense_only: bool, world: World
 ) -> SingleProcess:
     weights = optimizer.parameters
-    if not (isinstance(kind, HSDP) and kind.optimizer_level == "level1"):
+    size, threshold = (kind.shard_size, kind.threshold) if isinstance(kind, HSDP) else (-1, 0)
+    shards = Shards(weights, world.size if size == -1 else size, threshold, world)
+    if kind.sync_each_batch:
         _check_dense(owner, network)
+    buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None)
     if isinstance(kind, DataParallel):
-        shards = Shards(weights, world.size, 0, world)
-        return DataParallelShards(weights, GradBuffer(weights, dense_only, shards.shapes), shards, world, kind)
+        return DataParallelShards(weights, buffer, shards, world, kind)
     if kind.optimizer_level == "level3":
         warnings.warn(
             f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
             f"takes the compiler, inside AutoParallel on Ascend or GPU.",
             stacklevel=5,
         )
-    shards = Shards(weights, world.size if kind.shard_size == -1 else kind.shard_size, kind.threshold, world)
-    buffer = GradBuffer(weights, dense_only, shards.shapes if kind.every_batch else None)
     return ShardedUpdate(optimizer, buffer, shards, world, kind)

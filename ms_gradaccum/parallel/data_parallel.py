@@ -8,7 +8,7 @@ from mindspore import ParameterTuple, Tensor
 from ms_gradaccum._checks import check_bool
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.parallel.several import SeveralProcesses, SumOverRanks
-from ms_gradaccum.parallel.sharding import ShardedSums, Shards
+from ms_gradaccum.parallel.sharding import ShardedSums
 from ms_gradaccum.parallel.world import World
 
 
@@ -50,7 +50,7 @@ class DataParallelSum(SeveralProcesses):
     """What data parallelism does at the end of a window."""
 
     def __init__(self, weights: ParameterTuple, buffer: GradBuffer, world: World, settings: DataParallel) -> None:
-        super().__init__(weights, buffer, settings.check_weights)
+        super().__init__(weights, buffer, settings)
         sizes = [weight.size for weight in weights]
         self.sum_over_ranks = SumOverRanks(range(len(sizes)), sizes, world)
 
@@ -60,11 +60,6 @@ class DataParallelSum(SeveralProcesses):
 
 class DataParallelShards(ShardedSums):
     """What data parallelism does with ``sync_each_batch``: only the buffer is sharded."""
-
-    def __init__(
-        self, weights: ParameterTuple, buffer: GradBuffer, shards: Shards, world: World, settings: DataParallel
-    ) -> None:
-        super().__init__(weights, buffer, shards, world, True, settings.check_weights)
 
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.shards.gather(grads, None)

@@ -74,7 +74,7 @@ class HSDP:
         check_bool(_OWNER, "check_weights", self.check_weights, "True is for debugging.")
 
     @property
-    def every_batch(self) -> bool:
+    def sync_each_batch(self) -> bool:
         """Whether the ranks add up the gradients of each micro batch, and keep nothing but their shards."""
         return self.optimizer_level != "level1"
 
@@ -87,7 +87,7 @@ class ShardedUpdate(ShardedSums):
     ) -> None:
         whole = tuple(optimizer.parameters)
         state = shard_optimizer(optimizer, shards)
-        super().__init__(optimizer.parameters, buffer, shards, world, settings.every_batch, settings.check_weights)
+        super().__init__(optimizer.parameters, buffer, shards, world, settings)
         self.whole = ParameterTuple(whole)
         for item in state:
             self.show_whole(item)

@@ -15,6 +15,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
+from ms_gradaccum.grad_buffer import reciprocal
 from ms_gradaccum.grad_clip import ClipByValue
 from ms_gradaccum.micro_batch import split_shapes
 from ms_gradaccum.optimizers import LearningRate
@@ -55,7 +56,7 @@ class PartitionedWindow(nn.Cell):
         # Of the loss sum alone; the weight beside it has no gradient.
         grads = self.grad(self.sums, self.weights)(*inputs, self.loss_scale * Tensor([1.0, 0.0], ms.float32))
         weight = sums[1]
-        factor = _reciprocal(weight)
+        factor = reciprocal(weight)
         mean = self.mean_of(grads, factor / self.loss_scale)
         # Without need of the norm if it clips by value; else the second norm is that of the first again.
         norm, clipped_norm = self.norms(mean, self.clip(mean, _NO_NORM) if self.clips_by_value else mean)
@@ -152,13 +153,6 @@ class PartitionedNorms(nn.Cell):
     def sum_of_squares(self, grad: Tensor) -> Tensor:
         """Return the sum of the squares of this device's part of ``grad``."""
         return self.reduce_sum(ops.square(ops.cast(grad, ms.float32)), ())
-
-
-def _reciprocal(weight: Tensor) -> Tensor:
-    """Return 1 / weight, or 0 for a window in which nothing was weighed."""
-    empty = ops.equal(weight, 0.0)
-    inverse = 1.0 / ops.select(empty, ops.ones_like(weight), weight)
-    return ops.select(empty, ops.zeros_like(weight), inverse)
 
 
 def _accumulator_of(weight: Parameter) -> Parameter:

@@ -44,9 +44,11 @@ class SeveralProcesses(SingleProcess):
 
     several = True
 
-    def __init__(self, weights: ParameterTuple, buffer: GradBuffer, check_weights: bool) -> None:
+    def __init__(self, weights: ParameterTuple, buffer: GradBuffer, settings: Any) -> None:
         super().__init__(weights, buffer)
-        self.check_weights = check_weights
+        # Whether the ranks meet in each micro batch, and not in each update alone.
+        self.every_batch = settings.sync_each_batch
+        self.check_weights = settings.check_weights
 
     def check_replicas(self) -> None:
         if self.check_weights:

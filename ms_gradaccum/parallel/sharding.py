@@ -111,8 +111,8 @@ class Shards(nn.Cell):
         What is loaded into it goes into the shard; to save it, `gather_values` is called in its place.
         """
         with no_init_parameters():
-            shape = (shard.shape[0] * self.size, *shard.shape[1:])
-            view = Parameter(initializer("zeros", shape, shard.dtype), shard.name, requires_grad=shard.requires_grad)
+            zeros = initializer("zeros", self._whole_shape(shard), shard.dtype)
+            view = Parameter(zeros, shard.name, requires_grad=shard.requires_grad)
 
         def set_data(data: Tensor, slice_shape: bool = False) -> Parameter:
             shard.set_data(Tensor(self.cut(data.asnumpy()), shard.dtype))
@@ -126,8 +126,10 @@ class Shards(nn.Cell):
         """Return the whole values of a parameter of which each rank of the group has a shard. Collective."""
         with graph_mode():
             rows = self.all_gather(ops.cast(shard, ms.float32).reshape(-1))
-        shape = (shard.shape[0] * self.size, *shard.shape[1:])
-        return ops.cast(rows.reshape(shape), shard.dtype)
+        return ops.cast(rows.reshape(self._whole_shape(shard)), shard.dtype)
+
+    def _whole_shape(self, shard: Parameter) -> tuple[int, ...]:
+        return (shard.shape[0] * self.size, *shard.shape[1:])
 
 
 def _is_sharded(weight: Parameter, size: int, threshold: int) -> bool:
@@ -139,21 +141,15 @@ class ShardedSums(SeveralProcesses):
     """A window whose reduced sums are sharded, either when it ends or (``every_batch``) all the time."""
 
     def __init__(
-        self,
-        weights: ParameterTuple,
-        buffer: GradBuffer,
-        shards: Shards,
-        world: World,
-        every_batch: bool,
-        check_weights: bool,
+        self, weights: ParameterTuple, buffer: GradBuffer, shards: Shards, world: World, settings: Any
     ) -> None:
-        super().__init__(weights, buffer, check_weights)
-        self.shards, self.every_batch = shards, every_batch
+        super().__init__(weights, buffer, settings)
+        self.shards = shards
         self.sum_kept = SumOverRanks(shards.kept, shards.sizes, world)
         # What a checkpoint sees in place of a parameter, by its id, and what it does not see.
         self.views: dict[int, Parameter] = {}
         self.hidden: set[int] = set()
-        if every_batch:
+        if self.every_batch:
             for i in shards.sharded:
                 self.show_whole(self.sums[i])
             return

@@ -12,8 +12,6 @@ class SingleProcess(nn.Cell):
     """Nothing to communicate. The other kinds of parallelism override what they need."""
 
     several = False
-    # Whether the ranks meet in each micro batch, and not in each update alone.
-    every_batch = False
 
     def __init__(self, weights: ParameterTuple, buffer: GradBuffer) -> None:
         super().__init__(auto_prefix=False)

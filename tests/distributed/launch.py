@@ -13,10 +13,10 @@ from pathlib import Path
 BIN = Path(sys.executable).parent
 
 
-def launch(script, processes, folder, limit=600.0, extra=None):
+def launch(script, processes, folder, limit=600.0, extra=None, arguments=()):
     """Run ``script`` on several processes of this machine and return their reports in the order of the ranks.
 
-    ``extra`` holds environment variables.
+    ``extra`` holds environment variables, ``arguments`` what follows the script on the command line.
     """
     environment = {
         **os.environ,
@@ -32,7 +32,7 @@ def launch(script, processes, folder, limit=600.0, extra=None):
         f"--local_worker_num={processes}",
         f"--master_port={_free_port()}",
     ]
-    command += [f"--log_dir={folder / 'log'}", "--join=True", str(script)]
+    command += [f"--log_dir={folder / 'log'}", "--join=True", str(script), *arguments]
     reports = [folder / f"report_{rank}.json" for rank in range(processes)]
     with (folder / "msrun.log").open("w") as log:
         job = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)

@@ -16,7 +16,20 @@ from mindspore.dataset import NumpySlicesDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
-from scenarios import CLIPS, OPTIMIZERS, batch, build_network, fingerprint, share, train, train_lookup, weights_of  # noqa: E402
+from scenarios import (  # noqa: E402
+    CLIPS,
+    OPTIMIZERS,
+    batch,
+    build_network,
+    build_step,
+    fingerprint,
+    share,
+    train,
+    train_batches,
+    train_lookup,
+    uneven_data,
+    weights_of,
+)
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, Model, TrainOneStepCell  # noqa: E402
 
@@ -140,56 +153,41 @@ def run_out_of_data_early():
             optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
             settings = {"accumulation_steps": 2, "last_window": last_window, "parallel": KINDS[name]}
             model = Model(network, nn.MSELoss(), optimizer, **settings)
-            rows = 6 if rank == 0 else 4
-            generator = np.random.default_rng(rank)
-            x, y = (generator.normal(size=(rows, n)).astype(np.float32) for n in (6, 3))
-            model.train(2, NumpySlicesDataset((x, y), shuffle=False).batch(2))
+            model.train(2, NumpySlicesDataset(tuple(uneven_data(rank)), shuffle=False).batch(2))
             results[f"early {name} {last_window}"] = weights_of(network)
             results[f"updates {name} {last_window}"] = int(optimizer.global_step.asnumpy()[0])
 
 
-def build_step(kind, **settings):
-    network = build_network()
-    optimizer = OPTIMIZERS["Adam"](network.trainable_params())
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
-    return network, TrainOneStepCell(loss_cell, optimizer, parallel=kind, accumulation_steps=2, **settings)
-
-
-def train_batches(step, numbers):
-    for number in numbers:
-        step(*[Tensor(array) for array in share(batch(number), rank, size)])
-
-
 def save_and_load():
     """Save in the middle of the second window, and go on from there with other numbers of shards."""
-    network, step = build_step(KINDS["all shards"])
-    train_batches(step, range(3))
+    network, step = build_step(parallel=KINDS["all shards"], accumulation_steps=2)
+    train_batches(step, range(3), rank, size)
     path = Path(os.environ["REPORT_FOLDER"]) / f"rank_{rank}.ckpt"
     ms.save_checkpoint(step, str(path))
     saved = ms.load_checkpoint(str(path))
     results["saved shapes"] = {name: list(value.shape) for name, value in saved.items()}
-    train_batches(step, [3])
+    train_batches(step, [3], rank, size)
     results["not interrupted"] = weights_of(network)
     for name in ("data parallel", "two shards"):
-        network, step = build_step(KINDS[name])
+        network, step = build_step(parallel=KINDS[name], accumulation_steps=2)
         results[f"not loaded {name}"] = ms.load_param_into_net(step, saved)
-        train_batches(step, [3])
+        train_batches(step, [3], rank, size)
         results[f"resumed {name}"] = weights_of(network)
 
 
 def train_on_from_another_world():
     """The file of two processes, at an update, in four."""
-    network, step = build_step(KINDS["all shards, level2"])
+    network, step = build_step(parallel=KINDS["all shards, level2"], accumulation_steps=2)
     ms.load_checkpoint(os.environ["CHECKPOINT"], step)
-    train_batches(step, [2, 3])
+    train_batches(step, [2, 3], rank, size)
     results["from two"] = weights_of(network)
 
 
 def look_inside_a_window():
     """What each rank has before and at the boundary, as Accelerate's and Colossal-AI's tests look at it."""
-    network, step = build_step(KINDS["data parallel"], clip=CLIPS["norm"]())
+    network, step = build_step(parallel=KINDS["data parallel"], accumulation_steps=2, clip=CLIPS["norm"]())
     start = fingerprint(network)
-    train_batches(step, [0])
+    train_batches(step, [0], rank, size)
     inside = [total.asnumpy().ravel().tolist() for total in step.buffer.sums]
     results["inside"] = {"sums": sum(inside, []), "moved": fingerprint(network) != start}
     # What the end of the window does first.
@@ -199,8 +197,8 @@ def look_inside_a_window():
 
 
 def save_at_an_update():
-    _, step = build_step(KINDS["all shards, level2"])
-    train_batches(step, range(2))
+    _, step = build_step(parallel=KINDS["all shards, level2"], accumulation_steps=2)
+    train_batches(step, range(2), rank, size)
     results["level2 sums"] = {total.name: list(total.shape) for total in step.buffer.sums}
     results["checkpoint"] = str(Path(os.environ["REPORT_FOLDER"]) / f"update_{rank}.ckpt")
     ms.save_checkpoint(step, results["checkpoint"])
@@ -233,7 +231,7 @@ def look_rows_up():
 def warn_about_level3():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        build_step(HSDP(-1, 0, "level3"))
+        build_step(parallel=HSDP(-1, 0, "level3"))
     results["level3"] = [str(warning.message) for warning in caught if "level3" in str(warning.message)]
 
 

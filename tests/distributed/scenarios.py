@@ -2,6 +2,7 @@
 
 import hashlib
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.experimental import optim as experimental
@@ -58,15 +59,43 @@ def share(arrays, rank, size):
     return [array[bounds[rank] : bounds[rank + 1]] for array in arrays] if size > 1 else list(arrays)
 
 
-def train(optimizer, clip, rank=0, size=1, micro_size=3, **settings):
-    """Train some windows and return the step, its optimizer and what it reported last."""
+def build_step(optimizer="Adam", micro_size=3, **settings):
+    """A network and the step that trains it."""
     network = build_network()
-    optimizer = OPTIMIZERS[optimizer](network.trainable_params())
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
-    step = TrainOneStepCell(loss_cell, optimizer, clip=CLIPS[clip](), **settings)
-    for number in range(STEPS):
+    return network, TrainOneStepCell(loss_cell, OPTIMIZERS[optimizer](network.trainable_params()), **settings)
+
+
+def train_batches(step, numbers, rank=0, size=1):
+    """Train this process's share of some batches and return what the step reported last."""
+    for number in numbers:
         output = step(*[Tensor(array) for array in share(batch(number), rank, size)])
-    return network, optimizer, output
+    return output
+
+
+def train(optimizer, clip, rank=0, size=1, **settings):
+    """Train some windows and return the network, its optimizer and what the step reported last."""
+    network, step = build_step(optimizer, clip=CLIPS[clip](), **settings)
+    return network, step.optimizer, train_batches(step, range(STEPS), rank, size)
+
+
+def whole_batches(optimizer, windows):
+    """MindSpore's own step in one process, on the rows of all processes and of all batches of each window at once."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    network = build_network()
+    step = nn.TrainOneStepCell(
+        nn.WithLossCell(network, nn.MSELoss()), OPTIMIZERS[optimizer](network.trainable_params())
+    )
+    step.set_train()
+    for numbers in windows:
+        step(*[Tensor(np.concatenate(arrays)) for arrays in zip(*[batch(number) for number in numbers])])
+    return weights_of(network)
+
+
+def uneven_data(rank):
+    """Data in batches of two rows: three batches for rank 0, two for the others."""
+    generator = np.random.default_rng(rank)
+    return [generator.normal(size=(6 if rank == 0 else 4, columns)).astype(np.float32) for columns in (6, 3)]
 
 
 class SumOfRows(nn.Cell):

@@ -10,9 +10,19 @@ from mindspore import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch  # noqa: E402
-from scenarios import OPTIMIZERS, STEPS, batch, build_network, fingerprint, train, train_lookup, weights_of  # noqa: E402
-
-from ms_gradaccum import GradAccumulation, TrainOneStepCell  # noqa: E402
+from scenarios import (  # noqa: E402
+    OPTIMIZERS,
+    STEPS,
+    build_network,
+    build_step,
+    fingerprint,
+    train,
+    train_batches,
+    train_lookup,
+    uneven_data,
+    weights_of,
+    whole_batches,
+)
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 KINDS = [
@@ -35,22 +45,13 @@ def four(two, tmp_path_factory):
     return launch(WORKER, 4, tmp_path_factory.mktemp("four"), extra={"CHECKPOINT": two[1]["checkpoint"]})
 
 
-def whole_batches(optimizer, batches=None):
-    """MindSpore's own step on the rows of all processes in one batch, or in the batches of each window together."""
-    ms.set_context(mode=ms.GRAPH_MODE)
-    network = build_network()
-    step = nn.TrainOneStepCell(
-        nn.WithLossCell(network, nn.MSELoss()), OPTIMIZERS[optimizer](network.trainable_params())
-    )
-    step.set_train()
-    for numbers in batches or [[number] for number in range(STEPS)]:
-        step(*[Tensor(np.concatenate(arrays)) for arrays in zip(*[batch(number) for number in numbers])])
-    return weights_of(network)
+# One update per batch, and two batches per update.
+EACH, PAIRS = [[number] for number in range(STEPS)], [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_uneven_rows_on_several_processes_train_like_one_process_on_all_rows(name, two):
-    expected = whole_batches("Adam")
+    expected = whole_batches("Adam", EACH)
     assert not np.allclose(expected, weights_of(build_network()))  # otherwise the test proves nothing
     np.testing.assert_allclose(two[0][f"{name}, none"]["weights"], expected, rtol=2e-5, atol=2e-6)
 
@@ -89,17 +90,15 @@ def test_gradients_differ_inside_a_window_and_are_equal_at_its_boundary(two):
     assert not np.allclose(first["sums"], second["sums"])
     assert two[0]["at the boundary"] == two[1]["at the boundary"]
     # Each rank's sums inside are of its own rows: together, those of all rows in one process.
-    network = build_network()
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
-    step = TrainOneStepCell(loss_cell, OPTIMIZERS["Adam"](network.trainable_params()), accumulation_steps=2)
-    step(*[Tensor(array) for array in batch(0)])
+    _, step = build_step(accumulation_steps=2)
+    train_batches(step, [0])
     whole = np.concatenate([total.asnumpy().ravel() for total in step.buffer.sums])
     np.testing.assert_allclose(np.add(first["sums"], second["sums"]), whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_sharded_optimizer_updates_like_a_whole_one(optimizer, two):
-    np.testing.assert_allclose(two[0][optimizer]["weights"], whole_batches(optimizer), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(two[0][optimizer]["weights"], whole_batches(optimizer, EACH), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["data parallel", "two shards"])
@@ -157,23 +156,20 @@ def test_training_goes_on_with_another_number_of_shards(name, processes, request
     for report in request.getfixturevalue(processes):
         assert report[f"not loaded {name}"] == [[], []]
         np.testing.assert_allclose(report[f"resumed {name}"], report["not interrupted"], rtol=2e-6, atol=2e-7)
-    expected = whole_batches("Adam", [[0, 1], [2, 3]])
+    expected = whole_batches("Adam", PAIRS)
     np.testing.assert_allclose(report["not interrupted"], expected, rtol=2e-5, atol=2e-6)
 
 
 def test_training_goes_on_in_another_number_of_processes(four):
-    expected = whole_batches("Adam", [[0, 1], [2, 3]])
+    expected = whole_batches("Adam", PAIRS)
     np.testing.assert_allclose(four[0]["from two"], expected, rtol=2e-5, atol=2e-6)
 
 
 def test_one_process_loads_what_several_have_saved(two):
-    network = build_network()
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
-    step = TrainOneStepCell(loss_cell, OPTIMIZERS["Adam"](network.trainable_params()), accumulation_steps=2)
+    network, step = build_step(accumulation_steps=2)
     assert ms.load_param_into_net(step, ms.load_checkpoint(two[1]["checkpoint"])) == ([], [])
-    for number in (2, 3):
-        step(*[Tensor(array) for array in batch(number)])
-    np.testing.assert_allclose(weights_of(network), whole_batches("Adam", [[0, 1], [2, 3]]), rtol=2e-5, atol=2e-6)
+    train_batches(step, [2, 3])
+    np.testing.assert_allclose(weights_of(network), whole_batches("Adam", PAIRS), rtol=2e-5, atol=2e-6)
 
 
 def test_weights_that_differ_are_noticed_when_asked_for(two):
@@ -232,11 +228,7 @@ def test_settings_that_differ_raise_on_every_rank(four):
 def test_a_process_that_runs_out_of_data_joins_the_others(last_window, updates, name, two):
     assert [report[f"updates {name} {last_window}"] for report in two] == [updates] * 2
     assert two[0][f"early {name} {last_window}"] == two[1][f"early {name} {last_window}"]
-    rows = [[np.random.default_rng(rank).normal(size=(6 - 2 * rank, 6)).astype(np.float32)] for rank in (0, 1)]
-    for rank, parts in enumerate(rows):
-        generator = np.random.default_rng(rank)
-        generator.normal(size=(6 - 2 * rank, 6))
-        parts.append(generator.normal(size=(6 - 2 * rank, 3)).astype(np.float32))
+    rows = [uneven_data(rank) for rank in (0, 1)]
     both = [np.concatenate([rows[0][i][:4], rows[1][i]]) for i in (0, 1)]
     network = build_network()
     step = nn.TrainOneStepCell(
