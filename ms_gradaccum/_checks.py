@@ -1,10 +1,19 @@
 """Argument checks: the one place that words errors."""
 
+import contextlib
 import math
+import os
+import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 from mindspore import nn
+
+# Where the frames between a warning and the user's line are.
+_LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
 
 
 def sentence(owner: str, name: str, rule: str, value: object, remedy: str) -> str:
@@ -22,6 +31,13 @@ def check_positive_int(owner: str, name: str, value: Any, remedy: str) -> int:
         raise TypeError(sentence(owner, name, "a positive int", _typed(value), remedy))
     if value < 1:
         raise ValueError(sentence(owner, name, "a positive int", value, remedy))
+    return value
+
+
+def check_int(owner: str, name: str, value: Any, remedy: str) -> int:
+    """Return ``value`` if it is an int (a bool is not an int here)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(sentence(owner, name, "an int", _typed(value), remedy))
     return value
 
 
@@ -56,3 +72,11 @@ def check_cell(owner: str, name: str, value: Any, remedy: str) -> nn.Cell:
     if not isinstance(value, nn.Cell):
         raise TypeError(sentence(owner, name, "an nn.Cell", _typed(value), remedy))
     return value
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's program that has led here."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

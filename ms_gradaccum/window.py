@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.compiled import Compiled
-from ms_gradaccum.loss_weight import WeightedLoss
+from ms_gradaccum.grad_buffer import reciprocal
 from ms_gradaccum.optimizers import LearningRate, all_parameters
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.step_output import StepOutput
@@ -15,35 +15,35 @@ from ms_gradaccum.step_output import StepOutput
 _NOTHING = Tensor(0.0, ms.float32)
 
 
-class MicroStep(nn.Cell):
-    """Forward and backward of one micro batch, added into the buffer."""
+class FoldTerms(nn.Cell):
+    """Make one sum of those of a loss's terms, each divided by its own weight over all ranks.
 
-    def __init__(self, weighted_loss: WeightedLoss, parallel: SingleProcess, weights: ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.weighted_loss = weighted_loss
-        self.parallel = parallel
-        self.buffer = parallel.buffer
-        self.loss_and_grads = ops.value_and_grad(weighted_loss, None, weights, has_aux=True)
-        self._get_attr_from_cell(weighted_loss.network)
-
-    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
-        """Return the mean loss and the weight of the window so far."""
-        (loss_sum, weight), grads = self.loss_and_grads(rows, *tensors)
-        added = self.buffer.add(loss_sum, weight, self.parallel.share(grads))
-        mean_loss = ops.depend(self.buffer.mean_loss(), added)
-        return mean_loss, ops.depend(self.buffer.weight + 0.0, added)
-
-
-class EmptyStep(nn.Cell):
-    """The part of a rank that has no micro batch left in what the ranks add up for each micro batch."""
+    The weight of the window is then that of the first term, or 1 if nothing has any of it.
+    """
 
     def __init__(self, parallel: SingleProcess) -> None:
         super().__init__(auto_prefix=False)
-        self.parallel = parallel
         self.buffer = parallel.buffer
+        self.parallel = parallel
 
-    def construct(self, nothing: Tensor) -> Any:
-        return self.buffer.add(nothing, nothing, self.parallel.share(self.buffer.no_grads()))
+    def construct(self) -> Any:
+        buffer = self.buffer
+        weights: tuple[Tensor, ...] = (buffer.weight + 0.0,)
+        for other in buffer.others:
+            weights += (other.weight + 0.0,)
+        totals = self.parallel.total(ops.stack(weights))
+        weightless = ops.equal(totals[0], 0.0)
+        scale = ops.select(weightless, ops.ones_like(totals[0]), totals[0])
+        done: Any = ()
+        for i, other in enumerate(buffer.others):
+            factor = reciprocal(totals[i + 1]) * scale
+            for total, part in zip(buffer.sums, other.sums):
+                done = ops.assign_add(total, ops.depend(part, done) * factor)
+            done = ops.assign_add(buffer.loss, ops.depend(other.loss, done) * factor)
+            done = other.clear_term(done)
+        # One process stands in for the missing weight.
+        stand_in = ops.cast(ops.greater(ops.sum(totals), 0.0), ms.float32) * self.parallel.is_first
+        return ops.assign(buffer.weight, ops.select(weightless, stand_in, ops.depend(weights[0], done)))
 
 
 class Report(nn.Cell):
@@ -53,10 +53,13 @@ class Report(nn.Cell):
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
         self.parallel = parallel
+        self.fold_terms = FoldTerms(parallel) if len(parallel.buffer.others) > 0 else None
         self.learning_rate = LearningRate(optimizer)
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
         """Report on the window once the micro steps behind ``done`` have run."""
+        if self.fold_terms is not None:
+            done = ops.depend(done, self.fold_terms())
         reduced = ops.depend(self.parallel.reduce(), done)
         loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
@@ -125,19 +128,12 @@ class Window(nn.Cell):
         self.parallel = parallel
         self.report = Report(optimizer, parallel)
         self.update = Update(optimizer, clip, parallel)
-        self.empty_step = EmptyStep(parallel)
         self.run_report = Compiled(lambda: self.report, "TrainOneStepCell", "the report")
         self.run_update = Compiled(lambda: self.update, "TrainOneStepCell", "the optimizer")
-        self.run_empty_step = Compiled(lambda: self.empty_step, "TrainOneStepCell", "the empty step")
 
     def compiled_cells(self) -> tuple[nn.Cell, ...]:
         """Return the cells of which each is compiled on its own."""
-        return self.report, self.update, self.empty_step
-
-    def add_nothing(self, micro_batches: int) -> None:
-        """Take part in micro batches that other ranks have in addition to ours."""
-        for _ in range(micro_batches):
-            self.run_empty_step(_NOTHING)
+        return self.report, self.update
 
     def close(self) -> StepOutput:
         """End the window from the host, with the decision whether to update made in Python."""
