@@ -1,5 +1,8 @@
 """Gradient accumulation for MindSpore."""
 
+from ms_gradaccum.accumulation_config import AccumulationConfig as AccumulationConfig
+from ms_gradaccum.accumulation_config import AccumulationSchedule as AccumulationSchedule
+from ms_gradaccum.accumulator import Accumulator as Accumulator
 from ms_gradaccum.callbacks import ProgressBar as ProgressBar
 from ms_gradaccum.grad_accumulation import GradAccumulation as GradAccumulation
 from ms_gradaccum.grad_clip import ClipByGlobalNorm as ClipByGlobalNorm

@@ -50,6 +50,16 @@ def check_positive_float(owner: str, name: str, value: Any, remedy: str) -> floa
     return float(value)
 
 
+def check_number(owner: str, name: str, value: Any, remedy: str) -> float:
+    """Return ``value`` as a float if it is a finite number of at least 0; a tensor of one element is a number."""
+    number = value.asnumpy().item() if isinstance(value, ms.Tensor) and value.size == 1 else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(sentence(owner, name, "a number", _typed(value), remedy))
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(sentence(owner, name, "a number of at least 0", number, remedy))
+    return float(number)
+
+
 def check_bool(owner: str, name: str, value: Any, remedy: str) -> bool:
     """Return ``value`` if it is a bool."""
     if not isinstance(value, bool):

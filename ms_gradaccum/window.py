@@ -1,6 +1,8 @@
 """The order of an update. No other file knows it."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
@@ -83,11 +85,14 @@ class Update(nn.Cell):
         self.parallel = parallel
         self.parameters = all_parameters(optimizer)
 
-    def construct(self, norm: Tensor) -> Tensor:
-        """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
+    def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
+        """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping.
+
+        A ``limit`` is what it is clipped to, if not what the clip says.
+        """
         norm = self.touch(norm)
-        grads = self.clip(self.mean_grads(), norm)
-        clipped_norm = self.clip.norm_after(norm)
+        grads = self.clip(self.mean_grads(), norm, *limit)
+        clipped_norm = self.clip.norm_after(norm, *limit)
         if clipped_norm is None:
             clipped_norm = self.parallel.norm(grads)
         typed: tuple[Tensor, ...] = ()
@@ -130,28 +135,53 @@ class Window(nn.Cell):
         self.update = Update(optimizer, clip, parallel)
         self.run_report = Compiled(lambda: self.report, "TrainOneStepCell", "the report")
         self.run_update = Compiled(lambda: self.update, "TrainOneStepCell", "the optimizer")
+        # For clips that the caller chooses anew at each update, by kind.
+        self.other_updates: dict[type, Compiled] = {}
 
-    def compiled_cells(self) -> tuple[nn.Cell, ...]:
-        """Return the cells of which each is compiled on its own."""
-        return self.report, self.update
+    def compiled_cells(self) -> list[Any]:
+        """Return what has a mode and settings of its own."""
+        return [self.report, self.update, *self.other_updates.values()]
 
     def close(self) -> StepOutput:
         """End the window from the host, with the decision whether to update made in Python."""
+        return self.finish(self.measure())
+
+    def measure(self) -> StepOutput:
+        """Do the first half of the end of the window: all but clip, optimizer and clear."""
+        with self._emptied_if_it_fails():
+            loss, overflow, scale, updated, norm, learning_rate, weight = self.run_report(_NOTHING)
+        return StepOutput(loss, overflow, scale, updated, norm, norm, learning_rate, weight)
+
+    def finish(self, output: StepOutput, clip: Any = None) -> StepOutput:
+        """Do the second half, with the norm and the decision in ``output``; ``clip`` replaces the window's own."""
+        with self._emptied_if_it_fails():
+            if not output.updated.asnumpy():
+                self.buffer.clear()
+                return output
+            if clip is None:
+                clipped_norm = self.run_update(output.grad_norm)
+            else:
+                clipped_norm = self._update_with(clip)(output.grad_norm, clip.as_tensor())
+            self.parallel.check_replicas()
+        return output._replace(clipped_grad_norm=clipped_norm)
+
+    @contextmanager
+    def _emptied_if_it_fails(self) -> Iterator[None]:
+        """Empty the buffer after an error, or its rows would be in the next window too."""
         try:
-            return self._close()
+            yield
         except BaseException:
-            self.buffer.clear()  # Or its rows would be in the next window too.
+            self.buffer.clear()
             raise
 
-    def _close(self) -> StepOutput:
-        loss, overflow, scale, updated, norm, learning_rate, weight = self.run_report(_NOTHING)
-        clipped_norm = norm
-        if updated.asnumpy():
-            clipped_norm = self.run_update(norm)
-            self.parallel.check_replicas()
-        else:
-            self.buffer.clear()
-        return StepOutput(loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
+    def _update_with(self, clip: nn.Cell) -> Compiled:
+        """Return the update that takes its limit as an input, so that a new one costs no new graph."""
+        if type(clip) not in self.other_updates:
+            update = Update(self.update.optimizer, clip, self.parallel)
+            update.set_train(self.update.training)
+            update._get_attr_from_cell(self.update)
+            self.other_updates[type(clip)] = Compiled(lambda: update, "Accumulator", "the optimizer")
+        return self.other_updates[type(clip)]
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput.
