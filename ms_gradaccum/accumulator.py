@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mindspore import Tensor, nn
+from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import check_choice, check_number
 from ms_gradaccum.accumulation_config import AccumulationConfig, merge_config
@@ -13,7 +14,7 @@ from ms_gradaccum.loop_window import LoopWindow
 from ms_gradaccum.optimizers import claim_optimizer
 from ms_gradaccum.prepared import prepare
 from ms_gradaccum.step_output import StepOutput
-from ms_gradaccum.trained_network import TrainedNetwork, pair_networks
+from ms_gradaccum.trained_network import GraphWindow, TrainedNetwork, pair_networks
 
 _OWNER = "Accumulator"
 
@@ -113,6 +114,10 @@ class Accumulator(nn.Cell):
             for each in trained.optimizers:
                 claim_optimizer(each, self)
         self.window = LoopWindow(self.config, self._networks)
+        first, steps = self._networks[0], self.config.accumulation_steps
+        self.in_graph = GraphWindow(first.add_grads_cell, first.windows[0], steps)
+        simple = len(self._networks) == 1 and len(first.windows) == 1
+        self.fits_in_graph = simple and self.config.schedule is None
 
     @property
     def sync_gradients(self) -> bool:
@@ -177,6 +182,15 @@ class Accumulator(nn.Cell):
             return self.window.step(trained)
         return trained.so_far()
 
+    def construct(self, grads: Any, weight: Any = 1.0, loss: Any = None, reduction: str = "mean") -> tuple[Tensor, ...]:
+        """Be called inside a compiled function: the same, with the items of a StepOutput in a tuple.
+
+        It counts its batches itself, and knows nothing of the end of the data: call `flush` there.
+        """
+        if not self.fits_in_graph:
+            _refuse_graph()
+        return self.in_graph(grads, weight, loss, reduction)
+
     def clip_grad_norm(self, max_norm: float, *, network: nn.Cell | None = None) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.
 
@@ -229,7 +243,7 @@ class Accumulator(nn.Cell):
 
         Of several processes all must call it.
         """
-        if self.window.is_open or any(trained.several for trained in self._networks):
+        if self.window.is_open or any(trained.several or trained.has_batches() for trained in self._networks):
             return _one_or_all(self.window.flush())
         return None
 
@@ -243,6 +257,14 @@ class Accumulator(nn.Cell):
         A prepared dataset does so at its end.
         """
         self.window.join()
+
+
+@_primexpr
+def _refuse_graph() -> None:
+    raise ValueError(
+        f"For '{_OWNER}', a call inside a compiled function must be one of a single network and optimizer without a "
+        f"schedule, but got more. Call it from Python."
+    )
 
 
 def _one_or_all(outputs: tuple[Any, ...]) -> Any:

@@ -45,6 +45,31 @@ class AddGrads(nn.Cell):
         return done
 
 
+class GraphWindow(nn.Cell):
+    """The same as part of a larger graph, and the update after so many batches."""
+
+    def __init__(self, add_grads: AddGrads, window: Window, steps: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.add_grads = add_grads
+        self.window = window
+        self.buffer = window.buffer
+        self.steps = steps
+
+    def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> tuple[Tensor, ...]:
+        """Return the items of a StepOutput."""
+        weight = ops.cast(weight, ms.float32).reshape(())
+        factor = weight if reduction == "mean" else ops.ones_like(weight)
+        loss = Tensor(math.nan, ms.float32) if loss is None else ops.cast(loss, ms.float32).reshape(())
+        added = self.add_grads(loss * factor, weight, factor, *grads)
+        batches = ops.depend(self.buffer.count_batch(), added)
+        if batches == self.steps:
+            output = self.window(weight)
+        else:
+            mean_loss = ops.depend(self.buffer.mean_loss(), batches)
+            output = open_window_output(mean_loss, ops.depend(self.buffer.weight + 0.0, batches))
+        return output
+
+
 class TrainedNetwork:
     """The sums of one network, from the gradients of its micro batches to the update of its optimizers.
 
@@ -77,8 +102,8 @@ class TrainedNetwork:
         self.several = self.parallels[0].several
         self.micro_steps = MicroSteps(_OWNER, self.network, self.parallels, self.weights)
         self.windows = [Window(optimizer, clip, each) for optimizer, each in zip(optimizers, self.parallels)]
-        add_grads = AddGrads(self.parallels)
-        self.run_add_grads = Compiled(lambda: add_grads, _OWNER, "the sum")
+        self.add_grads_cell = AddGrads(self.parallels)
+        self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
         self.network.set_train()
         # Whether there is something in the buffers; what the end of the window has measured; its clip.
         self.is_open = False
@@ -116,6 +141,10 @@ class TrainedNetwork:
         """Return the report on a window that goes on."""
         buffer = self.parallels[0].buffer
         return StepOutput(*open_window_output(buffer.mean_loss(), buffer.weight.value()))
+
+    def has_batches(self) -> bool:
+        """Return whether a compiled function has left batches in the buffer."""
+        return bool(self.parallels[0].buffer.batches.asnumpy())
 
     def measure(self) -> StepOutput:
         """Return the report of the window, which is full, before clipping and update."""
