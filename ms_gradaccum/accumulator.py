@@ -9,9 +9,11 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import check_choice, check_number
 from ms_gradaccum.accumulation_config import AccumulationConfig, merge_config
+from ms_gradaccum.bad_micro_batch import check_bad_micro_batch
 from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, check_clip
 from ms_gradaccum.loop_window import LoopWindow
 from ms_gradaccum.optimizers import claim_optimizer
+from ms_gradaccum.precision import check_precision
 from ms_gradaccum.prepared import prepare
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.trained_network import GraphWindow, TrainedNetwork, pair_networks
@@ -53,10 +55,15 @@ class Accumulator(nn.Cell):
             `accumulation_steps`, and when the ranks communicate. Default: ``None``.
         clip (Union[ClipByGlobalNorm, ClipByValue, None]): Clipping of each window's mean gradient, without a call of
             `clip_grad_norm`. Default: ``None``.
+        mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
+            :class:`TrainOneStepCell`. Each network has a loss scale of its own. Default: ``None``.
         parallel (Union[str, DataParallel, HSDP]): As for :class:`Model`. Default: ``"auto"``.
+        bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
 
     Inputs:
-        - **grads** (tuple[Tensor]) - Gradients of a batch, in the order of ``optimizer.parameters``.
+        - **grads** (tuple[Tensor]) - Gradients of a batch, in the order of ``optimizer.parameters``. With
+          `mixed_precision` those of ``accumulator.scale(loss)``, since a small gradient of `loss` itself is 0 in
+          half precision.
         - **weight** (Union[int, float]) - What they count for: the rows or tokens of the batch. Default: ``1.0``.
         - **loss** (Union[Tensor, float], optional) - The batch's loss, for the report. Default: ``None``.
         - **reduction** (str) - ``"mean"`` if `grads` and `loss` are means over `weight` rows, ``"sum"`` if they are
@@ -100,16 +107,22 @@ class Accumulator(nn.Cell):
         *,
         config: AccumulationConfig | None = None,
         clip: nn.Cell | None = None,
+        mixed_precision: Any = None,
         parallel: Any = "auto",
+        bad_micro_batch: str = "skip_window",
     ) -> None:
         super().__init__(auto_prefix=False)
         self.config = merge_config(_OWNER, accumulation_steps, config)
         self.clip = check_clip(_OWNER, clip)
-        settings = {"config": repr(self.config), "clip": repr(self.clip)}
-        self._networks = [
-            TrainedNetwork(cell, optimizers, self.clip, parallel, self.config.sync_each_batch, settings)
-            for cell, optimizers in pair_networks(network, optimizer)
-        ]
+        drops = check_bad_micro_batch(_OWNER, bad_micro_batch)
+        self._networks = []
+        for cell, optimizers in pair_networks(network, optimizer):
+            precision = check_precision(_OWNER, mixed_precision)
+            settings = {"config": repr(self.config), "clip": repr(self.clip), "bad_micro_batch": drops}
+            settings["mixed_precision"] = precision.text
+            each_batch = self.config.sync_each_batch
+            trained = TrainedNetwork(cell, optimizers, self.clip, parallel, each_batch, precision, drops, settings)
+            self._networks.append(trained)
         for trained in self._networks:
             for each in trained.optimizers:
                 claim_optimizer(each, self)
@@ -150,6 +163,15 @@ class Accumulator(nn.Cell):
     def no_sync(self) -> AbstractContextManager[None]:
         """Let no batch that begins here end its window: for loops that decide themselves which one does."""
         return self.window.withheld()
+
+    def scale(self, loss: Tensor, *, network: nn.Cell | None = None) -> Tensor:
+        """Return ``loss`` times the loss scale: what to differentiate for gradients that the caller takes.
+
+        Args:
+            loss (Tensor): A loss, of any shape and floating-point dtype.
+            network (Cell, optional): Which of several networks. Default: ``None``, the only one.
+        """
+        return loss * self.window.only(network).loss_scale.value()
 
     def backward(self, *args: Any, network: nn.Cell | None = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of one batch, add its gradients, and return its mean loss, a float32 scalar.

@@ -13,6 +13,7 @@ from ms_gradaccum._checks import check_bool, check_cell, check_positive_int, sen
 from ms_gradaccum.grad_buffer import reciprocal
 from ms_gradaccum.loss_weight import OwnWeight, OwnWeights, RowWeight, WeightedLoss
 from ms_gradaccum.micro_batch import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
+from ms_gradaccum.precision import Precision, in_precision
 
 _OWNER = "GradAccumulation"
 
@@ -111,8 +112,19 @@ class GradAccumulation(nn.Cell):
         axis = self.batch_axis
         if isinstance(axis, tuple) and len(axis) == 1:
             axis = (*axis, 0)  # It speaks of the network's only input; the label's rows are on axis 0.
-        loss_cell = nn.WithLossCell(self.network, loss_fn)
-        return GradAccumulation(loss_cell, self.micro_size, weighted=self.weighted, batch_axis=axis, terms=self.terms)
+        return self.around(nn.WithLossCell(self.network, loss_fn), axis)
+
+    def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
+        """Return a cell with these settings around another network."""
+        return GradAccumulation(
+            network, self.micro_size, weighted=self.weighted, batch_axis=batch_axis, terms=self.terms
+        )
+
+    def in_precision(self, owner: str, precision: Precision) -> "GradAccumulation":
+        """Return this cell around a network that computes in half precision, with the same parameters."""
+        if precision.level == "O0":
+            return self
+        return self.around(in_precision(owner, self.network, precision), self.batch_axis)
 
     @property
     def cls_name(self) -> str:

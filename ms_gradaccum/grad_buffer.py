@@ -48,9 +48,17 @@ class GradBuffer(TermSums):
         dense_only: Whether gradients of sparse lookups are refused.
         shapes: What is kept of each weight's gradient: a part, if the ranks share the sums. Default: the whole.
         terms: Number of terms of the loss that have weights of their own. The first one's sums are this buffer's.
+        counts_dropped: Whether micro batches can be left out, and are counted.
     """
 
-    def __init__(self, weights: ParameterTuple, dense_only: bool = False, shapes: Any = None, terms: int = 1) -> None:
+    def __init__(
+        self,
+        weights: ParameterTuple,
+        dense_only: bool = False,
+        shapes: Any = None,
+        terms: int = 1,
+        counts_dropped: bool = False,
+    ) -> None:
         # What one micro batch has.
         whole_shapes = tuple(tuple(weight.shape) for weight in weights)
         shapes = whole_shapes if shapes is None else shapes
@@ -60,6 +68,8 @@ class GradBuffer(TermSums):
         self.others = nn.CellList(others, auto_prefix=False)
         # Calls that the open window has taken in. 0 from an update to the next batch.
         self.batches = zeros("accu_grads.window_batches", (), ms.int32)
+        # Micro batches that were left out, in float32 as what else is added over the ranks.
+        self.dropped = zeros("accu_grads.window_dropped", ()) if counts_dropped else None
 
     def all_sums(self) -> list[Parameter]:
         """Return the sums of all terms."""
@@ -75,6 +85,14 @@ class GradBuffer(TermSums):
     def count_batch(self) -> Tensor:
         """Count one batch and return how many the window has now."""
         return ops.assign_add(self.batches, Tensor(1, ms.int32))
+
+    def count_dropped(self, finite: Tensor) -> Any:
+        """Count one micro batch that is left out unless it is ``finite``."""
+        return ops.assign_add(self.dropped, ops.cast(ops.logical_not(finite), ms.float32))
+
+    def totals(self) -> list[Parameter]:
+        """Return the numbers that are added over the ranks beside the sums."""
+        return [self.loss, self.weight] + ([] if self.dropped is None else [self.dropped])
 
     def mean_loss(self) -> Tensor:
         """Return the weighted mean loss of the window so far: the sum of its terms."""
@@ -92,6 +110,8 @@ class GradBuffer(TermSums):
         done = self.clear_term(done)
         for other in self.others:
             done = other.clear_term(done)
+        if self.dropped is not None:
+            done = done, _assign_zero(self.dropped)
         return done, _assign_zero(self.batches)
 
 

@@ -102,7 +102,7 @@ class LoopWindow:
 
     def chosen(self, network: nn.Cell | None) -> list[TrainedNetwork]:
         """Return the network that is meant, or all for None."""
-        chosen = [each for each in self.networks if network is None or network in (each.network, each.network.network)]
+        chosen = [each for each in self.networks if network is None or network in each.names]
         if not chosen:
             got, remedy = type(network).__name__, "Give a network that the Accumulator was built with."
             raise ValueError(sentence(_OWNER, "network", "one of its networks", got, remedy))

@@ -8,9 +8,12 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common.sparse_tensor import RowTensorInner
 
 from ms_gradaccum._checks import warn
+from ms_gradaccum.bad_micro_batch import KeepFinite
 from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.precision import Precision
 from ms_gradaccum.structure import named_tuple_in
 
 _NOTHING = Tensor(0.0, ms.float32)
@@ -63,35 +66,77 @@ class MicroStep(nn.Cell):
 class ScaledMicroStep(MicroStep):
     """The same for a loss of several terms, and for networks that compute in half precision.
 
-    The backward pass starts from each term's mean, and the gradient is multiplied by the weight in float32: a
-    gradient of a sum over many rows or tokens can be more than a half-precision number can hold.
+    The backward pass starts from each term's mean times the loss scale, and the gradient is multiplied by the weight
+    in float32: a gradient of a sum over many rows or tokens can be more than a half-precision number can hold.
+
+    Args:
+        half: Whether the network computes in half precision.
+        loss_scale: The loss scale.
+        drops: Whether a micro batch that is not finite is left out.
     """
 
     def __init__(
-        self, weighted_loss: WeightedLoss, parallels: Sequence[SingleProcess], weights: Sequence[ParameterTuple]
+        self,
+        weighted_loss: WeightedLoss,
+        parallels: Sequence[SingleProcess],
+        weights: Sequence[ParameterTuple],
+        half: bool,
+        loss_scale: NoLossScale,
+        drops: bool,
     ) -> None:
         super().__init__(weighted_loss, parallels, weights)
         self.terms = 1 + len(self.buffer.others)
-        self.half = uses_half_precision(weighted_loss.network)
+        self.half = half
+        self.loss_scale = loss_scale
+        self.keep: Any = KeepFinite() if drops else None
         self.map = ops.HyperMap()
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         values, backward = ops.vjp(self.weighted_loss, rows, *tensors, weights=self.weights)
-        loss_sums: tuple[Tensor, ...] = ()
-        weights: tuple[Tensor, ...] = ()
+        if self.keep is not None:
+            return self.add_finite(values, backward)
         added: Any = ()
         for term in range(self.terms):
-            loss_sum, weight = values[2 * term], values[2 * term + 1]
-            factor = ops.maximum(weight, Tensor(1.0, ms.float32)) if self.half else ops.ones_like(weight)
-            start: tuple[Tensor, ...] = ()
-            for i in range(2 * self.terms):
-                start += (1.0 / factor if i == 2 * term else ops.zeros_like(weight),)
-            grads = backward(*start)[1]
-            if self.half:
-                grads = self.map(ops.partial(_scale, factor), grads)
-            added = self.add(term, loss_sum, weight, grads, added)
-            loss_sums += (loss_sum,)
-            weights += (weight,)
+            grads = self.grads_of(term, values, backward)
+            added = self.add(term, values[2 * term], values[2 * term + 1], grads, added)
+        return self.report(values, added)
+
+    def grads_of(self, term: int, values: tuple[Tensor, ...], backward: Any) -> Any:
+        """Return the gradients of one term's sum, times the loss scale."""
+        weight = values[2 * term + 1]
+        factor = ops.maximum(weight, Tensor(1.0, ms.float32)) if self.half else ops.ones_like(weight)
+        start: tuple[Tensor, ...] = ()
+        for i in range(2 * self.terms):
+            start += (self.loss_scale.value() / factor if i == 2 * term else ops.zeros_like(weight),)
+        grads = backward(*start)[1]
+        return self.map(ops.partial(_scale, factor), grads) if self.half else grads
+
+    def add_finite(self, values: tuple[Tensor, ...], backward: Any) -> tuple[Tensor, ...]:
+        """Add the micro batch if all of it is finite: one decision for all terms."""
+        all_grads: tuple[Any, ...] = ()
+        finite = self.keep.is_finite(values, ())
+        for term in range(self.terms):
+            grads = self.grads_of(term, values, backward)
+            finite = ops.logical_and(finite, self.keep.is_finite((), grads))
+            all_grads += (grads,)
+        kept: tuple[Tensor, ...] = ()
+        for value in values:
+            kept += (self.keep.number(finite, value),)
+        added: Any = ()
+        for parallel in self.parallels:
+            added = parallel.buffer.count_dropped(ops.depend(finite, added))
+        for term in range(self.terms):
+            grads = self.keep.grads(finite, all_grads[term])
+            added = self.add(term, kept[2 * term], kept[2 * term + 1], grads, added)
+        return self.report(kept, added)
+
+    def report(self, values: tuple[Tensor, ...], added: Any) -> tuple[Tensor, ...]:
+        """Return what `construct` returns, after ``added``."""
+        loss_sums: tuple[Tensor, ...] = ()
+        weights: tuple[Tensor, ...] = ()
+        for term in range(self.terms):
+            loss_sums += (values[2 * term],)
+            weights += (values[2 * term + 1],)
         return (*self.window_so_far(added), ops.stack(loss_sums), ops.stack(weights))
 
 
@@ -141,12 +186,22 @@ class MicroSteps:
         network: The GradAccumulation.
         parallels: One per optimizer.
         weights: One per optimizer: the parameters that it updates.
+        precision: What computes in 16 bits, and the loss scale.
+        drops: Whether a micro batch that is not finite is left out.
     """
 
     def __init__(
-        self, owner: str, network: Any, parallels: Sequence[SingleProcess], weights: Sequence[ParameterTuple]
+        self,
+        owner: str,
+        network: Any,
+        parallels: Sequence[SingleProcess],
+        weights: Sequence[ParameterTuple],
+        precision: Precision,
+        drops: bool,
     ) -> None:
         self.owner = owner
+        self.precision = precision
+        self.drops = drops
         self.network = network
         self.parallels = parallels
         self.weights = weights
@@ -207,8 +262,12 @@ class MicroSteps:
         return self.by_structure[structure]
 
     def _build(self, weighted_loss: WeightedLoss) -> MicroStep:
-        scaled = self.parallels[0].buffer.others or uses_half_precision(self.network)
-        cell = (ScaledMicroStep if scaled else MicroStep)(weighted_loss, self.parallels, self.weights)
+        half = uses_half_precision(self.network) or not self.precision.is_full
+        if half or self.drops or self.parallels[0].buffer.others:
+            scale = self.precision.loss_scale
+            cell: MicroStep = ScaledMicroStep(weighted_loss, self.parallels, self.weights, half, scale, self.drops)
+        else:
+            cell = MicroStep(weighted_loss, self.parallels, self.weights)
         if hasattr(self, "cell"):
             cell.set_train(self.cell.training)
             cell._get_attr_from_cell(self.cell)  # What `set_jit_config` has said.

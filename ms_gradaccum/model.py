@@ -13,11 +13,18 @@ from ms_gradaccum._checks import check_choice, sentence
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.parallel.choose import check_parallel
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
+from ms_gradaccum.precision import combined
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "Model"
-_NO_SETTINGS: dict[str, Any] = {"accumulation_steps": 1, "clip": None, "parallel": "auto"}
+_NO_SETTINGS: dict[str, Any] = {
+    "accumulation_steps": 1,
+    "clip": None,
+    "mixed_precision": None,
+    "parallel": "auto",
+    "bad_micro_batch": "skip_window",
+}
 _LAST_WINDOW = ("apply", "drop", "carry")
 
 
@@ -39,13 +46,16 @@ class Model(ms.Model):
         eval_network (Cell, optional): Network of `eval`. Default: ``None``.
         eval_indexes (list, optional): Places of loss, output and label in the outputs of `eval_network`.
             Default: ``None``.
-        amp_level (str): Only ``"O0"`` (no mixed precision). Default: ``"O0"``.
+        amp_level (str): ``"O0"`` (no mixed precision), ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``: what computes in
+            float16, see :class:`MixedPrecision`, with its loss scale or that of `mixed_precision`. Default: ``"O0"``.
         boost_level (str): Only ``"O0"``: boost's own accumulation would run inside this one. Default: ``"O0"``.
 
     Keyword Args:
         accumulation_steps (int): Number of batches of one update. Default: ``1``.
         clip (Union[ClipByGlobalNorm, ClipByValue, None]): Clipping of the window's mean gradient.
             Default: ``None``.
+        mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
+            :class:`TrainOneStepCell`. Default: ``None``.
         parallel (Union[str, DataParallel, HSDP]): ``"auto"``: nothing to communicate in one process, what
             ``AutoParallel`` says around `network`, data parallel otherwise. Default: ``"auto"``.
         last_window (str): What becomes of a window that is unfinished at the end of the dataset's pass:
@@ -56,6 +66,10 @@ class Model(ms.Model):
             - ``"carry"``: it goes on with the next pass.
 
             Default: ``"apply"``.
+
+        bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
+        loss_scale_manager (LossScaleManager, optional): Another name of `mixed_precision`, which
+            ``mindspore.train.Model`` has. Default: ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -97,29 +111,40 @@ class Model(ms.Model):
         *,
         accumulation_steps: int = 1,
         clip: nn.Cell | None = None,
+        mixed_precision: Any = None,
         parallel: Any = "auto",
         last_window: str = "apply",
+        bad_micro_batch: str = "skip_window",
+        loss_scale_manager: Any = None,
         **kwargs: Any,
     ) -> None:
-        check_choice(_OWNER, "amp_level", amp_level, ("O0",), "Mixed precision is not available with accumulation yet.")
         check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
         remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
         self.last_window = check_choice(_OWNER, "last_window", last_window, _LAST_WINDOW, remedy)
         if kwargs:
             got = ", ".join(sorted(kwargs))
             raise ValueError(f"For '{_OWNER}', the arguments {got} are unknown or do not work with accumulation.")
-        if isinstance(network, AutoParallel) and ms.get_context("device_target") == "CPU":
-            # Its settings are taken over here; in force they would have the compiler look for another device.
-            if parallel == "auto" and optimizer is not None:
-                parallel = check_parallel(_OWNER, parallel, network) or parallel
-            network = network.network
+        precision = combined(_OWNER, mixed_precision, amp_level, loss_scale_manager)
         self._step_settings: dict[str, Any] = {
             "accumulation_steps": accumulation_steps,
             "clip": clip,
+            "mixed_precision": precision,
             "parallel": parallel,
+            "bad_micro_batch": bad_micro_batch,
         }
+        # Of the levels, stock Model takes the name alone: its evaluation casts half-precision outputs.
+        level = "O0" if optimizer is None or precision is None else precision.level
+        self._init_stock(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
+
+    def _init_stock(self, network: nn.Cell, loss_fn: Any, optimizer: Any, *args: Any) -> None:
+        settings = self._step_settings
+        if isinstance(network, AutoParallel) and ms.get_context("device_target") == "CPU":
+            # Its settings are taken over here; in force they would have the compiler look for another device.
+            if settings["parallel"] == "auto" and optimizer is not None:
+                settings["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"
+            network = network.network
         try:
-            super().__init__(network, loss_fn, optimizer, metrics, eval_network, eval_indexes)
+            super().__init__(network, loss_fn, optimizer, *args)
         except BaseException:
             # It was set from the network above; left alone it would change whatever is compiled next.
             _clear_auto_parallel_context(network)
@@ -146,7 +171,7 @@ class Model(ms.Model):
             got, remedy = "AutoParallel around a TrainOneStepCell", "Put AutoParallel inside that cell."
             raise ValueError(sentence(_OWNER, "network", "a loss cell in AutoParallel", got, remedy))
         if self._step_settings != _NO_SETTINGS:
-            remedy = "Give accumulation_steps, clip and parallel to the TrainOneStepCell."
+            remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
             raise ValueError(
                 sentence(_OWNER, "network", "a loss cell", "a TrainOneStepCell with its own settings", remedy)
             )

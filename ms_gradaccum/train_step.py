@@ -8,6 +8,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_positive_int, warn
+from ms_gradaccum.bad_micro_batch import check_bad_micro_batch
 from ms_gradaccum.compiled import graph_mode
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.grad_clip import check_clip
@@ -17,6 +18,7 @@ from ms_gradaccum.parallel.choose import build_parallel, check_parallel
 from ms_gradaccum.parallel.partitioned import PartitionedWindow
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.parallel.world import gather_counts
+from ms_gradaccum.precision import Precision, check_precision
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.window import Window, open_window_output
 
@@ -49,6 +51,17 @@ class TrainOneStepCell(nn.TrainOneStepCell):
     Keyword Args:
         accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
         clip (Union[ClipByGlobalNorm, ClipByValue, None]): Clipping of the window's mean gradient. Default: ``None``.
+        mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): What computes in half
+            precision: a name that :class:`MixedPrecision` lists, ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``, or its
+            settings; or only how the loss is scaled, by an object of ``mindspore.amp``. Default: ``None``.
+        parallel (Union[str, DataParallel, HSDP]): As for :class:`Model`. Default: ``"auto"``.
+        bad_micro_batch (str): What becomes of a window with an Inf or a NaN in a gradient or loss.
+
+            - ``"skip_window"``: it makes no update.
+            - ``"drop"``: the micro batches that have them are left out, on whichever rank, with their weight. It costs
+              a pass over the gradients of each micro batch.
+
+            Default: ``"skip_window"``.
 
     Inputs:
         - **\*inputs** - One batch, as `network` takes it. Keywords are allowed.
@@ -59,7 +72,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, or
-            belongs to another training cell.
+            belongs to another training cell, or the device lacks what `mixed_precision` asks for.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -87,34 +100,41 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         *,
         accumulation_steps: int = 1,
         clip: nn.Cell | None = None,
+        mixed_precision: Any = None,
         parallel: Any = "auto",
+        bad_micro_batch: str = "skip_window",
     ) -> None:
         kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
+        drops = check_bad_micro_batch(_OWNER, bad_micro_batch)
+        precision = check_precision(_OWNER, mixed_precision)
         remedy = "It counts the batches of one update; 1 means an update per batch."
         check_positive_int(_OWNER, "accumulation_steps", accumulation_steps, remedy)
         clip = check_clip(_OWNER, clip)
+        network = network.in_precision(_OWNER, precision)
         super().__init__(network, optimizer)
         self.accumulation_steps = accumulation_steps
         # On Ascend and GPU, the settings of AutoParallel, with which the compiler partitions the whole step.
         self.semi_auto = kind if isinstance(kind, SemiAuto) else None
         if self.semi_auto is not None:
-            self.semi_auto.check(accumulation_steps, network.terms)
-            self.partitioned = PartitionedWindow(network, optimizer, clip)
+            self.semi_auto.check(accumulation_steps, network.terms, drops)
+            self.partitioned = PartitionedWindow(network, optimizer, clip, precision.loss_scale)
         else:
-            self._build_host_driven(kind, clip)
+            self._build_host_driven(kind, clip, precision, drops)
         self.set_train()
         claim_optimizer(optimizer, self)
 
-    def _build_host_driven(self, kind: Any, clip: nn.Cell) -> None:
+    def _build_host_driven(self, kind: Any, clip: nn.Cell, precision: Precision, drops: bool) -> None:
         network, optimizer = self.network, self.optimizer
         settings = {"micro_size": network.micro_size, "accumulation_steps": self.accumulation_steps, "clip": repr(clip)}
-        self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings)
+        settings |= {"mixed_precision": precision.text, "bad_micro_batch": drops}
+        self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings, drops)
         self.buffer = self.parallel.buffer
-        self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights])
+        self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights], precision, drops)
         self.micro_step = self.micro_steps.cell
-        self.window = Window(optimizer, clip, self.parallel)
+        self.loss_scale = precision.loss_scale
+        self.window = Window(optimizer, clip, self.parallel, self.loss_scale)
         # MindSpore's saving asks these for the whole of a parameter; in place of a layout, ours knows how to gather.
         self.parameter_layout_dict = dict.fromkeys(self.parallel.gathers, _ANY_LAYOUT)
         self.parallel_parameter_merge_net_dict = self.parallel.gathers
@@ -175,7 +195,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         if batches + 1 == self.accumulation_steps:
             return self.window.close()
         self.buffer.batches.set_data(Tensor(batches + 1, ms.int32))
-        return StepOutput(*open_window_output(loss, weight))
+        return StepOutput(*open_window_output(loss, weight, self.loss_scale.value()))
 
     def join(self) -> StepOutput:
         """Take part in a batch of the other processes without one: this process has run out of data.
@@ -243,5 +263,5 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         if batches == self.accumulation_steps:
             output = self.window(done)
         else:
-            output = open_window_output(loss, weight)
+            output = open_window_output(loss, weight, self.loss_scale.value())
         return output

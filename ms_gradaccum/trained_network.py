@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import sentence
+from ms_gradaccum.bad_micro_batch import KeepFinite
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.grad_clip import ClipByValue
@@ -19,6 +20,7 @@ from ms_gradaccum.parallel.choose import build_parallel, check_parallel
 from ms_gradaccum.parallel.data_parallel import DataParallel
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.precision import Precision
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.window import Window, open_window_output
 
@@ -28,13 +30,21 @@ _OWNER = "Accumulator"
 class AddGrads(nn.Cell):
     """Add gradients that the caller has taken into the buffers."""
 
-    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+    def __init__(self, parallels: Sequence[SingleProcess], drops: bool) -> None:
         super().__init__(auto_prefix=False)
         self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.keep = KeepFinite() if drops else None
 
     def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> Any:
-        """Add ``factor`` times the gradients."""
+        """Add ``factor`` times the gradients, unless they are left out."""
         done: Any = ()
+        if self.keep is not None:
+            # Not looking at the loss, which is NaN where the caller does not say it.
+            finite = self.keep.is_finite((), grads)
+            grads = self.keep.grads(finite, grads)
+            loss_sum, weight = self.keep.number(finite, loss_sum), self.keep.number(finite, weight)
+            for parallel in self.parallels:
+                done = parallel.buffer.count_dropped(ops.depend(finite, done))
         begin = 0
         for parallel in self.parallels:
             own: tuple[Tensor, ...] = ()
@@ -66,7 +76,8 @@ class GraphWindow(nn.Cell):
             output = self.window(weight)
         else:
             mean_loss = ops.depend(self.buffer.mean_loss(), batches)
-            output = open_window_output(mean_loss, ops.depend(self.buffer.weight + 0.0, batches))
+            weight = ops.depend(self.buffer.weight + 0.0, batches)
+            output = open_window_output(mean_loss, weight, self.window.loss_scale.value())
         return output
 
 
@@ -79,6 +90,8 @@ class TrainedNetwork:
         clip: Clipping of its mean gradient where the caller chooses none.
         parallel: What the caller has said.
         sync_each_batch: Whether the ranks add up their gradients in each micro batch.
+        precision: What computes in 16 bits, and the loss scale.
+        drops: Whether a micro batch that is not finite is left out.
         settings: What all ranks must agree about.
     """
 
@@ -89,20 +102,30 @@ class TrainedNetwork:
         clip: nn.Cell,
         parallel: Any,
         sync_each_batch: bool,
+        precision: Precision,
+        drops: bool,
         settings: dict[str, Any],
     ) -> None:
         kind = _with_sync(check_parallel(_OWNER, parallel, network), sync_each_batch)
         self.network = as_grad_accumulation(_OWNER, network)
         for optimizer in optimizers:
             check_optimizer(_OWNER, optimizer, self.network)
+        # What the caller knows it by.
+        self.names = (self.network, self.network.network)
+        self.network = self.network.in_precision(_OWNER, precision)
+        self.loss_scale = precision.loss_scale
         self.optimizers = list(optimizers)
         self.weights = [optimizer.parameters for optimizer in optimizers]
         _check_disjoint(self.weights)
-        self.parallels = [build_parallel(_OWNER, kind, optimizer, self.network, settings) for optimizer in optimizers]
+        self.parallels = [
+            build_parallel(_OWNER, kind, optimizer, self.network, settings, drops) for optimizer in optimizers
+        ]
         self.several = self.parallels[0].several
-        self.micro_steps = MicroSteps(_OWNER, self.network, self.parallels, self.weights)
-        self.windows = [Window(optimizer, clip, each) for optimizer, each in zip(optimizers, self.parallels)]
-        self.add_grads_cell = AddGrads(self.parallels)
+        self.micro_steps = MicroSteps(_OWNER, self.network, self.parallels, self.weights, precision, drops)
+        self.windows = [
+            Window(optimizer, clip, each, self.loss_scale) for optimizer, each in zip(optimizers, self.parallels)
+        ]
+        self.add_grads_cell = AddGrads(self.parallels, drops)
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
         self.network.set_train()
         # Whether there is something in the buffers; what the end of the window has measured; its clip.
@@ -140,7 +163,7 @@ class TrainedNetwork:
     def so_far(self) -> StepOutput:
         """Return the report on a window that goes on."""
         buffer = self.parallels[0].buffer
-        return StepOutput(*open_window_output(buffer.mean_loss(), buffer.weight.value()))
+        return StepOutput(*open_window_output(buffer.mean_loss(), buffer.weight.value(), self.loss_scale.value()))
 
     def has_batches(self) -> bool:
         """Return whether a compiled function has left batches in the buffer."""
@@ -161,6 +184,7 @@ class TrainedNetwork:
         self._close()
         try:
             outputs = [window.finish(output, clip) for window, output in zip(self.windows, outputs)]
+            self.windows[0].adjust(outputs[0])
         except BaseException:
             self.drop()
             raise

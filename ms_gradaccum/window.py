@@ -10,6 +10,7 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.grad_buffer import reciprocal
+from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.optimizers import LearningRate, all_parameters
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.step_output import StepOutput
@@ -49,37 +50,48 @@ class FoldTerms(nn.Cell):
 
 
 class Report(nn.Cell):
-    """First half of the end of a window: reduce over ranks, divide by the weight, finite?, norm."""
+    """First half of the end of a window: reduce over ranks, divide by the weight, unscale, finite?, norm."""
 
-    def __init__(self, optimizer: nn.Cell, parallel: SingleProcess) -> None:
+    def __init__(self, optimizer: nn.Cell, parallel: SingleProcess, loss_scale: NoLossScale) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
         self.parallel = parallel
+        self.loss_scale = loss_scale
         self.fold_terms = FoldTerms(parallel) if len(parallel.buffer.others) > 0 else None
         self.learning_rate = LearningRate(optimizer)
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
-        """Report on the window once the micro steps behind ``done`` have run."""
+        """Report on the window once the micro steps behind ``done`` have run.
+
+        The last item says whether the loss scale was too large for it, or for a micro batch that was left out.
+        """
         if self.fold_terms is not None:
             done = ops.depend(done, self.fold_terms())
         reduced = ops.depend(self.parallel.reduce(), done)
         loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
         # Of the sums, then divided: that saves a pass over the gradient.
-        norm = ops.depend(self.parallel.norm(tuple(self.parallel.sums)), reduced) * self.buffer.reciprocal_weight()
-        finite = ops.isfinite(norm)
+        norm = ops.depend(self.parallel.norm(tuple(self.parallel.sums)), reduced)
+        norm = norm * self.loss_scale.unscaled(self.buffer.reciprocal_weight())
+        overflow = bad = ops.logical_not(ops.isfinite(norm))
         # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
-        updated = ops.logical_and(finite, ops.greater(weight, 0.0))
-        overflow, scale = ops.logical_not(finite), Tensor(1.0, ms.float32)
-        return loss, overflow, scale, updated, norm, self.learning_rate(), weight
+        weighs = updated = ops.greater(weight, 0.0)
+        if self.loss_scale.skips_overflow:
+            updated = ops.logical_and(weighs, ops.logical_not(overflow))
+        if self.buffer.dropped is not None:
+            bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
+            # All of it was left out.
+            overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(weighs)))
+        return loss, overflow, self.loss_scale.value(), updated, norm, self.learning_rate(), weight, bad
 
 
 class Update(nn.Cell):
     """Second half of the end of a window: clip, optimizer, clear."""
 
-    def __init__(self, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess) -> None:
+    def __init__(self, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess, loss_scale: NoLossScale) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
+        self.loss_scale = loss_scale
         self.optimizer = optimizer
         self.clip = clip
         self.parallel = parallel
@@ -113,8 +125,8 @@ class Update(nn.Cell):
         return value
 
     def mean_grads(self) -> tuple[Tensor, ...]:
-        """Return the window's mean gradient in float32."""
-        factor = self.buffer.reciprocal_weight()
+        """Return the window's mean gradient in float32, without the loss scale."""
+        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
         grads: tuple[Tensor, ...] = ()
         for total in self.parallel.sums:
             grads += (total * factor,)
@@ -124,32 +136,38 @@ class Update(nn.Cell):
 class Window(nn.Cell):
     """The end of a window: one update from the sums in the buffer, then an empty buffer.
 
-    reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, report.
+    reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, adjust the scale, report.
     """
 
-    def __init__(self, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess) -> None:
+    def __init__(self, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess, loss_scale: NoLossScale) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
         self.parallel = parallel
-        self.report = Report(optimizer, parallel)
-        self.update = Update(optimizer, clip, parallel)
+        self.loss_scale = loss_scale
+        self.report = Report(optimizer, parallel, loss_scale)
+        self.update = Update(optimizer, clip, parallel, loss_scale)
         self.run_report = Compiled(lambda: self.report, "TrainOneStepCell", "the report")
         self.run_update = Compiled(lambda: self.update, "TrainOneStepCell", "the optimizer")
         # For clips that the caller chooses anew at each update, by kind.
         self.other_updates: dict[type, Compiled] = {}
+        # Whether the loss scale was too large for the window that was measured last.
+        self.is_bad = Tensor(False)
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
-        return [self.report, self.update, *self.other_updates.values()]
+        return [self.report, self.update, self.loss_scale, *self.other_updates.values()]
 
     def close(self) -> StepOutput:
         """End the window from the host, with the decision whether to update made in Python."""
-        return self.finish(self.measure())
+        output = self.finish(self.measure())
+        self.adjust(output)
+        return output
 
     def measure(self) -> StepOutput:
         """Do the first half of the end of the window: all but clip, optimizer and clear."""
         with self._emptied_if_it_fails():
-            loss, overflow, scale, updated, norm, learning_rate, weight = self.run_report(_NOTHING)
+            *items, self.is_bad = self.run_report(_NOTHING)
+        loss, overflow, scale, updated, norm, learning_rate, weight = items
         return StepOutput(loss, overflow, scale, updated, norm, norm, learning_rate, weight)
 
     def finish(self, output: StepOutput, clip: Any = None) -> StepOutput:
@@ -165,6 +183,11 @@ class Window(nn.Cell):
             self.parallel.check_replicas()
         return output._replace(clipped_grad_norm=clipped_norm)
 
+    def adjust(self, output: StepOutput) -> None:
+        """Choose the loss scale of the next window, after ``output`` of this one."""
+        bad = self.is_bad.asnumpy() or output.overflow.asnumpy()
+        self.loss_scale.adjust(output.updated, Tensor(bool(bad)))
+
     @contextmanager
     def _emptied_if_it_fails(self) -> Iterator[None]:
         """Empty the buffer after an error, or its rows would be in the next window too."""
@@ -177,7 +200,7 @@ class Window(nn.Cell):
     def _update_with(self, clip: nn.Cell) -> Compiled:
         """Return the update that takes its limit as an input, so that a new one costs no new graph."""
         if type(clip) not in self.other_updates:
-            update = Update(self.update.optimizer, clip, self.parallel)
+            update = Update(self.update.optimizer, clip, self.parallel, self.loss_scale)
             update.set_train(self.update.training)
             update._get_attr_from_cell(self.update)
             self.other_updates[type(clip)] = Compiled(lambda: update, "Accumulator", "the optimizer")
@@ -188,16 +211,17 @@ class Window(nn.Cell):
 
         A plain tuple: strict graph syntax knows no NamedTuple.
         """
-        loss, overflow, scale, updated, norm, learning_rate, weight = self.report(done)
+        loss, overflow, scale, updated, norm, learning_rate, weight, bad = self.report(done)
         norm = self.update.touch(norm)
         if updated:
             clipped_norm = self.update(norm)
         else:
             clipped_norm = ops.depend(norm, self.buffer.clear())
+        clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
         return loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight
 
 
-def open_window_output(loss: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+def open_window_output(loss: Tensor, weight: Tensor, loss_scale: Tensor) -> tuple[Tensor, ...]:
     """Return the items of a StepOutput for a batch after which the window goes on."""
     unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
-    return (loss, no, Tensor(1.0, ms.float32), no, unknown, unknown, unknown, weight)
+    return (loss, no, loss_scale, no, unknown, unknown, unknown, weight)

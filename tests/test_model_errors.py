@@ -10,10 +10,10 @@ from ms_gradaccum import GradAccumulation, Model, TrainOneStepCell
 LAST_WINDOW = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
 WRONG_SETTINGS = [
     (
-        {"amp_level": "O2"},
+        {"amp_level": "O4"},
         ValueError,
-        "For 'Model', the argument 'amp_level' must be one of 'O0', but got 'O2'. "
-        "Mixed precision is not available with accumulation yet.",
+        "For 'Model', the argument 'amp_level' must be one of 'O0', 'O1', 'O2', 'O3', 'auto', but got 'O4'. "
+        "mixed_precision has more names and settings.",
     ),
     (
         {"boost_level": "O1"},
@@ -22,9 +22,9 @@ WRONG_SETTINGS = [
         "Boost has an accumulation of its own.",
     ),
     (
-        {"loss_scale_manager": None, "acc_level": "O0"},
+        {"keep_batchnorm_fp32": None, "acc_level": "O0"},
         ValueError,
-        "For 'Model', the arguments acc_level, loss_scale_manager are unknown or do not work with accumulation.",
+        "For 'Model', the arguments acc_level, keep_batchnorm_fp32 are unknown or do not work with accumulation.",
     ),
     (
         {"last_window": "keep"},
@@ -86,7 +86,7 @@ def test_a_training_step_together_with_what_it_already_has_is_refused():
             Model(train_step, **more)
     text = (
         "For 'Model', the argument 'network' must be a loss cell, but got a TrainOneStepCell with its own settings. "
-        "Give accumulation_steps, clip and parallel to the TrainOneStepCell."
+        "Give accumulation_steps, clip and the like to the TrainOneStepCell."
     )
     with pytest.raises(ValueError, match=whole(text)):
         Model(train_step, accumulation_steps=2)

@@ -59,11 +59,16 @@ def _settings_of(network: AutoParallel) -> Any:
     return HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
 
 
-def build_parallel(owner: str, kind: Any, optimizer: nn.Cell, network: Any, settings: dict[str, Any]) -> SingleProcess:
-    """Return the buffer and what becomes of it in this world. All ranks start with the same weights. Collective."""
+def build_parallel(
+    owner: str, kind: Any, optimizer: nn.Cell, network: Any, settings: dict[str, Any], drops: bool = False
+) -> SingleProcess:
+    """Return the buffer and what becomes of it in this world. All ranks start with the same weights. Collective.
+
+    ``drops`` is whether micro batches can be left out.
+    """
     weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
     if kind is None:
-        return SingleProcess(weights, GradBuffer(weights, dense_only, terms=network.terms))
+        return SingleProcess(weights, GradBuffer(weights, dense_only, None, network.terms, drops))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_agreement(owner, {**settings, "parallel": repr(kind), "the optimizer's parameters": shapes})
     if isinstance(kind, HSDP):
@@ -71,8 +76,8 @@ def build_parallel(owner: str, kind: Any, optimizer: nn.Cell, network: Any, sett
     _start_alike(owner, network, optimizer)
     world = current_world(owner)
     if isinstance(kind, DataParallel) and not kind.sync_each_batch:
-        return DataParallelSum(weights, GradBuffer(weights, dense_only, terms=network.terms), world, kind)
-    return _build_sharded(owner, kind, optimizer, network, dense_only, world)
+        return DataParallelSum(weights, GradBuffer(weights, dense_only, None, network.terms, drops), world, kind)
+    return _build_sharded(owner, kind, optimizer, network, dense_only, drops, world)
 
 
 def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
@@ -96,14 +101,14 @@ def _check_dense(owner: str, network: nn.Cell) -> None:
 
 
 def _build_sharded(
-    owner: str, kind: Any, optimizer: nn.Cell, network: Any, dense_only: bool, world: World
+    owner: str, kind: Any, optimizer: nn.Cell, network: Any, dense_only: bool, drops: bool, world: World
 ) -> SingleProcess:
     weights = optimizer.parameters
     size, threshold = (kind.shard_size, kind.threshold) if isinstance(kind, HSDP) else (-1, 0)
     shards = Shards(weights, world.size if size == -1 else size, threshold, world)
     if kind.sync_each_batch:
         _check_dense(owner, network)
-    buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None, network.terms)
+    buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None, network.terms, drops)
     if isinstance(kind, DataParallel):
         return DataParallelShards(weights, buffer, shards, world, kind)
     if kind.optimizer_level == "level3":

@@ -52,10 +52,10 @@ class DataParallelSum(SeveralProcesses):
     def __init__(self, weights: ParameterTuple, buffer: GradBuffer, world: World, settings: DataParallel) -> None:
         super().__init__(weights, buffer, world, settings)
         sizes = [weight.size for weight in weights]
-        self.sum_over_ranks = SumOverRanks(range(len(sizes)), sizes, world)
+        self.sum_over_ranks = SumOverRanks(buffer, range(len(sizes)), sizes, world)
 
     def reduce(self) -> Any:
-        return self.sum_over_ranks(self.buffer.sums, self.buffer.loss, self.buffer.weight)
+        return self.sum_over_ranks()
 
 
 class DataParallelShards(ShardedSums):

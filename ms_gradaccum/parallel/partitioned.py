@@ -17,6 +17,7 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.grad_buffer import reciprocal
 from ms_gradaccum.grad_clip import ClipByValue
+from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.micro_batch import split_shapes
 from ms_gradaccum.optimizers import LearningRate
 from ms_gradaccum.parallel.semi_auto import gradient_is_returned
@@ -31,12 +32,10 @@ class PartitionedWindow(nn.Cell):
         network: The GradAccumulation.
         optimizer: Its optimizer.
         clip: Clipping of the mean gradient.
-        loss_scale: Factor of the loss in the backward pass, a float32 scalar. Default: 1.
+        loss_scale: The loss scale.
     """
 
-    def __init__(
-        self, network: nn.Cell, optimizer: nn.Cell, clip: nn.Cell, loss_scale: Parameter | None = None
-    ) -> None:
+    def __init__(self, network: nn.Cell, optimizer: nn.Cell, clip: nn.Cell, loss_scale: NoLossScale) -> None:
         super().__init__(auto_prefix=False)
         self.sums = WindowSums(network)
         self.micro_size = network.micro_size
@@ -46,7 +45,7 @@ class PartitionedWindow(nn.Cell):
         self.clip = clip
         self.clips_by_value = isinstance(clip, ClipByValue)
         self.learning_rate = LearningRate(optimizer)
-        self.loss_scale = Tensor(1.0, ms.float32) if loss_scale is None else loss_scale
+        self.loss_scale = loss_scale
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.norms = PartitionedNorms()
 
@@ -54,24 +53,27 @@ class PartitionedWindow(nn.Cell):
         """Return the items of a StepOutput, as a plain tuple: strict graph syntax knows no NamedTuple."""
         sums = self.sums(*inputs)
         # Of the loss sum alone; the weight beside it has no gradient.
-        grads = self.grad(self.sums, self.weights)(*inputs, self.loss_scale * Tensor([1.0, 0.0], ms.float32))
+        scale = self.loss_scale.value()
+        grads = self.grad(self.sums, self.weights)(*inputs, scale * Tensor([1.0, 0.0], ms.float32))
         weight = sums[1]
         factor = reciprocal(weight)
-        mean = self.mean_of(grads, factor / self.loss_scale)
+        mean = self.mean_of(grads, self.loss_scale.unscaled(factor))
         # Without need of the norm if it clips by value; else the second norm is that of the first again.
         norm, clipped_norm = self.norms(mean, self.clip(mean, _NO_NORM) if self.clips_by_value else mean)
-        finite = ops.isfinite(norm)
+        overflow = ops.logical_not(ops.isfinite(norm))
         # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
-        updated = ops.logical_and(finite, ops.greater(weight, 0.0))
+        updated = ops.greater(weight, 0.0)
+        if self.loss_scale.skips_overflow:
+            updated = ops.logical_and(updated, ops.logical_not(overflow))
         learning_rate = self.learning_rate()
         mean = self.clip(mean, norm)
         if not self.clips_by_value:
             clipped_norm = self.clip.norm_after(norm)
-        overflow, scale = ops.logical_not(finite), self.loss_scale + 0.0
         report = (sums[0] * factor, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
         if updated:
             report = ops.depend(report, self.optimizer(mean))
-        return ops.depend(report, self.clear(report))
+        report = ops.depend(report, self.clear(report))
+        return ops.depend(report, self.loss_scale(updated, overflow, report))
 
     def mean_of(self, grads: tuple[Tensor, ...], factor: Tensor) -> tuple[Tensor, ...]:
         """Return the window's mean gradient in the dtype of each weight, on each device its part of it."""

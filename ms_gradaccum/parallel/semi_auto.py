@@ -33,7 +33,7 @@ class SemiAuto:
     def __init__(self, network: nn.Cell) -> None:
         self.auto_parallel = network if isinstance(network, AutoParallel) else None
 
-    def check(self, accumulation_steps: int, terms: int) -> None:
+    def check(self, accumulation_steps: int, terms: int, drops: bool) -> None:
         """Raise for settings with which the mean over all rows would be wrong, or nothing could work."""
         _check_settings(self._settings())
         if accumulation_steps > 1:
@@ -43,6 +43,10 @@ class SemiAuto:
         if terms > 1:
             remedy = "The compiler takes one gradient of the whole batch: return one (loss_sum, weight)."
             raise ValueError(sentence("GradAccumulation", "terms", "1 in semi-auto-parallel", terms, remedy))
+        if drops:
+            remedy = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
+            rule = "'skip_window' in semi-auto-parallel"
+            raise ValueError(sentence(_OWNER, "bad_micro_batch", rule, "'drop'", remedy))
 
     def _settings(self) -> _Settings:
         cell = self.auto_parallel

@@ -13,29 +13,34 @@ from ms_gradaccum.parallel.world import World, check_equal
 class SumOverRanks(nn.Cell):
     """Add the buffer's loss and weight and some of its sums over all ranks, in place."""
 
-    def __init__(self, indices: Any, sizes: Any, world: World) -> None:
+    def __init__(self, buffer: GradBuffer, indices: Any, sizes: Any, world: World) -> None:
         super().__init__(auto_prefix=False)
-        # The loss and the weight go with the first message, so that they cost none of their own.
+        self.sums = buffer.sums
+        # They go with the first message, so that they cost none of their own.
+        self.totals = ParameterTuple(buffer.totals())
         self.buckets = fill_buckets(indices, sizes) or ((),)
         self.sum = Sum(Group(0, world.size, 1, world.rank, world.size))
 
-    def construct(self, buffer_sums: ParameterTuple, loss: Any, weight: Any) -> Any:
+    def construct(self) -> Any:
         done: Any = None
         for number, bucket in enumerate(self.buckets):
             flat: tuple[Tensor, ...] = ()
             for i in bucket:
-                flat += (buffer_sums[i].reshape(-1),)
+                flat += (self.sums[i].reshape(-1),)
             if number == 0:
-                flat += (loss.reshape(1), weight.reshape(1))
+                for value in self.totals:
+                    flat += (value.reshape(1),)
             total = self.sum(after(ops.concat(flat), done))
             done = ()
             begin = 0
             for i in bucket:
-                size = buffer_sums[i].size
-                done += (ops.assign(buffer_sums[i], total[begin : begin + size].reshape(buffer_sums[i].shape)),)
+                size = self.sums[i].size
+                done += (ops.assign(self.sums[i], total[begin : begin + size].reshape(self.sums[i].shape)),)
                 begin += size
             if number == 0:
-                done += (ops.assign(loss, total[begin].reshape(())), ops.assign(weight, total[begin + 1].reshape(())))
+                for value in self.totals:
+                    done += (ops.assign(value, total[begin].reshape(())),)
+                    begin += 1
         return done
 
 

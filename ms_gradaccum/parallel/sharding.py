@@ -145,7 +145,7 @@ class ShardedSums(SeveralProcesses):
     ) -> None:
         super().__init__(weights, buffer, world, settings)
         self.shards = shards
-        self.sum_kept = SumOverRanks(shards.kept, shards.sizes, world)
+        self.sum_kept = SumOverRanks(buffer, shards.kept, shards.sizes, world)
         # What a checkpoint sees in place of a parameter, by its id, and what it does not see.
         self.views: dict[int, Parameter] = {}
         self.hidden: set[int] = set()
@@ -176,7 +176,7 @@ class ShardedSums(SeveralProcesses):
         return self.shards.scatter(grads, None) if self.every_batch else grads
 
     def reduce(self) -> Any:
-        done = self.sum_kept(self.buffer.sums, self.buffer.loss, self.buffer.weight)
+        done = self.sum_kept()
         if not self.every_batch:
             shards = self.shards.scatter(tuple(self.buffer.sums), done)
             for i in self.shards.sharded:
