@@ -1,0 +1,218 @@
+"""bad_micro_batch="drop": a micro batch with an Inf or a NaN is as if it had never been there."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import whole
+from mindspore import Tensor, nn, ops
+from step_probe import KeepGradients, Weights, changed, number, values_of
+
+from ms_gradaccum import Accumulator, ClipByGlobalNorm, GradAccumulation, MixedPrecision, StepOutput, TrainOneStepCell
+
+COLUMNS, ROWS, PARTS = 3, 7, 3  # micro batches of 3, 2 and 2 rows
+BOUNDS = [0, 3, 5, 7]
+SCALE, CLEAN = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Run op by op, for which nothing is compiled."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    monkeypatch.setenv("MS_JIT", "0")
+
+
+class Squares(nn.Cell):
+    """Has a gradient that depends on the weights; the loss is a mean over the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(Tensor(np.float32([0.5, -1, 2])), "weight")
+
+    def construct(self, x):
+        return ops.square((x * self.weight).sum(-1)).mean()
+
+
+class TwoTerms(Squares):
+    """The same and the sum of the weights, a term of its own that is finite whatever the rows are."""
+
+    def construct(self, x):
+        rows = float(x.shape[0])
+        return (ops.square((x * self.weight).sum(-1)).sum(), rows), (self.weight.sum() * rows, rows)
+
+
+def data(seed=0):
+    return np.random.default_rng(seed).normal(size=(ROWS, COLUMNS)).astype(np.float32)
+
+
+def with_bad(x, bad, value=np.nan):
+    x = x.copy()
+    for part in bad:
+        x[BOUNDS[part + 1] - 1, 1] = value
+    return Tensor(x)
+
+
+def without(x, bad):
+    return np.concatenate([x[BOUNDS[part] : BOUNDS[part + 1]] for part in range(PARTS) if part not in bad])
+
+
+def build(cell, accumulation_steps=1, terms=1, **settings):
+    network = GradAccumulation(cell, PARTS, weighted=terms > 1, terms=terms)
+    optimizer = nn.Momentum(cell.trainable_params(), 0.1, 0.9)
+    settings = {"bad_micro_batch": "drop", "accumulation_steps": accumulation_steps, **settings}
+    return TrainOneStepCell(network, optimizer, clip=ClipByGlobalNorm(1.0), **settings)
+
+
+def mean_gradient(x, weight=(0.5, -1, 2)):
+    """Of `Squares`, in float64."""
+    x = x.astype(np.float64)
+    return (2 * (x @ np.float64(weight))[:, None] * x).mean(0)
+
+
+def clipped(gradient):
+    return gradient / max(1.0, np.linalg.norm(gradient))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [(0,), (1,), (2,), (0, 2)])
+def test_the_update_is_that_of_the_other_micro_batches(bad, value, eager):
+    cell = Squares()
+    output = build(cell)(with_bad(data(), bad, value))
+    rest = without(data(), bad)
+    gradient = mean_gradient(rest)
+    assert (number(output.updated), number(output.overflow), number(output.weight)) == (True, False, len(rest))
+    assert number(output.grad_norm) == pytest.approx(np.linalg.norm(gradient), rel=1e-5)
+    loss = np.square(rest.astype(np.float64) @ [0.5, -1, 2]).mean()
+    assert number(output.loss) == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(cell.weight.asnumpy(), [0.5, -1, 2] - 0.1 * clipped(gradient), rtol=1e-5)
+    # Left in, the same rows would make no update: the known wrong answer.
+    twin = Squares()
+    output = build(twin, bad_micro_batch="skip_window")(with_bad(data(), bad, value))
+    assert not number(output.updated) and number(output.overflow)
+    np.testing.assert_array_equal(twin.weight.asnumpy(), np.float32([0.5, -1, 2]))
+
+
+def test_on_compiled_graphs_in_both_modes(mode):
+    cell = Squares()
+    step = build(cell, 2)
+    step(with_bad(data(), (1,)))
+    output = step(Tensor(data(1)))
+    rest = np.concatenate([without(data(), (1,)), data(1)])
+    assert (number(output.updated), number(output.weight)) == (True, 12)
+    np.testing.assert_allclose(cell.weight.asnumpy(), [0.5, -1, 2] - 0.1 * clipped(mean_gradient(rest)), rtol=1e-5)
+
+
+class Around(nn.Cell):
+    """A larger program that the step is a part of."""
+
+    def __init__(self, step):
+        super().__init__(auto_prefix=False)
+        self.step = step
+
+    def construct(self, x):
+        return self.step(x)
+
+
+def test_inside_a_larger_graph():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    cell = Squares()
+    step = build(cell, mixed_precision=MixedPrecision(level="O0", init_scale=8.0))
+    graph = Around(step).set_train()
+    output = StepOutput(*graph(with_bad(data(), (1,))))
+    assert (number(output.updated), number(output.overflow), number(output.weight)) == (True, False, 5)
+    gradient = mean_gradient(without(data(), (1,)))
+    np.testing.assert_allclose(cell.weight.asnumpy(), [0.5, -1, 2] - 0.1 * clipped(gradient), rtol=1e-5)
+    assert values_of(step)[SCALE] == 4
+    before = values_of(step)
+    output = StepOutput(*graph(with_bad(data(), (0, 1, 2))))
+    assert (number(output.updated), number(output.overflow)) == (False, True)
+    assert changed(before, values_of(step)) == {SCALE}
+
+
+def test_a_window_of_bad_micro_batches_alone_makes_no_update(eager):
+    step = build(Squares(), mixed_precision=MixedPrecision(level="O0", init_scale=64.0))
+    step(Tensor(data()))
+    before = values_of(step)
+    output = step(with_bad(data(), range(PARTS)))
+    assert (number(output.updated), number(output.overflow), number(output.weight)) == (False, True, 0)
+    assert changed(before, values_of(step)) == {SCALE, CLEAN}
+    assert (values_of(step)[SCALE], values_of(step)[CLEAN]) == (32, 0)
+
+
+def test_the_scale_backs_off_though_the_update_is_made(eager):
+    step = build(Squares(), 2, mixed_precision=MixedPrecision(level="O0", init_scale=64.0))
+    scales = []
+    for bad in ((2,), (), (), ()):
+        scales.append(number(step(with_bad(data(), bad)).loss_scale))
+    assert scales == [64, 64, 32, 32]
+    assert values_of(step)["global_step"] == 2 and values_of(step)["accu_grads.window_dropped"] == 0
+
+
+def test_a_loss_that_is_not_finite_counts_though_its_gradient_is(eager):
+    cell = Weights(COLUMNS)  # the gradient is the mean row, whatever the weights are
+    step = build(cell)
+    cell.weight.set_data(Tensor(np.float32([3e38, 3e38, 0])))
+    x = np.zeros((ROWS, COLUMNS), np.float32)
+    x[0] = 3  # the loss of the first micro batch is Inf
+    x[3:] = [0, 0, 1]
+    output = step(Tensor(x))
+    assert (number(output.updated), number(output.weight), number(output.loss)) == (True, 4, 0)
+
+
+def test_all_terms_of_a_loss_go_together(eager):
+    cell = TwoTerms()
+    output = build(cell, terms=2)(with_bad(data(), (0,)))
+    gradient = mean_gradient(without(data(), (0,))) + 1
+    assert number(output.updated) and number(output.weight) == 4
+    np.testing.assert_allclose(cell.weight.asnumpy(), [0.5, -1, 2] - 0.1 * clipped(gradient), rtol=1e-5)
+
+
+class Lookup(nn.Cell):
+    """Has a gradient for the rows that it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.EmbeddingLookup(4, 2, Tensor(np.arange(8, dtype=np.float32).reshape(4, 2)), target="CPU")
+
+    def construct(self, ids, factors):
+        return (self.rows(ids).sum(1) * factors).mean()
+
+
+def test_a_sparse_gradient_is_left_out():
+    cell = Lookup()
+    optimizer = nn.Momentum(cell.trainable_params(), 0.1, 0.9)
+    step = TrainOneStepCell(GradAccumulation(cell, 2), optimizer, bad_micro_batch="drop")
+    output = step(Tensor(np.int32([0, 1, 1, 2])), Tensor(np.float32([1, np.inf, 3, 4])))
+    assert (number(output.updated), number(output.weight)) == (True, 2)
+    expected = np.arange(8).reshape(4, 2) - 0.1 * np.array([[0], [1.5], [2], [0]])
+    np.testing.assert_allclose(cell.trainable_params()[0].asnumpy(), expected, rtol=1e-6)
+
+
+def test_accumulator_leaves_out_batches_of_either_way(eager):
+    x, bad = Tensor(data()), with_bad(data(1), (0, 1, 2))
+    for functional in (False, True):
+        cell = Squares()
+        optimizer = KeepGradients(cell.trainable_params())
+        accumulator = Accumulator(cell, optimizer, 2, bad_micro_batch="drop")
+        grad_fn = ms.value_and_grad(cell, None, optimizer.parameters)
+        for batch in (bad, x):
+            if functional:
+                _, grads = grad_fn(batch)
+                output = accumulator(grads, weight=ROWS)
+            else:
+                accumulator.backward(batch)
+                output = accumulator.step()
+        np.testing.assert_allclose(optimizer.gradients()[0], mean_gradient(data()), rtol=1e-5)
+        assert (number(output.updated), number(output.weight)) == (True, ROWS)
+
+
+def test_an_unknown_choice_is_refused_in_a_sentence():
+    for build_with in (build, lambda cell, **kw: Accumulator(cell, KeepGradients(cell.trainable_params()), **kw)):
+        with pytest.raises(ValueError) as caught:
+            build_with(Squares(), bad_micro_batch="skip")
+        owner = str(caught.value).split("'")[1]
+        text = (
+            f"For '{owner}', the argument 'bad_micro_batch' must be one of 'skip_window', 'drop', but got 'skip'. "
+            "'skip_window' makes no update in a window with an Inf or a NaN, 'drop' leaves out its micro batch alone."
+        )
+        with pytest.raises(ValueError, match=whole(text)):
+            build_with(Squares(), bad_micro_batch="skip")

@@ -1,0 +1,350 @@
+"""The loss scale: one per window, what a skipped update leaves, and the rule by which it changes."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import batches, descend, line, sgd, weight_of, whole
+from mindspore import Parameter, Tensor, amp, nn, ops
+from step_probe import KeepGradients, Weights, changed, keeping_step, number, values_of
+
+from ms_gradaccum import (
+    Accumulator,
+    ClipByGlobalNorm,
+    GradAccumulation,
+    MixedPrecision,
+    Model,
+    StepOutput,
+    TrainOneStepCell,
+)
+from ms_gradaccum.loss_scale import dynamic_loss_scale, loss_scale_of
+
+SCALE, CLEAN = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
+COLUMNS, ROWS = 3, 8
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Run op by op, for which nothing is compiled."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    monkeypatch.setenv("MS_JIT", "0")
+
+
+def only_scaled(**settings):
+    """A loss scale for a network that stays in float32."""
+    return MixedPrecision(level="O0", **settings)
+
+
+def momentum_step(micro_size=4, mixed_precision=None, **settings):
+    """A step with state and a schedule, over one weight per column."""
+    cell = Weights(COLUMNS)
+    optimizer = nn.Momentum(cell.trainable_params(), nn.ExponentialDecayLR(0.1, 0.5, 1), 0.9)
+    return TrainOneStepCell(GradAccumulation(cell, micro_size), optimizer, mixed_precision=mixed_precision, **settings)
+
+
+def rows(bad=None, micro_size=4):
+    """Rows of ones; the micro batch `bad` has an Inf in its gradient."""
+    x = np.ones((ROWS, COLUMNS), np.float32)
+    if bad is not None:
+        x[bad * ROWS // micro_size, 0] = np.inf
+    return Tensor(x)
+
+
+def trajectory(finite, scale, growth=2.0, backoff=0.5, interval=2):
+    """The scale that each window uses, from the rule as it is written down."""
+    used, clean = [], 0
+    for is_finite in finite:
+        used.append(scale)
+        if not is_finite:
+            scale, clean = max(scale * backoff, 1.0), 0
+            continue
+        clean += 1
+        if clean == interval:
+            scale, clean = scale * growth, 0
+    return used
+
+
+FATES = [True, True, True, False, True, False, False, True, True, True, True, False, True, True]
+FEW = [True, True, False, True, False]
+
+
+def scales_of(mixed_precision, fates, build=lambda step: step):
+    """The scale that each window of a step uses."""
+    step = build(momentum_step(2, mixed_precision))
+    outputs = [StepOutput(*step(rows(None if fate else 1))) for fate in fates]
+    assert [number(output.updated) for output in outputs] == fates
+    assert [number(output.overflow) for output in outputs] == [not fate for fate in fates]
+    return [number(output.loss_scale) for output in outputs]
+
+
+def scales_chosen(loss_scale, fates):
+    """The same without a step."""
+    scales = []
+    for fate in fates:
+        scales.append(number(loss_scale.value()))
+        loss_scale.adjust(Tensor(fate), Tensor(not fate))
+    return scales
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_an_overflow_in_any_micro_batch_leaves_everything_but_the_scale(bad, eager):
+    step, twin = [momentum_step(mixed_precision=only_scaled(growth_interval=9)) for _ in range(2)]
+    step(rows()), twin(rows())
+    before = values_of(step)
+    output = step(rows(bad))
+    assert (number(output.overflow), number(output.updated), number(output.loss_scale)) == (True, False, 65536)
+    assert changed(before, values_of(step)) == {SCALE, CLEAN}
+    assert (values_of(step)[SCALE], values_of(step)[CLEAN]) == (32768, 0)
+    # The next clean window trains, with the learning rate and the moments that the bad one has left alone.
+    output, expected = step(rows()), twin(rows())
+    assert (number(output.updated), number(output.loss_scale)) == (True, 32768)
+    assert number(output.learning_rate) == number(expected.learning_rate) == pytest.approx(0.05)
+    after, expected_after = values_of(step), values_of(twin)
+    assert after["global_step"] == 2
+    for name in after.keys() - {SCALE, CLEAN}:
+        np.testing.assert_allclose(after[name], expected_after[name], rtol=1e-6, err_msg=name)
+
+
+def test_an_overflow_on_compiled_graphs_in_both_modes(mode):
+    step = momentum_step(mixed_precision=only_scaled())
+    step(rows())
+    before = values_of(step)
+    assert number(step(rows(1)).overflow)
+    assert changed(before, values_of(step)) == {SCALE, CLEAN}
+    output = step(rows())
+    assert (number(output.updated), number(output.loss_scale), values_of(step)[SCALE]) == (True, 32768, 32768)
+
+
+def test_the_scale_is_constant_inside_a_window(eager):
+    step = momentum_step(mixed_precision=only_scaled(growth_interval=1), accumulation_steps=3)
+    outputs = [step(batch) for batch in [rows(), rows(0), rows(), rows(), rows(), rows()]]
+    assert [number(output.loss_scale) for output in outputs] == [65536] * 3 + [32768] * 3
+    assert [number(output.updated) for output in outputs] == [False] * 5 + [True]
+    assert values_of(step)[SCALE] == 65536
+
+
+def test_the_sums_hold_the_scaled_gradient_and_the_loss_stays(eager):
+    step = momentum_step(mixed_precision=only_scaled(init_scale=256.0), accumulation_steps=2)
+    step(rows())
+    # Eight rows of ones: the gradient of the sum of the losses is 8.
+    np.testing.assert_array_equal(step.buffer.sums[0].asnumpy(), [8 * 256] * COLUMNS)
+    assert number(step.buffer.loss) == 0 and number(step.buffer.weight) == ROWS
+
+
+def test_a_gradient_of_norm_10_is_clipped_to_1_after_unscaling(eager):
+    step = keeping_step(Weights(2), 4, clip=ClipByGlobalNorm(1.0), mixed_precision=only_scaled())
+    output = step(Tensor(np.tile(np.float32([6, 8]), (4, 1))))
+    assert (number(output.grad_norm), number(output.clipped_grad_norm)) == (10, 1)
+    np.testing.assert_allclose(step.optimizer.gradients()[0], [0.6, 0.8], rtol=1e-6)
+    # The wrong order: clipped while it is still scaled, and unscaled afterwards.
+    scaled = ClipByGlobalNorm(1.0)((Tensor([6 * 65536.0, 8 * 65536.0]),), Tensor(10 * 65536.0))
+    assert np.linalg.norm(scaled[0].asnumpy() / 65536) == pytest.approx(1.5e-5, rel=0.02)
+
+
+def test_the_scale_follows_its_rule(eager):
+    settings = only_scaled(init_scale=4.0, growth_interval=2)
+    assert scales_of(settings, FEW) == trajectory(FEW, 4.0)
+    assert scales_chosen(dynamic_loss_scale(4.0, 2.0, 0.5, 2), FATES) == trajectory(FATES, 4.0)
+    assert scales_chosen(dynamic_loss_scale(6.0, 3.0, 0.25, 3), FATES) == trajectory(FATES, 6.0, 3.0, 0.25, 3)
+
+
+def test_it_is_the_rule_of_mindspores_dynamic_loss_scaler():
+    ours, stock = dynamic_loss_scale(2.0, 2.0, 0.5, 3), amp.DynamicLossScaler(2.0, 2, 3)
+    for fate in np.random.default_rng(0).random(60) < 0.8:
+        ours(Tensor(bool(fate)), Tensor(not fate))
+        stock.adjust(Tensor(bool(fate)))
+        assert number(ours.scale) == number(stock.scale_value)
+        assert number(ours.clean_windows) == number(stock.counter)
+
+
+def test_the_scale_neither_leaves_float32_nor_falls_below_1():
+    scale, yes, no = dynamic_loss_scale(2.0**127, 2.0, 0.5, 1), Tensor(True), Tensor(False)
+    scale(yes, no)
+    assert number(scale.scale) == 2.0**127
+    scale = dynamic_loss_scale(1.0, 2.0, 0.5, 1)
+    scale(no, yes)
+    assert number(scale.scale) == 1
+    # A window without weight says nothing.
+    scale(no, no)
+    assert (number(scale.scale), number(scale.clean_windows)) == (1, 0)
+
+
+class Halving(amp.LossScaler):
+    """A rule of a user's own: half the scale after an overflow, for ever."""
+
+    def __init__(self):
+        self.value = 64.0
+
+    def scale(self, inputs):
+        return inputs * self.value
+
+    def unscale(self, inputs):
+        return inputs / self.value
+
+    def adjust(self, grads_finite):
+        self.value *= 1.0 if grads_finite.asnumpy() else 0.5
+        return True
+
+
+CHOOSERS = {
+    "DynamicLossScaler": (lambda: amp.DynamicLossScaler(4.0, 2, 2), lambda fates: trajectory(fates, 4.0)),
+    "DynamicLossScaleManager": (lambda: amp.DynamicLossScaleManager(4.0, 2, 2), lambda fates: trajectory(fates, 4.0)),
+    "StaticLossScaler": (lambda: amp.StaticLossScaler(8.0), lambda fates: [8] * len(fates)),
+    "FixedLossScaleManager": (lambda: amp.FixedLossScaleManager(16.0), lambda fates: [16] * len(fates)),
+    "a class of one's own": (Halving, lambda fates: trajectory(fates, 64.0, 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_objects_of_mindspore_choose_the_scale(name, eager):
+    make, expected = CHOOSERS[name]
+    assert scales_of(make(), FEW) == expected(FEW)
+    assert scales_chosen(loss_scale_of(make()), FATES) == expected(FATES)
+
+
+def test_an_object_knows_what_was_decided(eager):
+    for chooser, scale in (
+        (amp.DynamicLossScaler(64.0, 2, 2), lambda c: number(c.scale_value)),
+        (amp.DynamicLossScaleManager(64.0, 2, 2), lambda c: c.get_loss_scale()),
+    ):
+        momentum_step(1, chooser)(rows(0))
+        assert scale(chooser) == 32
+
+
+def test_a_manager_that_keeps_overflow_updates_makes_them(eager):
+    step = momentum_step(mixed_precision=amp.FixedLossScaleManager(16.0, drop_overflow_update=False))
+    output = step(rows(1))
+    assert (number(output.overflow), number(output.updated), number(output.loss_scale)) == (True, True, 16)
+    assert values_of(step)["global_step"] == 1
+
+
+def test_a_checkpoint_holds_the_scale_and_its_counter(eager, tmp_path):
+    def build():
+        return momentum_step(mixed_precision=only_scaled(init_scale=64.0, growth_interval=3))
+
+    step = build()
+    for batch in (rows(1), rows(), rows()):
+        step(batch)
+    path = str(tmp_path / "step.ckpt")
+    ms.save_checkpoint(step, path)
+    resumed = build()
+    ms.load_param_into_net(resumed, ms.load_checkpoint(path))
+    assert (values_of(resumed)[SCALE], values_of(resumed)[CLEAN]) == (32, 2)
+    for twin in (step, resumed):
+        assert number(twin(rows()).loss_scale) == 32
+    assert changed(values_of(step), values_of(resumed)) == set() and values_of(step)[SCALE] == 64
+
+
+class Around(nn.Cell):
+    """A larger program that the step is a part of."""
+
+    def __init__(self, step):
+        super().__init__(auto_prefix=False)
+        self.step = step
+
+    def construct(self, x):
+        return self.step(x)
+
+
+@pytest.mark.parametrize("chooser", [only_scaled(init_scale=4.0, growth_interval=2), amp.DynamicLossScaler(4.0, 2, 2)])
+def test_inside_a_larger_graph_it_is_the_same_rule(chooser):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    assert scales_of(chooser, FATES, lambda step: Around(step).set_train()) == trajectory(FATES, 4.0)
+
+
+def test_a_rule_in_python_is_refused_inside_a_larger_graph():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    graph = Around(momentum_step(mixed_precision=amp.DynamicLossScaleManager(4.0, 2, 2))).set_train()
+    text = (
+        "For 'MixedPrecision', the loss scale inside a larger graph must be one that can be compiled, but got a "
+        "DynamicLossScaleManager. Give a MixedPrecision, a DynamicLossScaler or a StaticLossScaler, or call the step "
+        "from Python."
+    )
+    with pytest.raises(ValueError) as caught:
+        graph(rows())
+    assert str(caught.value).splitlines()[0] == text
+
+
+class TwoWeights(nn.Cell):
+    """Two parameters, for two optimizers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Parameter(ops.zeros((COLUMNS,)), "first")
+        self.second = Parameter(ops.zeros((COLUMNS,)), "second")
+
+    def construct(self, x):
+        return (ops.where(ops.isfinite(x), x, 1.0) * self.first + x * self.second).sum(-1).mean()
+
+
+def test_accumulator_makes_one_decision_for_all_optimizers(eager):
+    cell = TwoWeights()
+    optimizers = [nn.SGD([weight], 0.1) for weight in (cell.first, cell.second)]
+    accumulator = Accumulator(cell, optimizers, 2, mixed_precision=only_scaled(init_scale=8.0, growth_interval=1))
+    reports = []
+    # Only the gradient of the second weight overflows, in the second batch of the second window.
+    for batch in (rows(), rows(), rows(), rows(0), rows(), rows()):
+        with accumulator.accumulate():
+            accumulator.backward(batch)
+            report = accumulator.step()
+            reports += [] if report is None else [report]
+    assert [number(report.loss_scale) for report in reports] == [8, 16, 8]
+    assert [number(report.updated) for report in reports] == [True, False, True]
+    for weight in (cell.first, cell.second):
+        np.testing.assert_allclose(weight.asnumpy(), [-0.2] * COLUMNS, rtol=1e-6)
+
+
+def test_accumulator_unscales_gradients_that_the_caller_has_taken(eager):
+    cell = Weights(COLUMNS)
+    optimizer = KeepGradients(cell.trainable_params())
+    accumulator = Accumulator(cell, optimizer, 2, mixed_precision=amp.DynamicLossScaler(1024.0, 2, 100))
+    grad_fn = ms.value_and_grad(lambda x: accumulator.scale(cell(x)), None, optimizer.parameters)
+    for _ in range(2):
+        loss, grads = grad_fn(rows())
+        np.testing.assert_array_equal(grads[0].asnumpy(), [1024] * COLUMNS)
+        output = accumulator(grads, weight=ROWS, loss=loss / 1024)
+    np.testing.assert_array_equal(optimizer.gradients()[0], [1] * COLUMNS)
+    assert number(output.updated) and number(output.loss_scale) == 1024
+
+
+def test_model_takes_the_names_that_mindspores_has(eager):
+    network = line()
+    manager = amp.DynamicLossScaleManager(64.0, 2, 2)
+    model = Model(network, nn.MSELoss(), sgd(network), amp_level="O2", loss_scale_manager=manager)
+    model.train(1, batches(4))
+    assert manager.get_loss_scale() == 128  # two clean windows
+    assert weight_of(network) == pytest.approx(descend(range(1, 5), range(5, 9)), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        (
+            {"init_scale": 0.5},
+            "For 'MixedPrecision', the argument 'init_scale' must be a number of at least 1, but got 0.5. "
+            "The default is 65536.",
+        ),
+        (
+            {"growth_factor": 0.5},
+            "For 'MixedPrecision', the argument 'growth_factor' must be a number of at least 1, but got 0.5. "
+            "The default is 2.0.",
+        ),
+        (
+            {"backoff_factor": 1.0},
+            "For 'MixedPrecision', the argument 'backoff_factor' must be a number below 1, but got 1.0. "
+            "The default is 0.5.",
+        ),
+        (
+            {"growth_interval": 0},
+            "For 'MixedPrecision', the argument 'growth_interval' must be a positive int, but got 0. "
+            "It counts windows without overflow.",
+        ),
+        (
+            {"loss_scale": 128},
+            "For 'MixedPrecision', the argument 'loss_scale' must be a LossScaler, a LossScaleManager or None, but "
+            "got 128. For a number, give init_scale.",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused_in_a_sentence(settings, text):
+    with pytest.raises((TypeError, ValueError), match=whole(text)):
+        MixedPrecision(**settings)
