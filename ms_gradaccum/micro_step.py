@@ -123,11 +123,12 @@ class ScaledMicroStep(MicroStep):
         for value in values:
             kept += (self.keep.number(finite, value),)
         added: Any = ()
-        for parallel in self.parallels:
-            added = parallel.buffer.count_dropped(ops.depend(finite, added))
         for term in range(self.terms):
             grads = self.keep.grads(finite, all_grads[term])
             added = self.add(term, kept[2 * term], kept[2 * term + 1], grads, added)
+        # Not before: a sparse gradient cannot be made to wait.
+        for parallel in self.parallels:
+            added = parallel.buffer.count_dropped(ops.depend(finite, added))
         return self.report(kept, added)
 
     def report(self, values: tuple[Tensor, ...], added: Any) -> tuple[Tensor, ...]:

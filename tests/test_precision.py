@@ -1,0 +1,294 @@
+"""Which part of a network computes in half precision, by every name; what is refused, in whole sentences."""
+
+from unittest import mock
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import batches, line, sgd, toy, weight_of, whole
+from mindspore import Parameter, Tensor, amp, nn, ops
+from step_probe import number, tensors
+
+from ms_gradaccum import (
+    Accumulator,
+    GradAccumulation,
+    MixedPrecision,
+    Model,
+    TokenMeanLoss,
+    TrainOneStepCell,
+    precision,
+)
+
+NAMES = {"fp16": "O1", "fp16_apex": "O2", "fp16_naive": "O3", "O1": "O1", "O2": "O2", "O3": "O3", "auto": "auto"}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    """Level O1 writes the network that it makes beside the program."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Run op by op, for which nothing is compiled."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    monkeypatch.setenv("MS_JIT", "0")
+
+
+class Network(nn.Cell):
+    """A matrix product, a normalisation and an operator of no class, each with a dtype that can be seen."""
+
+    def __init__(self):
+        super().__init__()
+        weights = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+        self.dense = nn.Dense(6, 4, Tensor(weights), "zeros")
+        self.norm = nn.LayerNorm((4,))
+
+    def construct(self, x):
+        return ops.sigmoid(self.norm(self.dense(x)))
+
+
+X = np.random.default_rng(1).normal(size=(8, 6)).astype(np.float32)
+Y = np.random.default_rng(2).normal(size=(8, 4)).astype(np.float32)
+
+
+def train(mixed_precision, loss_fn=None, **settings):
+    """One update from four micro batches of 2; the network's weights and the output."""
+    network = Network()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, loss_fn or nn.MSELoss()), 4)
+    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.5), mixed_precision=mixed_precision)
+    output = step(*tensors(X, Y))
+    return np.concatenate([weight.asnumpy().ravel() for weight in network.trainable_params()]), output
+
+
+@pytest.fixture(scope="module")
+def in_float32():
+    return train(None)
+
+
+def close_but_not_equal(name, weights, expected):
+    # Half precision has 11 bits; a gradient is a sum of products of such numbers.
+    np.testing.assert_allclose(weights, expected, atol=1e-2)
+    assert not np.array_equal(weights, expected), f"{name} computes in float32"
+    assert weights.dtype == np.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_name_trains_in_half_precision(name, in_float32, eager):
+    weights, output = train(name)
+    close_but_not_equal(name, weights, in_float32[0])
+    assert number(output.updated) and number(output.loss_scale) == 65536
+    assert number(output.loss) == pytest.approx(number(in_float32[1].loss), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp16_apex"])
+def test_on_compiled_graphs_in_both_modes(name, in_float32, mode):
+    close_but_not_equal(name, train(name)[0], in_float32[0])
+
+
+class Dtypes(nn.MSELoss):
+    """Notes the dtypes that the loss is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def construct(self, base, target):
+        self.seen |= {base.dtype, target.dtype}
+        return super().construct(base, target)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_the_loss_is_computed_in_float32(level, eager):
+    loss_fn = Dtypes()
+    _, output = train(level, loss_fn)
+    assert loss_fn.seen == {ms.float32} and output.loss.dtype == ms.float32
+
+
+@pytest.mark.parametrize("level, dense, norm", [("O1", True, False), ("O2", True, False), ("O3", True, True)])
+def test_the_levels_convert_what_mindspores_do(level, dense, norm):
+    backbone = precision._converted("Model", Network(), precision.check_precision("Model", level))
+    x = Tensor(X).astype(ms.float16) if level != "O1" else Tensor(X)
+    assert (backbone.dense(x).dtype == ms.float16) == (level != "O1" and dense)
+    flags = [cell.get_flags() for _, cell in backbone.cells_and_names() if isinstance(cell, nn.LayerNorm)]
+    assert [bool(flag.get("fp16")) for flag in flags] == [norm] * len(flags)
+
+
+class OwnLoss(nn.Cell):
+    """A loss cell of a user's own, with keyword arguments and one of MindSpore's losses inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = Network()
+        self.loss_fn = nn.MSELoss()
+
+    def construct(self, x, y, factor=1.0):
+        return self.loss_fn(self.network(x), y) * factor
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_a_loss_cell_of_ones_own_is_converted_but_for_mindspores_losses(level, eager):
+    cell = OwnLoss()
+    step = TrainOneStepCell(
+        GradAccumulation(cell, 4), nn.SGD(cell.trainable_params(), 0.5), mixed_precision=MixedPrecision(level=level)
+    )
+    # The squares of these errors are no float16 numbers.
+    output = step(Tensor(X), y=Tensor(1000 * Y))
+    assert number(output.loss) == pytest.approx(np.square(1000 * Y).mean(), rel=1e-2)
+
+
+def test_the_token_mean_is_computed_in_float32(eager):
+    network = Network()
+    step = TrainOneStepCell(
+        GradAccumulation(TokenMeanLoss(network), 2), nn.SGD(network.trainable_params(), 0.5), mixed_precision="O3"
+    )
+    labels = Tensor(np.int32([0, 1, 2, 3, -100, -100, -100, -100]))
+    output = step(Tensor(X), labels)
+    logits = Network()(Tensor(X[:4])).asnumpy()
+    losses = np.log(np.exp(logits).sum(-1)) - logits[range(4), range(4)]
+    assert number(output.loss) == pytest.approx(losses.mean(), rel=2e-3)
+    assert number(output.weight) == 4 and number(output.updated)
+
+
+class SmallGradient(nn.Cell):
+    """A gradient of 2 ** -30, which is 0 in float16, unless the loss is scaled."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0], ms.float32), "weight")
+
+    def construct(self, x):
+        y = x * ops.cast(self.weight, ms.float16) * Tensor(2.0**-15, ms.float16)
+        return ops.cast(y, ms.float32).mean()
+
+
+def test_the_scale_saves_gradients_that_float16_would_lose(eager):
+    x = Tensor(np.full((4, 1), 2.0**-15, np.float16))
+    for scale, gradient in ((1.0, 0.0), (2.0**16, 2.0**-30)):
+        cell = SmallGradient()
+        settings = MixedPrecision(level="O0", init_scale=scale)
+        step = TrainOneStepCell(GradAccumulation(cell, 2), sgd_of(cell), mixed_precision=settings)
+        assert number(step(x).grad_norm) == gradient
+
+
+def sgd_of(cell):
+    return nn.SGD(cell.trainable_params(), 1.0)
+
+
+def test_model_and_accumulator_take_the_same_names(eager):
+    settings = MixedPrecision("fp16", "O3", init_scale=64.0)
+    network, model = toy(4, mixed_precision=settings)
+    model.train(1, batches(8))
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-3)
+    network = line()
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 4, mixed_precision=settings)
+    for batch in accumulator.prepare(batches(2)):
+        with accumulator.accumulate():
+            accumulator.backward(*batch)
+            accumulator.step()
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-3)
+
+
+def test_model_evaluates_a_network_in_half_precision(eager):
+    network = line()
+    model = Model(network, nn.MSELoss(), sgd(network), metrics={"mse"}, amp_level="O3")
+    assert model.eval(batches(8))["mse"] == pytest.approx(102, rel=1e-3)
+
+
+def test_a_network_is_converted_once(eager):
+    network = Network()
+    loss_cell = nn.WithLossCell(network, nn.MSELoss())
+    first = TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd_of(network), mixed_precision="O2")
+    cells = len(list(network.cells_and_names()))
+    del first
+    TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd_of(network), mixed_precision="O2")
+    assert len(list(network.cells_and_names())) == cells
+    text = (
+        "For 'TrainOneStepCell', the argument 'mixed_precision' must be the level that the network has been converted "
+        "to, O2, but got O3. A network cannot be converted twice: give that level, or another network."
+    )
+    with pytest.raises(ValueError, match=whole(text)):
+        TrainOneStepCell(GradAccumulation(loss_cell, 2), sgd_of(network), mixed_precision="O3")
+
+
+ONE_OF = "one of 'fp16', 'fp16_apex', 'fp16_naive', 'bf16', 'O1', 'O2', 'O3', 'auto'"
+
+
+@pytest.mark.parametrize("name", ["fp8", "half"])
+def test_unknown_names_are_refused_in_a_sentence(name):
+    for owner, build in (("TrainOneStepCell", TrainOneStepCell), ("Accumulator", Accumulator)):
+        network = line()
+        text = (
+            f"For '{owner}', the argument 'mixed_precision' must be {ONE_OF}, but got '{name}'. "
+            f"MixedPrecision(...) takes single settings."
+        )
+        with pytest.raises(ValueError, match=whole(text)):
+            build(nn.WithLossCell(network, nn.MSELoss()), sgd(network), mixed_precision=name)
+    with pytest.raises(ValueError, match="^For 'Model', the argument 'mixed_precision' must be one of 'fp16'"):
+        toy(mixed_precision=name)
+
+
+@pytest.mark.parametrize("mixed_precision", ["bf16", MixedPrecision(ms.bfloat16, "O2")])
+def test_bfloat16_is_refused_where_the_device_has_none(mixed_precision):
+    text = (
+        "For 'TrainOneStepCell', the argument 'mixed_precision' must be one that the device has, but got bfloat16 on "
+        "CPU. Use float16 here, for example mixed_precision='fp16'."
+    )
+    with pytest.raises(ValueError, match=whole(text)):
+        toy(mixed_precision=mixed_precision)
+
+
+def test_bfloat16_needs_no_scale_where_the_device_has_it():
+    with mock.patch.object(ops, "matmul"):
+        found = precision.check_precision("Model", "bf16")
+    assert (found.level, found.dtype, number(found.loss_scale.value())) == ("O1", ms.bfloat16, 1)
+
+
+MANAGER = amp.FixedLossScaleManager(8.0)
+
+
+@pytest.mark.parametrize(
+    "settings, error, text",
+    [
+        (
+            {"amp_level": "O2", "mixed_precision": "fp16"},
+            ValueError,
+            "For 'Model', the argument 'mixed_precision' must be in accord with amp_level, but got 'fp16' beside "
+            "amp_level='O2'. Give one of the two.",
+        ),
+        (
+            {"loss_scale_manager": MANAGER, "mixed_precision": "fp16"},
+            ValueError,
+            "For 'Model', the argument 'mixed_precision' must be None with a loss_scale_manager, but got 'fp16' beside "
+            "a loss_scale_manager. MixedPrecision(..., loss_scale=manager) takes both.",
+        ),
+        (
+            {"mixed_precision": 16},
+            TypeError,
+            "For 'Model', the argument 'mixed_precision' must be a name, a MixedPrecision, a LossScaler, a "
+            "LossScaleManager or None, but got 16. For example mixed_precision='fp16'.",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, error, text):
+    with pytest.raises(error, match=whole(text)):
+        toy(**settings)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", ms.float32, None])
+def test_other_dtypes_are_refused(dtype):
+    text = (
+        f"For 'MixedPrecision', the argument 'dtype' must be float16 or bfloat16, but got {dtype!r}. "
+        f"MindSpore trains in these two."
+    )
+    with pytest.raises(ValueError, match=whole(text)):
+        MixedPrecision(dtype, "O1")
+    assert MixedPrecision("fp16", "O2") == MixedPrecision(ms.float16, "O2")
+
+
+def test_a_level_beside_an_object_of_mindspore_says_what_is_converted():
+    found = precision.combined("Model", None, "O2", MANAGER)
+    assert (found.level, found.loss_scale) == ("O2", MANAGER)
+    assert precision.combined("Model", MANAGER, "O0", None).level == "O0"
+    assert precision.combined("Model", None, "auto", None) == MixedPrecision(level="auto")
+    assert precision.combined("Model", None, "O0", None) is None
