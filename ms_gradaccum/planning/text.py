@@ -16,8 +16,7 @@ def describe(plan: Any) -> str:
 
 def _lines(plan: Any) -> Iterator[tuple[str, str]]:
     yield "data", _data(plan)
-    epochs = plan.batches / plan.batches_per_epoch
-    yield "epochs", f"{epochs:.4g} of {plan.batches_per_epoch} batches on each rank: {plan.batches} batches"
+    yield "epochs", _epochs(plan)
     yield "window", _window(plan)
     yield "updates", _updates(plan)
     yield "left over", "; ".join(_left_over(plan)) or "nothing"
@@ -32,6 +31,12 @@ def _data(plan: Any) -> str:
     rows = plan.dataset_size
     text = f"{rows} rows" if isinstance(rows, int) else f"{sum(rows)} rows, {min(rows)} to {max(rows)} per rank,"
     return f"{text} for {_count(plan.ranks, 'rank')} in batches of {plan.batch_size}"
+
+
+def _epochs(plan: Any) -> str:
+    epochs = plan.batches / plan.batches_per_epoch
+    per_epoch = _count(plan.batches_per_epoch, "batch", "es")
+    return f"{epochs:.4g} of {per_epoch} on each rank: {_count(plan.batches, 'batch', 'es')}"
 
 
 def _window(plan: Any) -> str:

@@ -120,7 +120,7 @@ def test_optimizer_state_is_divided_by_the_shard_size(four):
 
 @pytest.mark.parametrize("name,messages", [("data parallel", 1), ("all shards", 4)])
 def test_a_window_costs_the_same_messages_for_any_micro_size(name, messages, two):
-    one, sixteen = two[0][f"messages {name}"]
+    one, sixteen = [counted["sent"] for counted in two[0][f"messages {name}"]]
     # All sums, the loss and the weight in one. Shards: what stays whole, the sums, the norm, the weights.
     assert len(one) == messages
     assert one == sixteen
@@ -128,9 +128,19 @@ def test_a_window_costs_the_same_messages_for_any_micro_size(name, messages, two
 
 @pytest.mark.parametrize("name", ["data parallel, each batch", "all shards, level2"])
 def test_ranks_that_share_the_sums_send_one_message_per_micro_batch(name, two):
-    one, sixteen = two[0][f"messages {name}"]
-    assert len(one) == 4  # one per micro batch; what stays whole, the norm, the gradients or the weights
-    assert len(sixteen) == 4 + 15
+    one, sixteen = [counted["sent"] for counted in two[0][f"messages {name}"]]
+    # The number of micro batches, one for each of them; what stays whole, the norm, the gradients or the weights.
+    assert len(one) == 1 + 1 + 3
+    assert len(sixteen) == 1 + 16 + 3
+
+
+@pytest.mark.parametrize("processes", ["two", "four"])
+@pytest.mark.parametrize("name", [*KINDS, "nothing above the threshold", "level3", "clipped"])
+def test_the_messages_and_the_sums_are_those_that_were_planned(name, processes, request):
+    for report in request.getfixturevalue(processes):
+        for counted in report[f"messages {name}"]:
+            assert counted["sent"] == counted["planned"]
+            assert counted["kept"] == counted["planned to keep"]
 
 
 def test_shared_sums_take_their_part_of_the_memory(two):
