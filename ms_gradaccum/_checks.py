@@ -84,6 +84,12 @@ def check_cell(owner: str, name: str, value: Any, remedy: str) -> nn.Cell:
     return value
 
 
+def check_last_window(owner: str, value: Any) -> str:
+    """Return ``value`` if it says what becomes of a window that is unfinished at the end of the data."""
+    remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
+    return check_choice(owner, "last_window", value, ("apply", "drop", "carry"), remedy)
+
+
 def warn(message: str) -> None:
     """Warn at the line of the user's program that has led here."""
     frame, level = sys._getframe(), 1
