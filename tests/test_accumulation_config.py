@@ -196,6 +196,8 @@ def test_a_config_is_frozen():
         AccumulationConfig().accumulation_steps = 2
     with pytest.raises(FrozenInstanceError):
         AccumulationSchedule({0: 1}).unit = "token"
+    configs = {AccumulationConfig(schedule={0: 2}), AccumulationConfig(schedule=AccumulationSchedule({0: 2}))}
+    assert len(configs) == 2
 
 
 def test_all_ranks_have_the_same_text_for_a_function():
