@@ -10,13 +10,14 @@ from mindspore.ops.primitive import _primexpr
 from ms_gradaccum._checks import check_choice, check_number
 from ms_gradaccum.accumulation_config import AccumulationConfig, merge_config
 from ms_gradaccum.bad_micro_batch import check_bad_micro_batch
+from ms_gradaccum.given_grads import GraphWindow
 from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, check_clip
 from ms_gradaccum.loop_window import LoopWindow
 from ms_gradaccum.optimizers import claim_optimizer
 from ms_gradaccum.precision import check_precision
 from ms_gradaccum.prepared import prepare
 from ms_gradaccum.step_output import StepOutput
-from ms_gradaccum.trained_network import GraphWindow, TrainedNetwork, pair_networks
+from ms_gradaccum.trained_network import TrainedNetwork, pair_networks
 
 _OWNER = "Accumulator"
 
@@ -118,7 +119,7 @@ class Accumulator(nn.Cell):
         self._networks = []
         for cell, optimizers in pair_networks(network, optimizer):
             precision = check_precision(_OWNER, mixed_precision)
-            settings = {"config": repr(self.config), "clip": repr(self.clip), "bad_micro_batch": drops}
+            settings = {"config": self.config.as_text(), "clip": repr(self.clip), "bad_micro_batch": drops}
             settings["mixed_precision"] = precision.text
             each_batch = self.config.sync_each_batch
             trained = TrainedNetwork(cell, optimizers, self.clip, parallel, each_batch, precision, drops, settings)
@@ -236,7 +237,7 @@ class Accumulator(nn.Cell):
             trained.last_clip = clip
         full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
         for trained in full:
-            trained.clip = clip
+            trained.clip_with(clip)
         norms = [trained.measure().grad_norm for trained in full]
         return norms[0] if norms else None
 
@@ -254,10 +255,13 @@ class Accumulator(nn.Cell):
         return _one_or_all(tuple(self.window.step(trained) for trained in self.window.chosen(network)))
 
     def zero_grad(self, *, network: nn.Cell | None = None) -> None:
-        """Throw away a full window that has not been stepped. After `step`, and inside a window, do nothing."""
+        """Throw away a full window that has not been stepped. After `step`, and inside a window, do nothing.
+
+        Neither before `backward`, where loops for PyTorch often have it.
+        """
         if self.sync_gradients:
             for trained in self.window.chosen(network):
-                if trained.is_open:
+                if trained.is_open and (trained.has_batch or not self.window.in_batch):
                     trained.drop()
 
     def flush(self) -> Any:
@@ -265,7 +269,7 @@ class Accumulator(nn.Cell):
 
         Of several processes all must call it.
         """
-        if self.window.is_open or any(trained.several or trained.has_batches() for trained in self._networks):
+        if self.window.is_open or any(trained.several or trained.batches_in_buffer() for trained in self._networks):
             return _one_or_all(self.window.flush())
         return None
 

@@ -7,78 +7,24 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import sentence
-from ms_gradaccum.bad_micro_batch import KeepFinite
+from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.given_grads import AddGrads
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
+from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.grad_clip import ClipByValue
 from ms_gradaccum.micro_step import MicroSteps
 from ms_gradaccum.optimizers import check_optimizer
 from ms_gradaccum.parallel.choose import build_parallel, check_parallel
 from ms_gradaccum.parallel.data_parallel import DataParallel
 from ms_gradaccum.parallel.semi_auto import SemiAuto
-from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.precision import Precision
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.window import Window, open_window_output
 
 _OWNER = "Accumulator"
-
-
-class AddGrads(nn.Cell):
-    """Add gradients that the caller has taken into the buffers."""
-
-    def __init__(self, parallels: Sequence[SingleProcess], drops: bool) -> None:
-        super().__init__(auto_prefix=False)
-        self.parallels = nn.CellList(parallels, auto_prefix=False)
-        self.keep = KeepFinite() if drops else None
-
-    def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> Any:
-        """Add ``factor`` times the gradients, unless they are left out."""
-        done: Any = ()
-        if self.keep is not None:
-            # Not looking at the loss, which is NaN where the caller does not say it.
-            finite = self.keep.is_finite((), grads)
-            grads = self.keep.grads(finite, grads)
-            loss_sum, weight = self.keep.number(finite, loss_sum), self.keep.number(finite, weight)
-            for parallel in self.parallels:
-                done = parallel.buffer.count_dropped(ops.depend(finite, done))
-        begin = 0
-        for parallel in self.parallels:
-            own: tuple[Tensor, ...] = ()
-            for grad in grads[begin : begin + len(parallel.weights)]:
-                own += (ops.cast(ops.depend(grad, done), ms.float32) * factor,)
-            begin += len(parallel.weights)
-            done = parallel.buffer.add(loss_sum, weight, parallel.share(own))
-        return done
-
-
-class GraphWindow(nn.Cell):
-    """The same as part of a larger graph, and the update after so many batches."""
-
-    def __init__(self, add_grads: AddGrads, window: Window, steps: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.add_grads = add_grads
-        self.window = window
-        self.buffer = window.buffer
-        self.steps = steps
-
-    def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> tuple[Tensor, ...]:
-        """Return the items of a StepOutput."""
-        weight = ops.cast(weight, ms.float32).reshape(())
-        factor = weight if reduction == "mean" else ops.ones_like(weight)
-        loss = Tensor(math.nan, ms.float32) if loss is None else ops.cast(loss, ms.float32).reshape(())
-        added = self.add_grads(loss * factor, weight, factor, *grads)
-        batches = ops.depend(self.buffer.count_batch(), added)
-        if batches == self.steps:
-            output = self.window(weight)
-        else:
-            mean_loss = ops.depend(self.buffer.mean_loss(), batches)
-            weight = ops.depend(self.buffer.weight + 0.0, batches)
-            output = open_window_output(mean_loss, weight, self.window.loss_scale.value())
-        return output
 
 
 class TrainedNetwork:
@@ -120,6 +66,7 @@ class TrainedNetwork:
         self.parallels = [
             build_parallel(_OWNER, kind, optimizer, self.network, settings, drops) for optimizer in optimizers
         ]
+        _name_apart([each.buffer for each in self.parallels])
         self.several = self.parallels[0].several
         self.micro_steps = MicroSteps(_OWNER, self.network, self.parallels, self.weights, precision, drops)
         self.windows = [
@@ -128,14 +75,13 @@ class TrainedNetwork:
         self.add_grads_cell = AddGrads(self.parallels, drops)
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
         self.network.set_train()
-        # Whether there is something in the buffers; what the end of the window has measured; its clip.
-        self.is_open = False
+        # Whether there is something in the buffers, and whether the current batch has put something there.
+        self.is_open = self.has_batch = False
+        # What the end of the window has measured; its clip.
         self.outputs: list[StepOutput] | None = None
         self.clip: nn.Cell | None = None
         # What the caller has last clipped with, for a process that joins in an update of the others.
         self.last_clip: nn.Cell | None = None
-        # Whether the current batch has had its gradients.
-        self.has_batch = False
 
     def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Add one batch and return its mean loss."""
@@ -143,7 +89,7 @@ class TrainedNetwork:
             outputs = self.micro_steps.run(args, kwargs)
         except BaseException:
             if self.micro_steps.has_added:
-                self.drop()
+                self._abandon()
             raise
         self.is_open = self.has_batch = True
         return _mean_loss([output[2:] for output in outputs])
@@ -165,9 +111,18 @@ class TrainedNetwork:
         buffer = self.parallels[0].buffer
         return StepOutput(*open_window_output(buffer.mean_loss(), buffer.weight.value(), self.loss_scale.value()))
 
-    def has_batches(self) -> bool:
-        """Return whether a compiled function has left batches in the buffer."""
-        return bool(self.parallels[0].buffer.batches.asnumpy())
+    def batches_in_buffer(self) -> int:
+        """Return how many batches a compiled function has left in the buffer."""
+        return int(self.parallels[0].buffer.batches.asnumpy())
+
+    def clip_with(self, clip: nn.Cell) -> None:
+        """Clip with ``clip`` in the coming step."""
+        if self.clip is not None and type(self.clip) is not type(clip):
+            raise RuntimeError(
+                f"For '{_OWNER}', an update must be clipped by its norm or by value, but got both. Call one of "
+                f"clip_grad_norm() and clip_grad_value()."
+            )
+        self.clip = clip
 
     def measure(self) -> StepOutput:
         """Return the report of the window, which is full, before clipping and update."""
@@ -196,6 +151,15 @@ class TrainedNetwork:
             parallel.buffer.clear()
         self._close()
 
+    def _abandon(self) -> None:
+        """Take back what a failed batch has added: the sums cannot be parted, so an open window goes with it."""
+        batches = self.batches_in_buffer() if self.is_open else 0
+        self.drop()
+        if batches:
+            warn(
+                f"For '{_OWNER}', the batch failed in mid-window: the {batches} batches before it are dropped with it.",
+            )
+
     def _close(self) -> None:
         self.is_open, self.outputs, self.clip = False, None, None
 
@@ -216,6 +180,14 @@ def _with_sync(kind: Any, sync_each_batch: bool) -> Any:
         return kind
     remedy = "Give HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
     raise ValueError(sentence(_OWNER, "parallel", "one that sync_each_batch fits", repr(kind), remedy))
+
+
+def _name_apart(buffers: list[GradBuffer]) -> None:
+    """Give what the buffers of several optimizers have of their own a name of its own, for they share a graph."""
+    for i, buffer in enumerate(buffers[1:], 1):
+        numbers = [number for term in (buffer, *buffer.others) for number in (term.loss, term.weight)]
+        for number in (*numbers, buffer.batches, *([] if buffer.dropped is None else [buffer.dropped])):
+            number.name = number.name.replace("accu_grads.", f"accu_grads.optimizer{i}.", 1)
 
 
 def _check_disjoint(weights: list[Any]) -> None:
@@ -279,11 +251,13 @@ def pair_networks(network: Any, optimizer: Any) -> list[tuple[Any, list[Any]]]:
     for name, items in (("network", networks), ("optimizer", optimizers)):
         if not items:
             raise ValueError(sentence(_OWNER, name, "at least one", "an empty list", remedy))
-    if len(networks) == 1:
+    if len(networks) == 1 and not isinstance(optimizers[0], (list, tuple)):
         return [(networks[0], optimizers)]
     if len(networks) != len(optimizers):
         got = f"{len(optimizers)} for {len(networks)} networks"
         raise ValueError(sentence(_OWNER, "optimizer", "one per network", got, remedy))
-    return [
-        (cell, list(each) if isinstance(each, (list, tuple)) else [each]) for cell, each in zip(networks, optimizers)
-    ]
+    groups = [list(each) if isinstance(each, (list, tuple)) else [each] for each in optimizers]
+    if len({id(each) for group in groups for each in group}) < sum(len(group) for group in groups):
+        got, remedy = "one of them twice", "Put losses that train the same weights into one cell."
+        raise ValueError(sentence(_OWNER, "optimizer", "different optimizers", got, remedy))
+    return list(zip(networks, groups))

@@ -5,7 +5,8 @@ from typing import Any
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.parallel.collectives import Group, Sum, after, fill_buckets
+from ms_gradaccum.parallel.collectives import Group, Sum, after
+from ms_gradaccum.parallel.layout import sum_buckets
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.parallel.world import World, check_equal
 
@@ -18,7 +19,7 @@ class SumOverRanks(nn.Cell):
         self.sums = buffer.sums
         # They go with the first message, so that they cost none of their own.
         self.totals = ParameterTuple(buffer.totals())
-        self.buckets = fill_buckets(indices, sizes) or ((),)
+        self.buckets = sum_buckets(indices, sizes)
         self.sum = Sum(Group(0, world.size, 1, world.rank, world.size))
 
     def construct(self) -> Any:

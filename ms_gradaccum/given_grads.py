@@ -1,0 +1,70 @@
+"""Gradients that the caller has taken, added into the sums of a window."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from ms_gradaccum.bad_micro_batch import KeepFinite
+from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.window import Window, open_window_output
+
+
+class AddGrads(nn.Cell):
+    """Add gradients that the caller has taken into the buffers."""
+
+    def __init__(self, parallels: Sequence[SingleProcess], drops: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.keep = KeepFinite() if drops else None
+
+    def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> Any:
+        """Add ``factor`` times the gradients, unless they are left out; nothing if it is 0, whatever they are."""
+        # A mean over nothing is 0 / 0.
+        empty = ops.equal(factor, 0.0)
+        done: Any = ()
+        if self.keep is not None:
+            # Not looking at the loss, which is NaN where the caller does not say it.
+            finite = ops.logical_or(empty, self.keep.is_finite((), grads))
+            grads = self.keep.grads(finite, grads)
+            loss_sum, weight = self.keep.number(finite, loss_sum), self.keep.number(finite, weight)
+            for parallel in self.parallels:
+                done = parallel.buffer.count_dropped(ops.depend(finite, done))
+        begin = 0
+        loss_sum = ops.select(empty, ops.zeros_like(loss_sum), loss_sum)
+        for parallel in self.parallels:
+            own: tuple[Tensor, ...] = ()
+            for grad in grads[begin : begin + len(parallel.weights)]:
+                grad = ops.cast(ops.depend(grad, done), ms.float32)
+                own += (ops.select(empty, ops.zeros_like(grad), grad * factor),)
+            begin += len(parallel.weights)
+            done = parallel.buffer.add(loss_sum, weight, parallel.share(own))
+        return done
+
+
+class GraphWindow(nn.Cell):
+    """The same as part of a larger graph, and the update after so many batches."""
+
+    def __init__(self, add_grads: AddGrads, window: Window, steps: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.add_grads = add_grads
+        self.window = window
+        self.buffer = window.buffer
+        self.steps = steps
+
+    def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> tuple[Tensor, ...]:
+        """Return the items of a StepOutput."""
+        weight = ops.cast(weight, ms.float32).reshape(())
+        factor = weight if reduction == "mean" else ops.ones_like(weight)
+        loss = Tensor(math.nan, ms.float32) if loss is None else ops.cast(loss, ms.float32).reshape(())
+        added = self.add_grads(loss * factor, weight, factor, *grads)
+        batches = ops.depend(self.buffer.count_batch(), added)
+        if batches == self.steps:
+            output = self.window(weight)
+        else:
+            mean_loss = ops.depend(self.buffer.mean_loss(), batches)
+            weight = ops.depend(self.buffer.weight + 0.0, batches)
+            output = open_window_output(mean_loss, weight, self.window.loss_scale.value())
+        return output
