@@ -41,6 +41,12 @@ class TrainedNetwork:
         settings: What all ranks must agree about.
     """
 
+    # What the end of the window has measured; its clip.
+    outputs: list[StepOutput] | None = None
+    clip: nn.Cell | None = None
+    # What the caller has last clipped with, for a process that joins in an update of the others.
+    last_clip: nn.Cell | None = None
+
     def __init__(
         self,
         network: Any,
@@ -77,11 +83,6 @@ class TrainedNetwork:
         self.network.set_train()
         # Whether there is something in the buffers, and whether the current batch has put something there.
         self.is_open = self.has_batch = False
-        # What the end of the window has measured; its clip.
-        self.outputs: list[StepOutput] | None = None
-        self.clip: nn.Cell | None = None
-        # What the caller has last clipped with, for a process that joins in an update of the others.
-        self.last_clip: nn.Cell | None = None
 
     def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Add one batch and return its mean loss."""
