@@ -28,8 +28,8 @@ class AddGrads(nn.Cell):
         if self.keep is not None:
             # Not looking at the loss, which is NaN where the caller does not say it.
             finite = ops.logical_or(empty, self.keep.is_finite((), grads))
-            grads = self.keep.grads(finite, grads)
-            loss_sum, weight = self.keep.number(finite, loss_sum), self.keep.number(finite, weight)
+            grads = self.keep.kept(finite, grads)
+            loss_sum, weight = self.keep.kept(finite, (loss_sum, weight))
             for parallel in self.parallels:
                 done = parallel.buffer.count_dropped(ops.depend(finite, done))
         begin = 0

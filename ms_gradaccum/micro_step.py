@@ -119,16 +119,13 @@ class ScaledMicroStep(MicroStep):
             grads = self.grads_of(term, values, backward)
             finite = ops.logical_and(finite, self.keep.is_finite((), grads))
             all_grads += (grads,)
-        kept: tuple[Tensor, ...] = ()
-        for value in values:
-            kept += (self.keep.number(finite, value),)
+        kept = self.keep.kept(finite, values)
         added: Any = ()
-        for term in range(self.terms):
-            grads = self.keep.grads(finite, all_grads[term])
-            added = self.add(term, kept[2 * term], kept[2 * term + 1], grads, added)
-        # Not before: a sparse gradient cannot be made to wait.
         for parallel in self.parallels:
             added = parallel.buffer.count_dropped(ops.depend(finite, added))
+        for term in range(self.terms):
+            grads = self.keep.kept(finite, all_grads[term])
+            added = self.add(term, kept[2 * term], kept[2 * term + 1], grads, added)
         return self.report(kept, added)
 
     def report(self, values: tuple[Tensor, ...], added: Any) -> tuple[Tensor, ...]:

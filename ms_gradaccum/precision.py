@@ -207,6 +207,17 @@ class OutputInFloat32(nn.Cell):
         return F.mixed_precision_cast(ms.float32, self.network(*inputs))
 
 
+class InputsInFloat32(nn.Cell):
+    """Casts what a loss is given to float32. `to_float` alone does not, where nothing is compiled."""
+
+    def __init__(self, loss_fn: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.loss_fn = loss_fn
+
+    def construct(self, *inputs: Any) -> Any:
+        return self.loss_fn(*F.mixed_precision_cast(ms.float32, inputs))
+
+
 def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cell:
     """Return the loss cell with its network converted, and the loss itself in float32. The parameters are the same."""
     if precision.level == "O0":
@@ -217,9 +228,13 @@ def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cel
     if type(loss_cell) is TokenMeanLoss:
         return TokenMeanLoss(_converted(owner, loss_cell.backbone, precision), loss_cell.ignore_index)
     converted = _converted(owner, loss_cell, precision)
-    for _, cell in converted.cells_and_names():
-        if isinstance(cell, nn.LossBase):
-            cell.to_float(ms.float32)
+    if precision.level in ("O2", "O3"):
+        # What the loss cell itself does, and the labels; the cells inside stay in half precision.
+        converted.add_flags(fp16=False, bf16=False, fp32=True)
+    for _, cell in list(converted.cells_and_names()):
+        for name, inner in cell.name_cells().items():
+            if isinstance(inner, nn.LossBase) and type(cell) is not InputsInFloat32:
+                setattr(cell, name, InputsInFloat32(inner).to_float(ms.float32))
     return converted
 
 

@@ -7,6 +7,7 @@ from mindspore.ops.operations import SparseGatherV2
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum.bad_micro_batch import check_dense
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.optimizers import keeps_absent_rows
 from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelShards, DataParallelSum
@@ -80,6 +81,8 @@ def build_parallel(
     ``drops`` is whether micro batches can be left out.
     """
     weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
+    if drops:
+        check_dense(owner, sparse_lookup(network))
     if kind is None:
         return SingleProcess(weights, GradBuffer(weights, dense_only, None, network.terms, drops))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
@@ -112,13 +115,20 @@ def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
         )
 
 
-def _check_dense(owner: str, network: nn.Cell) -> None:
+def sparse_lookup(network: nn.Cell) -> str | None:
+    """Return the name of a cell whose gradient is sparse, or None."""
     for _, cell in network.cells_and_names():
         if any(isinstance(operator, SparseGatherV2) for operator in vars(cell).values()):
-            got = f"a sparse lookup in {cell.cls_name}"
-            remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
-            rule = "one of dense gradients where the ranks share them in each micro batch"
-            raise ValueError(sentence(owner, "network", rule, got, remedy))
+            return cell.cls_name
+    return None
+
+
+def _check_shared_dense(owner: str, network: nn.Cell) -> None:
+    lookup = sparse_lookup(network)
+    if lookup is not None:
+        remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
+        rule = "one of dense gradients where the ranks share them in each micro batch"
+        raise ValueError(sentence(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
 
 
 def _build_sharded(
@@ -126,7 +136,7 @@ def _build_sharded(
 ) -> SingleProcess:
     weights = optimizer.parameters
     if kind.sync_each_batch:
-        _check_dense(owner, network)
+        _check_shared_dense(owner, network)
     buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None, network.terms, drops)
     if isinstance(kind, DataParallel):
         return DataParallelShards(weights, buffer, shards, world, kind)
