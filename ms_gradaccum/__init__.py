@@ -6,6 +6,7 @@ from ms_gradaccum.accumulator import Accumulator as Accumulator
 from ms_gradaccum.callbacks import ProgressBar as ProgressBar
 from ms_gradaccum.grad_accumulation import GradAccumulation as GradAccumulation
 from ms_gradaccum.grad_clip import ClipByGlobalNorm as ClipByGlobalNorm
+from ms_gradaccum.grad_clip import ClipByGroupNorm as ClipByGroupNorm
 from ms_gradaccum.grad_clip import ClipByValue as ClipByValue
 from ms_gradaccum.model import Model as Model
 from ms_gradaccum.parallel.data_parallel import DataParallel as DataParallel

@@ -54,8 +54,8 @@ class Accumulator(nn.Cell):
     Keyword Args:
         config (AccumulationConfig, optional): What happens at the end of the data, a schedule of
             `accumulation_steps`, and when the ranks communicate. Default: ``None``.
-        clip (Union[ClipByGlobalNorm, ClipByValue, None]): Clipping of each window's mean gradient, without a call of
-            `clip_grad_norm`. Default: ``None``.
+        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): Clipping of each window's mean
+            gradient, without a call of `clip_grad_norm`. Default: ``None``.
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
             :class:`TrainOneStepCell`. Each network has a loss scale of its own. Default: ``None``.
         parallel (Union[str, DataParallel, HSDP]): As for :class:`Model`. Default: ``"auto"``.
@@ -107,7 +107,7 @@ class Accumulator(nn.Cell):
         accumulation_steps: int = 1,
         *,
         config: AccumulationConfig | None = None,
-        clip: nn.Cell | None = None,
+        clip: Any = None,
         mixed_precision: Any = None,
         parallel: Any = "auto",
         bad_micro_batch: str = "skip_window",

@@ -59,6 +59,7 @@ class GradBuffer(TermSums):
         terms: int = 1,
         counts_dropped: bool = False,
     ) -> None:
+        self.names = tuple(weight.name for weight in weights)
         # What one micro batch has.
         whole_shapes = tuple(tuple(weight.shape) for weight in weights)
         shapes = whole_shapes if shapes is None else shapes

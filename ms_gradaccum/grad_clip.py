@@ -1,5 +1,8 @@
 """Gradient clipping: once per window, on the reduced and unscaled mean gradient."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import mindspore as ms
@@ -8,6 +11,7 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import check_positive_float, sentence
 
 Grads = tuple[Tensor, ...]
+Groups = tuple[tuple[int, ...], ...]
 
 
 def sum_of_squares(grad: Tensor) -> Tensor:
@@ -17,6 +21,17 @@ def sum_of_squares(grad: Tensor) -> Tensor:
         # Row by row first: on CPU a reduction over all axes at once takes 7 times as long.
         squares = ops.sum(squares.reshape(squares.shape[0], -1), -1)
     return ops.sum(squares)
+
+
+def squares_of(grads: Grads, groups: Groups) -> Tensor:
+    """Return the sums of the squares of groups of gradients, a float32 tensor. A group is some indices."""
+    totals: tuple[Tensor, ...] = ()
+    for group in groups:
+        total = Tensor(0.0, ms.float32)
+        for i in group:
+            total = total + sum_of_squares(grads[i])
+        totals += (total.reshape(1),)
+    return ops.concat(totals)
 
 
 class NoClip(nn.Cell):
@@ -140,11 +155,108 @@ class ClipByValue(nn.Cell):
         return None
 
 
-def check_clip(owner: str, clip: Any) -> nn.Cell:
+@dataclass(frozen=True)
+class ClipByGroupNorm:
+    r"""Scale the window's mean gradient down group by group, each by the L2 norm of its own gradients.
+
+    A parameter belongs to the first pattern that its name fits; one that fits none is not clipped. Costs one pass over
+    the gradients for the norms of the groups and one for the norm afterwards.
+
+    Args:
+        limits (dict[str, float]): The largest norm of each group, by a pattern of the names of its parameters, with
+            ``*`` and ``?`` as in file names. Positive and finite.
+
+    Raises:
+        TypeError: If `limits` is not a dict of numbers.
+        ValueError: If a limit is not positive and finite, or `limits` is empty; later, if a pattern fits no parameter
+            of the optimizer.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import nn, ops
+        >>> from ms_gradaccum import ClipByGroupNorm, TrainOneStepCell
+        >>> network = nn.Dense(1, 1, weight_init="zeros", bias_init="zeros")
+        >>> optimizer = nn.SGD(network.trainable_params(), 1.0)
+        >>> clip = ClipByGroupNorm({"*bias": 0.5, "*": 2.0})
+        >>> train_step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, clip=clip)
+        >>> output = train_step(ops.ones((4, 1)), 10 * ops.ones((4, 1)))
+        >>> print(network.weight.value(), network.bias.value())
+        [[2.]] [0.5]
+    """
+
+    limits: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        rule, remedy = "a dict of a norm per pattern", "For example {'*embedding*': 0.1, '*': 1.0}."
+        if not isinstance(self.limits, Mapping):
+            raise TypeError(sentence("ClipByGroupNorm", "limits", rule, repr(self.limits), remedy))
+        if not self.limits:
+            raise ValueError(sentence("ClipByGroupNorm", "limits", rule, "an empty one", remedy))
+        limits = {
+            str(pattern): check_positive_float("ClipByGroupNorm", f"limits[{pattern!r}]", limit, "It is a norm.")
+            for pattern, limit in self.limits.items()
+        }
+        object.__setattr__(self, "limits", limits)
+
+    def groups_of(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Return the number of each parameter's group, -1 for none."""
+        patterns = list(self.limits)
+        groups = tuple(
+            next((i for i, pattern in enumerate(patterns) if fnmatchcase(name, pattern)), -1) for name in names
+        )
+        for i, pattern in enumerate(patterns):
+            if i not in groups:
+                got = f"{pattern!r}, which fits none that is left of {len(names)}, first {names[0]!r}"
+                remedy = "The first pattern that fits counts: put wide ones last."
+                raise ValueError(sentence("ClipByGroupNorm", "limits", "patterns of parameter names", got, remedy))
+        return groups
+
+
+class GroupClip(nn.Cell):
+    """What `ClipByGroupNorm` does to the gradients of an optimizer.
+
+    Args:
+        groups: The number of each gradient's group, -1 for none.
+        limits: The largest norm of each group.
+        parallel: What takes the norms over all shards.
+    """
+
+    def __init__(self, groups: tuple[int, ...], limits: Sequence[float], parallel: Any) -> None:
+        super().__init__(auto_prefix=False)
+        self.groups = groups
+        self.members = tuple(
+            tuple(i for i, group in enumerate(groups) if group == number) for number in range(len(limits))
+        )
+        self.limits = Tensor(limits, ms.float32)
+        self.parallel = parallel
+
+    def construct(self, grads: Grads, norm: Tensor) -> Grads:
+        norms = ops.sqrt(self.parallel.squares(grads, self.members))
+        factors = self.limits / ops.maximum(norms, self.limits)
+        clipped: Grads = ()
+        for i, grad in enumerate(grads):
+            clipped += (grad if self.groups[i] < 0 else grad * factors[self.groups[i]],)
+        return clipped
+
+    def norm_after(self, norm: Tensor) -> None:
+        """Return None: the norm after clipping takes a pass of its own."""
+        return None
+
+
+def check_clip(owner: str, clip: Any) -> Any:
     """Return ``clip``, or for None what clips nothing."""
     if clip is None:
         return NoClip()
-    if not isinstance(clip, (ClipByGlobalNorm, ClipByValue)):
-        rule = "a ClipByGlobalNorm, a ClipByValue or None"
+    if not isinstance(clip, (ClipByGlobalNorm, ClipByValue, ClipByGroupNorm)):
+        rule = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None"
         raise TypeError(sentence(owner, "clip", rule, f"{clip!r}", "For example clip=ClipByGlobalNorm(1.0)."))
+    return clip
+
+
+def clip_of(clip: Any, names: Sequence[str], parallel: Any) -> nn.Cell:
+    """Return the cell that clips the gradients of parameters of these names."""
+    if isinstance(clip, ClipByGroupNorm):
+        return GroupClip(clip.groups_of(names), list(clip.limits.values()), parallel)
     return clip

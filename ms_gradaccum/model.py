@@ -51,7 +51,7 @@ class Model(ms.Model):
 
     Keyword Args:
         accumulation_steps (int): Number of batches of one update. Default: ``1``.
-        clip (Union[ClipByGlobalNorm, ClipByValue, None]): Clipping of the window's mean gradient.
+        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): Clipping of the window's mean gradient.
             Default: ``None``.
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
             :class:`TrainOneStepCell`. Default: ``None``.
@@ -109,7 +109,7 @@ class Model(ms.Model):
         boost_level: str = "O0",
         *,
         accumulation_steps: int = 1,
-        clip: nn.Cell | None = None,
+        clip: Any = None,
         mixed_precision: Any = None,
         parallel: Any = "auto",
         last_window: str = "apply",

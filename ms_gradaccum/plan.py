@@ -45,7 +45,7 @@ class TrainingPlan:
         round_global_batch (bool): Whether a `global_batch` that is no multiple of `batch_size * ranks` is rounded
             up to the next one. Default: ``False``.
         last_window (str): That of :class:`Model`: ``"apply"``, ``"drop"`` or ``"carry"``. Default: ``"apply"``.
-        clip (Union[ClipByGlobalNorm, ClipByValue, None]): That of :class:`Model`. Default: ``None``.
+        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): That of :class:`Model`. Default: ``None``.
         parallel (Union[str, DataParallel, HSDP]): That of :class:`Model`. ``"auto"`` is ``DataParallel()`` for several
             ranks. What the compiler does inside ``AutoParallel`` on Ascend and GPU is not foreseen.
             Default: ``"auto"``.

@@ -1,5 +1,6 @@
 """Mixed precision: what computes in 16 bits, and the loss scale that goes with it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ _OWNER = "MixedPrecision"
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
 _CHOOSERS = (amp.LossScaler, amp.LossScaleManager)
 _DTYPES = {"float16": ms.float16, "fp16": ms.float16, "bfloat16": ms.bfloat16, "bf16": ms.bfloat16}
+_DTYPES |= {"float32": ms.float32, "fp32": ms.float32}
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class MixedPrecision:
         growth_factor (float): Factor of a growth, at least 1. Default: ``2.0``.
         backoff_factor (float): Factor after an overflow, below 1. The scale does not fall below 1. Default: ``0.5``.
         growth_interval (int): Clean windows until the scale grows. Default: ``2000``.
+        reduce_dtype (Union[mindspore.dtype, str]): In which dtype several processes add up their gradients:
+            ``float32``, ``float16`` or ``bfloat16``. 16 bits halve the messages and round each process's part of the
+            mean gradient, times the scale; loss and weight stay float32. By name alone. Default: ``mindspore.float32``.
         loss_scale (Union[LossScaler, LossScaleManager, None]): An object of ``mindspore.amp`` that chooses the scale in
             place of the four arguments before. It is asked once per window. Default: ``None``.
 
@@ -80,13 +85,13 @@ class MixedPrecision:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     loss_scale: Any = field(default=None, repr=False)
+    reduce_dtype: Any = field(default=ms.float32, kw_only=True)
 
     def __post_init__(self) -> None:
-        dtype = _DTYPES.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
-        if dtype not in (ms.float16, ms.bfloat16):
-            remedy = "MindSpore trains in these two."
-            raise ValueError(sentence(_OWNER, "dtype", "float16 or bfloat16", repr(self.dtype), remedy))
-        object.__setattr__(self, "dtype", dtype)
+        half = (ms.float16, ms.bfloat16)
+        self._set_dtype("dtype", half, "float16 or bfloat16", "MindSpore trains in these two.")
+        remedy = "It is the dtype of messages between processes."
+        self._set_dtype("reduce_dtype", (ms.float32, *half), "float32, float16 or bfloat16", remedy)
         check_choice(_OWNER, "level", self.level, LEVELS, "Higher levels compute more in half precision.")
         for name, remedy in (("init_scale", "The default is 65536."), ("growth_factor", "The default is 2.0.")):
             value = check_positive_float(_OWNER, name, getattr(self, name), remedy)
@@ -101,6 +106,13 @@ class MixedPrecision:
             remedy = "For a number, give init_scale."
             rule = "a LossScaler, a LossScaleManager or None"
             raise TypeError(sentence(_OWNER, "loss_scale", rule, repr(self.loss_scale), remedy))
+
+    def _set_dtype(self, name: str, choices: Sequence[Any], rule: str, remedy: str) -> None:
+        value = getattr(self, name)
+        dtype = _DTYPES.get(value, value) if isinstance(value, str) else value
+        if dtype not in choices:
+            raise ValueError(sentence(_OWNER, name, rule, repr(value), remedy))
+        object.__setattr__(self, name, dtype)
 
 
 # The first four are Colossal-AI's, the others MindSpore's.
@@ -121,12 +133,14 @@ class Precision(NamedTuple):
         dtype: To which dtype.
         loss_scale: The scale and its rule.
         text: The settings in words, for the ranks to compare.
+        reduce_dtype: In which dtype the ranks add up their gradients.
     """
 
     level: str
     dtype: Any
     loss_scale: NoLossScale
     text: str
+    reduce_dtype: Any
 
     @property
     def is_full(self) -> bool:
@@ -156,7 +170,7 @@ def check_precision(owner: str, mixed_precision: Any) -> Precision:
     """Return what comes of the setting, or raise."""
     settings = _settings(owner, mixed_precision)
     if settings is None:
-        return Precision("O0", ms.float32, NoLossScale(), "None")
+        return Precision("O0", ms.float32, NoLossScale(), "None", ms.float32)
     scale: NoLossScale = NoLossScale()
     if settings.dtype == ms.bfloat16:
         _check_bfloat16(owner)
@@ -166,7 +180,7 @@ def check_precision(owner: str, mixed_precision: Any) -> Precision:
         numbers = (settings.init_scale, settings.growth_factor, settings.backoff_factor, settings.growth_interval)
         scale = dynamic_loss_scale(*numbers)
     text = f"{settings!r}, {type(settings.loss_scale).__name__}, {scale.value()}"
-    return Precision(settings.level, settings.dtype, scale, text)
+    return Precision(settings.level, settings.dtype, scale, text, settings.reduce_dtype)
 
 
 def _settings(owner: str, mixed_precision: Any) -> MixedPrecision | None:

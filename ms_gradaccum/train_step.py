@@ -50,7 +50,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):
 
     Keyword Args:
         accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
-        clip (Union[ClipByGlobalNorm, ClipByValue, None]): Clipping of the window's mean gradient. Default: ``None``.
+        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): Clipping of the window's mean gradient.
+            Default: ``None``.
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): What computes in half
             precision: a name that :class:`MixedPrecision` lists, ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``, or its
             settings; or only how the loss is scaled, by an object of ``mindspore.amp``. Default: ``None``.
@@ -99,7 +100,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         optimizer: nn.Cell,
         *,
         accumulation_steps: int = 1,
-        clip: nn.Cell | None = None,
+        clip: Any = None,
         mixed_precision: Any = None,
         parallel: Any = "auto",
         bad_micro_batch: str = "skip_window",
@@ -118,18 +119,18 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         # On Ascend and GPU, the settings of AutoParallel, with which the compiler partitions the whole step.
         self.semi_auto = kind if isinstance(kind, SemiAuto) else None
         if self.semi_auto is not None:
-            self.semi_auto.check(accumulation_steps, network.terms, drops)
+            self.semi_auto.check(accumulation_steps, network.terms, drops, clip, precision.reduce_dtype)
             self.partitioned = PartitionedWindow(network, optimizer, clip, precision.loss_scale)
         else:
             self._build_host_driven(kind, clip, precision, drops)
         self.set_train()
         claim_optimizer(optimizer, self)
 
-    def _build_host_driven(self, kind: Any, clip: nn.Cell, precision: Precision, drops: bool) -> None:
+    def _build_host_driven(self, kind: Any, clip: Any, precision: Precision, drops: bool) -> None:
         network, optimizer = self.network, self.optimizer
         settings = {"micro_size": network.micro_size, "accumulation_steps": self.accumulation_steps, "clip": repr(clip)}
         settings |= {"mixed_precision": precision.text, "bad_micro_batch": drops}
-        self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings, drops)
+        self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings, drops, precision.reduce_dtype)
         self.buffer = self.parallel.buffer
         self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights], precision, drops)
         self.micro_step = self.micro_steps.cell

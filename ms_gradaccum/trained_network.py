@@ -14,7 +14,7 @@ from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.given_grads import AddGrads
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.grad_clip import ClipByValue
+from ms_gradaccum.grad_clip import ClipByGroupNorm, ClipByValue
 from ms_gradaccum.micro_step import MicroSteps
 from ms_gradaccum.optimizers import check_optimizer
 from ms_gradaccum.parallel.choose import build_parallel, check_parallel
@@ -51,13 +51,14 @@ class TrainedNetwork:
         self,
         network: Any,
         optimizers: Sequence[Any],
-        clip: nn.Cell,
+        clip: Any,
         parallel: Any,
         sync_each_batch: bool,
         precision: Precision,
         drops: bool,
         settings: dict[str, Any],
     ) -> None:
+        _check_groups(clip, optimizers)
         kind = _with_sync(check_parallel(_OWNER, parallel, network), sync_each_batch)
         self.network = as_grad_accumulation(_OWNER, network)
         for optimizer in optimizers:
@@ -70,7 +71,8 @@ class TrainedNetwork:
         self.weights = [optimizer.parameters for optimizer in optimizers]
         _check_disjoint(self.weights)
         self.parallels = [
-            build_parallel(_OWNER, kind, optimizer, self.network, settings, drops) for optimizer in optimizers
+            build_parallel(_OWNER, kind, each, self.network, settings, drops, precision.reduce_dtype)
+            for each in optimizers
         ]
         _name_apart([each.buffer for each in self.parallels])
         self.several = self.parallels[0].several
@@ -189,6 +191,13 @@ def _name_apart(buffers: list[GradBuffer]) -> None:
         numbers = [number for term in (buffer, *buffer.others) for number in (term.loss, term.weight)]
         for number in (*numbers, buffer.batches, *([] if buffer.dropped is None else [buffer.dropped])):
             number.name = number.name.replace("accu_grads.", f"accu_grads.optimizer{i}.", 1)
+
+
+def _check_groups(clip: Any, optimizers: Sequence[Any]) -> None:
+    if isinstance(clip, ClipByGroupNorm) and len(optimizers) > 1:
+        remedy = "A group would be two: use one optimizer, or ClipByGlobalNorm."
+        got = f"{clip!r} with {len(optimizers)} optimizers"
+        raise ValueError(sentence(_OWNER, "clip", "one for all optimizers of a network", got, remedy))
 
 
 def _check_disjoint(weights: list[Any]) -> None:

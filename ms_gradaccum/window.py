@@ -10,6 +10,7 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.grad_buffer import reciprocal
+from ms_gradaccum.grad_clip import clip_of
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.optimizers import LearningRate, all_parameters
 from ms_gradaccum.parallel.single import SingleProcess
@@ -88,12 +89,12 @@ class Report(nn.Cell):
 class Update(nn.Cell):
     """Second half of the end of a window: clip, optimizer, clear."""
 
-    def __init__(self, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess, loss_scale: NoLossScale) -> None:
+    def __init__(self, optimizer: nn.Cell, clip: Any, parallel: SingleProcess, loss_scale: NoLossScale) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
         self.loss_scale = loss_scale
         self.optimizer = optimizer
-        self.clip = clip
+        self.clip = clip_of(clip, parallel.buffer.names, parallel)
         self.parallel = parallel
         self.parameters = all_parameters(optimizer)
 
@@ -139,7 +140,7 @@ class Window(nn.Cell):
     reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, adjust the scale, report.
     """
 
-    def __init__(self, optimizer: nn.Cell, clip: nn.Cell, parallel: SingleProcess, loss_scale: NoLossScale) -> None:
+    def __init__(self, optimizer: nn.Cell, clip: Any, parallel: SingleProcess, loss_scale: NoLossScale) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
         self.parallel = parallel

@@ -97,7 +97,7 @@ ACCUMULATORS = {
     "clip": (
         lambda: Accumulator(loss_cell(), sgd(line()), clip=1.0),
         TypeError,
-        "'clip' must be a ClipByGlobalNorm, a ClipByValue or None, but got 1.0. For example "
+        "'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None, but got 1.0. For example "
         "clip=ClipByGlobalNorm(1.0).",
     ),
     "prepare": (

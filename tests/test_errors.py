@@ -174,8 +174,8 @@ def test_an_optimizer_serves_one_train_cell_at_a_time():
 def test_clip_is_one_of_the_two(clip):
     with raises(
         TypeError,
-        "For 'TrainOneStepCell', the argument 'clip' must be a ClipByGlobalNorm, a ClipByValue or None, but got "
-        f"{clip!r}. For example clip=ClipByGlobalNorm(1.0).",
+        "For 'TrainOneStepCell', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue "
+        f"or None, but got {clip!r}. For example clip=ClipByGlobalNorm(1.0).",
     ):
         new_step(clip=clip)
 

@@ -47,8 +47,8 @@ WRONG_SETTINGS = [
     (
         {"clip": 1.0},
         TypeError,
-        "For 'TrainOneStepCell', the argument 'clip' must be a ClipByGlobalNorm, a ClipByValue or None, but got 1.0. "
-        "For example clip=ClipByGlobalNorm(1.0).",
+        "For 'TrainOneStepCell', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue "
+        "or None, but got 1.0. For example clip=ClipByGlobalNorm(1.0).",
     ),
 ]
 

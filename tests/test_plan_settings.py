@@ -63,7 +63,12 @@ REFUSED = [
     ({"last_window": "keep"}, "one of 'apply', 'drop', 'carry'", "'keep'", WINDOW),
     ({"tokens_per_row": 0}, "a positive number", "0", "It counts the tokens of a row."),
     ({"device_target": "TPU"}, "one of 'CPU', 'GPU', 'Ascend'", "'TPU'", "None is that of the context."),
-    ({"clip": 1.0}, "a ClipByGlobalNorm, a ClipByValue or None", "1.0", "For example clip=ClipByGlobalNorm(1.0)."),
+    (
+        {"clip": 1.0},
+        "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None",
+        "1.0",
+        "For example clip=ClipByGlobalNorm(1.0).",
+    ),
     (
         {"parallel": "all"},
         "'auto', DataParallel() or HSDP()",

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import mindspore as ms
 from mindspore import nn
 from mindspore.ops.operations import SparseGatherV2
 from mindspore.parallel.auto_parallel import AutoParallel
@@ -10,6 +11,7 @@ from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.bad_micro_batch import check_dense
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.optimizers import keeps_absent_rows
+from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelShards, DataParallelSum
 from ms_gradaccum.parallel.hsdp import HSDP, ShardedUpdate, check_shardable
 from ms_gradaccum.parallel.layout import ShardLayout, shard_layout
@@ -74,11 +76,17 @@ def _settings_of(network: AutoParallel) -> Any:
 
 
 def build_parallel(
-    owner: str, kind: Any, optimizer: nn.Cell, network: Any, settings: dict[str, Any], drops: bool = False
+    owner: str,
+    kind: Any,
+    optimizer: nn.Cell,
+    network: Any,
+    settings: dict[str, Any],
+    drops: bool = False,
+    dtype: Any = ms.float32,
 ) -> SingleProcess:
     """Return the buffer and what becomes of it in this world. All ranks start with the same weights. Collective.
 
-    ``drops`` is whether micro batches can be left out.
+    ``drops`` is whether micro batches can be left out, ``dtype`` that in which the ranks add up gradients.
     """
     weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
     if drops:
@@ -86,6 +94,7 @@ def build_parallel(
     if kind is None:
         return SingleProcess(weights, GradBuffer(weights, dense_only, None, network.terms, drops))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
+    check_sent(owner, dtype)
     check_agreement(owner, {**settings, "parallel": repr(kind), "the optimizer's parameters": shapes})
     if isinstance(kind, HSDP):
         check_shardable(optimizer)
@@ -93,8 +102,9 @@ def build_parallel(
     world = current_world(owner)
     layout = layout_for(kind, weights, world.size)
     if layout is None:
-        return DataParallelSum(weights, GradBuffer(weights, dense_only, None, network.terms, drops), world, kind)
-    return _build_sharded(owner, kind, optimizer, network, dense_only, drops, Shards(layout, world), world)
+        return DataParallelSum(weights, GradBuffer(weights, dense_only, None, network.terms, drops), world, kind, dtype)
+    shards = Shards(layout, world, dtype)
+    return _build_sharded(owner, kind, optimizer, network, dense_only, drops, shards, world)
 
 
 def layout_for(kind: Any, tensors: Any, ranks: int) -> ShardLayout | None:

@@ -6,6 +6,8 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group
 
+from ms_gradaccum._checks import sentence
+
 
 def has_reduce_scatter(device_target: str) -> bool:
     """Return whether a device adds up a part for each rank; CPU has to add up all of it everywhere."""
@@ -15,6 +17,13 @@ def has_reduce_scatter(device_target: str) -> bool:
 def has_all_gather(device_target: str, is_world: bool) -> bool:
     """Return whether a device gathers in a group; CPU does over all ranks only."""
     return is_world or device_target != "CPU"
+
+
+def check_sent(owner: str, dtype: Any) -> None:
+    """Raise for a dtype that a device does not add up over ranks."""
+    if dtype == ms.bfloat16 and ms.get_context("device_target") == "CPU":
+        rule, remedy = "one whose reduce_dtype the device can send", "Use float32, or float16 to halve the messages."
+        raise ValueError(sentence(owner, "mixed_precision", rule, "bfloat16 on CPU", remedy))
 
 
 class Group:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ms_gradaccum.grad_clip import ClipByValue
+from ms_gradaccum.grad_clip import ClipByGroupNorm, ClipByValue
 from ms_gradaccum.parallel.choose import layout_for
 from ms_gradaccum.parallel.collectives import has_all_gather, has_reduce_scatter
 from ms_gradaccum.parallel.layout import ShardLayout, sum_buckets
@@ -70,6 +70,8 @@ def traffic_of(kind: Any, weights: Any, ranks: int, clip: Any, device_target: st
     scatter = _scatter(layout, ranks, device_target)
     # The norm of the shards; of those of the clipped gradient once more if the limit does not tell.
     norms = (Message("AllReduce", ranks, _ITEMSIZE),) * (2 if isinstance(clip, ClipByValue) else 1)
+    if isinstance(clip, ClipByGroupNorm):
+        norms = (norms[0], Message("AllReduce", ranks, _ITEMSIZE * len(clip.limits)), norms[0])
     kept, gather = _sums(layout.kept, layout.sizes, ranks), _gather(layout, ranks, device_target)
     if kind.sync_each_batch:
         return Traffic(scatter, (Message("AllGather", ranks, _ITEMSIZE),), kept + norms + gather)

@@ -49,10 +49,12 @@ class DataParallel:
 class DataParallelSum(SeveralProcesses):
     """What data parallelism does at the end of a window."""
 
-    def __init__(self, weights: ParameterTuple, buffer: GradBuffer, world: World, settings: DataParallel) -> None:
+    def __init__(
+        self, weights: ParameterTuple, buffer: GradBuffer, world: World, settings: DataParallel, dtype: Any
+    ) -> None:
         super().__init__(weights, buffer, world, settings)
         sizes = [weight.size for weight in weights]
-        self.sum_over_ranks = SumOverRanks(buffer, range(len(sizes)), sizes, world)
+        self.sum_over_ranks = SumOverRanks(buffer, range(len(sizes)), sizes, world, dtype)
 
     def reduce(self) -> Any:
         return self.sum_over_ranks()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import nn
@@ -16,6 +16,7 @@ from mindspore.parallel._utils import (
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence
+from ms_gradaccum.grad_clip import ClipByGroupNorm
 
 _OWNER = "TrainOneStepCell"
 _MODES = ("semi_auto_parallel", "auto_parallel")
@@ -33,7 +34,7 @@ class SemiAuto:
     def __init__(self, network: nn.Cell) -> None:
         self.auto_parallel = network if isinstance(network, AutoParallel) else None
 
-    def check(self, accumulation_steps: int, terms: int, drops: bool) -> None:
+    def check(self, accumulation_steps: int, terms: int, drops: bool, clip: Any, dtype: Any) -> None:
         """Raise for settings with which the mean over all rows would be wrong, or nothing could work."""
         _check_settings(self._settings())
         if accumulation_steps > 1:
@@ -47,6 +48,12 @@ class SemiAuto:
             remedy = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
             rule = "'skip_window' in semi-auto-parallel"
             raise ValueError(sentence(_OWNER, "bad_micro_batch", rule, "'drop'", remedy))
+        if isinstance(clip, ClipByGroupNorm):
+            rule, remedy = "one for all in semi-auto-parallel", "Use ClipByGlobalNorm or ClipByValue."
+            raise ValueError(sentence(_OWNER, "clip", rule, repr(clip), remedy))
+        if dtype != ms.float32:
+            rule, remedy = "one of float32 messages in semi-auto-parallel", "The compiler chooses what it sends."
+            raise ValueError(sentence(_OWNER, "mixed_precision", rule, f"reduce_dtype={dtype}", remedy))
 
     def _settings(self) -> _Settings:
         cell = self.auto_parallel

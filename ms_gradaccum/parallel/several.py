@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum.grad_buffer import GradBuffer
+from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
 from ms_gradaccum.parallel.collectives import Group, Sum, after
 from ms_gradaccum.parallel.layout import sum_buckets
 from ms_gradaccum.parallel.single import SingleProcess
@@ -12,37 +13,73 @@ from ms_gradaccum.parallel.world import World, check_equal
 
 
 class SumOverRanks(nn.Cell):
-    """Add the buffer's loss and weight and some of its sums over all ranks, in place."""
+    """Add the buffer's loss and weight and some of its sums over all ranks, in place.
 
-    def __init__(self, buffer: GradBuffer, indices: Any, sizes: Any, world: World) -> None:
+    Args:
+        buffer: Whose sums.
+        indices: Which of them.
+        sizes: Numbers of elements of all of them.
+        world: This rank's place.
+        dtype: In which they are added up.
+    """
+
+    def __init__(self, buffer: GradBuffer, indices: Any, sizes: Any, world: World, dtype: Any) -> None:
         super().__init__(auto_prefix=False)
+        self.buffer = buffer
         self.sums = buffer.sums
-        # They go with the first message, so that they cost none of their own.
         self.totals = ParameterTuple(buffer.totals())
         self.buckets = sum_buckets(indices, sizes)
         self.sum = Sum(Group(0, world.size, 1, world.rank, world.size))
+        self.dtype = dtype
+        self.in_float32 = dtype == ms.float32
 
     def construct(self) -> Any:
         done: Any = None
+        factor = weight = Tensor(1.0, ms.float32)
+        if not self.in_float32:
+            # The weight must be exact, and a sum over many rows can be no 16-bit number where its mean is one.
+            done = self._put_totals(self.sum(self._flat_totals()), 0)
+            weight = ops.depend(self.buffer.weight + 0.0, done)
+            factor = reciprocal(weight)
         for number, bucket in enumerate(self.buckets):
+            # They go with the first message, so that they cost none of their own.
+            with_totals = number == 0 and self.in_float32
             flat: tuple[Tensor, ...] = ()
             for i in bucket:
-                flat += (self.sums[i].reshape(-1),)
-            if number == 0:
-                for value in self.totals:
-                    flat += (value.reshape(1),)
-            total = self.sum(after(ops.concat(flat), done))
-            done = ()
-            begin = 0
-            for i in bucket:
-                size = self.sums[i].size
-                done += (ops.assign(self.sums[i], total[begin : begin + size].reshape(self.sums[i].shape)),)
-                begin += size
-            if number == 0:
-                for value in self.totals:
-                    done += (ops.assign(value, total[begin].reshape(())),)
-                    begin += 1
+                flat += (self.sums[i].reshape(-1) if self.in_float32 else _rounded(self.sums[i], factor, self.dtype),)
+            if with_totals:
+                flat += (self._flat_totals(),)
+            if len(flat) > 0:
+                done = self._put(bucket, self.sum(after(ops.concat(flat), done)), weight, with_totals)
         return done
+
+    def _put(self, bucket: tuple[int, ...], total: Tensor, weight: Tensor, with_totals: bool) -> Any:
+        """Assign what has come of a message."""
+        done: Any = ()
+        begin = 0
+        if not self.in_float32:
+            total = ops.cast(total, ms.float32) * weight
+        for i in bucket:
+            size = self.sums[i].size
+            done += (ops.assign(self.sums[i], total[begin : begin + size].reshape(self.sums[i].shape)),)
+            begin += size
+        return done + self._put_totals(total, begin) if with_totals else done
+
+    def _flat_totals(self) -> Tensor:
+        flat: tuple[Tensor, ...] = ()
+        for value in self.totals:
+            flat += (value.reshape(1),)
+        return ops.concat(flat)
+
+    def _put_totals(self, total: Tensor, begin: int) -> Any:
+        done: Any = ()
+        for i, value in enumerate(self.totals):
+            done += (ops.assign(value, total[begin + i].reshape(())),)
+        return done
+
+
+def _rounded(total: Tensor, factor: Tensor, dtype: Any) -> Tensor:
+    return ops.cast(total.reshape(-1) * factor, dtype)
 
 
 class SeveralProcesses(SingleProcess):

@@ -8,8 +8,8 @@ from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
 from ms_gradaccum.compiled import graph_mode
-from ms_gradaccum.grad_buffer import GradBuffer, zeros
-from ms_gradaccum.grad_clip import sum_of_squares
+from ms_gradaccum.grad_buffer import GradBuffer, reciprocal, zeros
+from ms_gradaccum.grad_clip import Groups, squares_of
 from ms_gradaccum.parallel.collectives import Gather, Group, ScatterSum, Sum, after
 from ms_gradaccum.parallel.layout import ShardLayout
 from ms_gradaccum.parallel.several import SeveralProcesses, SumOverRanks
@@ -22,10 +22,12 @@ class Shards(nn.Cell):
     Args:
         layout: What is sharded over the ranks of a group. Shards are replicated over the groups.
         world: This rank's place.
+        dtype: In which the ranks add up gradients.
     """
 
-    def __init__(self, layout: ShardLayout, world: World) -> None:
+    def __init__(self, layout: ShardLayout, world: World, dtype: Any = ms.float32) -> None:
         super().__init__(auto_prefix=False)
+        self.dtype, self.in_float32 = dtype, dtype == ms.float32
         size = layout.size
         group = Group(world.rank // size * size, size, 1, world.rank, world.size)
         self.size, self.index, self.groups = size, group.index, world.size // size
@@ -37,14 +39,21 @@ class Shards(nn.Cell):
         self.sum_over_groups = Sum(Group(group.index, self.groups, size, world.rank, world.size))
         self.sum_over_world = Sum(Group(0, world.size, 1, world.rank, world.size))
 
-    def scatter(self, wholes: tuple[Tensor, ...], done: Any) -> tuple[Tensor, ...]:
-        """Return the shards of the sums over all ranks, in float32; tensors that are kept whole as they are."""
+    def scatter(self, wholes: tuple[Tensor, ...], weight: Tensor, done: Any) -> tuple[Tensor, ...]:
+        """Return the shards of the sums over all ranks, in float32; tensors that are kept whole as they are.
+
+        Sent in 16 bits, they are divided by ``weight`` for so long.
+        """
+        factor = weight if self.in_float32 else reciprocal(weight)
         shards: tuple[Tensor, ...] = ()
         for bucket in self.buckets:
             rows: tuple[Tensor, ...] = ()
             for i in bucket:
-                rows += (ops.cast(wholes[i], ms.float32).reshape(self.size, -1),)
+                whole = ops.cast(wholes[i], ms.float32).reshape(self.size, -1)
+                rows += (whole if self.in_float32 else ops.cast(whole * factor, self.dtype),)
             total = self.sum_over_groups(self.scatter_sum(after(ops.concat(rows, 1), done)))
+            if not self.in_float32:
+                total = ops.cast(total, ms.float32) * weight
             begin = 0
             for i in bucket:
                 end = begin + self.sizes[i] // self.size
@@ -82,16 +91,22 @@ class Shards(nn.Cell):
                 merged += (other,)
         return merged
 
-    def norm(self, shards: tuple[Tensor, ...]) -> Tensor:
-        """Return the L2 norm of what the shards are parts of, a float32 scalar."""
-        parts, kept = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
-        for i, shard in enumerate(shards):
-            if self.is_sharded[i]:
-                parts = parts + sum_of_squares(shard)
-            else:
-                kept = kept + sum_of_squares(shard)
+    def squares(self, shards: tuple[Tensor, ...], groups: Groups) -> Tensor:
+        """Return the sums of the squares of groups of what the shards are parts of, a float32 tensor."""
+        parts: Groups = ()
+        kept: Groups = ()
+        for group in groups:
+            parts += (self._some(group, True),)
+            kept += (self._some(group, False),)
         # Over all ranks, though each group has all shards: so every rank gets the same bits.
-        return ops.sqrt(self.sum_over_world(parts.reshape(1)).reshape(()) / self.groups + kept)
+        return self.sum_over_world(squares_of(shards, parts)) / self.groups + squares_of(shards, kept)
+
+    def _some(self, group: tuple[int, ...], sharded: bool) -> tuple[int, ...]:
+        some: tuple[int, ...] = ()
+        for i in group:
+            if self.is_sharded[i] == sharded:
+                some += (i,)
+        return some
 
     def cut(self, values: Any) -> Any:
         """Return this rank's rows of a whole array or tensor."""
@@ -133,7 +148,7 @@ class ShardedSums(SeveralProcesses):
     ) -> None:
         super().__init__(weights, buffer, world, settings)
         self.shards = shards
-        self.sum_kept = SumOverRanks(buffer, shards.kept, shards.sizes, world)
+        self.sum_kept = SumOverRanks(buffer, shards.kept, shards.sizes, world, shards.dtype)
         # What a checkpoint sees in place of a parameter, by its id, and what it does not see.
         self.views: dict[int, Parameter] = {}
         self.hidden: set[int] = set()
@@ -161,15 +176,17 @@ class ShardedSums(SeveralProcesses):
         return max(gather_counts(micro_batches)) if self.every_batch else micro_batches
 
     def share(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self.shards.scatter(grads, None) if self.every_batch else grads
+        # By no weight: that of a micro batch is its own on each rank.
+        return self.shards.scatter(grads, Tensor(1.0, ms.float32), None) if self.every_batch else grads
 
     def reduce(self) -> Any:
         done = self.sum_kept()
         if not self.every_batch:
-            shards = self.shards.scatter(tuple(self.buffer.sums), done)
+            weight = ops.depend(self.buffer.weight + 0.0, done)
+            shards = self.shards.scatter(tuple(self.buffer.sums), weight, done)
             for i in self.shards.sharded:
                 done += (ops.assign(self.sums[i], shards[i]),)
         return done
 
-    def norm(self, grads: tuple[Tensor, ...]) -> Tensor:
-        return self.shards.norm(grads)
+    def squares(self, grads: tuple[Tensor, ...], groups: Groups) -> Tensor:
+        return self.shards.squares(grads, groups)

@@ -5,7 +5,7 @@ from typing import Any
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.grad_clip import sum_of_squares
+from ms_gradaccum.grad_clip import Groups, squares_of
 
 
 class SingleProcess(nn.Cell):
@@ -21,6 +21,7 @@ class SingleProcess(nn.Cell):
         self.weights = weights
         self.sums = buffer.sums
         self.buffer = buffer
+        self.all = (tuple(range(len(buffer.sums))),)
         # By name, what makes the whole of a parameter of which this rank has a part.
         self.gathers: dict[str, Any] = {}
 
@@ -42,10 +43,11 @@ class SingleProcess(nn.Cell):
 
     def norm(self, grads: tuple[Tensor, ...]) -> Tensor:
         """Return the L2 norm of the whole gradient taken as one vector, a float32 scalar."""
-        total = sum_of_squares(grads[0])
-        for grad in grads[1:]:
-            total = total + sum_of_squares(grad)
-        return ops.sqrt(total)
+        return ops.sqrt(self.squares(grads, self.all)[0])
+
+    def squares(self, grads: tuple[Tensor, ...], groups: Groups) -> Tensor:
+        """Return the sums of the squares of groups of whole gradients, a float32 tensor. A group is some indices."""
+        return squares_of(grads, groups)
 
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the gradients as the optimizer takes them."""

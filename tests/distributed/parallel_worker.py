@@ -20,7 +20,6 @@ from launch import report  # noqa: E402
 from scenarios import (  # noqa: E402
     CLIPS,
     OPTIMIZERS,
-    STEPS,
     batch,
     build_network,
     build_step,
@@ -38,7 +37,6 @@ from ms_gradaccum import (  # noqa: E402
     ClipByValue,
     DataParallel,
     GradAccumulation,
-    MixedPrecision,
     Model,
     TrainingPlan,
     TrainOneStepCell,
@@ -280,44 +278,6 @@ def warn_about_level3():
     results["level3"] = [str(warning.message) for warning in caught if "level3" in str(warning.message)]
 
 
-def precise_step(bad_micro_batch, kind):
-    """A step with a loss scale and the step's weights; rank 1's micro batch can be bad."""
-    precision = MixedPrecision(level="O0", init_scale=64.0, growth_interval=2)
-    settings = {"mixed_precision": precision, "bad_micro_batch": bad_micro_batch, "parallel": kind}
-    return build_step("Momentum", clip=CLIPS["norm"](), **settings)
-
-
-def overflow_on_one_rank():
-    """The second batch has a NaN in one micro batch of rank 1."""
-    with eagerly():
-        for name in ("data parallel", "two shards", "two shards, level2"):
-            for choice in ("skip_window", "drop"):
-                network, step = precise_step(choice, KINDS[name])
-                seen = []
-                for number in range(3):
-                    x, y = share(batch(number), rank, size)
-                    if number == 1 and rank == 1:
-                        x = x.copy()
-                        x[0, 0] = np.nan  # of two rows, the first of three micro batches
-                    output = step(Tensor(x), Tensor(y))
-                    seen.append([float(item.asnumpy()) for item in output if item.ndim == 0])
-                results[f"bad {name} {choice}"] = {
-                    "seen": seen,
-                    "weights": weights_of(network),
-                    "updates": int(step.optimizer.global_step.asnumpy()[0]),
-                    "scale": float(step.loss_scale.value().asnumpy()),
-                }
-
-
-def compute_in_half_precision():
-    """Level O2 on both ways to share, compiled."""
-    for name in ("data parallel", "two shards"):
-        settings = {"mixed_precision": MixedPrecision("fp16", "O2", init_scale=64.0), "parallel": KINDS[name]}
-        network, step = build_step("Momentum", **settings)
-        train_batches(step, range(STEPS), rank, size)
-        results[f"half {name}"] = {"weights": weights_of(network), "fingerprint": fingerprint(network)}
-
-
 PARTS = [train_all_kinds, start_from_different_weights, disagree, save_and_load]
 PARTS += [train_on_from_another_world] if size == 4 else [save_at_an_update, notice_different_weights]
 PARTS += (
@@ -326,7 +286,6 @@ PARTS += (
     else [look_rows_up, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
 )
 PARTS += [count_messages] if size == 4 else [train_in_pynative_mode, count_messages]
-PARTS += [] if size == 4 else [overflow_on_one_rank, compute_in_half_precision]
 ms.set_context(mode=ms.GRAPH_MODE)
 for part in PARTS:
     begin = time.monotonic()

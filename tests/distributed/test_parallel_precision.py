@@ -1,0 +1,104 @@
+"""Loss scale, bad micro batches, 16-bit messages and limits per group: two processes against one."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import launch  # noqa: E402
+from precision_scenarios import GROUPS, KINDS, good_rows, positions, trained  # noqa: E402
+from scenarios import CLIPS, batch, build_step, weights_of  # noqa: E402
+
+BAD = [(name, bad) for name in KINDS for bad in positions(name)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launch(Path(__file__).with_name("precision_worker.py"), 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Run op by op, for which nothing is compiled."""
+    monkeypatch.setenv("MS_JIT", "0")
+
+
+def one_process(batches):
+    """The weights of one process that sees no bad row."""
+    network, step = build_step("schedule", clip=CLIPS["norm"]())
+    norms = [float(step(*inputs).grad_norm.asnumpy()) for inputs in batches]
+    return weights_of(network), norms
+
+
+def whole(number):
+    return [Tensor(array) for array in batch(number)]
+
+
+@pytest.mark.parametrize("name,bad", BAD)
+def test_an_overflow_on_one_rank_skips_the_update_on_all(name, bad, two, eager):
+    first, second = [report[f"bad {name} skip_window {bad}"] for report in two]
+    np.testing.assert_array_equal(first["seen"], second["seen"])
+    _, overflow, scale, updated, _, _, rate, weight = np.array(first["seen"]).T
+    assert overflow.tolist() == [0, 1, 0] and updated.tolist() == [1, 0, 1] and scale.tolist() == [64, 64, 32]
+    # The rate waits for the update that is not made.
+    assert rate[1] == rate[2] == pytest.approx(rate[0] / 2)
+    assert weight[[0, 2]].tolist() == [12, 12]
+    assert (first["updates"], first["scale"]) == (second["updates"], second["scale"]) == (2, 32)
+    assert first["weights"] == second["weights"]
+    expected, _ = one_process([whole(0), whole(2)])
+    np.testing.assert_allclose(first["weights"], expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name,bad", BAD)
+def test_a_bad_micro_batch_on_one_rank_is_left_out_by_all(name, bad, two, eager):
+    first, second = [report[f"bad {name} drop {bad}"] for report in two]
+    np.testing.assert_array_equal(first["seen"], second["seen"])
+    _, overflow, scale, updated, norm, _, _, weight = np.array(first["seen"]).T
+    rest = good_rows(bad)
+    assert overflow.tolist() == [0, 0, 0] and updated.tolist() == [1, 1, 1] and scale.tolist() == [64, 64, 32]
+    assert weight.tolist() == [12, len(rest[0]), 12]
+    assert first["weights"] == second["weights"] and first["updates"] == 3
+    expected, norms = one_process([whole(0), rest, whole(2)])
+    np.testing.assert_allclose(norm, norms, rtol=1e-5)
+    np.testing.assert_allclose(first["weights"], expected, rtol=2e-5, atol=2e-6)
+    # With the whole second batch, or without it, the weights are others.
+    for other in ([whole(0), whole(1), whole(2)], [whole(0), whole(2)]):
+        assert not np.allclose(first["weights"], one_process(other)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_groups_are_clipped_by_their_norms_over_all_shards(name, two, eager):
+    expected = trained(0, 1, clip=GROUPS)
+    assert expected["norms"][1] < expected["norms"][0]
+    for report in two:
+        got = report[f"groups {name}"]
+        np.testing.assert_allclose(got["norms"], expected["norms"], rtol=1e-5)
+        np.testing.assert_allclose(got["weights"], expected["weights"], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_16_bit_messages_round_the_gradient_and_nothing_else(name, two, eager):
+    expected = np.array(trained(0, 1)["weights"])
+    got = [np.array(report[f"sent {name}"]["weights"]) for report in two]
+    assert got[0].tolist() == got[1].tolist()
+    # Of the learning rate 0.1, gradients of about 1 and 11 bits.
+    assert 1e-5 < np.abs(got[0] - expected).max() < 1e-3
+
+
+@pytest.mark.parametrize("name", ["data parallel", "two shards"])
+def test_half_precision_on_several_processes_trains_like_one(name, two, eager):
+    expected = np.array(trained(0, 1, clip=GROUPS)["weights"])
+    got = [np.array(report[f"half {name}"]["weights"]) for report in two]
+    assert got[0].tolist() == got[1].tolist()
+    assert 1e-5 < np.abs(got[0] - expected).max() < 1e-2
+
+
+def test_messages_that_a_device_cannot_add_up_are_refused(two):
+    text = (
+        "For 'TrainOneStepCell', the argument 'mixed_precision' must be one whose reduce_dtype the device can send, "
+        "but got bfloat16 on CPU. Use float32, or float16 to halve the messages."
+    )
+    assert [report["refused"] for report in two] == [text, text]
