@@ -67,30 +67,27 @@ def refusal(rank, size, kind):
     return "nothing"
 
 
+# Where the bad micro batch is, and what is done about it.
+BAD = [("data parallel", "skip_window", bad) for bad in range(PARTS)]
+BAD += [("two shards", "skip_window", 0), ("data parallel", "drop", 1), ("two shards", "drop", 0)]
+BAD += [("two shards, level2", "drop", 2)]
+
+
 def eager_trainings(rank, size):
     """What needs no compiler, by name."""
     found = {}
-    for name, kind in KINDS.items():
-        for choice in ("skip_window", "drop"):
-            for bad in positions(name):
-                found[f"bad {name} {choice} {bad}"] = partial(overflow_on_one_rank, kind, choice, bad, rank, size)
-        found[f"groups {name}"] = partial(trained, rank, size, clip=GROUPS, parallel=kind)
+    for name, choice, bad in BAD:
+        found[f"bad {name} {choice} {bad}"] = partial(overflow_on_one_rank, KINDS[name], choice, bad, rank, size)
+    for name in KINDS:
         precision = scaled(reduce_dtype=ms.float16)
-        found[f"sent {name}"] = partial(trained, rank, size, mixed_precision=precision, parallel=kind)
+        found[f"sent {name}"] = partial(trained, rank, size, mixed_precision=precision, parallel=KINDS[name])
+    found["groups two shards"] = partial(trained, rank, size, clip=GROUPS, parallel=KINDS["two shards"])
     found["refused"] = partial(refusal, rank, size, DataParallel())
     return found
 
 
-def positions(name):
-    """The micro batches of rank 1 that are bad in turn."""
-    return range(PARTS) if name == "data parallel" else (0,)
-
-
 def compiled_trainings(rank, size):
     """Half precision with all that goes with it, by name."""
-    results = {}
-    for name in ("data parallel", "two shards"):
-        precision = MixedPrecision("fp16", "O2", init_scale=64.0, reduce_dtype="fp16")
-        settings = {"mixed_precision": precision, "bad_micro_batch": "drop", "clip": GROUPS}
-        results[f"half {name}"] = trained(rank, size, parallel=KINDS[name], **settings)
-    return results
+    precision = MixedPrecision("fp16", "O2", init_scale=64.0, reduce_dtype="fp16")
+    settings = {"mixed_precision": precision, "bad_micro_batch": "drop", "clip": GROUPS}
+    return {"half two shards": trained(rank, size, parallel=KINDS["two shards"], **settings)}

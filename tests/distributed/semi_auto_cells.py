@@ -7,7 +7,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, lazy_inline, nn, ops
+from mindspore import Tensor, lazy_inline, nn, ops
 from mindspore.common.initializer import Constant
 from mindspore.nn.utils import no_init_parameters
 from mindspore.nn.wrap.cell_wrapper import _TrainGradAccuStepCell
@@ -15,7 +15,7 @@ from mindspore.parallel import nn as parallel_nn
 from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, TrainOneStepCell
+from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, MixedPrecision, TrainOneStepCell
 
 ROWS = 64
 # Each update sees another batch.
@@ -36,6 +36,7 @@ class Variant:
     max_norm: float | None = None
     limit: float | None = None
     loss_scale: float | None = None
+    amp_level: str = "O0"
     strategy: Any = "data_parallel"
     shard_size: int = -1
     no_init: bool = False
@@ -162,10 +163,10 @@ def our_step(variant: Variant) -> TrainOneStepCell:
     clip = ClipByGlobalNorm(variant.max_norm) if variant.max_norm is not None else None
     clip = ClipByValue(variant.limit) if variant.limit is not None else clip
     cell = settings_of(variant, loss_cell_of(variant, network))
-    step = TrainOneStepCell(cell, optimizer_of(variant, network), clip=clip)
+    precision = None
     if variant.loss_scale is not None:
-        step.partitioned.loss_scale = Parameter(Tensor(variant.loss_scale, ms.float32), "loss_scale")
-    return step
+        precision = MixedPrecision(level=variant.amp_level, init_scale=variant.loss_scale, growth_interval=2)
+    return TrainOneStepCell(cell, optimizer_of(variant, network), clip=clip, mixed_precision=precision)
 
 
 @contextmanager

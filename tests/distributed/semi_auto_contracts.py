@@ -4,14 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from gpu_compile import count_operators, gpu_target, partition
-from mindspore import Tensor, nn
+from mindspore import Tensor, amp, nn
 from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 from semi_auto_cells import Network, Variant, loss_cell_of, optimizer_of, settings_of, stock_step
 
-from ms_gradaccum import DataParallel, Model, TrainOneStepCell
+from ms_gradaccum import ClipByGroupNorm, DataParallel, MixedPrecision, Model, TrainOneStepCell
 
 _PLAIN = Variant(2)
+_MANAGER = amp.DynamicLossScaleManager()
 
 
 class _Outer(nn.Cell):
@@ -35,6 +36,10 @@ def refusals(batch: tuple[Tensor, Tensor]) -> dict[str, str]:
             "loss_repeated_mean": said(lambda: _step(lambda cell: cell.disable_loss_repeated_mean())),
             "accumulation_steps": said(lambda: _step(accumulation_steps=2)),
             "parallel": said(lambda: _step(parallel=DataParallel())),
+            "clip": said(lambda: _step(clip=ClipByGroupNorm({"*": 1.0}))),
+            "reduce_dtype": said(lambda: _step(mixed_precision=MixedPrecision(reduce_dtype="fp16"))),
+            "bad_micro_batch": said(lambda: _step(bad_micro_batch="drop")),
+            "rule in Python": said(lambda: partition(_step(mixed_precision=_MANAGER), *batch)),
             "rows": said(lambda: partition(_step(variant=Variant(7)), *batch)),
             "late": said(lambda: partition(_changed(_step()), *batch)),
             "larger graph": said(lambda: partition(_Outer(_step()), *batch)),

@@ -30,6 +30,7 @@ NUMBERS = {
         ),
         "plain-2-no_init": Variant(2, no_init=True),
         "level1-2-overflow": Variant(2, "level1", loss_scale=3e38),
+        "level1-2-half": Variant(2, "level1", loss_scale=64.0, amp_level="O2", max_norm=0.3),
     },
     4: {
         "plain-2-tokens": Variant(2, weighted=True, max_norm=0.3, strategy=((4, 1), (4, 1))),
@@ -97,6 +98,7 @@ def numbers_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
         "items": [[float(item.asnumpy()) for item in output] for output in outputs],
         "difference": largest_difference(ours, whole, rank),
         "moved": largest_difference(ours, weights, rank),
+        "scale": float(ours.get("mixed_precision.loss_scale", 1.0)),
         "sums": max(float(np.abs(value).max()) for name, value in ours.items() if name.startswith("accu_grads.")),
         "counts": count_operators(model),
     }

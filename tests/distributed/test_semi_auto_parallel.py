@@ -12,7 +12,8 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"cannot compile f
 
 _WORKER = Path(__file__).parent / "semi_auto_worker.py"
 _OVERFLOW = "level1-2-overflow"
-_NUMBERS = [(size, name) for size in NUMBERS for name in NUMBERS[size] if name != _OVERFLOW]
+_HALF = "level1-2-half"
+_NUMBERS = [(size, name) for size in NUMBERS for name in NUMBERS[size] if name not in (_OVERFLOW, _HALF)]
 _COUNTS = [(size, name) for size in COUNTS for name in COUNTS[size]]
 _PARAMETERS = 4
 
@@ -63,6 +64,22 @@ def test_overflow_leaves_everything_as_it_was(reports):
         assert result["moved"] == 0
         assert result["sums"] == 0
         assert all((items[1], items[3]) == (1, 0) for items in result["items"])
+        # The scale backs off after each, and is the same on all ranks.
+        scales = [items[2] for items in result["items"]]
+        assert [*scales, result["scale"]] == pytest.approx([3e38, 1.5e38, 0.75e38])
+
+
+def test_half_precision_is_scaled_clipped_and_unscaled(reports):
+    for report in reports[2]:
+        result = succeeded(report["numbers"][_HALF])
+        # 11 bits of a gradient, times the learning rate; and not float32.
+        assert 1e-6 < result["difference"] < 1e-3
+        assert result["moved"] > 1e-2 and result["sums"] == 0
+        for (loss, norm, clipped_norm), items in zip(result["whole"], result["items"]):
+            assert [items[0], items[4], items[5]] == pytest.approx([loss, norm, clipped_norm], rel=2e-3)
+            assert (items[1], items[2], items[3], items[7]) == (0, 64, 1, 64)
+        # Two clean windows are its growth interval.
+        assert result["scale"] == 128
 
 
 @pytest.mark.parametrize("size, name", _COUNTS)
@@ -117,6 +134,10 @@ def test_evaluation_compiles_after_training(reports):
         ("late", "without gradients_mean"),
         ("loss_repeated_mean", "with loss_repeated_mean"),
         ("accumulation_steps", "1 in semi-auto-parallel, but got 2"),
+        ("clip", "one for all in semi-auto-parallel, but got ClipByGroupNorm"),
+        ("reduce_dtype", "one of float32 messages in semi-auto-parallel, but got reduce_dtype=Float16"),
+        ("bad_micro_batch", "'skip_window' in semi-auto-parallel, but got 'drop'"),
+        ("rule in Python", "one that can be compiled, but got a DynamicLossScaleManager"),
         ("parallel", "'auto' in semi-auto-parallel, but got DataParallel(sync_each_batch=False"),
         ("rows", "must divide the 64 rows of the batch of all devices"),
         ("larger graph", "compiled as the outermost cell"),
