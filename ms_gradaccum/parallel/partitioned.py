@@ -53,8 +53,9 @@ class PartitionedWindow(nn.Cell):
         """Return the items of a StepOutput, as a plain tuple: strict graph syntax knows no NamedTuple."""
         sums = self.sums(*inputs)
         # Of the loss sum alone; the weight beside it has no gradient.
-        start = self.loss_scale.held()
-        grads = self.grad(self.sums, self.weights)(*inputs, start * Tensor([1.0, 0.0], ms.float32))
+        # Not a copy, at which the compiler dies: what is reported is the scale of the next window.
+        scale = self.loss_scale.held()
+        grads = self.grad(self.sums, self.weights)(*inputs, scale * Tensor([1.0, 0.0], ms.float32))
         weight = sums[1]
         factor = reciprocal(weight)
         mean = self.mean_of(grads, self.loss_scale.unscaled(factor))
@@ -69,7 +70,6 @@ class PartitionedWindow(nn.Cell):
         mean = self.clip(mean, norm)
         if not self.clips_by_value:
             clipped_norm = self.clip.norm_after(norm)
-        scale = self.loss_scale.value()
         report = (sums[0] * factor, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
         if updated:
             report = ops.depend(report, self.optimizer(mean))
