@@ -25,10 +25,6 @@ class NoLossScale(nn.Cell):
         """Return the scale of the open window, a float32 scalar."""
         return Tensor(1.0, ms.float32)
 
-    def held(self) -> Tensor:
-        """Return the scale itself and no copy, for a gradient that is partitioned: the compiler takes nothing else."""
-        return self.value()
-
     def unscaled(self, factor: Tensor) -> Tensor:
         """Return ``factor`` divided by the scale."""
         return factor
@@ -75,9 +71,6 @@ class LossScale(NoLossScale):
         # + 0.0: a copy, since the report outlives the next change of the parameter.
         return self.scale + 0.0
 
-    def held(self) -> Tensor:
-        return self.scale
-
     def unscaled(self, factor: Tensor) -> Tensor:
         return factor / self.scale
 
@@ -108,9 +101,6 @@ class FixedLossScale(NoLossScale):
 
     def value(self) -> Tensor:
         return self.scale + 0.0
-
-    def held(self) -> Tensor:
-        return self.scale
 
     def unscaled(self, factor: Tensor) -> Tensor:
         return factor / self.scale

@@ -10,7 +10,7 @@ from mindspore.ops import functional as F
 
 from ms_gradaccum._checks import check_choice, check_positive_float, check_positive_int, sentence
 from ms_gradaccum.compiled import execution_mode
-from ms_gradaccum.loss_scale import NoLossScale, dynamic_loss_scale, loss_scale_of
+from ms_gradaccum.loss_scale import FixedLossScale, LossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 from ms_gradaccum.token_mean_loss import TokenMeanLoss
 
 _OWNER = "MixedPrecision"
@@ -179,8 +179,13 @@ def check_precision(owner: str, mixed_precision: Any) -> Precision:
     elif settings.dtype == ms.float16:
         numbers = (settings.init_scale, settings.growth_factor, settings.backoff_factor, settings.growth_interval)
         scale = dynamic_loss_scale(*numbers)
-    text = f"{settings!r}, {type(settings.loss_scale).__name__}, {scale.value()}"
+    text = f"{settings!r}, {type(settings.loss_scale).__name__}, {_number_of(scale)}"
     return Precision(settings.level, settings.dtype, scale, text, settings.reduce_dtype)
+
+
+def _number_of(scale: NoLossScale) -> Any:
+    # From the host, with no operator: a device may not be there when a step is built to be compiled for it.
+    return scale.scale.asnumpy().item() if isinstance(scale, (LossScale, FixedLossScale)) else 1.0
 
 
 def _settings(owner: str, mixed_precision: Any) -> MixedPrecision | None:

@@ -180,11 +180,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         if self.semi_auto is not None:
-            # From before the graph, which reports the next one.
-            scale = Tensor(self.partitioned.loss_scale.value().asnumpy())
             with graph_mode():
-                output = StepOutput(*super().__call__(*self.network.positional(args, kwargs)))
-            return output._replace(loss_scale=scale)
+                return StepOutput(*super().__call__(*self.network.positional(args, kwargs)))
         try:
             loss, weight = self.micro_steps.run(args, kwargs)[-1][:2]
         except BaseException:

@@ -53,8 +53,7 @@ class PartitionedWindow(nn.Cell):
         """Return the items of a StepOutput, as a plain tuple: strict graph syntax knows no NamedTuple."""
         sums = self.sums(*inputs)
         # Of the loss sum alone; the weight beside it has no gradient.
-        # Not a copy, at which the compiler dies: what is reported is the scale of the next window.
-        scale = self.loss_scale.held()
+        scale = self.loss_scale.value()
         grads = self.grad(self.sums, self.weights)(*inputs, scale * Tensor([1.0, 0.0], ms.float32))
         weight = sums[1]
         factor = reciprocal(weight)

@@ -165,7 +165,7 @@ def our_step(variant: Variant) -> TrainOneStepCell:
     cell = settings_of(variant, loss_cell_of(variant, network))
     precision = None
     if variant.loss_scale is not None:
-        precision = MixedPrecision(level=variant.amp_level, init_scale=variant.loss_scale)
+        precision = MixedPrecision(level=variant.amp_level, init_scale=variant.loss_scale, growth_interval=2)
     return TrainOneStepCell(cell, optimizer_of(variant, network), clip=clip, mixed_precision=precision)
 
 
