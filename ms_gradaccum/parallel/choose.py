@@ -1,13 +1,12 @@
 """From the setting ``parallel`` and the world to what reduces the sums of a window."""
 
-import warnings
 from typing import Any
 
 from mindspore import nn
 from mindspore.ops.operations import SparseGatherV2
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.optimizers import keeps_absent_rows
 from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelShards, DataParallelSum
@@ -60,13 +59,11 @@ def _settings_of(network: AutoParallel) -> Any:
     return HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
 
 
-def build_parallel(
-    owner: str, kind: Any, optimizer: nn.Cell, network: nn.Cell, settings: dict[str, Any]
-) -> SingleProcess:
+def build_parallel(owner: str, kind: Any, optimizer: nn.Cell, network: Any, settings: dict[str, Any]) -> SingleProcess:
     """Return the buffer and what becomes of it in this world. All ranks start with the same weights. Collective."""
     weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
     if kind is None:
-        return SingleProcess(weights, GradBuffer(weights, dense_only))
+        return SingleProcess(weights, GradBuffer(weights, dense_only, terms=network.terms))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_agreement(owner, {**settings, "parallel": repr(kind), "the optimizer's parameters": shapes})
     if isinstance(kind, HSDP):
@@ -74,7 +71,7 @@ def build_parallel(
     _start_alike(owner, network, optimizer)
     world = current_world(owner)
     if isinstance(kind, DataParallel) and not kind.sync_each_batch:
-        return DataParallelSum(weights, GradBuffer(weights, dense_only), world, kind)
+        return DataParallelSum(weights, GradBuffer(weights, dense_only, terms=network.terms), world, kind)
     return _build_sharded(owner, kind, optimizer, network, dense_only, world)
 
 
@@ -83,10 +80,9 @@ def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
         cell.init_parameters_data()
     parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
     if unify(parameters.values()):
-        warnings.warn(
+        warn(
             f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
             f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint.",
-            stacklevel=5,
         )
 
 
@@ -100,20 +96,19 @@ def _check_dense(owner: str, network: nn.Cell) -> None:
 
 
 def _build_sharded(
-    owner: str, kind: Any, optimizer: nn.Cell, network: nn.Cell, dense_only: bool, world: World
+    owner: str, kind: Any, optimizer: nn.Cell, network: Any, dense_only: bool, world: World
 ) -> SingleProcess:
     weights = optimizer.parameters
     size, threshold = (kind.shard_size, kind.threshold) if isinstance(kind, HSDP) else (-1, 0)
     shards = Shards(weights, world.size if size == -1 else size, threshold, world)
     if kind.sync_each_batch:
         _check_dense(owner, network)
-    buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None)
+    buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None, network.terms)
     if isinstance(kind, DataParallel):
         return DataParallelShards(weights, buffer, shards, world, kind)
     if kind.optimizer_level == "level3":
-        warnings.warn(
+        warn(
             f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
             f"takes the compiler, inside AutoParallel on Ascend or GPU.",
-            stacklevel=5,
         )
     return ShardedUpdate(optimizer, buffer, shards, world, kind)

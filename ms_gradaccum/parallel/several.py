@@ -44,11 +44,16 @@ class SeveralProcesses(SingleProcess):
 
     several = True
 
-    def __init__(self, weights: ParameterTuple, buffer: GradBuffer, settings: Any) -> None:
+    def __init__(self, weights: ParameterTuple, buffer: GradBuffer, world: World, settings: Any) -> None:
         super().__init__(weights, buffer)
+        self.is_first = float(world.rank == 0)
+        self.sum_over_world = Sum(Group(0, world.size, 1, world.rank, world.size))
         # Whether the ranks meet in each micro batch, and not in each update alone.
         self.every_batch = settings.sync_each_batch
         self.check_weights = settings.check_weights
+
+    def total(self, values: Tensor) -> Tensor:
+        return self.sum_over_world(values)
 
     def check_replicas(self) -> None:
         if self.check_weights:

@@ -143,15 +143,16 @@ class ShardedSums(SeveralProcesses):
     def __init__(
         self, weights: ParameterTuple, buffer: GradBuffer, shards: Shards, world: World, settings: Any
     ) -> None:
-        super().__init__(weights, buffer, settings)
+        super().__init__(weights, buffer, world, settings)
         self.shards = shards
         self.sum_kept = SumOverRanks(shards.kept, shards.sizes, world)
         # What a checkpoint sees in place of a parameter, by its id, and what it does not see.
         self.views: dict[int, Parameter] = {}
         self.hidden: set[int] = set()
         if self.every_batch:
-            for i in shards.sharded:
-                self.show_whole(self.sums[i])
+            for term in (buffer, *buffer.others):
+                for i in shards.sharded:
+                    self.show_whole(term.sums[i])
             return
         # Where the sums of the sharded gradients go; those of the others stay where they are.
         self.sums = ParameterTuple(
