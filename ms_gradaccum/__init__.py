@@ -10,6 +10,7 @@ from ms_gradaccum.grad_clip import ClipByValue as ClipByValue
 from ms_gradaccum.model import Model as Model
 from ms_gradaccum.parallel.data_parallel import DataParallel as DataParallel
 from ms_gradaccum.parallel.hsdp import HSDP as HSDP
+from ms_gradaccum.plan import TrainingPlan as TrainingPlan
 from ms_gradaccum.step_output import StepOutput as StepOutput
 from ms_gradaccum.token_mean_loss import TokenMeanLoss as TokenMeanLoss
 from ms_gradaccum.train_step import TrainOneStepCell as TrainOneStepCell

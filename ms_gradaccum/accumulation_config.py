@@ -1,7 +1,7 @@
 """How many batches make an update, and when that changes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ms_gradaccum._checks import check_bool, check_choice, check_positive_int, sentence
@@ -122,6 +122,12 @@ class AccumulationConfig:
             remedy = "Put the number into the schedule, for example schedule={0: 1, 4: 2}."
             got = f"{self.accumulation_steps} and a schedule"
             raise ValueError(sentence(_OWNER, "accumulation_steps", "1 with a schedule", got, remedy))
+
+    def as_text(self) -> str:
+        """Return what all ranks must agree about, the same text in each: of a function its name, not its address."""
+        if not callable(self.schedule):
+            return repr(self)
+        return repr(replace(self, schedule=None)) + getattr(self.schedule, "__qualname__", type(self.schedule).__name__)
 
     def steps_for(self, epoch: int | None, updates: int, tokens: float) -> int:
         """Return the number of batches of the window that begins now; ``epoch`` is None outside a prepared dataset."""
