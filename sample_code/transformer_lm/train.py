@@ -17,7 +17,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank, init
-from mindspore.dataset import GeneratorDataset
+from mindspore.dataset import NumpySlicesDataset
 from transformer import Transformer
 
 from ms_gradaccum import Accumulator, TokenMeanLoss
@@ -29,6 +29,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--batch-size", type=int, default=8, help="rows of a batch, on each process")
 parser.add_argument("--accumulation-steps", type=int, default=4, help="batches of an update, on each process")
 parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--lines", type=int, help="train on the first lines of the play alone")
 parser.add_argument("--mean-of-means", action="store_true", help="the wrong loss: each batch counts by its rows")
 parser.add_argument("--losses", type=Path, help="file for the loss of each update, one JSON object per line")
@@ -70,40 +71,26 @@ class MeanLoss(nn.Cell):
         return ops.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=PADDING)
 
 
-class Rows:
-    """This process's rows of one epoch, in an order that all processes draw alike.
+def create_dataset(order):
+    """This process's batches of one epoch.
 
-    The processes take turns, so that together they see the same 32 rows per update, however many they are. (Sharding by
-    mindspore.dataset would repeat rows where the processes do not divide them.)
+    The processes take turns with the lines, so that together they see the same 32 per update, however many they are.
+    (Sharding by mindspore.dataset would repeat lines where the processes do not divide them.)
     """
-
-    def __init__(self, tokens, labels):
-        self.tokens, self.labels = tokens, labels
-        self.random = np.random.default_rng(1)
-        self.mine = None
-
-    def shuffle(self):
-        self.mine = self.random.permutation(len(self.tokens))[rank::rank_size]
-
-    def __len__(self):
-        return len(range(rank, len(self.tokens), rank_size))
-
-    def __getitem__(self, i):
-        return self.tokens[self.mine[i]], self.labels[self.mine[i]]
+    mine = order[rank::rank_size]
+    return NumpySlicesDataset((tokens[mine], labels[mine]), shuffle=False).batch(settings.batch_size)
 
 
 tokens, labels, vocabulary = read_rows()
-net = Transformer(vocabulary, length=tokens.shape[1])
+net = Transformer(vocabulary, length=tokens.shape[1], layers=settings.layers)
 optimizer = nn.Adam(net.trainable_params(), 3e-3)
 loss_cell = MeanLoss(net) if settings.mean_of_means else TokenMeanLoss(net, ignore_index=PADDING)
 accumulator = Accumulator(loss_cell, optimizer, settings.accumulation_steps)
 
-rows = Rows(tokens, labels)
+random = np.random.default_rng(1)  # the same lines in the same order on all processes
 losses = []
 for epoch in range(settings.epochs):
-    rows.shuffle()
-    dataset = GeneratorDataset(rows, ["tokens", "labels"], shuffle=False).batch(settings.batch_size)
-    for batch in accumulator.prepare(dataset):
+    for batch in accumulator.prepare(create_dataset(random.permutation(len(tokens)))):
         with accumulator.accumulate():
             accumulator.backward(*batch)
             accumulator.clip_grad_norm(1.0)
