@@ -12,6 +12,7 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
+from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.grad_clip import ClipByValue
 from ms_gradaccum.micro_step import MicroSteps
 from ms_gradaccum.optimizers import check_optimizer
@@ -103,6 +104,7 @@ class TrainedNetwork:
         self.weights = [optimizer.parameters for optimizer in optimizers]
         _check_disjoint(self.weights)
         self.parallels = [build_parallel(_OWNER, kind, optimizer, self.network, settings) for optimizer in optimizers]
+        _name_apart([each.buffer for each in self.parallels])
         self.several = self.parallels[0].several
         self.micro_steps = MicroSteps(_OWNER, self.network, self.parallels, self.weights)
         self.windows = [Window(optimizer, clip, each) for optimizer, each in zip(optimizers, self.parallels)]
@@ -214,6 +216,14 @@ def _with_sync(kind: Any, sync_each_batch: bool) -> Any:
         return kind
     remedy = "Give HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
     raise ValueError(sentence(_OWNER, "parallel", "one that sync_each_batch fits", repr(kind), remedy))
+
+
+def _name_apart(buffers: list[GradBuffer]) -> None:
+    """Give what the buffers of several optimizers have of their own a name of its own, for they share a graph."""
+    for i, buffer in enumerate(buffers[1:], 1):
+        numbers = [number for term in (buffer, *buffer.others) for number in (term.loss, term.weight)]
+        for number in (*numbers, buffer.batches):
+            number.name = number.name.replace("accu_grads.", f"accu_grads.optimizer{i}.", 1)
 
 
 def _check_disjoint(weights: list[Any]) -> None:
