@@ -1,4 +1,4 @@
-"""Start the sample's run.sh, end it in any case, and see what it leaves."""
+"""Start a sample, end it in any case, and see what it leaves."""
 
 import os
 import subprocess
@@ -40,6 +40,15 @@ def run_sample(folder, **settings):
     with running_sample(folder, **settings) as sample:
         output, errors = sample.communicate()
     return subprocess.CompletedProcess(sample.args, sample.returncode, output, errors)
+
+
+def run_program(name, *arguments, folder, **variables):
+    """Run a sample's train.py in one process and return the lines that it prints."""
+    command = [sys.executable, str(SAMPLES / name / "train.py"), *arguments]
+    environment = {**os.environ, **variables}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.splitlines()
 
 
 def processes_in(folder):
