@@ -9,3 +9,6 @@ from ms_gradaccum.parallel.data_parallel import DataParallel as DataParallel
 from ms_gradaccum.parallel.hsdp import HSDP as HSDP
 from ms_gradaccum.step_output import StepOutput as StepOutput
 from ms_gradaccum.train_step import TrainOneStepCell as TrainOneStepCell
+from ms_gradaccum.verification.report import ParameterDifference as ParameterDifference
+from ms_gradaccum.verification.report import VerifyReport as VerifyReport
+from ms_gradaccum.verify import verify as verify

@@ -30,10 +30,13 @@ class Compiled:
         why_not: str = "",
         *,
         takes_gradient: bool = False,
+        stacklevel: int = 4,
     ) -> None:
         self.make_cell = make_cell
         self.owner = owner
         self.what = what
+        # Whose line a warning shows: that of the user, so many calls away from here.
+        self.stacklevel = stacklevel
         # Known beforehand: why it cannot be compiled in PYNATIVE mode.
         self.why_not = why_not
         self.cell = make_cell()
@@ -141,7 +144,7 @@ class Compiled:
         warnings.warn(
             f"For '{self.owner}', {self.what} cannot be compiled and runs eagerly, which is slower: "
             f"{_first_line(error)}",
-            stacklevel=4,
+            stacklevel=self.stacklevel,
         )
         return output
 

@@ -10,7 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "ms_gradaccum"
 # A file, or a folder, imports only from those before it.
 ORDER = """
 _checks step_output structure micro_batch loss_weight grad_buffer grad_clip compiled optimizers precision
-parallel window grad_accumulation train_step accumulator model plan verify micro_size_finder state callbacks
+parallel window grad_accumulation train_step accumulator model plan
+verification verify micro_size_finder state callbacks
 __init__
 """.split()
 
