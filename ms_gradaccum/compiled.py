@@ -1,13 +1,14 @@
 """Run a cell as a compiled graph, whatever the mode of the caller."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn
+
+from ms_gradaccum._checks import warn
 
 # Graphs compiled for fixed shapes before one graph for changing shapes takes over. A split that does not come
 # out even makes two shapes, the last batch of the data two more.
@@ -30,13 +31,10 @@ class Compiled:
         why_not: str = "",
         *,
         takes_gradient: bool = False,
-        stacklevel: int = 4,
     ) -> None:
         self.make_cell = make_cell
         self.owner = owner
         self.what = what
-        # Whose line a warning shows: that of the user, so many calls away from here.
-        self.stacklevel = stacklevel
         # Known beforehand: why it cannot be compiled in PYNATIVE mode.
         self.why_not = why_not
         self.cell = make_cell()
@@ -141,10 +139,9 @@ class Compiled:
             # Wrong in both modes: the inputs or the network are at fault, not the compiler.
             raise _without_call_stack(eager_error) from None
         self.eager = True
-        warnings.warn(
+        warn(
             f"For '{self.owner}', {self.what} cannot be compiled and runs eagerly, which is slower: "
             f"{_first_line(error)}",
-            stacklevel=self.stacklevel,
         )
         return output
 

@@ -1,7 +1,6 @@
 """A loss cell that is fed in micro batches."""
 
 import inspect
-import warnings
 from typing import Any
 
 import mindspore as ms
@@ -10,8 +9,9 @@ from mindspore.ops import functional as F
 from mindspore.ops.primitive import _primexpr
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import check_bool, check_cell, check_positive_int, sentence
-from ms_gradaccum.loss_weight import OwnWeight, RowWeight, WeightedLoss
+from ms_gradaccum._checks import check_bool, check_cell, check_positive_int, sentence, warn
+from ms_gradaccum.grad_buffer import reciprocal
+from ms_gradaccum.loss_weight import OwnWeight, OwnWeights, RowWeight, WeightedLoss
 from ms_gradaccum.micro_batch import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 
 _OWNER = "GradAccumulation"
@@ -41,7 +41,11 @@ class GradAccumulation(nn.Cell):
     Keyword Args:
         weighted (bool): If ``True``, `network` returns `(loss_sum, weight)`, two scalars, and each micro batch counts
             by its weight (for example its number of tokens; not negative). If ``False``, by its rows.
-            Default: ``False``.
+            :class:`TokenMeanLoss` says so itself. Default: ``False``.
+        terms (int): Number of terms of the loss that have weights of their own. With more than one, `network` is
+            `weighted` and returns a tuple of so many pairs `(loss_sum, weight)`, for example
+            ``((cross_entropy_sum, tokens), (0.01 * balance_loss, 1))``. The loss is the sum of the terms' means. Each
+            term costs a backward pass and a buffer of its own. Default: ``1``.
         batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per input, in
             the order of the network's arguments, where ``None`` means that an input goes whole into each micro
             batch. An entry for an input that is itself a tuple or a dict stands for all its tensors, or is
@@ -73,7 +77,9 @@ class GradAccumulation(nn.Cell):
         >>> model = Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 1e-2))
     """
 
-    def __init__(self, network: nn.Cell, micro_size: int, *, weighted: bool = False, batch_axis: BatchAxis = 0) -> None:
+    def __init__(
+        self, network: nn.Cell, micro_size: int, *, weighted: bool = False, batch_axis: BatchAxis = 0, terms: int = 1
+    ) -> None:
         super().__init__(auto_prefix=False)
         network = check_cell(
             _OWNER, "network", network, "Wrap the network and its loss, for example in nn.WithLossCell."
@@ -83,7 +89,12 @@ class GradAccumulation(nn.Cell):
             raise ValueError(sentence(_OWNER, "network", "a network without GradAccumulation", "one inside", remedy))
         remedy = "It counts the micro batches of one batch; 1 means no split."
         self.micro_size = check_positive_int(_OWNER, "micro_size", micro_size, remedy)
-        self.weighted = check_bool(_OWNER, "weighted", weighted, "True means that network returns (loss_sum, weight).")
+        remedy = "True means that network returns (loss_sum, weight)."
+        self.weighted = check_bool(_OWNER, "weighted", weighted, remedy) or getattr(network, "returns_weight", False)
+        self.terms = check_positive_int(_OWNER, "terms", terms, "It counts the pairs (loss_sum, weight).")
+        if terms > 1 and not self.weighted:
+            remedy = "Return ((sum_1, weight_1), (sum_2, weight_2), ...) and set weighted=True."
+            raise ValueError(sentence(_OWNER, "weighted", f"True with {terms} terms", weighted, remedy))
         self.batch_axis = check_batch_axis(batch_axis)
         self.network = network
         self.weighted_loss = self.loss_of()
@@ -91,6 +102,8 @@ class GradAccumulation(nn.Cell):
 
     def loss_of(self, structure: Any = None) -> WeightedLoss:
         """Return the loss of `network` as (sum, weight), for inputs of this structure."""
+        if self.terms > 1:
+            return OwnWeights(self.network, structure, self.terms)
         return (OwnWeight if self.weighted else RowWeight)(self.network, structure)
 
     def with_loss(self, loss_fn: nn.Cell) -> "GradAccumulation":
@@ -99,7 +112,7 @@ class GradAccumulation(nn.Cell):
         if isinstance(axis, tuple) and len(axis) == 1:
             axis = (*axis, 0)  # It speaks of the network's only input; the label's rows are on axis 0.
         loss_cell = nn.WithLossCell(self.network, loss_fn)
-        return GradAccumulation(loss_cell, self.micro_size, weighted=self.weighted, batch_axis=axis)
+        return GradAccumulation(loss_cell, self.micro_size, weighted=self.weighted, batch_axis=axis, terms=self.terms)
 
     @property
     def cls_name(self) -> str:
@@ -141,13 +154,18 @@ class GradAccumulation(nn.Cell):
         if not self.training:
             return self.network(*inputs)
         _warn_without_train_step()
-        total, weight = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
+        sums: tuple[Tensor, ...] = (Tensor(0.0, ms.float32),) * (2 * self.terms)
         for part in self.split_in_graph(inputs):
-            loss_sum, part_weight = self.weighted_loss(*part)
-            # Not '+=': in a graph that adds in place, here into one constant that both sums start from.
-            total = total + loss_sum
-            weight = weight + part_weight
-        return total / weight
+            values = self.weighted_loss(*part)
+            # Not '+=': in a graph that adds in place, here into one constant that all sums start from.
+            so_far = sums
+            sums = ()
+            for i, value in enumerate(values):
+                sums += (so_far[i] + value,)
+        loss = Tensor(0.0, ms.float32)
+        for i in range(self.terms):
+            loss = loss + sums[2 * i] * reciprocal(sums[2 * i + 1])
+        return loss
 
     def split_in_graph(self, inputs: tuple[Any, ...]) -> Any:
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
@@ -197,8 +215,7 @@ def _refuse_unknown_rows() -> None:
 
 @_primexpr
 def _warn_without_train_step() -> None:
-    warnings.warn(
+    warn(
         "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
         "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell).",
-        stacklevel=2,
     )

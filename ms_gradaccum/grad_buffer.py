@@ -8,24 +8,15 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
 
-class GradBuffer(nn.Cell):
-    """The sums of one window. They live and are cleared together.
+class TermSums(nn.Cell):
+    """The sums of one term of a loss: of its gradients, its values and its weights."""
 
-    The names begin with ``accu_grads``, the prefix that MindSpore's checkpoint merges and transforms, its
-    fault tolerance and its compiler know.
-    """
-
-    def __init__(self, weights: ParameterTuple, dense_only: bool = False, shapes: Any = None) -> None:
+    def __init__(self, weights: ParameterTuple, dense_only: bool, shapes: Any, prefix: str = "accu_grads.") -> None:
         super().__init__(auto_prefix=False)
-        # What one micro batch has, and what is kept of it: a part, if the ranks share the sums.
-        self.whole_shapes = tuple(tuple(weight.shape) for weight in weights)
-        shapes = self.whole_shapes if shapes is None else shapes
         # Float32 whatever the weights' dtype: 16-bit sums lose the small addends of a long window.
-        self.sums = ParameterTuple(zeros(f"accu_grads.{weight.name}", shape) for weight, shape in zip(weights, shapes))
-        self.loss = zeros("accu_grads.window_loss", ())
-        self.weight = zeros("accu_grads.window_weight", ())
-        # Calls that the open window has taken in. 0 from an update to the next batch.
-        self.batches = zeros("accu_grads.window_batches", (), ms.int32)
+        self.sums = ParameterTuple(zeros(f"{prefix}{weight.name}", shape) for weight, shape in zip(weights, shapes))
+        self.loss = zeros(f"{prefix}window_loss", ())
+        self.weight = zeros(f"{prefix}window_weight", ())
         self.map = ops.HyperMap()
         self.add_grad = _add_dense_only if dense_only else _add
 
@@ -34,11 +25,51 @@ class GradBuffer(nn.Cell):
         added = self.map(self.add_grad, self.sums, grads)
         return added, ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
 
+    def term_loss(self) -> Tensor:
+        """Return the weighted mean of the term so far."""
+        return self.loss * reciprocal(self.weight)
+
+    def clear_term(self, done: Any) -> Any:
+        """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
+        for total in self.sums:
+            # One after the other, or there would be zeros for all of them at a time.
+            done = ops.assign(total, zeros_after(done, self.weight, total.shape))
+        return done, _assign_zero(self.loss), _assign_zero(self.weight)
+
+
+class GradBuffer(TermSums):
+    """The sums of one window. They live and are cleared together.
+
+    The names begin with ``accu_grads``, the prefix that MindSpore's checkpoint merges and transforms, its
+    fault tolerance and its compiler know.
+
+    Args:
+        weights: What the gradients belong to.
+        dense_only: Whether gradients of sparse lookups are refused.
+        shapes: What is kept of each weight's gradient: a part, if the ranks share the sums. Default: the whole.
+        terms: Number of terms of the loss that have weights of their own. The first one's sums are this buffer's.
+    """
+
+    def __init__(self, weights: ParameterTuple, dense_only: bool = False, shapes: Any = None, terms: int = 1) -> None:
+        # What one micro batch has.
+        whole_shapes = tuple(tuple(weight.shape) for weight in weights)
+        shapes = whole_shapes if shapes is None else shapes
+        super().__init__(weights, dense_only, shapes)
+        self.whole_shapes = whole_shapes
+        others = [TermSums(weights, dense_only, shapes, f"accu_grads.term{i}.") for i in range(1, terms)]
+        self.others = nn.CellList(others, auto_prefix=False)
+        # Calls that the open window has taken in. 0 from an update to the next batch.
+        self.batches = zeros("accu_grads.window_batches", (), ms.int32)
+
+    def all_sums(self) -> list[Parameter]:
+        """Return the sums of all terms."""
+        return [total for term in (self, *self.others) for total in term.sums]
+
     def no_grads(self) -> tuple[Tensor, ...]:
         """Return the gradients of no rows."""
         grads: tuple[Tensor, ...] = ()
         for shape in self.whole_shapes:
-            grads += (self.zeros(shape, ()),)
+            grads += (zeros_after((), self.weight, shape),)
         return grads
 
     def count_batch(self) -> Tensor:
@@ -46,25 +77,22 @@ class GradBuffer(nn.Cell):
         return ops.assign_add(self.batches, Tensor(1, ms.int32))
 
     def mean_loss(self) -> Tensor:
-        """Return the weighted mean loss of the window so far."""
-        return self.loss * self.reciprocal_weight()
+        """Return the weighted mean loss of the window so far: the sum of its terms."""
+        loss = self.term_loss()
+        for other in self.others:
+            loss = loss + other.term_loss()
+        return loss
 
     def reciprocal_weight(self) -> Tensor:
         """Return 1 / weight, or 0 for a window in which nothing was weighed."""
         return reciprocal(self.weight)
 
     def clear(self, done: Any = ()) -> Any:
-        """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
-        for total in self.sums:
-            # One after the other, or there would be zeros for all of them at a time.
-            done = ops.assign(total, self.zeros(total.shape, done))
-        scalars = (_assign_zero(self.loss), _assign_zero(self.weight))
-        return done, scalars, _assign_zero(self.batches)
-
-    def zeros(self, shape: tuple[int, ...], done: Any) -> Tensor:
-        """Return zeros that are made when they are needed: constants of a graph take memory for ever."""
-        never = ops.less(ops.depend(self.batches, done), 0)  # It counts; the compiler does not know that.
-        return ops.broadcast_to(ops.cast(never, ms.float32), shape)
+        """Empty the buffer after ``done``."""
+        done = self.clear_term(done)
+        for other in self.others:
+            done = other.clear_term(done)
+        return done, _assign_zero(self.batches)
 
 
 _add = ops.MultitypeFuncGraph("add_gradient")
@@ -109,6 +137,12 @@ def reciprocal(weight: Tensor) -> Tensor:
     empty = ops.equal(weight, 0.0)
     inverse = 1.0 / ops.select(empty, ops.ones_like(weight), weight)
     return ops.select(empty, ops.zeros_like(weight), inverse)
+
+
+def zeros_after(done: Any, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return zeros that are made when they are needed: constants of a graph take memory for ever."""
+    never = ops.less(ops.abs(ops.depend(weight, done)), 0.0)  # The compiler does not know that.
+    return ops.broadcast_to(ops.cast(never, ms.float32), shape)
 
 
 def _assign_zero(scalar: Parameter) -> Tensor:

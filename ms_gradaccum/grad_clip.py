@@ -42,6 +42,7 @@ class ClipByGlobalNorm(nn.Cell):
     Inputs:
         - **grads** (tuple[Tensor]) - Mean gradients of any shape and floating-point dtype.
         - **norm** (Tensor) - Their global norm, a float32 scalar.
+        - **max_norm** (Tensor, optional) - A float32 scalar in place of the argument. Default: ``None``.
 
     Outputs:
         Tuple of Tensors, the clipped gradients, with the same shapes and dtypes.
@@ -66,18 +67,27 @@ class ClipByGlobalNorm(nn.Cell):
         remedy = "Typical norms are 0.5 to 5."
         self.max_norm = check_positive_float("ClipByGlobalNorm", "max_norm", max_norm, remedy)
 
+    def as_tensor(self) -> Tensor:
+        """Return the limit as an input of `construct`."""
+        return Tensor(self.max_norm, ms.float32)
+
     def extend_repr(self) -> str:
         """Return the argument, for ``repr``."""
         return f"max_norm={self.max_norm}"
 
-    def construct(self, grads: Grads, norm: Tensor) -> Grads:
-        factor = self.max_norm / ops.maximum(norm, Tensor(self.max_norm, ms.float32))
+    def construct(self, grads: Grads, norm: Tensor, max_norm: Tensor | None = None) -> Grads:
+        limit = self.limit_or(max_norm)
+        factor = limit / ops.maximum(norm, limit)
         # In float32: a small factor is no float16 number.
         return tuple([ops.cast(ops.cast(grad, ms.float32) * factor, grad.dtype) for grad in grads])
 
-    def norm_after(self, norm: Tensor) -> Tensor:
+    def limit_or(self, max_norm: Tensor | None) -> Tensor:
+        """Return the limit of this call: ``max_norm`` if given, else that of the cell."""
+        return Tensor(self.max_norm, ms.float32) if max_norm is None else max_norm
+
+    def norm_after(self, norm: Tensor, max_norm: Tensor | None = None) -> Tensor:
         """Return the norm after clipping."""
-        return ops.minimum(norm, Tensor(self.max_norm, ms.float32))
+        return ops.minimum(norm, self.limit_or(max_norm))
 
 
 class ClipByValue(nn.Cell):
@@ -89,6 +99,7 @@ class ClipByValue(nn.Cell):
     Inputs:
         - **grads** (tuple[Tensor]) - Mean gradients of any shape and floating-point dtype.
         - **norm** (Tensor) - Their global norm, a float32 scalar.
+        - **limit** (Tensor, optional) - A float32 scalar in place of the argument. Default: ``None``.
 
     Outputs:
         Tuple of Tensors, the clipped gradients, with the same shapes and dtypes.
@@ -112,14 +123,19 @@ class ClipByValue(nn.Cell):
         super().__init__()
         self.limit = check_positive_float("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
 
+    def as_tensor(self) -> Tensor:
+        """Return the limit as an input of `construct`."""
+        return Tensor(self.limit, ms.float32)
+
     def extend_repr(self) -> str:
         """Return the argument, for ``repr``."""
         return f"limit={self.limit}"
 
-    def construct(self, grads: Grads, norm: Tensor) -> Grads:
-        return tuple([ops.clamp(grad, -self.limit, self.limit) for grad in grads])
+    def construct(self, grads: Grads, norm: Tensor, limit: Tensor | None = None) -> Grads:
+        limit = Tensor(self.limit, ms.float32) if limit is None else limit
+        return tuple([ops.minimum(ops.maximum(grad, -limit), limit) for grad in grads])
 
-    def norm_after(self, norm: Tensor) -> None:
+    def norm_after(self, norm: Tensor, limit: Tensor | None = None) -> None:
         """Return None: the norm after clipping takes a pass of its own."""
         return None
 

@@ -18,6 +18,7 @@ _MEAN_REMEDY = (
     "Reduce it to its mean, for example with reduction='mean', or return (loss_sum, weight) with weighted=True."
 )
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
+_TERMS_REMEDY = "With terms=2, for example, it returns ((sum_1, weight_1), (sum_2, weight_2))."
 
 
 @_primexpr
@@ -39,6 +40,14 @@ def _check_weight(is_weight: bool, shape: tuple[int, ...]) -> None:
     raise ValueError(
         f"For 'GradAccumulation', the argument 'network' must return its weight, a scalar, after the loss sum, "
         f"but got {got}. {_PAIR_REMEDY}"
+    )
+
+
+@_primexpr
+def _refuse_terms(terms: int, got: int) -> None:
+    raise ValueError(
+        f"For 'GradAccumulation', the argument 'network' must return {terms} pairs (loss_sum, weight), one per term, "
+        f"but got {got}. {_TERMS_REMEDY}"
     )
 
 
@@ -83,8 +92,11 @@ class RowWeight(WeightedLoss):
 class OwnWeight(WeightedLoss):
     """Pass on ``(loss_sum, weight)`` of a network that counts its own weight, for example its tokens."""
 
-    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
-        outputs = self.outputs(tensors)
+    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        return self.pair(self.outputs(tensors))
+
+    def pair(self, outputs: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss sum and the weight at the head of ``outputs``, in float32."""
         loss_sum = self.first(outputs, "its loss sum", _PAIR_REMEDY)
         weight: Any = outputs[1] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else None
         if isinstance(weight, (int, float)):
@@ -94,3 +106,21 @@ class OwnWeight(WeightedLoss):
         else:
             _check_weight(False, ())
         return loss_sum, ops.stop_gradient(ops.cast(weight.reshape(()), ms.float32))
+
+
+class OwnWeights(OwnWeight):
+    """The same of a network that returns several such pairs, one per term: sum, weight, sum, weight and so on."""
+
+    def __init__(self, network: nn.Cell, structure: Any = None, terms: int = 2) -> None:
+        super().__init__(network, structure)
+        self.terms = terms
+
+    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        outputs = self.outputs(tensors)
+        found = len(outputs) if isinstance(outputs, (tuple, list)) else 1
+        if found < self.terms:
+            _refuse_terms(self.terms, found)
+        flat: tuple[Tensor, ...] = ()
+        for i in range(self.terms):
+            flat += self.pair(outputs[i])
+        return flat

@@ -1,28 +1,26 @@
 """The training step: the micro batches of one batch, and an update at the end of the window."""
 
-import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import check_positive_int
-from ms_gradaccum.compiled import Compiled, graph_mode
+from ms_gradaccum._checks import check_positive_int, warn
+from ms_gradaccum.compiled import graph_mode
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.grad_clip import check_clip
+from ms_gradaccum.micro_step import MicroSteps
 from ms_gradaccum.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.parallel.choose import build_parallel, check_parallel
 from ms_gradaccum.parallel.partitioned import PartitionedWindow
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.step_output import StepOutput
-from ms_gradaccum.structure import named_tuple_in
-from ms_gradaccum.window import MicroStep, Window, open_window_output
+from ms_gradaccum.window import Window, open_window_output
 
 _OWNER = "TrainOneStepCell"
-_MANY_STRUCTURES = 8
 # Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a reshape.
 _ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 
@@ -99,12 +97,10 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         clip = check_clip(_OWNER, clip)
         super().__init__(network, optimizer)
         self.accumulation_steps = accumulation_steps
-        # One compiled micro step per structure of the inputs: nearly always one.
-        self._micro_steps: dict[Hashable, Compiled] = {}
         # On Ascend and GPU, the settings of AutoParallel, with which the compiler partitions the whole step.
         self.semi_auto = kind if isinstance(kind, SemiAuto) else None
         if self.semi_auto is not None:
-            self.semi_auto.check(accumulation_steps)
+            self.semi_auto.check(accumulation_steps, network.terms)
             self.partitioned = PartitionedWindow(network, optimizer, clip)
         else:
             self._build_host_driven(kind, clip)
@@ -116,7 +112,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         settings = {"micro_size": network.micro_size, "accumulation_steps": self.accumulation_steps, "clip": repr(clip)}
         self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings)
         self.buffer = self.parallel.buffer
-        self.micro_step = MicroStep(network.weighted_loss, self.parallel, self.weights)
+        self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights])
+        self.micro_step = self.micro_steps.cell
         self.window = Window(optimizer, clip, self.parallel)
         # MindSpore's saving asks these for the whole of a parameter; in place of a layout, ours knows how to gather.
         self.parameter_layout_dict = dict.fromkeys(self.parallel.gathers, _ANY_LAYOUT)
@@ -140,7 +137,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
     def _compiled_cells(self) -> list[Any]:
         if self.semi_auto is not None:
             return []
-        return [self.micro_step, *self.window.compiled_cells(), *self._micro_steps.values()]
+        return [*self.micro_steps.compiled_cells(), *self.window.compiled_cells()]
 
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Any]]:
         """Iterate over the parameters, see ``nn.Cell.parameters_and_names``; over the whole ones, where this process
@@ -164,25 +161,17 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         if self.semi_auto is not None:
             with graph_mode():
                 return StepOutput(*super().__call__(*self.network.positional(args, kwargs)))
-        structure, micro_batches = self.network.split(*args, **kwargs)
-        micro_step = self._micro_step_for(structure)
-        batches = self.open_batches()
-        # Before any of them: the messages of all ranks must come in one order.
-        rounds = self.parallel.rounds(len(micro_batches))
-        added = 0
         try:
-            for rows, tensors in micro_batches:
-                loss, weight = micro_step(Tensor(rows, ms.float32), *tensors)
-                added += 1
+            loss, weight = self.micro_steps.run(args, kwargs)[-1][:2]
         except BaseException:
-            if added or micro_step.has_run:
-                self._abandon(batches)
+            if self.micro_steps.has_added:
+                self._abandon()
             raise
-        self.window.add_nothing(rounds - added)
-        return self._end_batch(batches, loss, weight)
+        return self._end_batch(loss, weight)
 
-    def _end_batch(self, batches: int, loss: Tensor, weight: Tensor) -> StepOutput:
+    def _end_batch(self, loss: Tensor, weight: Tensor) -> StepOutput:
         """Count a batch, and end the window if it is the last one."""
+        batches = self.open_batches()
         if batches + 1 == self.accumulation_steps:
             return self.window.close()
         self.buffer.batches.set_data(Tensor(batches + 1, ms.int32))
@@ -194,29 +183,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         Adds nothing, and counts as a batch of the window. Of several processes all but those that join must call the
         step at the same time.
         """
-        self.window.add_nothing(self.parallel.rounds(0))
-        return self._end_batch(self.open_batches(), self.buffer.mean_loss(), self.buffer.weight.value())
-
-    def _micro_step_for(self, structure: Hashable) -> Compiled:
-        if structure not in self._micro_steps:
-            named = named_tuple_in(structure)
-            why_not = f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
-            self._micro_steps[structure] = Compiled(
-                lambda: self._build_micro_step(structure), _OWNER, "the network", why_not, takes_gradient=True
-            )
-            if len(self._micro_steps) == _MANY_STRUCTURES:
-                warnings.warn(
-                    f"For '{_OWNER}', the inputs must keep their structure and Python values, but got "
-                    f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors.",
-                    stacklevel=3,
-                )
-        return self._micro_steps[structure]
-
-    def _build_micro_step(self, structure: Any) -> MicroStep:
-        cell = MicroStep(self.network.loss_of(structure), self.parallel, self.weights)
-        cell.set_train(self.training)
-        cell._get_attr_from_cell(self)  # What `set_jit_config` has said.
-        return cell
+        self.micro_steps.join()
+        return self._end_batch(self.buffer.mean_loss(), self.buffer.weight.value())
 
     def open_batches(self) -> int:
         """Return the number of batches in the unfinished window; 0 right after an update."""
@@ -249,13 +217,13 @@ class TrainOneStepCell(nn.TrainOneStepCell):
             self.buffer.clear()
         return batches
 
-    def _abandon(self, batches: int) -> None:
+    def _abandon(self) -> None:
         """Take back what a failed batch has added: the sums cannot be parted, so an open window goes with it."""
+        batches = self.open_batches()
         self.buffer.clear()
         if batches:
-            warnings.warn(
+            warn(
                 f"For '{_OWNER}', the batch failed in mid-window: the {batches} batches before it are dropped with it.",
-                stacklevel=3,
             )
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
@@ -265,7 +233,8 @@ class TrainOneStepCell(nn.TrainOneStepCell):
             return self.partitioned(*inputs)
         done = loss = weight = Tensor(0.0, ms.float32)
         for part in self.network.split_in_graph(inputs):
-            loss, weight = self.micro_step(*part)
+            output = self.micro_step(*part)
+            loss, weight = output[0], output[1]
             done = ops.depend(loss, (done, weight))
         if self.accumulation_steps == 1:
             return self.window(done)

@@ -1,13 +1,15 @@
 """The order of an update. No other file knows it."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.compiled import Compiled
-from ms_gradaccum.loss_weight import WeightedLoss
+from ms_gradaccum.grad_buffer import reciprocal
 from ms_gradaccum.optimizers import LearningRate, all_parameters
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.step_output import StepOutput
@@ -15,35 +17,35 @@ from ms_gradaccum.step_output import StepOutput
 _NOTHING = Tensor(0.0, ms.float32)
 
 
-class MicroStep(nn.Cell):
-    """Forward and backward of one micro batch, added into the buffer."""
+class FoldTerms(nn.Cell):
+    """Make one sum of those of a loss's terms, each divided by its own weight over all ranks.
 
-    def __init__(self, weighted_loss: WeightedLoss, parallel: SingleProcess, weights: ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.weighted_loss = weighted_loss
-        self.parallel = parallel
-        self.buffer = parallel.buffer
-        self.loss_and_grads = ops.value_and_grad(weighted_loss, None, weights, has_aux=True)
-        self._get_attr_from_cell(weighted_loss.network)
-
-    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
-        """Return the mean loss and the weight of the window so far."""
-        (loss_sum, weight), grads = self.loss_and_grads(rows, *tensors)
-        added = self.buffer.add(loss_sum, weight, self.parallel.share(grads))
-        mean_loss = ops.depend(self.buffer.mean_loss(), added)
-        return mean_loss, ops.depend(self.buffer.weight + 0.0, added)
-
-
-class EmptyStep(nn.Cell):
-    """The part of a rank that has no micro batch left in what the ranks add up for each micro batch."""
+    The weight of the window is then that of the first term, or 1 if nothing has any of it.
+    """
 
     def __init__(self, parallel: SingleProcess) -> None:
         super().__init__(auto_prefix=False)
-        self.parallel = parallel
         self.buffer = parallel.buffer
+        self.parallel = parallel
 
-    def construct(self, nothing: Tensor) -> Any:
-        return self.buffer.add(nothing, nothing, self.parallel.share(self.buffer.no_grads()))
+    def construct(self) -> Any:
+        buffer = self.buffer
+        weights: tuple[Tensor, ...] = (buffer.weight + 0.0,)
+        for other in buffer.others:
+            weights += (other.weight + 0.0,)
+        totals = self.parallel.total(ops.stack(weights))
+        weightless = ops.equal(totals[0], 0.0)
+        scale = ops.select(weightless, ops.ones_like(totals[0]), totals[0])
+        done: Any = ()
+        for i, other in enumerate(buffer.others):
+            factor = reciprocal(totals[i + 1]) * scale
+            for total, part in zip(buffer.sums, other.sums):
+                done = ops.assign_add(total, ops.depend(part, done) * factor)
+            done = ops.assign_add(buffer.loss, ops.depend(other.loss, done) * factor)
+            done = other.clear_term(done)
+        # One process stands in for the missing weight.
+        stand_in = ops.cast(ops.greater(ops.sum(totals), 0.0), ms.float32) * self.parallel.is_first
+        return ops.assign(buffer.weight, ops.select(weightless, stand_in, ops.depend(weights[0], done)))
 
 
 class Report(nn.Cell):
@@ -53,10 +55,13 @@ class Report(nn.Cell):
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
         self.parallel = parallel
+        self.fold_terms = FoldTerms(parallel) if len(parallel.buffer.others) > 0 else None
         self.learning_rate = LearningRate(optimizer)
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
         """Report on the window once the micro steps behind ``done`` have run."""
+        if self.fold_terms is not None:
+            done = ops.depend(done, self.fold_terms())
         reduced = ops.depend(self.parallel.reduce(), done)
         loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
@@ -80,11 +85,14 @@ class Update(nn.Cell):
         self.parallel = parallel
         self.parameters = all_parameters(optimizer)
 
-    def construct(self, norm: Tensor) -> Tensor:
-        """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
+    def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
+        """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping.
+
+        A ``limit`` is what it is clipped to, if not what the clip says.
+        """
         norm = self.touch(norm)
-        grads = self.clip(self.mean_grads(), norm)
-        clipped_norm = self.clip.norm_after(norm)
+        grads = self.clip(self.mean_grads(), norm, *limit)
+        clipped_norm = self.clip.norm_after(norm, *limit)
         if clipped_norm is None:
             clipped_norm = self.parallel.norm(grads)
         typed: tuple[Tensor, ...] = ()
@@ -125,37 +133,55 @@ class Window(nn.Cell):
         self.parallel = parallel
         self.report = Report(optimizer, parallel)
         self.update = Update(optimizer, clip, parallel)
-        self.empty_step = EmptyStep(parallel)
         self.run_report = Compiled(lambda: self.report, "TrainOneStepCell", "the report")
         self.run_update = Compiled(lambda: self.update, "TrainOneStepCell", "the optimizer")
-        self.run_empty_step = Compiled(lambda: self.empty_step, "TrainOneStepCell", "the empty step")
+        # For clips that the caller chooses anew at each update, by kind.
+        self.other_updates: dict[type, Compiled] = {}
 
-    def compiled_cells(self) -> tuple[nn.Cell, ...]:
-        """Return the cells of which each is compiled on its own."""
-        return self.report, self.update, self.empty_step
-
-    def add_nothing(self, micro_batches: int) -> None:
-        """Take part in micro batches that other ranks have in addition to ours."""
-        for _ in range(micro_batches):
-            self.run_empty_step(_NOTHING)
+    def compiled_cells(self) -> list[Any]:
+        """Return what has a mode and settings of its own."""
+        return [self.report, self.update, *self.other_updates.values()]
 
     def close(self) -> StepOutput:
         """End the window from the host, with the decision whether to update made in Python."""
+        return self.finish(self.measure())
+
+    def measure(self) -> StepOutput:
+        """Do the first half of the end of the window: all but clip, optimizer and clear."""
+        with self._emptied_if_it_fails():
+            loss, overflow, scale, updated, norm, learning_rate, weight = self.run_report(_NOTHING)
+        return StepOutput(loss, overflow, scale, updated, norm, norm, learning_rate, weight)
+
+    def finish(self, output: StepOutput, clip: Any = None) -> StepOutput:
+        """Do the second half, with the norm and the decision in ``output``; ``clip`` replaces the window's own."""
+        with self._emptied_if_it_fails():
+            if not output.updated.asnumpy():
+                self.buffer.clear()
+                return output
+            if clip is None:
+                clipped_norm = self.run_update(output.grad_norm)
+            else:
+                clipped_norm = self._update_with(clip)(output.grad_norm, clip.as_tensor())
+            self.parallel.check_replicas()
+        return output._replace(clipped_grad_norm=clipped_norm)
+
+    @contextmanager
+    def _emptied_if_it_fails(self) -> Iterator[None]:
+        """Empty the buffer after an error, or its rows would be in the next window too."""
         try:
-            return self._close()
+            yield
         except BaseException:
-            self.buffer.clear()  # Or its rows would be in the next window too.
+            self.buffer.clear()
             raise
 
-    def _close(self) -> StepOutput:
-        loss, overflow, scale, updated, norm, learning_rate, weight = self.run_report(_NOTHING)
-        clipped_norm = norm
-        if updated.asnumpy():
-            clipped_norm = self.run_update(norm)
-            self.parallel.check_replicas()
-        else:
-            self.buffer.clear()
-        return StepOutput(loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
+    def _update_with(self, clip: nn.Cell) -> Compiled:
+        """Return the update that takes its limit as an input, so that a new one costs no new graph."""
+        if type(clip) not in self.other_updates:
+            update = Update(self.update.optimizer, clip, self.parallel)
+            update.set_train(self.update.training)
+            update._get_attr_from_cell(self.update)
+            self.other_updates[type(clip)] = Compiled(lambda: update, "Accumulator", "the optimizer")
+        return self.other_updates[type(clip)]
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput.

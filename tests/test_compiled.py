@@ -241,8 +241,8 @@ def test_the_jit_config_reaches_every_compiled_cell(when):
     step(*BATCH)
     if when == "after the first call":
         step.set_jit_config(config)
-    cells = [compiled.cell for compiled in step._micro_steps.values()]
+    cells = [compiled.cell for compiled in step.micro_steps.by_structure.values()]
     if when != "on the network":
-        cells += [step.micro_step, step.window.report, step.window.update, step.window.empty_step]
+        cells += [step.micro_step, step.window.report, step.window.update, step.micro_steps.empty_step]
     assert [cell.jit_config_dict["jit_level"] for cell in cells] == ["O1"] * len(cells)
     assert step.optimizer.gradients() == [GRADIENT]

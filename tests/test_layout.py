@@ -9,9 +9,9 @@ PACKAGE = Path(__file__).parents[1] / "ms_gradaccum"
 
 # A file, or a folder, imports only from those before it.
 ORDER = """
-_checks step_output structure micro_batch loss_weight grad_buffer grad_clip compiled optimizers precision
-parallel window grad_accumulation train_step accumulator model plan
-verification verify micro_size_finder state callbacks
+_checks step_output structure micro_batch loss_weight token_mean_loss grad_buffer grad_clip compiled optimizers
+precision parallel window micro_step grad_accumulation train_step accumulation_config window_counter prepared
+trained_network loop_window accumulator model planning plan verification verify micro_size_finder state callbacks
 __init__
 """.split()
 

@@ -50,7 +50,7 @@ class DataParallelSum(SeveralProcesses):
     """What data parallelism does at the end of a window."""
 
     def __init__(self, weights: ParameterTuple, buffer: GradBuffer, world: World, settings: DataParallel) -> None:
-        super().__init__(weights, buffer, settings)
+        super().__init__(weights, buffer, world, settings)
         sizes = [weight.size for weight in weights]
         self.sum_over_ranks = SumOverRanks(range(len(sizes)), sizes, world)
 

@@ -33,13 +33,16 @@ class SemiAuto:
     def __init__(self, network: nn.Cell) -> None:
         self.auto_parallel = network if isinstance(network, AutoParallel) else None
 
-    def check(self, accumulation_steps: int) -> None:
+    def check(self, accumulation_steps: int, terms: int) -> None:
         """Raise for settings with which the mean over all rows would be wrong, or nothing could work."""
         _check_settings(self._settings())
         if accumulation_steps > 1:
             remedy = "Give larger batches and a larger micro_size: the compiler accumulates inside one call."
             rule = "1 in semi-auto-parallel"
             raise ValueError(sentence(_OWNER, "accumulation_steps", rule, accumulation_steps, remedy))
+        if terms > 1:
+            remedy = "The compiler takes one gradient of the whole batch: return one (loss_sum, weight)."
+            raise ValueError(sentence("GradAccumulation", "terms", "1 in semi-auto-parallel", terms, remedy))
 
     def _settings(self) -> _Settings:
         cell = self.auto_parallel

@@ -12,6 +12,8 @@ class SingleProcess(nn.Cell):
     """Nothing to communicate. The other kinds of parallelism override what they need."""
 
     several = False
+    # 1 in one process of a job, 0 in the others.
+    is_first = 1.0
 
     def __init__(self, weights: ParameterTuple, buffer: GradBuffer) -> None:
         super().__init__(auto_prefix=False)
@@ -29,6 +31,10 @@ class SingleProcess(nn.Cell):
     def share(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what is added into the buffer for the gradients of one micro batch."""
         return grads
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum of a few numbers over the ranks."""
+        return values
 
     def reduce(self) -> Any:
         """Add the buffer's loss and weight and its sums over the ranks, the latter into `sums`."""

@@ -11,17 +11,15 @@ from mindspore.common.seed import _KERNEL_SEED
 
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.grad_accumulation import GradAccumulation
-from ms_gradaccum.grad_buffer import GradBuffer
+from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
 from ms_gradaccum.loss_weight import RowWeight, WeightedLoss
 from ms_gradaccum.micro_batch import MicroBatch, leaf_axes, split_batch
+from ms_gradaccum.micro_step import make_micro_step
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.structure import named_tuple_in
 from ms_gradaccum.verification.comparison import Run
-from ms_gradaccum.window import MicroStep
 
 _OWNER = "verify"
-# From the first window back to who calls `verify`, for the warning that a network runs eagerly.
-_CALLS_TO_USER = 8
 # What BatchNorm of mindspore.nn goes by before its mode: whether it takes the statistics of its batch. None: the mode.
 _STATISTICS = "use_batch_statistics"
 
@@ -108,7 +106,7 @@ class Experiment:
         self.structure, self.micro_batches = split_batch(inputs, network.micro_size, network.batch_axis)
         self.batch = split_batch(inputs, 1, network.batch_axis).micro_batches[0]
         self.axes = leaf_axes(inputs, network.batch_axis)
-        self.parallel = SingleProcess(self.weights, GradBuffer(self.weights))
+        self.parallel = SingleProcess(self.weights, GradBuffer(self.weights, terms=network.terms))
         self._compiled: dict[Any, Compiled] = {}
 
     def freezing(self, cells: Sequence[nn.Cell]) -> "Experiment":
@@ -147,9 +145,8 @@ class Experiment:
         buffer = self.parallel.buffer
         buffer.clear()
         for rows, tensors in micro_batches:
-            self._call(MicroStep, tensors, Tensor(rows, ms.float32))
-        factor = _number(buffer.reciprocal_weight())
-        grads = [total.asnumpy() * np.float32(factor) for total in buffer.sums]
+            self._call("micro step", tensors, Tensor(rows, ms.float32))
+        grads = _mean_grads(buffer)
         return Run(_number(buffer.mean_loss()), _number(buffer.weight), grads, self.start.changed())
 
     def _run_whole(self, which: str, batch: MicroBatch, same_random: bool = True) -> Run:
@@ -165,16 +162,14 @@ class Experiment:
             self.start.rewind_random()
         self.start.train(self.frozen)
 
-    def _call(self, kind: Any, tensors: tuple[Tensor, ...], *others: Tensor) -> Any:
+    def _call(self, kind: str, tensors: tuple[Tensor, ...], *others: Tensor) -> Any:
         # One for each shape: it is known beforehand that none of them changes.
         key = (kind, tuple(tensor.shape for tensor in tensors))
         if key not in self._compiled:
             named = named_tuple_in(self.structure)
             why_not = f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
-            make = self._make_micro_step if kind is MicroStep else lambda: self._make_whole(kind)
-            self._compiled[key] = Compiled(
-                make, _OWNER, "the network", why_not, takes_gradient=True, stacklevel=_CALLS_TO_USER
-            )
+            make = self._make_micro_step if kind == "micro step" else lambda: self._make_whole(kind)
+            self._compiled[key] = Compiled(make, _OWNER, "the network", why_not, takes_gradient=True)
         step = self._compiled[key]
         step.eager = self.start.eager
         output = step(*others, *tensors)
@@ -183,7 +178,7 @@ class Experiment:
 
     def _make_micro_step(self) -> nn.Cell:
         loss = self.network.loss_of(self.structure)
-        return self._in_training(lambda: MicroStep(loss, self.parallel, self.weights))
+        return self._in_training(lambda: make_micro_step(loss, [self.parallel], [self.weights]))
 
     def _make_whole(self, which: str) -> nn.Cell:
         if which == "network":
@@ -206,8 +201,11 @@ class MeanLoss(nn.Cell):
         self.weighted_loss = weighted_loss
 
     def construct(self, *tensors: Any) -> tuple[Tensor, Tensor]:
-        loss, weight = self.weighted_loss(Tensor(1.0, ms.float32), *tensors)
-        return loss / weight, weight
+        sums = self.weighted_loss(Tensor(1.0, ms.float32), *tensors)
+        loss = Tensor(0.0, ms.float32)
+        for i in range(0, len(sums), 2):
+            loss = loss + sums[i] * reciprocal(sums[i + 1])
+        return loss, sums[1]
 
 
 class WholeBatch(nn.Cell):
@@ -237,6 +235,16 @@ def _keep(grad: Tensor) -> Tensor:
 def _scatter(grad: Any) -> Tensor:
     # A sparse lookup has a gradient for the rows that it read; a row can be there more than once.
     return ops.unsorted_segment_sum(ops.cast(grad.values, ms.float32), grad.indices, grad.dense_shape[0])
+
+
+def _mean_grads(buffer: GradBuffer) -> list[Any]:
+    """Return the gradient of the window: the sum of its terms' means."""
+    grads = [np.zeros(total.shape, np.float32) for total in buffer.sums]
+    for term in (buffer, *buffer.others):
+        factor = np.float32(_number(reciprocal(term.weight)))
+        for grad, total in zip(grads, term.sums):
+            grad += total.asnumpy() * factor
+    return grads
 
 
 def _unique(items: Iterable[Any]) -> list[Any]:

@@ -1,0 +1,228 @@
+"""Forward and backward of a batch, micro batch by micro batch, added into the sums of a window."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore.common.sparse_tensor import RowTensorInner
+
+from ms_gradaccum._checks import warn
+from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.loss_weight import WeightedLoss
+from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.structure import named_tuple_in
+
+_NOTHING = Tensor(0.0, ms.float32)
+_MANY_STRUCTURES = 8
+
+
+class MicroStep(nn.Cell):
+    """Forward and backward of one micro batch, added into the buffers of the optimizers of the network.
+
+    Args:
+        weighted_loss: The network's loss.
+        parallels: One per optimizer: its buffer, and what becomes of its gradients.
+        weights: One per optimizer: the parameters that it updates.
+    """
+
+    def __init__(
+        self, weighted_loss: WeightedLoss, parallels: Sequence[SingleProcess], weights: Sequence[ParameterTuple]
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.weighted_loss = weighted_loss
+        self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.buffer = parallels[0].buffer
+        self.weights = ParameterTuple(weight for group in weights for weight in group)
+        ends = [sum(len(group) for group in weights[: i + 1]) for i in range(len(weights))]
+        self.bounds = tuple(zip([0, *ends[:-1]], ends))
+        self.loss_and_grads = ops.value_and_grad(weighted_loss, None, self.weights, has_aux=True)
+        self._get_attr_from_cell(weighted_loss.network)
+
+    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        """Return the mean loss and the weight of the window so far, and the loss sum and the weight of this part."""
+        (loss_sum, weight), grads = self.loss_and_grads(rows, *tensors)
+        added = self.add(0, loss_sum, weight, grads, ())
+        return (*self.window_so_far(added), loss_sum, weight)
+
+    def add(self, term: int, loss_sum: Tensor, weight: Tensor, grads: tuple[Any, ...], done: Any) -> Any:
+        """Add the gradients of one term of the loss, after ``done``."""
+        for parallel, (begin, end) in zip(self.parallels, self.bounds):
+            buffer = parallel.buffer if term == 0 else parallel.buffer.others[term - 1]
+            # One after the other: the messages of all ranks must come in one order.
+            shared = parallel.share(ops.depend(grads[begin:end], done))
+            done = buffer.add(loss_sum, weight, shared)
+        return done
+
+    def window_so_far(self, added: Any) -> tuple[Tensor, Tensor]:
+        """Return the mean loss and the weight of the window after ``added``."""
+        mean_loss = ops.depend(self.buffer.mean_loss(), added)
+        return mean_loss, ops.depend(self.buffer.weight + 0.0, added)
+
+
+class ScaledMicroStep(MicroStep):
+    """The same for a loss of several terms, and for networks that compute in half precision.
+
+    The backward pass starts from each term's mean, and the gradient is multiplied by the weight in float32: a
+    gradient of a sum over many rows or tokens can be more than a half-precision number can hold.
+    """
+
+    def __init__(
+        self, weighted_loss: WeightedLoss, parallels: Sequence[SingleProcess], weights: Sequence[ParameterTuple]
+    ) -> None:
+        super().__init__(weighted_loss, parallels, weights)
+        self.terms = 1 + len(self.buffer.others)
+        self.half = uses_half_precision(weighted_loss.network)
+        self.map = ops.HyperMap()
+
+    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        values, backward = ops.vjp(self.weighted_loss, rows, *tensors, weights=self.weights)
+        loss_sums: tuple[Tensor, ...] = ()
+        weights: tuple[Tensor, ...] = ()
+        added: Any = ()
+        for term in range(self.terms):
+            loss_sum, weight = values[2 * term], values[2 * term + 1]
+            factor = ops.maximum(weight, Tensor(1.0, ms.float32)) if self.half else ops.ones_like(weight)
+            start: tuple[Tensor, ...] = ()
+            for i in range(2 * self.terms):
+                start += (1.0 / factor if i == 2 * term else ops.zeros_like(weight),)
+            grads = backward(*start)[1]
+            if self.half:
+                grads = self.map(ops.partial(_scale, factor), grads)
+            added = self.add(term, loss_sum, weight, grads, added)
+            loss_sums += (loss_sum,)
+            weights += (weight,)
+        return (*self.window_so_far(added), ops.stack(loss_sums), ops.stack(weights))
+
+
+def make_micro_step(
+    weighted_loss: WeightedLoss, parallels: Sequence[SingleProcess], weights: Sequence[ParameterTuple]
+) -> MicroStep:
+    """Return the micro step that the network needs."""
+    scaled = parallels[0].buffer.others or uses_half_precision(weighted_loss.network)
+    return (ScaledMicroStep if scaled else MicroStep)(weighted_loss, parallels, weights)
+
+
+_scale = ops.MultitypeFuncGraph("scale_gradient")
+
+
+@_scale.register("Tensor", "Tensor")
+def _scale_dense(factor: Tensor, grad: Tensor) -> Tensor:
+    return ops.cast(grad, ms.float32) * factor
+
+
+@_scale.register("Tensor", "RowTensor")
+def _scale_rows(factor: Tensor, grad: Any) -> Any:
+    return RowTensorInner(grad.indices, ops.cast(grad.values, ms.float32) * factor, grad.dense_shape)
+
+
+def uses_half_precision(network: nn.Cell) -> bool:
+    """Return whether ``network`` has 16-bit weights, or cells that were told to compute in 16 bits."""
+    half = (ms.float16, ms.bfloat16)
+    if any(parameter.dtype in half for parameter in network.trainable_params()):
+        return True
+    cells = [cell for _, cell in network.cells_and_names()]
+    if any(
+        getattr(cell, "_amp_level", "") not in ("", "O0", None) for cell in cells
+    ):  # as amp.auto_mixed_precision leaves it
+        return True
+    return any(cell.get_flags().get("fp16") or cell.get_flags().get("bf16") for cell in cells)
+
+
+class EmptyStep(nn.Cell):
+    """The part of a rank that has no micro batch left in what the ranks add up for each micro batch."""
+
+    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+        super().__init__(auto_prefix=False)
+        self.parallels = nn.CellList(parallels, auto_prefix=False)
+
+    def construct(self, nothing: Tensor) -> Any:
+        done: Any = ()
+        for parallel in self.parallels:
+            buffer = parallel.buffer
+            for term in (buffer, *buffer.others):
+                done = term.add(nothing, nothing, parallel.share(ops.depend(buffer.no_grads(), done)))
+        return done
+
+
+class MicroSteps:
+    """The micro steps of the batches of a network, each run as a compiled graph.
+
+    Args:
+        owner: Whose name errors begin with.
+        network: The GradAccumulation.
+        parallels: One per optimizer.
+        weights: One per optimizer: the parameters that it updates.
+    """
+
+    def __init__(
+        self, owner: str, network: Any, parallels: Sequence[SingleProcess], weights: Sequence[ParameterTuple]
+    ) -> None:
+        self.owner = owner
+        self.network = network
+        self.parallels = parallels
+        self.weights = weights
+        # For a larger graph, which takes inputs as they are.
+        self.cell = self._build(network.weighted_loss)
+        # One per structure of the inputs: nearly always one.
+        self.by_structure: dict[Hashable, Compiled] = {}
+        self.empty_step = EmptyStep(parallels)
+        self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
+        # Whether the last batch may have added something before it failed.
+        self.has_added = False
+
+    def compiled_cells(self) -> list[Any]:
+        """Return what has a mode and settings of its own."""
+        return [self.cell, self.empty_step, *self.by_structure.values()]
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Add one batch and return what each of its micro steps returned."""
+        self.has_added = False
+        structure, micro_batches = self.network.split(*args, **kwargs)
+        micro_step = self._for(structure)
+        # Before any of them: the messages of all ranks must come in one order.
+        rounds = self.parallels[0].rounds(len(micro_batches))
+        outputs: list[Any] = []
+        try:
+            for rows, tensors in micro_batches:
+                outputs.append(micro_step(Tensor(rows, ms.float32), *tensors))
+        except BaseException:
+            self.has_added = bool(outputs) or micro_step.has_run
+            raise
+        self._add_nothing(rounds - len(outputs))
+        return outputs
+
+    def join(self) -> None:
+        """Take part in a batch of the other processes without one."""
+        self._add_nothing(self.parallels[0].rounds(0))
+
+    def _add_nothing(self, micro_batches: int) -> None:
+        for _ in range(micro_batches):
+            self.run_empty_step(_NOTHING)
+
+    def _for(self, structure: Hashable) -> Compiled:
+        if structure not in self.by_structure:
+            named = named_tuple_in(structure)
+            why_not = f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
+            self.by_structure[structure] = Compiled(
+                lambda: self._build(self.network.loss_of(structure)),
+                self.owner,
+                "the network",
+                why_not,
+                takes_gradient=True,
+            )
+            if len(self.by_structure) == _MANY_STRUCTURES:
+                warn(
+                    f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
+                    f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors.",
+                )
+        return self.by_structure[structure]
+
+    def _build(self, weighted_loss: WeightedLoss) -> MicroStep:
+        cell = make_micro_step(weighted_loss, self.parallels, self.weights)
+        if hasattr(self, "cell"):
+            cell.set_train(self.cell.training)
+            cell._get_attr_from_cell(self.cell)  # What `set_jit_config` has said.
+        else:
+            cell.set_train()
+        return cell

@@ -1,0 +1,140 @@
+"""Datasets and schedulers that know where their window stands."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mindspore import nn
+from mindspore.dataset import Dataset
+from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ms_gradaccum._checks import sentence
+from ms_gradaccum.parallel.world import current_world, gather_counts
+
+_OWNER = "Accumulator"
+
+
+class ActivePasses:
+    """The passes over prepared datasets that are under way, the innermost one last."""
+
+    def __init__(self) -> None:
+        self._open: list[PreparedDataset] = []
+
+    def enter(self, dataset: "PreparedDataset") -> None:
+        """Note that ``dataset`` gives a batch: what was begun inside its last one has been left."""
+        if dataset in self._open:
+            del self._open[self._open.index(dataset) + 1 :]
+        else:
+            self._open.append(dataset)
+
+    def leave(self, dataset: "PreparedDataset") -> None:
+        """Note that a pass over ``dataset`` is over."""
+        if dataset in self._open:
+            del self._open[self._open.index(dataset) :]
+
+    def innermost(self) -> "PreparedDataset | None":
+        """Return the dataset that the current batch is from."""
+        return self._open[-1] if self._open else None
+
+
+class PreparedDataset:
+    """A dataset whose last batch is known as such before it is used.
+
+    Iterating over it is a pass over the dataset. Of several processes all must do it at the same time; those that have
+    fewer batches join the others in their last ones.
+    """
+
+    def __init__(self, dataset: Any, window: Any) -> None:
+        self.dataset = dataset
+        self.window = window
+        self.epoch = -1
+        self.at_end = False
+        self.several = current_world(_OWNER).size > 1
+        if self.several:
+            self._length()
+
+    def __len__(self) -> int:
+        return self._length()
+
+    def _length(self) -> int:
+        if isinstance(self.dataset, Dataset):
+            return int(self.dataset.get_dataset_size())
+        if hasattr(self.dataset, "__len__"):
+            return len(self.dataset)
+        got, remedy = type(self.dataset).__name__, "The ranks must know who has batches left: give it a __len__."
+        raise TypeError(sentence(_OWNER, "dataset", "one with a length", got, remedy))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dataset, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        passes = self.window.passes
+        missing = max(gather_counts(self._length())) - self._length() if self.several else 0
+        try:
+            for batch, is_last in _look_ahead(self._batches()):
+                self.at_end = is_last and missing == 0
+                passes.enter(self)
+                yield batch
+            for i in range(missing):
+                self.at_end = i == missing - 1
+                passes.enter(self)
+                self.window.join()
+        finally:
+            self.at_end = False
+            passes.leave(self)
+
+    def _batches(self) -> Iterable[Any]:
+        if isinstance(self.dataset, Dataset):
+            return self.dataset.create_tuple_iterator(num_epochs=1)
+        return self.dataset
+
+
+def _look_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Give each batch, and whether it is the last one."""
+    iterator = iter(batches)
+    try:
+        batch = next(iterator)
+    except StopIteration:
+        return
+    for following in iterator:
+        yield batch, False
+        batch = following
+    yield batch, True
+
+
+class PreparedScheduler:
+    """A learning rate scheduler that moves once per update, and not at all for a skipped one.
+
+    Called once per epoch, outside the loop over the batches, it moves if there was an update in between.
+    """
+
+    def __init__(self, scheduler: Any, window: Any) -> None:
+        self.scheduler = scheduler
+        self.window = window
+        # Called in each batch, not once per epoch: then it moves too when this process joins in an update.
+        self.follows_updates = False
+        # Whether there was an update since it has moved last.
+        self.is_due = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Call the scheduler's ``step`` if there was an update since the last time."""
+        self.follows_updates = self.follows_updates or self.window.in_batch
+        if self.is_due:
+            self.is_due = False
+            self.scheduler.step(*args, **kwargs)
+
+
+def prepare(item: Any, window: Any) -> Any:
+    """Return ``item`` as what knows where ``window`` stands, or a Cell as it is."""
+    if isinstance(item, (LRScheduler, ReduceLROnPlateau)):
+        window.schedulers.append(PreparedScheduler(item, window))
+        return window.schedulers[-1]
+    if isinstance(item, nn.Cell):
+        return item
+    if hasattr(item, "__iter__"):
+        return PreparedDataset(item, window)
+    rule, remedy = "a dataset, a learning rate scheduler or a Cell", "Give what the loop iterates over."
+    raise TypeError(sentence(_OWNER, "objects", rule, f"{item!r} of type {type(item).__name__}", remedy))

@@ -1,0 +1,82 @@
+"""The loss of a language model as (cross-entropy sum, valid tokens)."""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops.primitive import _primexpr
+
+from ms_gradaccum._checks import check_cell, check_int
+
+_OWNER = "TokenMeanLoss"
+
+
+class TokenMeanLoss(nn.Cell):
+    r"""Cross-entropy of a network's logits, summed over the valid tokens, and the number of these tokens.
+
+    In :class:`GradAccumulation`, :class:`TrainOneStepCell`, :class:`Model` and :class:`Accumulator` the sums and the
+    numbers are added over micro batches and ranks, and one division gives the mean over all tokens of the window,
+    however they were dealt. That is the loss that the section "Gradient accumulation on variable size training
+    samples" of Hugging Face Accelerate's guide asks for, without reading a window ahead to count its tokens.
+
+    Labels belong to the logits of the same place: for a causal language model, shift them in the dataset.
+
+    Args:
+        backbone (Cell): Network that returns logits of shape :math:`(*, C)` with :math:`C` classes, alone or before
+            other outputs.
+        ignore_index (int): Label of what is padding and counts for nothing. Default: ``-100``.
+
+    Inputs:
+        - **\*inputs** - Inputs of `backbone`, and after them:
+        - **labels** (Tensor) - Classes, integers of shape :math:`(*)`.
+
+    Outputs:
+        Tuple of 2 float32 scalars, the sum of the cross-entropy and the number of labels that are not `ignore_index`.
+        Both are 0 where nothing is valid. Half-precision logits are summed in float32.
+
+    Raises:
+        TypeError: If `backbone` is not a Cell or `ignore_index` not an int.
+        ValueError: If logits and labels do not fit.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from ms_gradaccum import TokenMeanLoss
+        >>> backbone = nn.Dense(1, 2, weight_init="zeros", has_bias=False)  # the same probability for both classes
+        >>> tokens, labels = np.ones((2, 3, 1), np.float32), np.array([[0, 1, 1], [0, -100, -100]], np.int32)
+        >>> loss_sum, valid_tokens = TokenMeanLoss(backbone)(Tensor(tokens), Tensor(labels))
+        >>> print(round(float(loss_sum / valid_tokens), 4), valid_tokens)
+        0.6931 4.0
+    """
+
+    # What GradAccumulation(weighted=True) asks for.
+    returns_weight = True
+
+    def __init__(self, backbone: nn.Cell, ignore_index: int = -100) -> None:
+        super().__init__(auto_prefix=False)
+        self.backbone = check_cell(_OWNER, "backbone", backbone, "Give the network that returns logits.")
+        self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, "It is the label of padding.")
+        self._get_attr_from_cell(backbone)
+
+    def construct(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        logits, labels = self.backbone(*inputs[:-1]), inputs[-1]
+        if isinstance(logits, (tuple, list)):
+            logits = logits[0]
+        _check_shapes(logits.shape, labels.shape)
+        logits = ops.cast(logits, ms.float32).reshape(-1, logits.shape[-1])
+        labels = ops.cast(labels, ms.int32).reshape(-1)
+        loss_sum = ops.cross_entropy(logits, labels, ignore_index=self.ignore_index, reduction="sum")
+        return loss_sum, ops.cast(ops.not_equal(labels, self.ignore_index), ms.float32).sum()
+
+
+@_primexpr
+def _check_shapes(logits: Any, labels: Any) -> None:
+    if tuple(logits[:-1]) == tuple(labels):
+        return
+    raise ValueError(
+        f"For '{_OWNER}', the labels must have the shape of the logits without their last axis, but got labels of "
+        f"shape {tuple(labels)} and logits of shape {tuple(logits)}. Give one label per token."
+    )

@@ -1,0 +1,299 @@
+"""A network in a hand-written loop, with the optimizers of its weights and the sums of its window."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.grad_accumulation import as_grad_accumulation
+from ms_gradaccum.grad_buffer import GradBuffer
+from ms_gradaccum.grad_clip import ClipByValue
+from ms_gradaccum.micro_step import MicroSteps
+from ms_gradaccum.optimizers import check_optimizer
+from ms_gradaccum.parallel.choose import build_parallel, check_parallel
+from ms_gradaccum.parallel.data_parallel import DataParallel
+from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.window import Window, open_window_output
+
+_OWNER = "Accumulator"
+
+
+class AddGrads(nn.Cell):
+    """Add gradients that the caller has taken into the buffers."""
+
+    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+        super().__init__(auto_prefix=False)
+        self.parallels = nn.CellList(parallels, auto_prefix=False)
+
+    def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> Any:
+        """Add ``factor`` times the gradients; nothing if it is 0, whatever they are."""
+        done: Any = ()
+        begin = 0
+        # A mean over nothing is 0 / 0.
+        empty = ops.equal(factor, 0.0)
+        loss_sum = ops.select(empty, ops.zeros_like(loss_sum), loss_sum)
+        for parallel in self.parallels:
+            own: tuple[Tensor, ...] = ()
+            for grad in grads[begin : begin + len(parallel.weights)]:
+                grad = ops.cast(ops.depend(grad, done), ms.float32)
+                own += (ops.select(empty, ops.zeros_like(grad), grad * factor),)
+            begin += len(parallel.weights)
+            done = parallel.buffer.add(loss_sum, weight, parallel.share(own))
+        return done
+
+
+class GraphWindow(nn.Cell):
+    """The same as part of a larger graph, and the update after so many batches."""
+
+    def __init__(self, add_grads: AddGrads, window: Window, steps: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.add_grads = add_grads
+        self.window = window
+        self.buffer = window.buffer
+        self.steps = steps
+
+    def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> tuple[Tensor, ...]:
+        """Return the items of a StepOutput."""
+        weight = ops.cast(weight, ms.float32).reshape(())
+        factor = weight if reduction == "mean" else ops.ones_like(weight)
+        loss = Tensor(math.nan, ms.float32) if loss is None else ops.cast(loss, ms.float32).reshape(())
+        added = self.add_grads(loss * factor, weight, factor, *grads)
+        batches = ops.depend(self.buffer.count_batch(), added)
+        if batches == self.steps:
+            output = self.window(weight)
+        else:
+            mean_loss = ops.depend(self.buffer.mean_loss(), batches)
+            output = open_window_output(mean_loss, ops.depend(self.buffer.weight + 0.0, batches))
+        return output
+
+
+class TrainedNetwork:
+    """The sums of one network, from the gradients of its micro batches to the update of its optimizers.
+
+    Args:
+        network: A loss cell, or a GradAccumulation.
+        optimizers: The optimizers of its weights.
+        clip: Clipping of its mean gradient where the caller chooses none.
+        parallel: What the caller has said.
+        sync_each_batch: Whether the ranks add up their gradients in each micro batch.
+        settings: What all ranks must agree about.
+    """
+
+    def __init__(
+        self,
+        network: Any,
+        optimizers: Sequence[Any],
+        clip: nn.Cell,
+        parallel: Any,
+        sync_each_batch: bool,
+        settings: dict[str, Any],
+    ) -> None:
+        kind = _with_sync(check_parallel(_OWNER, parallel, network), sync_each_batch)
+        self.network = as_grad_accumulation(_OWNER, network)
+        for optimizer in optimizers:
+            check_optimizer(_OWNER, optimizer, self.network)
+        self.optimizers = list(optimizers)
+        self.weights = [optimizer.parameters for optimizer in optimizers]
+        _check_disjoint(self.weights)
+        self.parallels = [build_parallel(_OWNER, kind, optimizer, self.network, settings) for optimizer in optimizers]
+        _name_apart([each.buffer for each in self.parallels])
+        self.several = self.parallels[0].several
+        self.micro_steps = MicroSteps(_OWNER, self.network, self.parallels, self.weights)
+        self.windows = [Window(optimizer, clip, each) for optimizer, each in zip(optimizers, self.parallels)]
+        self.add_grads_cell = AddGrads(self.parallels)
+        self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
+        self.network.set_train()
+        # Whether there is something in the buffers; what the end of the window has measured; its clip.
+        self.is_open = False
+        self.outputs: list[StepOutput] | None = None
+        self.clip: nn.Cell | None = None
+        # What the caller has last clipped with, for a process that joins in an update of the others.
+        self.last_clip: nn.Cell | None = None
+        # Whether the current batch has had its gradients.
+        self.has_batch = False
+
+    def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Add one batch and return its mean loss."""
+        try:
+            outputs = self.micro_steps.run(args, kwargs)
+        except BaseException:
+            if self.micro_steps.has_added:
+                self._abandon()
+            raise
+        self.is_open = self.has_batch = True
+        return _mean_loss([output[2:] for output in outputs])
+
+    def add_grads(self, grads: Any, weight: float, loss: Any, factor: float) -> None:
+        """Add one batch of which the caller has taken the gradients."""
+        grads = _check_grads(grads, [weight for group in self.weights for weight in group])
+        loss = math.nan if loss is None else float(loss)
+        self.run_add_grads(*(Tensor(number, ms.float32) for number in (loss * factor, weight, factor)), *grads)
+        self.is_open = self.has_batch = True
+
+    def join(self) -> None:
+        """Take part in a batch of the other processes without one."""
+        self.micro_steps.join()
+        self.is_open = self.has_batch = True
+
+    def so_far(self) -> StepOutput:
+        """Return the report on a window that goes on."""
+        buffer = self.parallels[0].buffer
+        return StepOutput(*open_window_output(buffer.mean_loss(), buffer.weight.value()))
+
+    def batches_in_buffer(self) -> int:
+        """Return how many batches a compiled function has left in the buffer."""
+        return int(self.parallels[0].buffer.batches.asnumpy())
+
+    def clip_with(self, clip: nn.Cell) -> None:
+        """Clip with ``clip`` in the coming step."""
+        if self.clip is not None and type(self.clip) is not type(clip):
+            raise RuntimeError(
+                f"For '{_OWNER}', an update must be clipped by its norm or by value, but got both. Call one of "
+                f"clip_grad_norm() and clip_grad_value()."
+            )
+        self.clip = clip
+
+    def measure(self) -> StepOutput:
+        """Return the report of the window, which is full, before clipping and update."""
+        if self.outputs is None:
+            self.outputs = [window.measure() for window in self.windows]
+            if len(self.outputs) > 1:
+                self.outputs = _as_one_gradient(self.outputs)
+        return self.outputs[0]
+
+    def step(self) -> StepOutput:
+        """Update, empty the buffers and return the report."""
+        self.measure()
+        outputs, clip = self.outputs or [], self.clip
+        self._close()
+        try:
+            outputs = [window.finish(output, clip) for window, output in zip(self.windows, outputs)]
+        except BaseException:
+            self.drop()
+            raise
+        return outputs[0] if len(outputs) == 1 else _as_one_report(outputs, clip or self.windows[0].update.clip)
+
+    def drop(self) -> None:
+        """Throw the window away."""
+        for parallel in self.parallels:
+            parallel.buffer.clear()
+        self._close()
+
+    def _abandon(self) -> None:
+        """Take back what a failed batch has added: the sums cannot be parted, so an open window goes with it."""
+        batches = self.batches_in_buffer() if self.is_open else 0
+        self.drop()
+        if batches:
+            warn(
+                f"For '{_OWNER}', the batch failed in mid-window: the {batches} batches before it are dropped with it.",
+            )
+
+    def _close(self) -> None:
+        self.is_open, self.outputs, self.clip = False, None, None
+
+
+def _with_sync(kind: Any, sync_each_batch: bool) -> Any:
+    """Return the kind of parallelism with the setting of AccumulationConfig."""
+    if isinstance(kind, SemiAuto):
+        got, remedy = (
+            "AutoParallel on this device",
+            "Use TrainOneStepCell or Model: the compiler partitions a whole step.",
+        )
+        raise ValueError(sentence(_OWNER, "network", "for a loop whose micro batches are run one by one", got, remedy))
+    if not sync_each_batch or kind is None:
+        return kind
+    if isinstance(kind, DataParallel):
+        return replace(kind, sync_each_batch=True)
+    if kind.sync_each_batch:
+        return kind
+    remedy = "Give HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
+    raise ValueError(sentence(_OWNER, "parallel", "one that sync_each_batch fits", repr(kind), remedy))
+
+
+def _name_apart(buffers: list[GradBuffer]) -> None:
+    """Give what the buffers of several optimizers have of their own a name of its own, for they share a graph."""
+    for i, buffer in enumerate(buffers[1:], 1):
+        numbers = [number for term in (buffer, *buffer.others) for number in (term.loss, term.weight)]
+        for number in (*numbers, buffer.batches):
+            number.name = number.name.replace("accu_grads.", f"accu_grads.optimizer{i}.", 1)
+
+
+def _check_disjoint(weights: list[Any]) -> None:
+    seen: set[int] = set()
+    for weight in (weight for group in weights for weight in group):
+        if id(weight) in seen:
+            remedy = "Give each parameter to one optimizer."
+            got = f"{weight.name!r} in two of them"
+            raise ValueError(sentence(_OWNER, "optimizer", "optimizers of different parameters", got, remedy))
+        seen.add(id(weight))
+
+
+def _check_grads(grads: Any, weights: list[Any]) -> tuple[Tensor, ...]:
+    remedy = "Take them with value_and_grad(forward, None, optimizer.parameters)."
+    if isinstance(grads, Tensor):
+        grads = (grads,)
+    if not isinstance(grads, (tuple, list)) or not all(isinstance(grad, Tensor) for grad in grads):
+        raise TypeError(sentence(_OWNER, "grads", "a tuple of tensors", f"{type(grads).__name__}", remedy))
+    found = [tuple(grad.shape) for grad in grads]
+    expected = [tuple(weight.shape) for weight in weights]
+    if found != expected:
+        rule = f"gradients of the optimizer's {len(expected)} parameters, of shapes {expected}"
+        raise ValueError(sentence(_OWNER, "grads", rule, f"shapes {found}", remedy))
+    return tuple(grads)
+
+
+def _mean_loss(parts: list[Any]) -> Tensor:
+    """Return the mean loss of a batch from the loss sums and weights of its micro batches, per term or not."""
+    # From the host: of the ways to add a few numbers it is the quickest.
+    sums = np.array([[value.asnumpy() for value in part] for part in parts], np.float64).sum(0)
+    mean = np.divide(sums[0], sums[1], out=np.zeros_like(sums[0]), where=sums[1] != 0)
+    return Tensor(mean.sum(), ms.float32)
+
+
+def _total_norm(norms: list[Tensor]) -> Tensor:
+    return Tensor(math.hypot(*(float(norm.asnumpy()) for norm in norms)), ms.float32)
+
+
+def _as_one_gradient(outputs: list[StepOutput]) -> list[StepOutput]:
+    """Let the gradients of several optimizers have one norm and one fate."""
+    norm = _total_norm([output.grad_norm for output in outputs])
+    overflow = Tensor(any(bool(output.overflow.asnumpy()) for output in outputs))
+    updated = Tensor(all(bool(output.updated.asnumpy()) for output in outputs))
+    together = {"overflow": overflow, "updated": updated, "grad_norm": norm, "clipped_grad_norm": norm}
+    return [output._replace(**together) for output in outputs]
+
+
+def _as_one_report(outputs: list[StepOutput], clip: nn.Cell) -> StepOutput:
+    rates = np.concatenate([output.learning_rate.asnumpy().reshape(-1) for output in outputs])
+    clipped = outputs[0].clipped_grad_norm
+    if isinstance(clip, ClipByValue) and outputs[0].updated.asnumpy():
+        clipped = _total_norm([output.clipped_grad_norm for output in outputs])
+    return outputs[0]._replace(learning_rate=Tensor(rates), clipped_grad_norm=clipped)
+
+
+def pair_networks(network: Any, optimizer: Any) -> list[tuple[Any, list[Any]]]:
+    """Return each network with its optimizers."""
+    networks = list(network) if isinstance(network, (list, tuple)) else [network]
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    remedy = "Several networks take a list with the optimizer (or optimizers) of each."
+    for name, items in (("network", networks), ("optimizer", optimizers)):
+        if not items:
+            raise ValueError(sentence(_OWNER, name, "at least one", "an empty list", remedy))
+    if len(networks) == 1 and not isinstance(optimizers[0], (list, tuple)):
+        return [(networks[0], optimizers)]
+    if len(networks) != len(optimizers):
+        got = f"{len(optimizers)} for {len(networks)} networks"
+        raise ValueError(sentence(_OWNER, "optimizer", "one per network", got, remedy))
+    groups = [list(each) if isinstance(each, (list, tuple)) else [each] for each in optimizers]
+    if len({id(each) for group in groups for each in group}) < sum(len(group) for group in groups):
+        got, remedy = "one of them twice", "Put losses that train the same weights into one cell."
+        raise ValueError(sentence(_OWNER, "optimizer", "different optimizers", got, remedy))
+    return list(zip(networks, groups))
