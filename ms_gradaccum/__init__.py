@@ -14,3 +14,6 @@ from ms_gradaccum.plan import TrainingPlan as TrainingPlan
 from ms_gradaccum.step_output import StepOutput as StepOutput
 from ms_gradaccum.token_mean_loss import TokenMeanLoss as TokenMeanLoss
 from ms_gradaccum.train_step import TrainOneStepCell as TrainOneStepCell
+from ms_gradaccum.verification.report import ParameterDifference as ParameterDifference
+from ms_gradaccum.verification.report import VerifyReport as VerifyReport
+from ms_gradaccum.verify import verify as verify

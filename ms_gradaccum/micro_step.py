@@ -95,6 +95,14 @@ class ScaledMicroStep(MicroStep):
         return (*self.window_so_far(added), ops.stack(loss_sums), ops.stack(weights))
 
 
+def make_micro_step(
+    weighted_loss: WeightedLoss, parallels: Sequence[SingleProcess], weights: Sequence[ParameterTuple]
+) -> MicroStep:
+    """Return the micro step that the network needs."""
+    scaled = parallels[0].buffer.others or uses_half_precision(weighted_loss.network)
+    return (ScaledMicroStep if scaled else MicroStep)(weighted_loss, parallels, weights)
+
+
 _scale = ops.MultitypeFuncGraph("scale_gradient")
 
 
@@ -211,8 +219,7 @@ class MicroSteps:
         return self.by_structure[structure]
 
     def _build(self, weighted_loss: WeightedLoss) -> MicroStep:
-        scaled = self.parallels[0].buffer.others or uses_half_precision(self.network)
-        cell = (ScaledMicroStep if scaled else MicroStep)(weighted_loss, self.parallels, self.weights)
+        cell = make_micro_step(weighted_loss, self.parallels, self.weights)
         if hasattr(self, "cell"):
             cell.set_train(self.cell.training)
             cell._get_attr_from_cell(self.cell)  # What `set_jit_config` has said.

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "ms_gradaccum"
 ORDER = """
 _checks step_output structure micro_batch loss_weight token_mean_loss grad_buffer grad_clip compiled optimizers
 precision parallel window micro_step grad_accumulation train_step accumulation_config window_counter prepared
-trained_network loop_window accumulator model planning plan verify micro_size_finder state callbacks
+trained_network loop_window accumulator model planning plan verification verify micro_size_finder state callbacks
 __init__
 """.split()
 
