@@ -8,6 +8,7 @@ from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import sentence
 from ms_gradaccum.accumulation_config import AccumulationConfig
+from ms_gradaccum.events import Events
 from ms_gradaccum.prepared import ActivePasses, PreparedScheduler
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.trained_network import TrainedNetwork
@@ -23,11 +24,15 @@ class LoopWindow:
         ends: Whether the current batch ends the window.
         updated: Whether its update was made.
         in_batch: Whether the program is inside `batch`.
+        events: Who is told of what happens.
     """
 
     def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork]) -> None:
         self.networks = networks
         self.counter = WindowCounter(config)
+        self.events = Events()
+        for trained in networks:
+            trained.micro_steps.events = self.events
         self.passes = ActivePasses()
         self.schedulers: list[PreparedScheduler] = []
         self.ends = self.updated = self.in_batch = False
@@ -50,6 +55,7 @@ class LoopWindow:
         except BaseException:
             if not any(trained.has_batch for trained in self.networks):
                 self.counter.take_back_batch()
+                self.events.batches -= 1
                 self.ends = False
             raise
         finally:
@@ -68,6 +74,7 @@ class LoopWindow:
         end, epoch = (False, None) if source is None else (source.at_end, source.epoch)
         self.ends, self.updated = False, False
         self.ends = self.counter.begin_batch(end, epoch, self._withheld > 0)
+        self.events.batches += 1
 
     def _keep_count(self) -> None:
         """Write the number of batches beside the sums that they are in."""
@@ -118,11 +125,13 @@ class LoopWindow:
 
     def step(self, trained: TrainedNetwork) -> StepOutput:
         """End the window of one network."""
+        self.events.update_begin()
         output = trained.step()
         if output.updated.asnumpy():
             if not self.updated:
                 self.counter.count_update(float(output.weight.asnumpy()))
             self.updated = True
+        self.events.update_end(output)
         return output
 
     def flush(self) -> tuple[StepOutput, ...]:
