@@ -25,11 +25,11 @@ class JsonLines:
         try:
             os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
             self._open()
-            self.unwritten = self._end_of_torn_line()
+            has_lines = os.path.getsize(self.path) > 0
+            self.unwritten = self._end_of_torn_line() if has_lines else b""
         except OSError as error:
             raise _not_writable("path", self.path, error) from None
-        if self.file.tell() and not append:
-            self.file.close()
+        if has_lines and not append:
             remedy = "Give another one, delete it, or go on in it with append=True."
             raise ValueError(sentence(_OWNER, "path", "a new or empty file", f"{self.path} with lines in it", remedy))
 
@@ -41,8 +41,8 @@ class JsonLines:
         if error is not None and not self.has_failed:
             self.has_failed = True
             warn(
-                f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). The training goes on; the lines "
-                f"are kept and tried again with the next one."
+                f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). The training goes on; the "
+                f"lines are kept and tried again with the next one."
             )
 
     def close(self) -> None:
@@ -72,8 +72,6 @@ class JsonLines:
 
     def _end_of_torn_line(self) -> bytes:
         """Return what is missing after the last line, in the middle of which a program may have been killed."""
-        if self.file.tell() == 0:
-            return b""
         with open(self.path, "rb") as lines:
             lines.seek(-1, os.SEEK_END)
             return b"" if lines.read() == b"\n" else b"\n"

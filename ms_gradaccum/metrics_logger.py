@@ -86,7 +86,7 @@ class MetricsLogger(Callback):
             raise TypeError(sentence(_OWNER, "log", "a function of a dict and a step, or None", got, "Give wandb.log."))
         check_bool(_OWNER, "append", append, "True goes on in a file that has lines.")
         self._costs = {"weight_norm": weight_norm, "communication_time": communication_time}
-        self._settings = {"every": every, "peak_memory": peak_memory}
+        self._settings: dict[str, Any] = {"every": every, "peak_memory": peak_memory}
         self._train_step = train_step
         # Without a step it knows what the outputs say; that of a Model comes when the training begins.
         costs = {} if train_step is None else self._costs

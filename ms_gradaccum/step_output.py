@@ -47,5 +47,5 @@ class StepOutput(NamedTuple):
     @property
     def ends_window(self) -> bool:
         """Whether this call ended its window, with an update or with one that was skipped."""
-        # Nothing waits for a device: inside a window these are constants of the host, at its end the step has read them.
+        # Nothing waits for a device: inside a window they are constants of the host, at its end the step has read them.
         return bool(self.updated.asnumpy() or self.overflow.asnumpy() or np.isfinite(self.grad_norm.asnumpy()))

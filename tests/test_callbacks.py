@@ -10,7 +10,7 @@ import pytest
 from mindspore import dataset, nn
 from mindspore.train import Callback, LossMonitor
 
-from ms_gradaccum import GradAccumulation, Model, ProgressBar, callbacks
+from ms_gradaccum import GradAccumulation, Model, ProgressBar, callbacks, progress_display
 
 
 def train(*train_callbacks, epochs=2, accumulation_steps=None, **options):
@@ -64,6 +64,7 @@ def clock(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(callbacks, "time", clock)
+    monkeypatch.setattr(progress_display, "time", clock)
     return clock
 
 
