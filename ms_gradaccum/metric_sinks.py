@@ -48,8 +48,9 @@ class JsonLines:
     def close(self) -> None:
         """Close the file, after a last try."""
         if self._try() is not None:
-            lines = self.unwritten.count(b"\n")
-            warn(f"For '{_OWNER}', the last {lines} lines could not be written to {self.path}.")
+            number = self.unwritten.count(b"\n")
+            lines = "1 line" if number == 1 else f"{number} lines"
+            warn(f"For '{_OWNER}', {lines} could not be written to {self.path}.")
             self.unwritten = b""
         if self.file is not None:
             self.file.close()

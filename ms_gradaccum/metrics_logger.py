@@ -62,7 +62,8 @@ class MetricsLogger(Callback):
         ...     path = os.path.join(folder, "run.jsonl")
         ...     dataset = NumpySlicesDataset((x, 2 * x), shuffle=False).batch(2)
         ...     model.train(1, dataset, callbacks=MetricsLogger(path, weight_norm=True))
-        ...     line = json.loads(open(path).read())
+        ...     with open(path) as lines:
+        ...         line = json.loads(lines.read())
         >>> print(line["epoch"], line["update"], line["loss"], round(line["weight_norm"], 4))
         1 1 102.0 2.04
     """
@@ -89,6 +90,8 @@ class MetricsLogger(Callback):
         self._settings: dict[str, Any] = {"every": every, "peak_memory": peak_memory}
         self._train_step = train_step
         # Without a step it knows what the outputs say; that of a Model comes when the training begins.
+        for name, value in self._costs.items():
+            check_bool(_OWNER, name, value, "The default is False.")
         costs = {} if train_step is None else self._costs
         self._reporter = StepReporter(train_step, **self._settings, **costs)
         self._epoch: int | None = None
@@ -134,8 +137,10 @@ class MetricsLogger(Callback):
         train_step = run_context.original_args().train_network
         if not isinstance(train_step, TrainOneStepCell):
             remedy = "Import Model from ms_gradaccum."
-            rule = "a callback of a Model that trains with a TrainOneStepCell"
-            raise TypeError(f"For '{_OWNER}', it must be {rule}, but got {type(train_step).__name__}. {remedy}")
+            raise TypeError(
+                f"For '{_OWNER}', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "
+                f"{type(train_step).__name__}. {remedy}"
+            )
         if train_step is not self._train_step:
             self._train_step = train_step
             self._reporter = StepReporter(train_step, **self._settings, **self._costs)

@@ -9,10 +9,9 @@ from mindspore import nn
 
 from ms_gradaccum._checks import check_bool, check_positive_int, sentence
 from ms_gradaccum.accumulator import Accumulator
-from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.events import Events
 from ms_gradaccum.parallel.single import SingleProcess
-from ms_gradaccum.step_costs import _NOTHING, CommunicationTime, WeightNorm, peak_memory
+from ms_gradaccum.step_costs import CommunicationTime, peak_memory, weight_norm_of
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.train_step import TrainOneStepCell
 
@@ -154,7 +153,7 @@ class StepReporter:
                 got = "no train_step" if train_step is None else "one that the compiler partitions"
                 remedy = f"Leave {name} out, or give what trains."
                 raise ValueError(sentence(_OWNER, "train_step", f"one whose parts are known for {name}", got, remedy))
-        self._weight_norm = _compile_norm(parallels) if weight_norm and parallels else None
+        self._weight_norm = weight_norm_of(parallels) if weight_norm and parallels else None
         self._communication_time = CommunicationTime(parallels) if communication_time and parallels else None
         self._peak_memory = peak_memory
         self._updates = self._skipped_updates = 0
@@ -225,7 +224,7 @@ class StepReporter:
     def _costs(self) -> dict[str, Any]:
         costs: dict[str, Any] = {}
         if self._weight_norm is not None:
-            costs["weight_norm"] = float(self._weight_norm(_NOTHING).asnumpy())
+            costs["weight_norm"] = self._weight_norm()
         if self._communication_time is not None and self._trained is not None:
             if self._trained.is_open():
                 raise RuntimeError(
@@ -236,11 +235,6 @@ class StepReporter:
         if self._peak_memory:
             costs["peak_memory_bytes"] = peak_memory()
         return costs
-
-
-def _compile_norm(parallels: Sequence[SingleProcess]) -> Compiled:
-    cell = WeightNorm(parallels)
-    return Compiled(lambda: cell, _OWNER, "the norm of the weights")
 
 
 def _look_at(train_step: Any, network: nn.Cell | None) -> _Trained:
