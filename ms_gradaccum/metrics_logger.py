@@ -98,9 +98,13 @@ class MetricsLogger(Callback):
         self._update = 0
         self._sinks: list[Any] = []
         if current_world(_OWNER).rank == 0:
-            self._sinks.append(JsonLines(path, append))
-            if tensorboard_dir is not None:
-                self._sinks.append(EventFile(tensorboard_dir))
+            try:
+                self._sinks.append(JsonLines(path, append))
+                if tensorboard_dir is not None:
+                    self._sinks.append(EventFile(tensorboard_dir))
+            except BaseException:
+                self.close()
+                raise
             if log is not None:
                 self._sinks.append(Call(log))
 

@@ -43,7 +43,8 @@ def read_run(path: Any) -> list[dict[str, Any]]:
     if not reports:
         raise ValueError(f"There is no report in {path}. Give a file that MetricsLogger has written.")
     if torn:
-        warn(f"{path} has {torn} lines that are no JSON; they are left out.")
+        what = "1 line that is" if torn == 1 else f"{torn} lines that are"
+        warn(f"{path} has {what} no JSON and left out.")
     return [reports[update] for update in sorted(reports)]
 
 

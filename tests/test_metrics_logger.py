@@ -176,7 +176,7 @@ def test_each_line_is_there_at_once_and_after_close_the_file_is_opened_again(tmp
 @pytest.mark.parametrize("name", ["path", "tensorboard_dir"])
 def test_a_place_that_cannot_be_written_is_an_error_at_once(name, tmp_path):
     (tmp_path / "file").write_text("no folder")
-    place = tmp_path / "file" / "deeper"
+    place = tmp_path / "file" / "deeper" / "still"
     places = {"path": tmp_path / "run.jsonl", name: place}
     with pytest.raises(NotADirectoryError) as raised:
         MetricsLogger(**places)
@@ -280,7 +280,7 @@ def test_a_model_of_mindspore_is_refused(tmp_path):
     model = ms.Model(network, nn.MSELoss(), sgd(network))
     sentence = (
         "For 'MetricsLogger', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "
-        "WithLossCell. Import Model from ms_gradaccum."
+        "TrainOneStepCell. Import Model from ms_gradaccum."
     )
     with pytest.raises(TypeError, match=whole(sentence)):
         model.train(1, batches(2), callbacks=MetricsLogger(tmp_path / "run.jsonl"))
