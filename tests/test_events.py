@@ -7,6 +7,7 @@ from mindspore import Tensor, nn
 from mindspore.train import Callback
 
 from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, StepOutput, TrainOneStepCell
+from ms_gradaccum.events import Events
 from ms_gradaccum.model import _FinishStep
 
 
@@ -40,6 +41,11 @@ class Listener(Callback):
         return [event.output for event in self.events if event.output is not None]
 
 
+@pytest.fixture
+def listener():
+    return Listener()
+
+
 def micro_batch(batch, index, rows, *counts):
     return [(f"micro_batch_{when}", batch, index, rows, *counts) for when in ("begin", "end")]
 
@@ -62,25 +68,33 @@ EXPECTED = [
 ROWS = [Tensor(X[:3])] * 3
 
 
-def step_and_network(**settings):
+def build_step(**settings):
     network = line()
-    return network, TrainOneStepCell(
-        GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2), sgd(network), **settings
-    )
+    return TrainOneStepCell(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2), sgd(network), **settings)
 
 
-def test_the_order_of_a_training_step(mode):
-    _, step = step_and_network(accumulation_steps=2)
-    listener = Listener()
+@pytest.fixture(scope="module")
+def built():
+    return build_step()
+
+
+@pytest.fixture
+def step(built):
+    """A step that has done nothing yet and that nobody listens to. Compiled once."""
+    built.events = built.micro_steps.events = Events()
+    return built
+
+
+def test_the_order_of_a_training_step(listener):
+    step = build_step(accumulation_steps=2)
     step.add_callback(listener)
+    assert step.flush() is None  # nothing to tell of
     outputs = [step(x, 2 * x) for x in ROWS] + [step.flush()]
     assert listener.told == EXPECTED
     assert listener.outputs() == [outputs[1], outputs[3]]
 
 
-def test_a_skipped_update_is_counted_as_such_and_the_next_one_is_not():
-    _, step = step_and_network()
-    listener = Listener()
+def test_a_skipped_update_is_counted_as_such_and_the_next_one_is_not(step, listener):
     step.add_callback(listener)
     for x in (ROWS[0], ROWS[0] * np.nan, ROWS[0]):
         step(x, 2 * x)
@@ -89,9 +103,7 @@ def test_a_skipped_update_is_counted_as_such_and_the_next_one_is_not():
     assert [output.overflow.asnumpy().item() for output in listener.outputs()] == [False, True, False]
 
 
-def test_a_batch_that_fails_is_not_counted():
-    _, step = step_and_network()
-    listener = Listener()
+def test_a_batch_that_fails_is_not_counted(step, listener):
     with pytest.raises(ValueError, match="the same number of rows"):
         step(ROWS[0], ROWS[0][:2])
     step.add_callback(listener)
@@ -99,19 +111,10 @@ def test_a_batch_that_fails_is_not_counted():
     assert listener.told[0][:2] == ("micro_batch_begin", 1)
 
 
-def test_flush_without_a_window_tells_nothing():
-    _, step = step_and_network(accumulation_steps=2)
-    listener = Listener()
-    step.add_callback(listener)
-    assert step.flush() is None
-    assert listener.told == []
-
-
-def test_the_order_of_a_loop_with_its_last_window():
+def test_the_order_of_a_loop_with_its_last_window(listener):
     network = line()
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
     accumulator = Accumulator(loss_cell, sgd(network), 2)
-    listener = Listener()
     accumulator.add_callback(listener)
     for x in accumulator.prepare(ROWS):
         with accumulator.accumulate():
@@ -122,10 +125,9 @@ def test_the_order_of_a_loop_with_its_last_window():
     assert listener.told == EXPECTED
 
 
-def test_gradients_that_the_caller_takes_are_one_micro_batch_of_unknown_rows():
+def test_gradients_that_the_caller_takes_are_one_micro_batch_of_unknown_rows(listener):
     network = line()
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
-    listener = Listener()
     accumulator.add_callback(listener)
     for _ in range(2):
         accumulator((Tensor([[1.0]]),), weight=4)
@@ -133,11 +135,10 @@ def test_gradients_that_the_caller_takes_are_one_micro_batch_of_unknown_rows():
     assert listener.told == [*first, *second, *update(2, (0, 0), (1, 0))]
 
 
-def test_of_several_networks_each_update_is_told():
+def test_of_several_networks_each_update_is_told(listener):
     networks = [line(), line()]
     cells = [nn.WithLossCell(network, nn.MSELoss()) for network in networks]
     accumulator = Accumulator(cells, [sgd(network) for network in networks])
-    listener = Listener()
     accumulator.add_callback(listener)
     with accumulator.accumulate():
         for cell in cells:
@@ -150,9 +151,8 @@ def test_of_several_networks_each_update_is_told():
     assert {told[1] for told in listener.told} == {1}
 
 
-def test_model_tells_its_callbacks_while_it_trains_and_no_longer():
+def test_model_tells_its_callbacks_while_it_trains_and_no_longer(listener):
     _, model = toy(micro_size=2, accumulation_steps=3)
-    listener = Listener()
     model.train(2, batches(2), callbacks=[listener])  # four batches an epoch
     names = [told[0] for told in listener.told]
     window = 3 * 2 * ["micro_batch_begin", "micro_batch_end"] + ["update_begin", "update_end"]
@@ -163,10 +163,9 @@ def test_model_tells_its_callbacks_while_it_trains_and_no_longer():
     assert len(listener.told) == len(names)
 
 
-def test_model_tells_of_the_update_of_a_graph():
+def test_model_tells_of_the_update_of_a_graph(listener):
     """In data sink mode the step is not called from Python, and its output comes as a plain tuple."""
     _, model = toy()
-    listener = Listener()
     output = model.train_network(Tensor(X), Tensor(2 * X))
 
     class Context:
@@ -182,14 +181,13 @@ def test_model_tells_of_the_update_of_a_graph():
     assert listener.outputs() == [StepOutput(*output)]
 
 
-def test_a_callback_with_one_method_is_enough():
+def test_a_callback_with_one_method_is_enough(step):
     class Counter:
         count = 0
 
         def on_micro_batch_end(self, event):
             self.count += event.rows
 
-    _, step = step_and_network()
     counter = Counter()
     step.add_callback(counter)
     step(ROWS[0], ROWS[0])

@@ -47,6 +47,21 @@ def run(accumulator, reporter, data):
     return reports
 
 
+@pytest.fixture(scope="module")
+def built():
+    return loop(2)[1]
+
+
+@pytest.fixture
+def pairs(built):
+    """An Accumulator of two batches to an update that has done nothing yet. Compiled once."""
+    built.drop()
+    (optimizer,) = built._networks[0].optimizers
+    optimizer.parameters[0].set_data(Tensor([[0.0]], ms.float32))
+    optimizer.global_step.set_data(Tensor([0], ms.int32))
+    return built
+
+
 def output_of(updated=True, overflow=False, weight=8.0, **items):
     """An output at the end of a window, without a training."""
     numbers = {"loss": 1.0, "loss_scale": 1.0, "grad_norm": 3.0, "clipped_grad_norm": 2.0, "learning_rate": 0.1}
@@ -71,7 +86,7 @@ def test_three_of_four_batches_and_the_rest():
     assert (last.update, last.batches, last.weight, last.skipped_updates) == (2, 4, 2, 0)
 
 
-def test_a_report_has_the_numbers_of_its_output(mode):
+def test_a_report_has_the_numbers_of_its_output():
     network = line()
     step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), clip=ClipByGlobalNorm(1.0))
     output = step(Tensor(X), Tensor(2 * X))
@@ -82,10 +97,9 @@ def test_a_report_has_the_numbers_of_its_output(mode):
     assert report.as_dict().keys() == {*StepOutput._fields, "update", "skipped_updates", "batches", "micro_batches"}
 
 
-def test_skipped_updates_are_counted_and_are_no_updates():
-    _, accumulator = loop(2)
-    reporter = StepReporter(accumulator)
-    reports = run(accumulator, reporter, [[1], [2], [3], [np.nan], [5], [6]])[1::2]
+def test_skipped_updates_are_counted_and_are_no_updates(pairs):
+    reporter = StepReporter(pairs)
+    reports = run(pairs, reporter, [[1], [2], [3], [np.nan], [5], [6]])[1::2]
     assert [(r.update, r.updated, r.overflow, r.skipped_updates) for r in reports] == [
         (1, True, False, 0),
         (1, False, True, 1),
@@ -188,10 +202,9 @@ def test_a_network_that_counts_tokens_has_a_rate_of_tokens(clock):
     assert (report.tokens_per_second, report.rows_per_second, report.weight) == (3.0, None, 6.0)
 
 
-def test_the_number_of_the_update_goes_on_after_a_checkpoint_is_loaded():
-    network, accumulator = loop(optimizer=lambda network: nn.Momentum(network.trainable_params(), 0.01, 0.9))
-    accumulator._networks[0].optimizers[0].global_step.set_data(Tensor([40], ms.int32))
-    (report,) = run(accumulator, StepReporter(accumulator), [[1]])
+def test_the_number_of_the_update_goes_on_after_a_checkpoint_is_loaded(pairs):
+    pairs._networks[0].optimizers[0].global_step.set_data(Tensor([40], ms.int32))
+    _, report = run(pairs, StepReporter(pairs), [[1], [2]])
     assert report.update == 41
 
 
@@ -210,9 +223,8 @@ def test_groups_have_several_learning_rates():
     assert all(type(value) in (int, float) for value in scalars.values())
 
 
-def test_one_process_has_nothing_to_communicate():
-    _, accumulator = loop()
-    (report,) = run(accumulator, StepReporter(accumulator, communication_time=True), [[1]])
+def test_one_process_has_nothing_to_communicate(pairs):
+    _, report = run(pairs, StepReporter(pairs, communication_time=True), [[1], [2]])
     assert report.communication_seconds == 0.0
 
 
@@ -255,9 +267,8 @@ def test_of_several_networks_each_has_a_reporter():
     )
 
 
-def test_messages_are_not_measured_inside_the_next_window():
-    _, accumulator = loop(2)
-    reporter = StepReporter(accumulator, communication_time=True)
+def test_messages_are_not_measured_inside_the_next_window(pairs):
+    accumulator, reporter = pairs, StepReporter(pairs, communication_time=True)
     x = Tensor(X)
     for _ in range(2):
         accumulator.backward(x, x)

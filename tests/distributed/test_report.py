@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch  # noqa: E402
 
 WORKER = Path(__file__).with_name("report_worker.py")
-KINDS = ["data parallel", "each batch", "level1", "level2"]
+KINDS = ["data parallel", "each batch", "level1", "level1, compiled"]
 
 
 @pytest.fixture(scope="module")
