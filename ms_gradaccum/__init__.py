@@ -12,6 +12,7 @@ from ms_gradaccum.metrics_logger import MetricsLogger as MetricsLogger
 from ms_gradaccum.model import Model as Model
 from ms_gradaccum.parallel.data_parallel import DataParallel as DataParallel
 from ms_gradaccum.parallel.hsdp import HSDP as HSDP
+from ms_gradaccum.plan import TrainingPlan as TrainingPlan
 from ms_gradaccum.step_output import StepOutput as StepOutput
 from ms_gradaccum.step_report import StepReport as StepReport
 from ms_gradaccum.step_report import StepReporter as StepReporter

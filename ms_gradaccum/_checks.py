@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn
 
 # Where the frames between a warning and the user's line are.
@@ -51,8 +52,9 @@ def check_positive_float(owner: str, name: str, value: Any, remedy: str) -> floa
 
 
 def check_number(owner: str, name: str, value: Any, remedy: str) -> float:
-    """Return ``value`` as a float if it is a finite number of at least 0; a tensor of one element is a number."""
-    number = value.asnumpy().item() if isinstance(value, ms.Tensor) and value.size == 1 else value
+    """Return ``value``, a number or a tensor or array of one, as a float if it is finite and at least 0."""
+    number = value.asnumpy() if isinstance(value, ms.Tensor) else value
+    number = number.item() if isinstance(number, (np.ndarray, np.generic)) and number.size == 1 else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise TypeError(sentence(owner, name, "a number", _typed(value), remedy))
     if not (math.isfinite(number) and number >= 0):
@@ -82,6 +84,12 @@ def check_cell(owner: str, name: str, value: Any, remedy: str) -> nn.Cell:
     if not isinstance(value, nn.Cell):
         raise TypeError(sentence(owner, name, "an nn.Cell", _typed(value), remedy))
     return value
+
+
+def check_last_window(owner: str, value: Any) -> str:
+    """Return ``value`` if it says what becomes of a window that is unfinished at the end of the data."""
+    remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
+    return check_choice(owner, "last_window", value, ("apply", "drop", "carry"), remedy)
 
 
 def warn(message: str) -> None:

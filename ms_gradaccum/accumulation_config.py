@@ -1,7 +1,7 @@
 """How many batches make an update, and when that changes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ms_gradaccum._checks import check_bool, check_choice, check_positive_int, sentence
@@ -39,7 +39,7 @@ class AccumulationSchedule:
         [1, 2, 2, 4, 4]
     """
 
-    milestones: dict[int, int]
+    milestones: dict[int, int] = field(hash=False)
     unit: str = "epoch"
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class AccumulationConfig:
     accumulation_steps: int = 1
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
-    schedule: Schedule | None = None
+    schedule: Schedule | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         remedy = "It counts the batches of one update; 1 means an update per batch."
@@ -122,6 +122,12 @@ class AccumulationConfig:
             remedy = "Put the number into the schedule, for example schedule={0: 1, 4: 2}."
             got = f"{self.accumulation_steps} and a schedule"
             raise ValueError(sentence(_OWNER, "accumulation_steps", "1 with a schedule", got, remedy))
+
+    def as_text(self) -> str:
+        """Return what all ranks must agree about, the same text in each: of a function its name, not its address."""
+        if not callable(self.schedule):
+            return repr(self)
+        return repr(replace(self, schedule=None)) + getattr(self.schedule, "__qualname__", type(self.schedule).__name__)
 
     def steps_for(self, epoch: int | None, updates: int, tokens: float) -> int:
         """Return the number of batches of the window that begins now; ``epoch`` is None outside a prepared dataset."""

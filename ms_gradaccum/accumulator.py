@@ -106,7 +106,7 @@ class Accumulator(nn.Cell):
         super().__init__(auto_prefix=False)
         self.config = merge_config(_OWNER, accumulation_steps, config)
         self.clip = check_clip(_OWNER, clip)
-        settings = {"config": repr(self.config), "clip": repr(self.clip)}
+        settings = {"config": self.config.as_text(), "clip": repr(self.clip)}
         self._networks = [
             TrainedNetwork(cell, optimizers, self.clip, parallel, self.config.sync_each_batch, settings)
             for cell, optimizers in pair_networks(network, optimizer)
@@ -229,7 +229,7 @@ class Accumulator(nn.Cell):
             trained.last_clip = clip
         full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
         for trained in full:
-            trained.clip = clip
+            trained.clip_with(clip)
         norms = [trained.measure().grad_norm for trained in full]
         return norms[0] if norms else None
 
@@ -247,10 +247,13 @@ class Accumulator(nn.Cell):
         return _one_or_all(tuple(self.window.step(trained) for trained in self.window.chosen(network)))
 
     def zero_grad(self, *, network: nn.Cell | None = None) -> None:
-        """Throw away a full window that has not been stepped. After `step`, and inside a window, do nothing."""
+        """Throw away a full window that has not been stepped. After `step`, and inside a window, do nothing.
+
+        Neither before `backward`, where loops for PyTorch often have it.
+        """
         if self.sync_gradients:
             for trained in self.window.chosen(network):
-                if trained.is_open:
+                if trained.is_open and (trained.has_batch or not self.window.in_batch):
                     trained.drop()
 
     def flush(self) -> Any:
@@ -258,7 +261,7 @@ class Accumulator(nn.Cell):
 
         Of several processes all must call it.
         """
-        found = self.window.is_open or any(trained.has_batches() for trained in self._networks)
+        found = self.window.is_open or any(trained.batches_in_buffer() for trained in self._networks)
         if self._networks[0].several:
             found = max(gather_counts(found)) > 0
         if found:

@@ -49,14 +49,16 @@ class LoopWindow:
         if self.in_batch:
             raise _disorder("accumulate() must not be entered twice", "it inside itself", "Write one 'with' per batch.")
         self._begin()
-        self.in_batch = True
+        self.in_batch, was_open = True, self.is_open
         try:
             yield
         except BaseException:
-            if not any(trained.has_batch for trained in self.networks):
+            if self._awaits_batch:
                 self.counter.take_back_batch()
                 self.events.batches -= 1
                 self.ends = False
+            if was_open and not self.is_open and not self.ends:
+                self.counter.end_window()
             raise
         finally:
             self.in_batch = False
@@ -64,17 +66,32 @@ class LoopWindow:
 
     def _begin(self) -> None:
         if self.ends and self.is_open:
-            remedy = "Call step(), or zero_grad() to throw the window away; no_sync() goes on with it."
+            remedy = "Call step(), or zero_grad() to throw the window away; a batch in no_sync() ends none."
             raise _disorder("a full window must be followed by step()", "the next batch", remedy)
         if self.ends:
             self.counter.end_window()
         for trained in self.networks:
             trained.has_batch = False
+        self.updated = False
+        self.events.batches += 1
+        self._count_batch()
+
+    def _count_batch(self) -> None:
         source = self.passes.innermost()
         end, epoch = (False, None) if source is None else (source.at_end, source.epoch)
-        self.ends, self.updated = False, False
+        self.ends = False
         self.ends = self.counter.begin_batch(end, epoch, self._withheld > 0)
-        self.events.batches += 1
+
+    @property
+    def _awaits_batch(self) -> bool:
+        """Whether the current batch is counted already, and nothing of it added."""
+        return self.in_batch and not any(trained.has_batch for trained in self.networks)
+
+    def _begin_anew(self) -> None:
+        """Begin a window, with the current batch if nothing of it was added to the last one."""
+        self.counter.end_window()
+        if self._awaits_batch:
+            self._count_batch()
 
     def _keep_count(self) -> None:
         """Write the number of batches beside the sums that they are in."""
@@ -96,6 +113,9 @@ class LoopWindow:
         if trained.has_batch:
             remedy = "Put both losses into one cell, or write one 'with' per micro batch."
             raise _disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
+        if trained.outputs is not None:
+            remedy = "The norm is that of the whole window, this batch included."
+            raise _disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
         yield
 
     @contextmanager
@@ -131,6 +151,8 @@ class LoopWindow:
             if not self.updated:
                 self.counter.count_update(float(output.weight.asnumpy()))
             self.updated = True
+            for scheduler in self.schedulers:
+                scheduler.is_due = True
         self.events.update_end(output)
         return output
 
@@ -138,16 +160,20 @@ class LoopWindow:
         """End the window here."""
         self.ends, self.updated = True, False
         outputs = tuple(self.step(trained) for trained in self.networks)
-        self._keep_count()
+        if self._awaits_batch:
+            self._begin_anew()
         return outputs
 
     def drop(self) -> int:
         """Throw the window away and return the number of batches that it had."""
-        batches = self.counter.batches if self.is_open else 0
+        # The batches of a compiled function are counted beside the sums alone.
+        batches = self.networks[0].batches_in_buffer()
+        if self.is_open:
+            batches = self.counter.batches - self._awaits_batch
         for trained in self.networks:
             trained.drop()
-        self.counter.end_window()
         self.ends = False
+        self._begin_anew()
         return batches
 
     def join(self) -> None:
@@ -161,8 +187,8 @@ class LoopWindow:
             trained.clip = trained.last_clip
             self.step(trained)
         for scheduler in self.schedulers:
-            if scheduler.follows_updates and self.updated:
-                scheduler.scheduler.step()
+            if scheduler.follows_updates:
+                scheduler.step()
 
 
 def _disorder(rule: str, got: str, remedy: str) -> Exception:

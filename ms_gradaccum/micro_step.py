@@ -114,8 +114,12 @@ def uses_half_precision(network: nn.Cell) -> bool:
     half = (ms.float16, ms.bfloat16)
     if any(parameter.dtype in half for parameter in network.trainable_params()):
         return True
-    flags = [cell.get_flags() for _, cell in network.cells_and_names()]
-    return any(flag.get("fp16") or flag.get("bf16") for flag in flags)
+    cells = [cell for _, cell in network.cells_and_names()]
+    if any(
+        getattr(cell, "_amp_level", "") not in ("", "O0", None) for cell in cells
+    ):  # as amp.auto_mixed_precision leaves it
+        return True
+    return any(cell.get_flags().get("fp16") or cell.get_flags().get("bf16") for cell in cells)
 
 
 class EmptyStep(nn.Cell):

@@ -10,7 +10,7 @@ from mindspore.parallel._utils import _clear_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.train.callback import Callback, LossMonitor
 
-from ms_gradaccum._checks import check_choice, sentence
+from ms_gradaccum._checks import check_choice, check_last_window, sentence
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.parallel.choose import check_parallel
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
@@ -19,7 +19,6 @@ from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "Model"
 _NO_SETTINGS: dict[str, Any] = {"accumulation_steps": 1, "clip": None, "parallel": "auto"}
-_LAST_WINDOW = ("apply", "drop", "carry")
 
 
 class Model(ms.Model):
@@ -104,8 +103,7 @@ class Model(ms.Model):
     ) -> None:
         check_choice(_OWNER, "amp_level", amp_level, ("O0",), "Mixed precision is not available with accumulation yet.")
         check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
-        remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
-        self.last_window = check_choice(_OWNER, "last_window", last_window, _LAST_WINDOW, remedy)
+        self.last_window = check_last_window(_OWNER, last_window)
         if kwargs:
             got = ", ".join(sorted(kwargs))
             raise ValueError(f"For '{_OWNER}', the arguments {got} are unknown or do not work with accumulation.")

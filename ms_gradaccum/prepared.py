@@ -1,4 +1,4 @@
-"""Datasets and schedulers that know where their window standss."""
+"""Datasets and schedulers that know where their window stands."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -103,21 +103,27 @@ def _look_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 class PreparedScheduler:
-    """A learning rate scheduler that moves once per update, and not at all for a skipped one."""
+    """A learning rate scheduler that moves once per update, and not at all for a skipped one.
+
+    Called once per epoch, outside the loop over the batches, it moves if there was an update in between.
+    """
 
     def __init__(self, scheduler: Any, window: Any) -> None:
         self.scheduler = scheduler
         self.window = window
         # Called in each batch, not once per epoch: then it moves too when this process joins in an update.
         self.follows_updates = False
+        # Whether there was an update since it has moved last.
+        self.is_due = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Call the scheduler's ``step`` if the last batch has made an update."""
+        """Call the scheduler's ``step`` if there was an update since the last time."""
         self.follows_updates = self.follows_updates or self.window.in_batch
-        if self.window.updated:
+        if self.is_due:
+            self.is_due = False
             self.scheduler.step(*args, **kwargs)
 
 

@@ -9,9 +9,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
+from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.grad_clip import ClipByValue
 from ms_gradaccum.micro_step import MicroSteps
 from ms_gradaccum.optimizers import check_optimizer
@@ -33,13 +34,17 @@ class AddGrads(nn.Cell):
         self.parallels = nn.CellList(parallels, auto_prefix=False)
 
     def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> Any:
-        """Add ``factor`` times the gradients."""
+        """Add ``factor`` times the gradients; nothing if it is 0, whatever they are."""
         done: Any = ()
         begin = 0
+        # A mean over nothing is 0 / 0.
+        empty = ops.equal(factor, 0.0)
+        loss_sum = ops.select(empty, ops.zeros_like(loss_sum), loss_sum)
         for parallel in self.parallels:
             own: tuple[Tensor, ...] = ()
             for grad in grads[begin : begin + len(parallel.weights)]:
-                own += (ops.cast(ops.depend(grad, done), ms.float32) * factor,)
+                grad = ops.cast(ops.depend(grad, done), ms.float32)
+                own += (ops.select(empty, ops.zeros_like(grad), grad * factor),)
             begin += len(parallel.weights)
             done = parallel.buffer.add(loss_sum, weight, parallel.share(own))
         return done
@@ -99,6 +104,7 @@ class TrainedNetwork:
         self.weights = [optimizer.parameters for optimizer in optimizers]
         _check_disjoint(self.weights)
         self.parallels = [build_parallel(_OWNER, kind, optimizer, self.network, settings) for optimizer in optimizers]
+        _name_apart([each.buffer for each in self.parallels])
         self.several = self.parallels[0].several
         self.micro_steps = MicroSteps(_OWNER, self.network, self.parallels, self.weights)
         self.windows = [Window(optimizer, clip, each) for optimizer, each in zip(optimizers, self.parallels)]
@@ -120,7 +126,7 @@ class TrainedNetwork:
             outputs = self.micro_steps.run(args, kwargs)
         except BaseException:
             if self.micro_steps.has_added:
-                self.drop()
+                self._abandon()
             raise
         self.is_open = self.has_batch = True
         return _mean_loss([output[2:] for output in outputs])
@@ -142,9 +148,18 @@ class TrainedNetwork:
         buffer = self.parallels[0].buffer
         return StepOutput(*open_window_output(buffer.mean_loss(), buffer.weight.value()))
 
-    def has_batches(self) -> bool:
-        """Return whether a compiled function has left batches in the buffer."""
-        return bool(self.parallels[0].buffer.batches.asnumpy())
+    def batches_in_buffer(self) -> int:
+        """Return how many batches a compiled function has left in the buffer."""
+        return int(self.parallels[0].buffer.batches.asnumpy())
+
+    def clip_with(self, clip: nn.Cell) -> None:
+        """Clip with ``clip`` in the coming step."""
+        if self.clip is not None and type(self.clip) is not type(clip):
+            raise RuntimeError(
+                f"For '{_OWNER}', an update must be clipped by its norm or by value, but got both. Call one of "
+                f"clip_grad_norm() and clip_grad_value()."
+            )
+        self.clip = clip
 
     def measure(self) -> StepOutput:
         """Return the report of the window, which is full, before clipping and update."""
@@ -172,6 +187,15 @@ class TrainedNetwork:
             parallel.buffer.clear()
         self._close()
 
+    def _abandon(self) -> None:
+        """Take back what a failed batch has added: the sums cannot be parted, so an open window goes with it."""
+        batches = self.batches_in_buffer() if self.is_open else 0
+        self.drop()
+        if batches:
+            warn(
+                f"For '{_OWNER}', the batch failed in mid-window: the {batches} batches before it are dropped with it.",
+            )
+
     def _close(self) -> None:
         self.is_open, self.outputs, self.clip = False, None, None
 
@@ -192,6 +216,14 @@ def _with_sync(kind: Any, sync_each_batch: bool) -> Any:
         return kind
     remedy = "Give HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
     raise ValueError(sentence(_OWNER, "parallel", "one that sync_each_batch fits", repr(kind), remedy))
+
+
+def _name_apart(buffers: list[GradBuffer]) -> None:
+    """Give what the buffers of several optimizers have of their own a name of its own, for they share a graph."""
+    for i, buffer in enumerate(buffers[1:], 1):
+        numbers = [number for term in (buffer, *buffer.others) for number in (term.loss, term.weight)]
+        for number in (*numbers, buffer.batches):
+            number.name = number.name.replace("accu_grads.", f"accu_grads.optimizer{i}.", 1)
 
 
 def _check_disjoint(weights: list[Any]) -> None:
@@ -255,11 +287,13 @@ def pair_networks(network: Any, optimizer: Any) -> list[tuple[Any, list[Any]]]:
     for name, items in (("network", networks), ("optimizer", optimizers)):
         if not items:
             raise ValueError(sentence(_OWNER, name, "at least one", "an empty list", remedy))
-    if len(networks) == 1:
+    if len(networks) == 1 and not isinstance(optimizers[0], (list, tuple)):
         return [(networks[0], optimizers)]
     if len(networks) != len(optimizers):
         got = f"{len(optimizers)} for {len(networks)} networks"
         raise ValueError(sentence(_OWNER, "optimizer", "one per network", got, remedy))
-    return [
-        (cell, list(each) if isinstance(each, (list, tuple)) else [each]) for cell, each in zip(networks, optimizers)
-    ]
+    groups = [list(each) if isinstance(each, (list, tuple)) else [each] for each in optimizers]
+    if len({id(each) for group in groups for each in group}) < sum(len(group) for group in groups):
+        got, remedy = "one of them twice", "Put losses that train the same weights into one cell."
+        raise ValueError(sentence(_OWNER, "optimizer", "different optimizers", got, remedy))
+    return list(zip(networks, groups))

@@ -11,6 +11,7 @@ from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.optimizers import keeps_absent_rows
 from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelShards, DataParallelSum
 from ms_gradaccum.parallel.hsdp import HSDP, ShardedUpdate, check_shardable
+from ms_gradaccum.parallel.layout import ShardLayout, shard_layout
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.sharding import Shards
 from ms_gradaccum.parallel.single import SingleProcess
@@ -21,8 +22,7 @@ _REMEDY = "'auto' looks at the number of processes."
 
 def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
     """Return the kind of parallelism, or None for a single process. Raise for one that cannot work here."""
-    if parallel != "auto" and not isinstance(parallel, (DataParallel, HSDP)):
-        raise TypeError(sentence(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), _REMEDY))
+    _check_kind(owner, parallel)
     world = current_world(owner)
     if world.size == 1:
         return None
@@ -30,12 +30,25 @@ def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
         return _compilers_own(owner, parallel, network)
     if isinstance(network, AutoParallel):
         _check_auto_parallel(owner, network)
-    if parallel == "auto":
-        parallel = _settings_of(network) if isinstance(network, AutoParallel) else DataParallel()
-    if isinstance(parallel, HSDP) and parallel.shard_size > 0 and world.size % parallel.shard_size:
-        rule = f"a divisor of the {world.size} processes"
+        if parallel == "auto":
+            parallel = _settings_of(network)
+    return choose_kind(owner, parallel, world.size)
+
+
+def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
+    """Return the kind of parallelism of so many ranks, or None for a single one."""
+    _check_kind(owner, parallel)
+    if ranks == 1:
+        return None
+    if isinstance(parallel, HSDP) and parallel.shard_size > 0 and ranks % parallel.shard_size:
+        rule = f"a divisor of the {ranks} processes"
         raise ValueError(sentence("HSDP", "shard_size", rule, parallel.shard_size, "-1 means all processes."))
-    return parallel
+    return DataParallel() if parallel == "auto" else parallel
+
+
+def _check_kind(owner: str, parallel: Any) -> None:
+    if parallel != "auto" and not isinstance(parallel, (DataParallel, HSDP)):
+        raise TypeError(sentence(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), _REMEDY))
 
 
 def _compilers_own(owner: str, parallel: Any, network: nn.Cell) -> SemiAuto:
@@ -70,9 +83,17 @@ def build_parallel(owner: str, kind: Any, optimizer: nn.Cell, network: Any, sett
         check_shardable(optimizer)
     _start_alike(owner, network, optimizer)
     world = current_world(owner)
-    if isinstance(kind, DataParallel) and not kind.sync_each_batch:
+    layout = layout_for(kind, weights, world.size)
+    if layout is None:
         return DataParallelSum(weights, GradBuffer(weights, dense_only, terms=network.terms), world, kind)
-    return _build_sharded(owner, kind, optimizer, network, dense_only, world)
+    return _build_sharded(owner, kind, optimizer, network, dense_only, Shards(layout, world), world)
+
+
+def layout_for(kind: Any, tensors: Any, ranks: int) -> ShardLayout | None:
+    """Return how a kind of parallelism shards the weights' gradients, or None if it does not."""
+    if isinstance(kind, HSDP):
+        return shard_layout(tensors, ranks if kind.shard_size == -1 else kind.shard_size, kind.threshold)
+    return shard_layout(tensors, ranks, 0) if kind is not None and kind.sync_each_batch else None
 
 
 def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
@@ -96,11 +117,9 @@ def _check_dense(owner: str, network: nn.Cell) -> None:
 
 
 def _build_sharded(
-    owner: str, kind: Any, optimizer: nn.Cell, network: Any, dense_only: bool, world: World
+    owner: str, kind: Any, optimizer: nn.Cell, network: Any, dense_only: bool, shards: Shards, world: World
 ) -> SingleProcess:
     weights = optimizer.parameters
-    size, threshold = (kind.shard_size, kind.threshold) if isinstance(kind, HSDP) else (-1, 0)
-    shards = Shards(weights, world.size if size == -1 else size, threshold, world)
     if kind.sync_each_batch:
         _check_dense(owner, network)
     buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None, network.terms)

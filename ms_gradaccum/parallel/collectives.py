@@ -6,8 +6,15 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group
 
-# Elements of one message: fewer messages cost less latency, larger ones more memory for the copy.
-BUCKET_SIZE = 4 * 1024 * 1024
+
+def has_reduce_scatter(device_target: str) -> bool:
+    """Return whether a device adds up a part for each rank; CPU has to add up all of it everywhere."""
+    return device_target != "CPU"
+
+
+def has_all_gather(device_target: str, is_world: bool) -> bool:
+    """Return whether a device gathers in a group; CPU does over all ranks only."""
+    return is_world or device_target != "CPU"
 
 
 class Group:
@@ -44,10 +51,10 @@ class ScatterSum(nn.Cell):
         super().__init__(auto_prefix=False)
         self.index = group.index
         self.reduce_scatter = None
-        if ms.get_context("device_target") == "CPU":
-            self.sum = Sum(group)  # CPU has no ReduceScatter.
-        else:
+        if has_reduce_scatter(ms.get_context("device_target")):
             self.reduce_scatter = ops.ReduceScatter(group=group.name)
+        else:
+            self.sum = Sum(group)
 
     def construct(self, values: Tensor) -> Tensor:
         if self.reduce_scatter is not None:
@@ -61,31 +68,18 @@ class Gather(nn.Cell):
     def __init__(self, group: Group) -> None:
         super().__init__(auto_prefix=False)
         self.all_gather = None
-        if ms.get_context("device_target") == "CPU" and not group.is_world:
-            # CPU gathers over all ranks only: add up what each rank writes into its own row.
+        if has_all_gather(ms.get_context("device_target"), group.is_world):
+            self.all_gather = ops.AllGather(group=group.name)
+        else:
+            # Add up what each rank writes into its own row.
             self.sum = Sum(group)
             self.own_row = Tensor([[i == group.index] for i in range(group.size)])
-        else:
-            self.all_gather = ops.AllGather(group=group.name)
 
     def construct(self, values: Tensor) -> Tensor:
         values = values.reshape(1, -1)
         if self.all_gather is not None:
             return self.all_gather(values)
         return self.sum(ops.where(self.own_row, values, ops.zeros_like(values)))
-
-
-def fill_buckets(indices: Any, sizes: Any, limit: int = BUCKET_SIZE) -> tuple[tuple[int, ...], ...]:
-    """Return ``indices`` in groups of at most ``limit`` elements, at least one index each."""
-    buckets: list[list[int]] = []
-    filled = limit + 1
-    for i in indices:
-        if filled + sizes[i] > limit:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(i)
-        filled += sizes[i]
-    return tuple(tuple(bucket) for bucket in buckets)
 
 
 def after(values: Tensor, done: Any) -> Tensor:

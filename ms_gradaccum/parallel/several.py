@@ -5,7 +5,8 @@ from typing import Any
 from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.parallel.collectives import Group, Sum, after, fill_buckets
+from ms_gradaccum.parallel.collectives import Group, Sum, after
+from ms_gradaccum.parallel.layout import sum_buckets
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.parallel.world import World, check_equal
 
@@ -15,8 +16,7 @@ class SumOverRanks(nn.Cell):
 
     def __init__(self, indices: Any, sizes: Any, world: World) -> None:
         super().__init__(auto_prefix=False)
-        # The loss and the weight go with the first message, so that they cost none of their own.
-        self.buckets = fill_buckets(indices, sizes) or ((),)
+        self.buckets = sum_buckets(indices, sizes)
         self.sum = Sum(Group(0, world.size, 1, world.rank, world.size))
 
     def construct(self, buffer_sums: ParameterTuple, loss: Any, weight: Any) -> Any:

@@ -10,7 +10,8 @@ from mindspore.nn.utils import no_init_parameters
 from ms_gradaccum.compiled import graph_mode
 from ms_gradaccum.grad_buffer import GradBuffer, zeros
 from ms_gradaccum.grad_clip import sum_of_squares
-from ms_gradaccum.parallel.collectives import Gather, Group, ScatterSum, Sum, after, fill_buckets
+from ms_gradaccum.parallel.collectives import Gather, Group, ScatterSum, Sum, after
+from ms_gradaccum.parallel.layout import ShardLayout
 from ms_gradaccum.parallel.several import SeveralProcesses, SumOverRanks
 from ms_gradaccum.parallel.world import World, gather_counts
 
@@ -19,27 +20,19 @@ class Shards(nn.Cell):
     """Moves a tuple of tensors, one per weight, between whole and sharded, in few fused messages.
 
     Args:
-        weights: The whole weights. One is sharded if its first axis can be divided and it is not small.
-        size: Number of ranks of a group. Shards are replicated over the groups.
-        threshold: Weights smaller than this stay whole. Unit: KB.
+        layout: What is sharded over the ranks of a group. Shards are replicated over the groups.
         world: This rank's place.
     """
 
-    def __init__(self, weights: ParameterTuple, size: int, threshold: int, world: World) -> None:
+    def __init__(self, layout: ShardLayout, world: World) -> None:
         super().__init__(auto_prefix=False)
+        size = layout.size
         group = Group(world.rank // size * size, size, 1, world.rank, world.size)
         self.size, self.index, self.groups = size, group.index, world.size // size
-        self.is_sharded = tuple(_is_sharded(weight, size, threshold) for weight in weights)
-        self.sharded = tuple(i for i, sharded in enumerate(self.is_sharded) if sharded)
-        self.kept = tuple(i for i, sharded in enumerate(self.is_sharded) if not sharded)
-        self.whole_shapes = tuple(tuple(weight.shape) for weight in weights)
-        self.shapes = tuple(
-            (shape[0] // size, *shape[1:]) if sharded else shape
-            for shape, sharded in zip(self.whole_shapes, self.is_sharded)
-        )
-        self.sizes = [weight.size for weight in weights]
-        # From the last to the first: the order in which a backward pass makes gradients.
-        self.buckets = fill_buckets(self.sharded[::-1], self.sizes)
+        # As its own, because a graph knows the attributes of a cell alone.
+        self.is_sharded, self.sharded, self.kept = layout.is_sharded, layout.sharded, layout.kept
+        self.whole_shapes, self.shapes, self.sizes = layout.whole_shapes, layout.shapes, layout.sizes
+        self.buckets = layout.buckets
         self.scatter_sum, self.all_gather = ScatterSum(group), Gather(group)
         self.sum_over_groups = Sum(Group(group.index, self.groups, size, world.rank, world.size))
         self.sum_over_world = Sum(Group(0, world.size, 1, world.rank, world.size))
@@ -130,11 +123,6 @@ class Shards(nn.Cell):
 
     def _whole_shape(self, shard: Parameter) -> tuple[int, ...]:
         return (shard.shape[0] * self.size, *shard.shape[1:])
-
-
-def _is_sharded(weight: Parameter, size: int, threshold: int) -> bool:
-    nbytes = weight.size * weight.itemsize
-    return size > 1 and weight.ndim > 0 and weight.shape[0] % size == 0 and nbytes >= threshold * 1024
 
 
 class ShardedSums(SeveralProcesses):

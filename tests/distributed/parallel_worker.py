@@ -7,6 +7,7 @@ import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
@@ -31,7 +32,16 @@ from scenarios import (  # noqa: E402
     weights_of,
 )
 
-from ms_gradaccum import HSDP, DataParallel, GradAccumulation, Model, TrainOneStepCell  # noqa: E402
+from ms_gradaccum import (  # noqa: E402
+    HSDP,
+    ClipByValue,
+    DataParallel,
+    GradAccumulation,
+    Model,
+    TrainingPlan,
+    TrainOneStepCell,
+)
+from ms_gradaccum.parallel import world  # noqa: E402
 
 # Each compilation collects garbage, which takes longest in the modules that never become any.
 gc.freeze()
@@ -58,7 +68,11 @@ def record(name, network, optimizer, output):
     }
 
 
-COUNTED = ["data parallel", "data parallel, each batch", "all shards", "all shards, level2"]
+# Of these the messages of a window are counted, for some micro_size.
+COUNTED = {
+    2: ["data parallel", "data parallel, each batch", "all shards", "all shards, level2"],
+    4: ["two shards", "two shards, level2"],
+}
 
 
 @contextmanager
@@ -94,35 +108,64 @@ def train_in_pynative_mode():
 
 
 class Counter:
-    """Stands in for a collective operator and notes the size of each message."""
+    """Stands in for a collective operator and notes its name, its ranks and the bytes of each message."""
 
-    def __init__(self, operator, sizes):
-        self.operator, self.sizes = operator, sizes
+    def __init__(self, operator, sent):
+        self.operator, self.sent = operator, sent
 
     def __call__(self, values):
-        self.sizes.append(values.size)
+        name, ranks = type(self.operator).__name__, get_group_size(self.operator.group)
+        self.sent.append([name, ranks, values.size * values.itemsize])
         return self.operator(values)
 
 
 def count_messages():
     """Count the messages of a window, each one a call in PYNATIVE mode when nothing is compiled."""
+    micro_sizes = (1, 16) if size == 2 else (2,)
     with eagerly():
-        for name in COUNTED:
-            results[f"messages {name}"] = [messages_of(KINDS[name], micro_size) for micro_size in (1, 16)]
+        for name in COUNTED[size]:
+            results[f"messages {name}"] = [messages_of(KINDS[name], micro_size) for micro_size in micro_sizes]
+        if size == 2:
+            results["messages nothing above the threshold"] = [messages_of(HSDP(), 1)]
+            results["messages clipped"] = [messages_of(KINDS["all shards"], 1, ClipByValue(0.1))]
 
 
-def messages_of(kind, micro_size):
+def messages_of(kind, micro_size, clip=None):
+    """What a window of one batch sends and keeps, and what was planned."""
     network = build_network()
+    parameters = network.trainable_params()
+    settings = {"parallel": kind, "clip": clip}
+    plan = TrainingPlan(
+        dataset_size=16 * size,
+        batch_size=16,
+        epochs=1,
+        ranks=size,
+        micro_size=micro_size,
+        parameters=parameters,
+        **settings,
+    )
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
-    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.1), parallel=kind)
-    sizes = []
+    step = TrainOneStepCell(loss_cell, nn.SGD(parameters, 0.1), **settings)
+    sent = []
     for _, cell in step.parallel.cells_and_names():
         for attribute in ("all_reduce", "all_gather"):
             if isinstance(getattr(cell, attribute, None), ms.ops.Primitive):
-                setattr(cell, attribute, Counter(getattr(cell, attribute), sizes))
-    inputs = [Tensor(np.ones((16, columns), np.float32)) for columns in (6, 3)]
-    step(*inputs)
-    return sizes
+                setattr(cell, attribute, Counter(getattr(cell, attribute), sent))
+    gather = world._gather_floats
+
+    def counted_gather(values):
+        sent.append(["AllGather", size, values.nbytes])
+        return gather(values)
+
+    with mock.patch.object(world, "_gather_floats", counted_gather):
+        step(*[Tensor(np.ones((16, columns), np.float32)) for columns in (6, 3)])
+    kept = {total.name: total.nbytes for total in (*step.buffer.sums, *step.parallel.sums)}
+    return {
+        "sent": sent,
+        "planned": plan.window_messages,
+        "kept": sum(kept.values()),
+        "planned to keep": plan.buffer_bytes,
+    }
 
 
 def start_from_different_weights():
@@ -242,7 +285,7 @@ PARTS += (
     if size == 4
     else [look_rows_up, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
 )
-PARTS += [] if size == 4 else [train_in_pynative_mode, count_messages]
+PARTS += [count_messages] if size == 4 else [train_in_pynative_mode, count_messages]
 ms.set_context(mode=ms.GRAPH_MODE)
 for part in PARTS:
     begin = time.monotonic()

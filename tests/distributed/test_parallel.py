@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
+from ms_gradaccum import TrainingPlan
+
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch  # noqa: E402
 from scenarios import (  # noqa: E402
@@ -120,7 +122,7 @@ def test_optimizer_state_is_divided_by_the_shard_size(four):
 
 @pytest.mark.parametrize("name,messages", [("data parallel", 1), ("all shards", 4)])
 def test_a_window_costs_the_same_messages_for_any_micro_size(name, messages, two):
-    one, sixteen = two[0][f"messages {name}"]
+    one, sixteen = [counted["sent"] for counted in two[0][f"messages {name}"]]
     # All sums, the loss and the weight in one. Shards: what stays whole, the sums, the norm, the weights.
     assert len(one) == messages
     assert one == sixteen
@@ -128,9 +130,30 @@ def test_a_window_costs_the_same_messages_for_any_micro_size(name, messages, two
 
 @pytest.mark.parametrize("name", ["data parallel, each batch", "all shards, level2"])
 def test_ranks_that_share_the_sums_send_one_message_per_micro_batch(name, two):
-    one, sixteen = two[0][f"messages {name}"]
-    assert len(one) == 4  # one per micro batch; what stays whole, the norm, the gradients or the weights
-    assert len(sixteen) == 4 + 15
+    one, sixteen = [counted["sent"] for counted in two[0][f"messages {name}"]]
+    # The number of micro batches, one for each of them; what stays whole, the norm, the gradients or the weights.
+    assert len(one) == 1 + 1 + 3
+    assert len(sixteen) == 1 + 16 + 3
+
+
+@pytest.mark.parametrize(
+    "processes,name",
+    [
+        ("two", "data parallel"),
+        ("two", "data parallel, each batch"),
+        ("two", "all shards"),
+        ("two", "all shards, level2"),
+        ("two", "nothing above the threshold"),
+        ("two", "clipped"),
+        ("four", "two shards"),
+        ("four", "two shards, level2"),
+    ],
+)
+def test_the_messages_and_the_sums_are_those_that_were_planned(processes, name, request):
+    for report in request.getfixturevalue(processes):
+        for counted in report[f"messages {name}"]:
+            assert counted["sent"] == counted["planned"]
+            assert counted["kept"] == counted["planned to keep"]
 
 
 def test_shared_sums_take_their_part_of_the_memory(two):
@@ -227,6 +250,8 @@ def test_settings_that_differ_raise_on_every_rank(four):
 @pytest.mark.parametrize("last_window,updates", [("apply", 4), ("drop", 2)])
 def test_a_process_that_runs_out_of_data_joins_the_others(last_window, updates, name, two):
     assert [report[f"updates {name} {last_window}"] for report in two] == [updates] * 2
+    rows, settings = (6, 4), {"accumulation_steps": 2, "last_window": last_window}
+    assert TrainingPlan(dataset_size=rows, batch_size=2, ranks=2, epochs=2, **settings).updates == updates
     assert two[0][f"early {name} {last_window}"] == two[1][f"early {name} {last_window}"]
     rows = [uneven_data(rank) for rank in (0, 1)]
     both = [np.concatenate([rows[0][i][:4], rows[1][i]]) for i in (0, 1)]

@@ -1,0 +1,1 @@
+"""What a training plan is made of: windows, learning rates, checks, text."""

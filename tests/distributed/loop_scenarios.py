@@ -1,0 +1,118 @@
+"""Hand-written loops that one process and several do alike."""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.experimental import optim
+from mindspore.experimental.optim.lr_scheduler import StepLR
+from scenarios import build_network, uneven_data, weights_of
+
+from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss
+
+START = np.array([[-0.00748682], [0.53644359]], np.float32)
+PADDING = -100
+
+
+def sentences(numbers):
+    """Sentence i has the words 1 to i + 1; a word's label is whether it is odd."""
+    length = max(*numbers, 0) + 1  # -1 is a sentence without words
+    words = np.full((len(numbers), length, 1), PADDING, np.float32)
+    labels = np.full((len(numbers), length), PADDING, np.int32)
+    for row, number in enumerate(numbers):
+        words[row, : number + 1, 0] = np.arange(1, number + 2)
+        labels[row, : number + 1] = np.arange(1, number + 2) % 2
+    return words, labels
+
+
+def language_model():
+    return nn.Dense(1, 2, weight_init=Tensor(START), has_bias=False)
+
+
+class TwoTerms(nn.Cell):
+    """Cross-entropy by tokens, and the mean square of the logits by micro batch."""
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.tokens = TokenMeanLoss(backbone)
+        self.backbone = backbone
+
+    def construct(self, words, labels):
+        return self.tokens(words, labels), (0.001 * ops.square(self.backbone(words)).mean(), 1)
+
+
+def two_terms_by_hand(parts):
+    """The weights after one update in float64, from the sentences of each micro batch."""
+    weights = START.astype(np.float64)
+    by_token, tokens, by_part = np.zeros_like(weights), 0, np.zeros_like(weights)
+    for part in parts:
+        words, labels = sentences(part)
+        logits = words @ weights.T
+        odds = np.exp(logits - logits.max(-1, keepdims=True))
+        valid = labels != PADDING
+        error = odds / odds.sum(-1, keepdims=True) - np.eye(2)[np.where(valid, labels, 0)]
+        by_token += np.einsum("rtc,rtk->ck", error * valid[..., None], words)
+        tokens += valid.sum()
+        by_part += 0.001 * np.einsum("rtc,rtk->ck", 2 * logits / logits.size, words)
+    return (weights - 0.08 * (by_token / tokens + by_part / len(parts))).ravel()
+
+
+def train_sentences(parts, terms=1, **settings):
+    """One window of micro batches; return the weights and what the step reported."""
+    backbone = language_model()
+    cell = TokenMeanLoss(backbone) if terms == 1 else TwoTerms(backbone)
+    network = GradAccumulation(cell, 1, weighted=True, terms=terms)
+    optimizer = nn.SGD(backbone.trainable_params(), 0.08)
+    accumulator = Accumulator(network, optimizer, len(parts), **settings)
+    for part in parts:
+        with accumulator.accumulate():
+            accumulator.backward(*[Tensor(array) for array in sentences(part)])
+            output = accumulator.step()
+    return backbone.weight.asnumpy().ravel().tolist(), output
+
+
+def train_with_scheduler(batches, epochs, steps, **settings):
+    """Train with a learning rate that is halved after every second update; return weights, updates and the rate."""
+    network = build_network()
+    optimizer = optim.SGD(network.trainable_params(), 0.1, momentum=0.9)
+    scheduler = StepLR(optimizer, 2, 0.5)
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, steps, **settings)
+    loader, scheduler = accumulator.prepare(batches, scheduler)
+    for _ in range(epochs):
+        for batch in loader:
+            with accumulator.accumulate():
+                accumulator.backward(*batch)
+                accumulator.clip_grad_norm(0.5)
+                accumulator.step()
+                scheduler.step()
+                accumulator.zero_grad()
+    return weights_of(network), accumulator.window.counter.updates, float(optimizer.lrs[0].asnumpy())
+
+
+def batches_of(arrays, rows=2):
+    return [tuple(Tensor(array[i : i + rows]) for array in arrays) for i in range(0, len(arrays[0]), rows)]
+
+
+def joined_batches(ranks):
+    """What several ranks with uneven data see, batch by batch, as batches of one process."""
+    per_rank = [uneven_data(rank) for rank in range(ranks)]
+    joined = []
+    for begin in range(0, 6, 2):
+        rows = [[array[begin : begin + 2] for array in arrays] for arrays in per_rank]
+        joined.append(tuple(Tensor(np.concatenate(arrays)) for arrays in zip(*rows)))
+    return joined
+
+
+def train_functionally(batches, **settings):
+    """One window of gradients that the caller has taken."""
+    network, loss_fn = build_network(), nn.MSELoss()
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    accumulator = Accumulator(network, optimizer, len(batches), **settings)
+
+    def forward(x, y):
+        return loss_fn(network(x), y)
+
+    grad_fn = ms.value_and_grad(forward, None, network.trainable_params())
+    for x, y in batches:
+        loss, grads = grad_fn(x, y)
+        output = accumulator(grads, weight=len(x), loss=loss)
+    return weights_of(network), output

@@ -1,0 +1,157 @@
+"""What each process of `test_loops.py` does."""
+
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.communication import get_group_size, get_rank, init
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import report  # noqa: E402
+from loop_scenarios import (  # noqa: E402
+    batches_of,
+    sentences,
+    train_functionally,
+    train_sentences,
+    train_with_scheduler,
+)
+from scenarios import batch, build_network, share, uneven_data, weights_of  # noqa: E402
+
+from ms_gradaccum import HSDP, AccumulationConfig, Accumulator, DataParallel, TokenMeanLoss  # noqa: E402
+
+# Each compilation collects garbage, which takes longest in the modules that never become any.
+gc.freeze()
+init()
+rank, size = get_rank(), get_group_size()
+results = {}
+KINDS = {
+    "data parallel": DataParallel(check_weights=True),
+    "data parallel, each batch": DataParallel(sync_each_batch=True, check_weights=True),
+    "level1": HSDP(threshold=0, check_weights=True),
+    "level2": HSDP(-1, 0, "level2", check_weights=True),
+}
+
+
+def train_tokens():
+    # Micro batches dealt one by one, and sentences dealt one by one.
+    parts = [list(range(i, i + 4)) for i in range(0, 16, 4)]
+    by_batch, by_sentence = parts[rank::2], [[4 * i + j for j in range(rank, 8, 2)] for i in (0, 2)]
+    for name, kind in KINDS.items():
+        results[f"tokens {name}"] = _row(*train_sentences(by_batch, parallel=kind))
+        results[f"terms {name}"] = _row(*train_sentences(by_batch, 2, parallel=kind))
+    results["by sentence"] = _row(*train_sentences(by_sentence))
+    results["own tokens"] = [int((sentences(sum(mine, []))[1] >= 0).sum()) for mine in (by_batch, by_sentence)]
+    # Only rank 0 has any valid token, then nobody.
+    results["tokens of one"] = _row(*train_sentences([[0, 1, 2], [3]] if rank == 0 else [[-1], [-1]]))
+    results["no tokens"] = _row(*train_sentences([[-1], [-1]]))
+
+
+def _row(weights, output):
+    return [weights, *(float(output[i].asnumpy()) for i in (0, 3, 7))]
+
+
+def run_out_of_data_early():
+    for name in ("data parallel", "level2"):
+        for carry in (False, True):
+            config = AccumulationConfig(sync_with_dataloader=not carry)
+            key = f"early {name} {'carry' if carry else 'apply'}"
+            settings = {"config": config, "parallel": KINDS[name]}
+            results[key] = train_with_scheduler(batches_of(uneven_data(rank)), 2, 2, **settings)
+
+
+def train_by_gradients():
+    mine = [tuple(Tensor(array) for array in share(batch(number), rank, size)) for number in (0, 1)]
+    for name, kind in KINDS.items():
+        results[f"functional {name}"] = _row(*train_functionally(mine, parallel=kind))
+
+
+def skip_what_is_not_finite():
+    network = build_network()
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer)
+    x, y = share(batch(0), rank, size)
+    before = weights_of(network)
+    accumulator.backward(Tensor(x * (np.nan if rank == 1 else 1)), Tensor(y))
+    output = accumulator.step()
+    results["one has NaN"] = [bool(output.overflow.asnumpy()), accumulator.updated, weights_of(network) == before]
+    accumulator.backward(Tensor(x), Tensor(y))
+    accumulator.step()
+    results["and then"] = [accumulator.updated, weights_of(network) == before]
+
+
+def adversaries():
+    """Two networks that share their windows, one of them stepped before the other's turn."""
+    first, second = build_network(), build_network()
+    optimizers = [nn.SGD(network.trainable_params(), 0.1) for network in (first, second)]
+    cells = [nn.WithLossCell(network, nn.MSELoss()) for network in (first, second)]
+    accumulator = Accumulator(cells, optimizers, 2)
+    for number in (0, 1):
+        x, y = [Tensor(array) for array in share(batch(number), rank, size)]
+        with accumulator.accumulate():
+            accumulator.backward(x, y, network=cells[0])
+            accumulator.step(network=cells[0])
+            accumulator.backward(x, first(x), network=cells[1])
+            accumulator.step(network=cells[1])
+    results["adversaries"] = [weights_of(first), weights_of(second)]
+
+
+def be_refused():
+    network = build_network()
+    cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1)
+    errors = []
+    for settings in (
+        {"accumulation_steps": 1 + rank},
+        {"config": AccumulationConfig(sync_each_batch=True), "parallel": HSDP()},
+    ):
+        try:
+            Accumulator(cell, optimizer, **settings)
+        except ValueError as error:
+            errors.append(str(error))
+    try:
+        Accumulator(cell, optimizer).prepare(part for part in ())
+    except TypeError as error:
+        errors.append(str(error))
+    results["errors"] = errors
+
+
+def count_shared_batches():
+    """Messages of three batches and one update, where each batch is shared."""
+    backbone = nn.Dense(1, 2, has_bias=False)
+    config = AccumulationConfig(3, sync_each_batch=True)
+    accumulator = Accumulator(TokenMeanLoss(backbone), nn.SGD(backbone.trainable_params(), 0.1), config=config)
+    sizes, parallel = [], accumulator.window.networks[0].parallels[0]
+    for _, cell in parallel.cells_and_names():
+        for attribute in ("all_reduce", "all_gather"):
+            if isinstance(getattr(cell, attribute, None), ms.ops.Primitive):
+                operator = getattr(cell, attribute)
+                setattr(cell, attribute, lambda values, run=operator: sizes.append(values.size) or run(values))
+    for _ in range(3):
+        with accumulator.accumulate():
+            accumulator.backward(*[Tensor(array) for array in sentences([1, 2])])
+            accumulator.step()
+        sizes.append("batch")
+    results["shared batches"] = sizes
+
+
+ms.set_context(mode=ms.GRAPH_MODE)
+adversaries()
+# Op by op, for which nothing is compiled.
+ms.set_context(mode=ms.PYNATIVE_MODE)
+os.environ["MS_JIT"] = "0"
+for scenario in (
+    train_tokens,
+    run_out_of_data_early,
+    train_by_gradients,
+    skip_what_is_not_finite,
+    be_refused,
+    count_shared_batches,
+):
+    begin = time.monotonic()
+    scenario()
+    print(f"{scenario.__name__}: {time.monotonic() - begin:.0f} s", flush=True)
+report(rank, results)

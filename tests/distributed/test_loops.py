@@ -1,0 +1,161 @@
+"""Hand-written loops on two processes against one process on all rows."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import launch  # noqa: E402
+from loop_scenarios import (  # noqa: E402
+    START,
+    joined_batches,
+    train_functionally,
+    train_sentences,
+    train_with_scheduler,
+    two_terms_by_hand,
+)
+from scenarios import batch, build_network, weights_of  # noqa: E402
+
+from ms_gradaccum import Accumulator  # noqa: E402
+
+WORKER = Path(__file__).with_name("loop_worker.py")
+KINDS = ["data parallel", "data parallel, each batch", "level1", "level2"]
+TARGET = [0.2117, 0.3172]
+PARTS = [list(range(i, i + 4)) for i in range(0, 16, 4)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def eager():
+    """One process trains these few rows quicker than it compiles them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MS_JIT", "0")
+        yield
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launch(WORKER, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_token_counts_the_same_on_whichever_rank_it_is(name, two):
+    assert [report["own tokens"] for report in two] == [[52, 64], [84, 72]]
+    for report in two:
+        weights, loss, updated, tokens = report[f"tokens {name}"]
+        np.testing.assert_allclose(weights, TARGET, atol=5e-5)
+        assert (updated, tokens) == (1, 136)
+    whole, output = train_sentences([list(range(16))])
+    np.testing.assert_allclose(weights, whole, rtol=1e-5)
+    np.testing.assert_allclose(loss, output.loss.asnumpy(), rtol=1e-5)
+
+
+def test_the_way_the_sentences_are_dealt_changes_nothing(two):
+    np.testing.assert_allclose(two[1]["by sentence"][0], two[1]["tokens data parallel"][0], rtol=1e-5)
+
+
+def test_a_mean_of_means_would_be_another_number():
+    """The known wrong answers: one division per rank, and one per micro batch."""
+    for groups, wrong in (
+        ((PARTS[0::2], PARTS[1::2]), [0.2042, 0.3247]),
+        ([[part] for part in PARTS], [0.1622, 0.3668]),
+    ):
+        by_group = [train_sentences(group)[0] for group in groups]
+        np.testing.assert_allclose(np.mean(by_group, 0), wrong, atol=5e-5)
+        assert not np.allclose(wrong, TARGET, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_term_is_divided_by_its_own_weight_over_all_ranks(name, two):
+    for report in two:
+        weights, _, _, tokens = report[f"terms {name}"]
+        np.testing.assert_allclose(weights, two_terms_by_hand(PARTS), rtol=1e-5)
+        assert tokens == 136
+    # One denominator for both would be another number.
+    assert not np.allclose(weights, TARGET, atol=1e-3)
+
+
+def test_a_rank_without_tokens_follows_the_others(two):
+    expected, _ = train_sentences([[0, 1, 2], [3]])
+    for report in two:
+        weights, _, updated, tokens = report["tokens of one"]
+        np.testing.assert_allclose(weights, expected, rtol=1e-5)
+        assert (updated, tokens) == (1, 10)
+
+
+def test_a_window_without_tokens_on_any_rank_changes_nothing(two):
+    for report in two:
+        assert report["no tokens"] == [START.ravel().tolist(), 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["data parallel", "level2"])
+@pytest.mark.parametrize("end,updates", [("apply", 4), ("carry", 3)])
+def test_a_rank_that_runs_out_of_data_joins_with_its_clip_and_its_scheduler(end, updates, name, two):
+    whole = joined_batches(2)
+    if end == "apply":
+        expected = train_with_scheduler(whole, 2, 2)
+    else:
+        expected = train_with_scheduler(whole + whole, 1, 2)
+    # Batches of 2, 2 and 1 times two rows: the last one belongs to rank 0 alone.
+    assert [len(x) for x, _ in whole] == [4, 4, 2] and expected[1] == updates
+    for report in two:
+        weights, made, rate = report[f"early {name} {end}"]
+        np.testing.assert_allclose(weights, expected[0], rtol=2e-5, atol=2e-6)
+        assert made == updates and rate == pytest.approx(expected[2]) and expected[2] < 0.1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_that_the_caller_took_are_added_over_the_ranks(name, two):
+    expected, output = train_functionally([tuple(Tensor(array) for array in batch(number)) for number in (0, 1)])
+    for report in two:
+        weights, loss, updated, rows = report[f"functional {name}"]
+        np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(loss, output.loss.asnumpy(), rtol=1e-5)
+        assert (updated, rows) == (1, 24)
+
+
+def test_all_ranks_skip_what_one_cannot_use(two):
+    for report in two:
+        assert report["one has NaN"] == [True, False, True]
+        assert report["and then"] == [True, False]
+
+
+def test_two_networks_share_their_windows(two):
+    """Against the same loop in one process."""
+    first, second = build_network(), build_network()
+    optimizers = [nn.SGD(network.trainable_params(), 0.1) for network in (first, second)]
+    cells = [nn.WithLossCell(network, nn.MSELoss()) for network in (first, second)]
+    accumulator = Accumulator(cells, optimizers, 2)
+    for number in (0, 1):
+        x, y = [Tensor(array) for array in batch(number)]
+        with accumulator.accumulate():
+            accumulator.backward(x, y, network=cells[0])
+            accumulator.step(network=cells[0])
+            accumulator.backward(x, first(x), network=cells[1])
+            accumulator.step(network=cells[1])
+    for report in two:
+        for weights, network in zip(report["adversaries"], (first, second)):
+            np.testing.assert_allclose(weights, weights_of(network), rtol=2e-5, atol=2e-6)
+
+
+def test_what_cannot_work_is_refused_on_all_ranks(two):
+    for report in two:
+        disagreement, shared, unknown = report["errors"]
+        assert disagreement.startswith("For 'Accumulator', the ranks must agree about 'config', but got Accumulation")
+        assert shared == (
+            "For 'Accumulator', the argument 'parallel' must be one that sync_each_batch fits, but got "
+            "HSDP(shard_size=-1, threshold=64, optimizer_level='level1', check_weights=False). Give "
+            "HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
+        )
+        assert unknown == (
+            "For 'Accumulator', the argument 'dataset' must be one with a length, but got generator. The ranks must "
+            "know who has batches left: give it a __len__."
+        )
+
+
+def test_sync_each_batch_sends_the_gradient_in_each_batch(two):
+    """The gradient has two elements, of which each rank keeps one."""
+    at_the_end = [2, 1, 1]  # loss and weight, the norm, this rank's part of the mean gradient
+    assert two[0]["shared batches"] == [2, "batch", 2, "batch", 2, *at_the_end, "batch"]

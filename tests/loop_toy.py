@@ -1,0 +1,84 @@
+"""The linear toy in a loop that its user writes: four batches of two rows each, [1, 2], [3, 4], [5, 6] and [7, 8]."""
+
+import functools
+
+import mindspore.experimental.optim as experimental
+import numpy as np
+from linear_toy import X, line, sgd
+from mindspore import Tensor, nn, ops
+from step_probe import tensors
+
+from ms_gradaccum import AccumulationConfig, Accumulator
+from ms_gradaccum.loop_window import LoopWindow
+
+
+def batch(*rows):
+    """These rows of the toy: x and y = 2x."""
+    x = np.array(rows, np.float32).reshape(-1, 1)
+    return tensors(x, 2 * x)
+
+
+FOUR = [batch(1, 2), batch(3, 4), batch(5, 6), batch(7, 8)]
+TEN = [batch(1)] * 10
+
+
+def adjustable_sgd(network, learning_rate=0.02):
+    """An optimizer whose learning rate a scheduler can move."""
+    return experimental.SGD(network.trainable_params(), learning_rate)
+
+
+@functools.cache
+def _built(make_optimizer):
+    """Compiled once: neither the weight nor the number of batches of a window is a constant of a graph."""
+    network = line()
+    return network, Accumulator(nn.WithLossCell(network, nn.MSELoss()), make_optimizer(network))
+
+
+def toy_loop(accumulation_steps=1, make_optimizer=sgd, **settings):
+    """The weight of y = weight * x at 0, and an Accumulator as if it were new."""
+    network, accumulator = _built(make_optimizer)
+    accumulator.drop()
+    accumulator.config = AccumulationConfig(accumulation_steps, **settings)
+    accumulator.window = LoopWindow(accumulator.config, accumulator._networks)
+    network.weight.set_data(ops.zeros_like(network.weight))
+    optimizer = optimizer_of(accumulator)
+    if make_optimizer is adjustable_sgd:
+        optimizer.lrs[0].set_data(Tensor(np.float32(0.02)))
+    else:
+        optimizer.global_step.set_data(ops.zeros_like(optimizer.global_step))
+    return network, accumulator
+
+
+def optimizer_of(accumulator):
+    return accumulator._networks[0].optimizers[0]
+
+
+def train(accumulator, batches, scheduler=None):
+    """Accelerate's loop. Yields the accumulator after each batch, when its weights are as the batch leaves them."""
+    for each in batches:
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            accumulator.clip_grad_norm(1e6)
+            accumulator.step()
+            if scheduler is not None:
+                scheduler.step()
+            accumulator.zero_grad()
+        yield accumulator
+
+
+def updates_of(accumulator, batches, scheduler=None):
+    """For each batch whether it ended in an update."""
+    return [each.updated for each in train(accumulator, batches, scheduler)]
+
+
+def global_step(accumulator):
+    return int(optimizer_of(accumulator).global_step.asnumpy().item())
+
+
+def rate(accumulator):
+    return round(float(optimizer_of(accumulator).lrs[0].asnumpy()), 6)
+
+
+def nan_batch():
+    """A batch whose loss and gradient are NaN."""
+    return [Tensor(np.full((1, 1), np.nan, np.float32)), Tensor(X[:1])]

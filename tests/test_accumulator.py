@@ -1,0 +1,284 @@
+"""Accumulator: what each call of a hand-written loop does, with Accelerate's words and MindSpore's functional idiom."""
+
+import re
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import ALL, descend, line, sgd, weight_of
+from loop_toy import FOUR, batch, global_step, optimizer_of, toy_loop, train, updates_of
+from mindspore import Tensor, nn, ops
+from step_probe import compilations, number
+
+from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput
+from ms_gradaccum.loop_window import LoopWindow
+
+PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))
+
+
+def mean_gradient(rows, weight):
+    """Gradient of the toy's mean loss over some rows."""
+    x = np.array(rows, np.float64)
+    return np.mean(2 * x * x * (weight - 2))
+
+
+def one_batch_early():
+    """The weight after updates where index % (4 - 1) is 0, each with the losses divided by 4."""
+    weight = total = 0.0
+    for index, rows in enumerate(PAIRS):
+        total += mean_gradient(rows, weight) / 4
+        if index % 3 == 0:
+            weight, total = weight - 0.02 * total, 0.0
+    return weight
+
+
+def test_four_batches_of_a_window_are_the_whole_batch(mode):
+    network, accumulator = toy_loop(4)
+    list(train(accumulator, FOUR))
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+    # The whole batch, and three wrong loops: the sum, an update per micro batch, an update one batch early.
+    assert descend(ALL) == pytest.approx(2.04, rel=1e-12)
+    assert -0.02 * sum(mean_gradient(rows, 0) for rows in PAIRS) == pytest.approx(8.16, rel=1e-12)
+    assert descend(*PAIRS) == pytest.approx(1.75052, rel=1e-5)
+    assert one_batch_early() == pytest.approx(1.99025, rel=1e-5)
+
+
+def test_the_weights_keep_their_bits_until_the_last_batch_of_the_window(mode):
+    network, accumulator = toy_loop(4)
+    initial = network.weight.asnumpy().tobytes()
+    kept = [network.weight.asnumpy().tobytes() == initial for _ in train(accumulator, FOUR)]
+    # Against the initial value: an update at call 0 would change all four.
+    assert kept == [True, True, True, False]
+
+
+def test_a_table_of_the_counters_after_each_batch():
+    network, accumulator = toy_loop(2)
+    (buffer,) = [each.buffer for each in accumulator._networks[0].parallels]
+    table = []
+    for _ in train(accumulator, [batch(1), batch(2), batch(1), batch(2)]):
+        row = (weight_of(network), number(buffer.sums[0]), number(buffer.weight), number(buffer.batches))
+        table.append((*(round(value, 5) for value in row), accumulator.sync_gradients, global_step(accumulator)))
+    # x = 1 at weight 0 has the gradient -4, x = 2 has -16: their mean moves the weight by 0.2; then -3.6 and -14.4.
+    assert table == [
+        (0, -4, 1, 1, False, 0),
+        (0.2, 0, 0, 0, True, 1),
+        (0.2, -3.6, 1, 1, False, 1),
+        (0.38, 0, 0, 0, True, 2),
+    ]
+
+
+def test_the_loss_is_the_mean_of_its_batch_and_the_report_that_of_the_window():
+    _, accumulator = toy_loop(2)
+    losses, outputs, norms = [], [], []
+    for each in (batch(1), batch(2, 3)):
+        with accumulator.accumulate():
+            losses.append(number(accumulator.backward(*each)))
+            norms.append(accumulator.clip_grad_norm(1e6))
+            outputs.append(accumulator.step())
+    # Squared errors at weight 0: 4, 16 and 36.
+    assert losses == [4, 26] and (outputs[0], norms[0]) == (None, None)
+    output = outputs[1]
+    assert isinstance(output, StepOutput) and number(output.updated)
+    assert number(output.loss) == pytest.approx(56 / 3) and number(output.weight) == 3
+    assert number(norms[1]) == number(output.grad_norm) == pytest.approx(56 / 3)
+
+
+def test_inside_a_window_step_clip_and_zero_grad_do_nothing():
+    network, accumulator = toy_loop(4)
+    for each in FOUR[:3]:
+        with accumulator.accumulate():
+            accumulator.zero_grad()
+            accumulator.backward(*each)
+            assert accumulator.clip_grad_norm(1e-3) is None and accumulator.clip_grad_value(1e-3) is None
+            assert accumulator.step() is None and not accumulator.updated
+            accumulator.zero_grad()
+    with accumulator.accumulate():
+        accumulator.backward(*FOUR[3])
+        accumulator.step()
+    # Neither thrown away nor clipped: the limits of the first three batches were for no update.
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_zero_grad_before_backward_keeps_the_window():
+    network, accumulator = toy_loop(4)
+    for each in FOUR:
+        with accumulator.accumulate():
+            accumulator.zero_grad()
+            accumulator.backward(*each)
+            accumulator.step()
+    # 4.52 with the last batch alone.
+    assert descend((7, 8)) == pytest.approx(4.52, rel=1e-6)
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_zero_grad_throws_a_full_window_away_that_is_not_stepped(inside):
+    network, accumulator = toy_loop(2)
+    for each in FOUR[:2]:
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            if inside:
+                accumulator.zero_grad()
+    if not inside:
+        accumulator.zero_grad()
+    assert updates_of(accumulator, FOUR[2:]) == [False, True]
+    assert weight_of(network) == pytest.approx(descend((5, 6, 7, 8)), rel=1e-6)
+
+
+def test_no_sync_lets_the_loop_decide_which_batch_ends_its_window():
+    network, accumulator = toy_loop(1)
+    for each in FOUR[:3]:
+        with accumulator.no_sync(), accumulator.accumulate():
+            accumulator.backward(*each)
+            assert not accumulator.sync_gradients and accumulator.step() is None
+    assert updates_of(accumulator, FOUR[3:]) == [True]
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_a_window_that_no_sync_has_held_open_ends_with_the_next_batch():
+    _, accumulator = toy_loop(2)
+    with accumulator.no_sync(), accumulator.no_sync():
+        assert updates_of(accumulator, FOUR[:3]) == [False] * 3
+    assert updates_of(accumulator, FOUR) == [True, False, True, False]
+
+
+def test_without_accumulate_each_backward_is_a_batch():
+    network, accumulator = toy_loop(4)
+    pattern = []
+    for each in FOUR:
+        accumulator.backward(*each)
+        pattern.append(accumulator.sync_gradients)
+        accumulator.step()
+        accumulator.zero_grad()
+    assert pattern == [False, False, False, True] and weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_the_batch_may_be_split_as_well():
+    network = line()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
+    accumulator = Accumulator(loss_cell, sgd(network), 2)
+    assert updates_of(accumulator, [batch(1, 2, 3, 4, 5), batch(6, 7, 8)]) == [False, True]
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def gradient_function(network, optimizer):
+    loss_cell = nn.WithLossCell(network, nn.MSELoss())
+    return ops.value_and_grad(loss_cell, None, optimizer.parameters)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_called_where_the_optimizer_was_called(reduction, mode):
+    network, accumulator = toy_loop(3)
+    gradients_of = gradient_function(network, optimizer_of(accumulator))
+    outputs = []
+    for each in (batch(1), batch(2, 3, 4), batch(5, 6, 7, 8)):
+        loss, grads = gradients_of(*each)
+        if reduction == "sum":
+            loss, grads = loss * len(each[0]), tuple(grad * len(each[0]) for grad in grads)
+        outputs.append(accumulator(grads, weight=len(each[0]), loss=loss, reduction=reduction))
+    assert [number(output.updated) for output in outputs] == [False, False, True]
+    assert [number(output.weight) for output in outputs] == [1, 4, 8]
+    # Squared errors 4 x^2: of x = 1, of x = 1 to 4, of all.
+    assert [number(output.loss) for output in outputs] == pytest.approx([4, 30, 102], rel=1e-6)
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+    # Means that count alike, as loops without weights have them, end elsewhere.
+    assert -0.02 * np.mean([mean_gradient(rows, 0) for rows in ((1,), (2, 3, 4), (5, 6, 7, 8))]) < 1.5
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, np.int64(0), Tensor(0)], ids=repr)
+def test_a_weight_of_zero_counts_nothing_not_even_nan(weight):
+    network, accumulator = toy_loop(2)
+    # What a mean over no token is.
+    accumulator((Tensor([[np.nan]], ms.float32),), weight=weight, loss=np.nan)
+    output = accumulator((Tensor([[-102.0]]),), weight=np.float32(8), loss=102.0)
+    assert (number(output.updated), number(output.loss), number(output.weight)) == (True, 102, 8)
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def compiled_step():
+    """A compiled function of the user with the accumulator inside, four batches per window."""
+    network = line()
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 4)
+    gradients_of = gradient_function(network, optimizer_of(accumulator))
+
+    @ms.jit
+    def train_step(x, y):
+        loss, grads = gradients_of(x, y)
+        return accumulator(grads, weight=x.shape[0], loss=loss)
+
+    return network, accumulator, train_step
+
+
+def start(network, accumulator):
+    accumulator.drop()
+    accumulator.window = LoopWindow(accumulator.config, accumulator._networks)
+    # Not set_data: a function compiled by ms.jit goes on with the storage that it knows, with a stock optimizer too.
+    ops.assign(network.weight, ops.zeros_like(network.weight))
+
+
+def test_inside_a_compiled_function(compiled_step, mode):
+    network, accumulator, train_step = compiled_step
+    start(network, accumulator)
+    initial = network.weight.asnumpy().tobytes()
+    outputs, kept = [], []
+    for each in FOUR:
+        outputs.append(StepOutput(*train_step(*each)))
+        kept.append(network.weight.asnumpy().tobytes() == initial)
+    assert kept == [True, True, True, False] and weight_of(network) == pytest.approx(2.04, rel=1e-6)
+    assert [number(output.updated) for output in outputs] == [False, False, False, True]
+    assert number(outputs[3].loss) == pytest.approx(102) and number(outputs[3].weight) == 8
+
+
+def test_a_compiled_function_leaves_its_last_window_to_flush_and_drop(compiled_step):
+    network, accumulator, train_step = compiled_step
+    start(network, accumulator)
+    for each in (*FOUR, FOUR[0], FOUR[1]):
+        train_step(*each)
+    output = accumulator.flush()
+    assert number(output.weight) == 4
+    assert weight_of(network) == pytest.approx(descend(ALL, (1, 2, 3, 4)), rel=1e-6)
+    train_step(*FOUR[0]), train_step(*FOUR[1])
+    assert accumulator.drop() == 2 and accumulator.drop() == 0 and accumulator.flush() is None
+    # A window of four again.
+    assert [number(train_step(*each)[3]) for each in FOUR] == [False, False, False, True]
+
+
+def test_nan_in_a_compiled_function_skips_its_window(compiled_step):
+    network, accumulator, train_step = compiled_step
+    start(network, accumulator)
+    outputs = [StepOutput(*train_step(*each)) for each in (FOUR[0], batch(np.nan, 4), FOUR[2], FOUR[3])]
+    assert weight_of(network) == 0 and number(outputs[3].overflow) and not number(outputs[3].updated)
+    for each in FOUR:
+        train_step(*each)
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+NOT_IN_GRAPH = (
+    "For 'Accumulator', a call inside a compiled function must be one of a single network and optimizer without a "
+    "schedule, but got more. Call it from Python."
+)
+
+
+def test_a_compiled_function_cannot_follow_a_schedule():
+    network = line()
+    loss_cell = nn.WithLossCell(network, nn.MSELoss())
+    accumulator = Accumulator(loss_cell, sgd(network), config=AccumulationConfig(schedule={0: 2}))
+
+    @ms.jit
+    def train_step(grad):
+        return accumulator((grad,))
+
+    with pytest.raises(ValueError, match="^" + re.escape(NOT_IN_GRAPH)):
+        train_step(Tensor([[1.0]]))
+
+
+def test_windows_of_all_lengths_share_the_same_three_graphs():
+    network = line()
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 3)
+    with compilations() as compiled:
+        for _ in train(accumulator, accumulator.prepare(FOUR)):
+            pass
+        assert sorted(compiled) == ["MicroStep", "Report", "Update"]
+        list(train(accumulator, FOUR * 3))
+    assert len(compiled) == 3 and ms.get_context("mode") == ms.PYNATIVE_MODE

@@ -1,0 +1,230 @@
+"""Loops over prepared datasets: the end of the data, breaks, nested loops, validation in mid-window."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from linear_toy import X, batches, descend, weight_of
+from loop_toy import FOUR, adjustable_sgd, batch, global_step, toy_loop, train, updates_of
+from mindspore.dataset import NumpySlicesDataset
+from step_probe import compilations, number
+
+from ms_gradaccum import AccumulationConfig
+from ms_gradaccum.window_counter import WindowCounter
+
+AFTER_THREE = descend((1, 2, 3, 4, 5, 6))  # 1.2133333
+LAST = {True: descend((1, 2, 3, 4, 5, 6), (7, 8)), False: AFTER_THREE}
+
+
+def ends_of(accumulator, dataset):
+    """For each batch whether it ends its window; nothing is computed."""
+    ends = []
+    for _ in dataset:
+        with accumulator.accumulate():
+            ends.append(accumulator.sync_gradients)
+    return ends
+
+
+def generator():
+    yield from FOUR
+
+
+DATASETS = {
+    "list": lambda: FOUR,
+    "generator": generator,
+    "mindspore.dataset": lambda: batches(2),
+    "iterator": lambda: batches(2).create_tuple_iterator(num_epochs=1),
+    "numpy": lambda: [tuple(tensor.asnumpy() for tensor in each) for each in FOUR],
+}
+
+
+@pytest.mark.parametrize("apply", [True, False], ids=["applied", "carried"])
+@pytest.mark.parametrize("dataset", DATASETS.values(), ids=DATASETS)
+def test_the_last_window_is_applied_with_its_true_size_or_carried(dataset, apply):
+    network, accumulator = toy_loop(3, sync_with_dataloader=apply)
+    weights = [weight_of(network) for _ in train(accumulator, accumulator.prepare(dataset()))]
+    assert weights == pytest.approx([0, 0, 1.2133333, LAST[apply]], rel=1e-6)
+    assert LAST[True] == pytest.approx(2.9912, rel=1e-6)
+    # Divided by the three batches that it does not have, the last window moves the weight by a third.
+    assert AFTER_THREE + (LAST[True] - AFTER_THREE) / 3 == pytest.approx(1.8059556, rel=1e-6)
+
+
+def test_a_carried_window_goes_on_with_the_next_pass():
+    network, accumulator = toy_loop(3, sync_with_dataloader=False)
+    dataset = accumulator.prepare(FOUR)
+    passes = [updates_of(accumulator, dataset) for _ in range(3)]
+    assert passes == [[False, False, True, False], [False, True, False, False], [True, False, False, True]]
+    windows = [(1, 2, 3, 4, 5, 6), (7, 8, 1, 2, 3, 4), (5, 6, 7, 8, 1, 2), (3, 4, 5, 6, 7, 8)]
+    assert weight_of(network) == pytest.approx(descend(*windows), rel=1e-5)
+    # Not what windows that end with the data would have left.
+    assert descend(*[(1, 2, 3, 4, 5, 6), (7, 8)] * 3) != pytest.approx(descend(*windows), rel=1e-2)
+
+
+def test_more_accumulation_steps_than_batches():
+    _, accumulator = toy_loop(10)
+    dataset = accumulator.prepare(FOUR)
+    assert [updates_of(accumulator, dataset) for _ in range(2)] == [[False, False, False, True]] * 2
+    _, accumulator = toy_loop(10, sync_with_dataloader=False)
+    dataset = accumulator.prepare(FOUR)
+    updates = [update for _ in range(5) for update in updates_of(accumulator, dataset)]
+    assert [i + 1 for i, update in enumerate(updates) if update] == [10, 20]
+
+
+def test_no_batch_and_one_batch():
+    _, accumulator = toy_loop(3)
+    assert updates_of(accumulator, accumulator.prepare([])) == []
+    assert updates_of(accumulator, accumulator.prepare(iter(FOUR[:1]))) == [True]
+    # An empty pass in mid-window leaves it alone.
+    assert updates_of(accumulator, FOUR[:1]) == [False] and updates_of(accumulator, accumulator.prepare([])) == []
+    assert updates_of(accumulator, FOUR[1:3]) == [False, True]
+
+
+def test_batches_by_keyword():
+    network, accumulator = toy_loop(4)
+    dataset = NumpySlicesDataset({"data": X, "label": 2 * X}, shuffle=False).batch(2)
+    for each in accumulator.prepare(dataset.create_dict_iterator(num_epochs=1, output_numpy=True)):
+        with accumulator.accumulate():
+            accumulator.backward(**each)
+            accumulator.step()
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_breaking_out_of_a_loop_keeps_the_window():
+    network, accumulator = toy_loop(4)
+    dataset = accumulator.prepare(FOUR)
+    for _ in itertools.islice(train(accumulator, dataset), 2):
+        pass
+    assert accumulator.window.counter.batches == 2 and accumulator.window.passes.innermost() is None
+    # The next pass is from the beginning; its first two batches fill the window, its last two are one of their own.
+    assert updates_of(accumulator, dataset) == [False, True, False, True]
+    assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4) * 2, (5, 6, 7, 8)), rel=1e-5)
+
+
+def test_breaking_at_the_last_batch_does_not_make_the_next_one_a_last_one():
+    _, accumulator = toy_loop(4)
+    iterator = iter(accumulator.prepare(FOUR))
+    for _ in range(4):
+        next(iterator)
+    with accumulator.accumulate():
+        assert accumulator.sync_gradients
+    iterator.close()
+    assert ends_of(accumulator, range(5)) == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 9])
+def test_a_loop_inside_a_loop_does_not_hide_the_end_of_the_outer_one(stop_after):
+    # After test_dataloader_break of Accelerate's test_sync.py.
+    _, accumulator = toy_loop(10)
+    outer, inner = accumulator.prepare(range(4), range(3))
+    ends = []
+    for _ in outer:
+        for _ in itertools.islice(inner, stop_after):
+            pass
+        with accumulator.accumulate():
+            ends.append(accumulator.sync_gradients)
+    assert ends == [False, False, False, True]
+
+
+def test_a_loop_that_was_left_without_an_end_is_over_with_the_batch_around_it():
+    _, accumulator = toy_loop(10)
+    outer, inner = accumulator.prepare(range(3), range(2))
+    ends, held = [], []
+    for index in outer:
+        with accumulator.accumulate():
+            ends.append(accumulator.sync_gradients)
+        if index < 2:
+            held.append(iter(inner))  # nobody closes it
+            assert [next(held[-1]), next(held[-1])] == [0, 1]
+    assert ends == [False, False, True]
+
+
+def test_an_inner_training_loop_ends_with_its_own_data():
+    _, accumulator = toy_loop(10)
+    outer, inner = accumulator.prepare(range(2), range(3))
+    assert [ends_of(accumulator, inner) for _ in outer] == [[False, False, True]] * 2
+    assert accumulator.window.passes.innermost() is None
+
+
+def test_an_error_in_the_loop_leaves_the_pass():
+    _, accumulator = toy_loop(2)
+    with pytest.raises(OSError):
+        for _ in accumulator.prepare(range(1)):
+            raise OSError
+    assert accumulator.window.passes.innermost() is None
+    assert ends_of(accumulator, range(3)) == [False, True, False]
+
+
+def test_validation_in_mid_window_changes_nothing_and_compiles_nothing_anew():
+    network, accumulator = toy_loop(4)
+    list(train(accumulator, FOUR))
+    network, accumulator = toy_loop(4)
+    dataset, validation = accumulator.prepare(FOUR, FOUR)
+    loss_cell = accumulator._networks[0].network.network
+    with compilations() as compiled:
+        for index, _ in enumerate(train(accumulator, dataset)):
+            if index in (0, 2):
+                before = len(compiled)
+                loss_cell.set_train(False)
+                losses = [number(loss_cell(*each)) for each in validation]
+                loss_cell.set_train(True)
+                assert losses == [10, 50, 122, 226] and accumulator.window.counter.batches == index + 1
+                del compiled[before:]  # what the user's own call compiles
+    assert compiled == [] and weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_two_accumulators_know_nothing_of_each_other():
+    _, accumulator = toy_loop(2)
+    _, other = toy_loop(3, adjustable_sgd)
+    ends = []
+    for _ in accumulator.prepare(range(4)):
+        with other.accumulate(), accumulator.accumulate():
+            ends.append((accumulator.sync_gradients, other.sync_gradients))
+    assert ends == [(False, False), (True, False), (False, True), (True, False)]
+
+
+def test_prepared_objects_come_back_in_order():
+    network, accumulator = toy_loop(2)
+    dataset = batches(2)
+    prepared, cell, again = accumulator.prepare(dataset, network, FOUR)
+    assert cell is network and len(prepared) == len(again) == 4
+    assert prepared.get_dataset_size() == 4 and prepared.dataset is dataset
+    assert len(accumulator.prepare(accumulator.prepare(FOUR))) == 4
+    assert ends_of(accumulator, accumulator.prepare(accumulator.prepare(range(3)))) == [False, True, True]
+
+
+def test_a_thousand_samples_in_batches_of_eight():
+    _, accumulator = toy_loop(8)
+    dataset = accumulator.prepare(NumpySlicesDataset(np.zeros(1000, np.float32), shuffle=False).batch(8))
+    ends = [ends_of(accumulator, dataset) for _ in range(3)]
+    # 375 batches; 15 windows of 8 and one of 5 in each epoch.
+    assert [len(each) for each in ends] == [125] * 3 and [sum(each) for each in ends] == [16] * 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 7), max_size=5), st.integers(1, 9), st.booleans())
+def test_windows_partition_any_passes(passes, steps, apply):
+    counter = WindowCounter(AccumulationConfig(steps, apply))
+    sizes = []
+    for length in passes:
+        for index in range(length):
+            if counter.begin_batch(index == length - 1, 0, False):
+                sizes.append(counter.batches)
+                counter.end_window()
+    if not apply:
+        assert sizes == [steps] * (sum(passes) // steps) and counter.batches == sum(passes) % steps
+        return
+    expected = [min(steps, length - begin) for length in passes for begin in range(0, length, steps)]
+    assert sizes == expected and counter.batches == 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.permutations(range(1, 9)), st.data())
+def test_any_rows_in_any_batches_are_one_big_batch(rows, data):
+    cuts = sorted(data.draw(st.sets(st.integers(1, 7), max_size=3)))
+    parts = [rows[begin:end] for begin, end in zip([0, *cuts], [*cuts, 8])]
+    network, accumulator = toy_loop(8)
+    list(train(accumulator, accumulator.prepare([batch(*part) for part in parts])))
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+    assert global_step(accumulator) == 1

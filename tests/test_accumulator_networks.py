@@ -1,0 +1,257 @@
+"""Several networks in one window, several optimizers of one network."""
+
+import numpy as np
+import pytest
+from loop_toy import batch
+from mindspore import Parameter, Tensor, nn, ops
+from step_probe import number
+
+from ms_gradaccum import Accumulator
+from ms_gradaccum.loop_window import LoopWindow
+
+pytestmark = pytest.mark.filterwarnings("error:.*runs eagerly")
+
+
+class Generator(nn.Cell):
+    """Moves noise by its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.float32([0.0])), "generator.weight")
+
+    def construct(self, noise):
+        return noise + self.weight
+
+
+class CriticLoss(nn.Cell):
+    """A critic c * x tells real from made; a penalty keeps c small."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+        self.weight = Parameter(Tensor(np.float32([1.0])), "critic.weight")
+
+    def construct(self, real, noise):
+        made = ops.stop_gradient(self.generator(noise))
+        return (self.weight * (made - real)).mean() + ops.square(self.weight).sum()
+
+
+class GeneratorLoss(nn.Cell):
+    """The generator makes what the critic takes for real."""
+
+    def __init__(self, generator, critic):
+        super().__init__()
+        self.generator = generator
+        self.critic = critic
+
+    def construct(self, noise):
+        return -(self.critic.weight * self.generator(noise)).mean() + ops.square(self.generator.weight).sum()
+
+
+REAL = np.float32([[1, 2], [3, 4], [5, 6], [9, 12]])
+NOISE = np.float32([[0.5, 1], [-1, 0], [2, 1], [0, 0.25]])
+
+
+def alternating_by_hand(steps, rate=0.1):
+    """Both weights after each window of so many batches: the critic's update first, each with whole means."""
+    critic, generator, diary = 1.0, 0.0, []
+    for begin in range(0, 4, steps):
+        real, noise = REAL[begin : begin + steps].mean(), NOISE[begin : begin + steps].mean()
+        # Both gradients are taken at the weights of the window's beginning.
+        for_critic, for_generator = noise + generator - real + 2 * critic, -critic + 2 * generator
+        critic, generator = critic - rate * for_critic, generator - rate * for_generator
+        diary.append((critic, generator))
+    return diary
+
+
+@pytest.fixture(scope="module")
+def gan():
+    generator = Generator()
+    critic_loss = CriticLoss(generator)
+    generator_loss = GeneratorLoss(generator, critic_loss)
+    optimizers = [nn.SGD([critic_loss.weight], 0.1), nn.SGD([generator.weight], 0.1)]
+    return critic_loss, generator_loss, Accumulator([critic_loss, generator_loss], optimizers, 2)
+
+
+@pytest.fixture
+def new_gan(gan):
+    critic_loss, generator_loss, accumulator = gan
+    accumulator.drop()
+    accumulator.window = LoopWindow(accumulator.config, accumulator._networks)
+    critic_loss.weight.set_data(Tensor(np.float32([1.0])))
+    generator_loss.generator.weight.set_data(Tensor(np.float32([0.0])))
+    return gan
+
+
+def weights_of(critic_loss, generator_loss):
+    return number(critic_loss.weight), number(generator_loss.generator.weight)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["a step for each", "one step for both"])
+def test_two_networks_train_alternately_as_by_hand(new_gan, named):
+    critic_loss, generator_loss, accumulator = new_gan
+    diary, outputs = [], []
+    for real, noise in zip(REAL, NOISE):
+        with accumulator.accumulate():
+            accumulator.backward(Tensor(real), Tensor(noise), network=critic_loss)
+            accumulator.backward(Tensor(noise), network=generator_loss)
+            if named:
+                accumulator.clip_grad_norm(1e3, network=critic_loss)
+                outputs.append(accumulator.step(network=critic_loss))
+                outputs.append(accumulator.step(network=generator_loss))
+                accumulator.zero_grad(network=critic_loss)
+            else:
+                accumulator.clip_grad_norm(1e3)
+                outputs.append(accumulator.step())
+            accumulator.zero_grad()
+        diary.append(weights_of(critic_loss, generator_loss))
+    assert diary[0] == (1, 0) and diary[1] == diary[2]
+    for found, expected in zip(diary[1::2], alternating_by_hand(2)):
+        assert found == pytest.approx(expected, rel=1e-6)
+    # An update per batch ends elsewhere.
+    assert diary[-1] != pytest.approx(alternating_by_hand(1)[-1], rel=1e-2)
+    assert outputs[0] is None and accumulator.window.counter.updates == 2
+
+
+def test_a_critic_may_be_stepped_before_the_generator_sees_it(new_gan):
+    critic_loss, generator_loss, accumulator = new_gan
+    for real, noise in zip(REAL[:2], NOISE[:2]):
+        with accumulator.accumulate():
+            accumulator.backward(Tensor(real), Tensor(noise), network=critic_loss)
+            accumulator.step(network=critic_loss)
+            accumulator.backward(Tensor(noise), network=generator_loss)
+            accumulator.step(network=generator_loss)
+    ((critic, _),) = alternating_by_hand(2)[:1]
+    # The generator's first batch saw the old critic, 1, its second one the new one.
+    assert weights_of(critic_loss, generator_loss) == pytest.approx((critic, 0.1 * (1 + critic) / 2), rel=1e-6)
+
+
+def test_a_network_that_sits_a_batch_out_counts_the_rows_that_it_had(new_gan):
+    critic_loss, generator_loss, accumulator = new_gan
+    for index, (real, noise) in enumerate(zip(REAL[:2], NOISE[:2])):
+        with accumulator.accumulate():
+            accumulator.backward(Tensor(real), Tensor(noise), network=critic_loss)
+            if index == 0:
+                accumulator.backward(Tensor(noise), network=generator_loss)
+            outputs = accumulator.step()
+    assert [number(output.weight) for output in outputs] == [4, 2]
+    assert weights_of(critic_loss, generator_loss) == pytest.approx(alternating_by_hand(2)[0], rel=1e-6)
+
+
+def test_a_skipped_update_of_one_network_is_none_of_the_other(new_gan):
+    critic_loss, generator_loss, accumulator = new_gan
+    for index, (real, noise) in enumerate(zip(REAL[:2], NOISE[:2])):
+        with accumulator.accumulate():
+            accumulator.backward(Tensor(real * (np.nan if index else 1)), Tensor(noise), network=critic_loss)
+            accumulator.backward(Tensor(noise), network=generator_loss)
+            outputs = accumulator.step()
+    assert [number(output.updated) for output in outputs] == [False, True] and accumulator.updated
+    assert weights_of(critic_loss, generator_loss) == pytest.approx((1, 0.1), rel=1e-6)
+
+
+def test_the_functional_idiom_with_several_networks(new_gan):
+    critic_loss, generator_loss, accumulator = new_gan
+    grads = {critic_loss: (Tensor([4.0]), Tensor([2.0])), generator_loss: (Tensor([-1.0]), Tensor([-3.0]))}
+    for index in range(2):
+        with accumulator.accumulate():
+            for network, pair in grads.items():
+                output = accumulator((pair[index],), weight=1 + 2 * index, network=network)
+    # (4 + 3 * 2) / 4 and (-1 - 3 * 3) / 4.
+    assert weights_of(critic_loss, generator_loss) == pytest.approx((1 - 0.25, 0.25), rel=1e-6)
+    assert number(output.weight) == 4
+
+
+ONE_OF = "For 'Accumulator', the argument 'network' must be one of the 2 networks, but got None. "
+OUTSIDE = (
+    "For 'Accumulator', several networks must be trained in accumulate(), but got a call outside it. They share "
+    "their batches: write 'with accumulator.accumulate():' around what belongs to one."
+)
+STRANGER = (
+    "For 'Accumulator', the argument 'network' must be one of its networks, but got Dense. Give a network that the "
+    "Accumulator was built with."
+)
+
+
+def test_several_networks_are_told_apart(new_gan):
+    critic_loss, _, accumulator = new_gan
+    with accumulator.accumulate():
+        with pytest.raises(ValueError, match=f"^{ONE_OF}Say which one: "):
+            accumulator.backward(Tensor(REAL[0]))
+        for call, given in ((accumulator.backward, Tensor(REAL[0])), (accumulator.clip_grad_norm, 1.0)):
+            with pytest.raises(ValueError) as caught:
+                call(given, network=nn.Dense(1, 1))
+            assert str(caught.value) == STRANGER
+    with pytest.raises(RuntimeError) as caught:
+        accumulator.backward(Tensor(REAL[0]), Tensor(NOISE[0]), network=critic_loss)
+    assert str(caught.value) == OUTSIDE
+
+
+class TwoParts(nn.Cell):
+    """y = a * x + b, each parameter for an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = Parameter(Tensor(np.float32([0.0])), "scale")
+        self.shift = Parameter(Tensor(np.float32([0.0])), "shift")
+
+    def construct(self, x, y):
+        return ops.square(self.scale * x + self.shift - y).mean()
+
+    def values(self):
+        return [self.scale.asnumpy().item(), self.shift.asnumpy().item()]
+
+
+@pytest.fixture(scope="module")
+def parted():
+    """A network with two optimizers, and the same with one."""
+    two, one = TwoParts(), TwoParts()
+    optimizers = [nn.SGD([two.scale], 0.01), nn.SGD([two.shift], 0.01)]
+    return (two, Accumulator(two, optimizers, 2)), (one, Accumulator(one, nn.SGD(one.trainable_params(), 0.01), 2))
+
+
+def run(network, accumulator, batches, clip=None):
+    accumulator.drop()
+    accumulator.window = LoopWindow(accumulator.config, accumulator._networks)
+    for parameter in network.trainable_params():
+        parameter.set_data(ops.zeros_like(parameter))
+    for each in batches:
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            if clip is not None:
+                getattr(accumulator, clip[0])(clip[1])
+            output = accumulator.step()
+    return network.values(), output
+
+
+@pytest.mark.parametrize("clip", [None, ("clip_grad_norm", 5.0), ("clip_grad_value", 12.0)], ids=str)
+def test_two_optimizers_of_one_network_train_as_one(parted, clip):
+    (two, output), (one, expected) = (run(*each, [batch(1, 2), batch(3, 4)], clip) for each in parted)
+    assert two == pytest.approx(one, rel=1e-6) and min(two) > 0.01
+    # Mean gradients: of the scale -4 * 7.5, of the shift -4 * 2.5.
+    assert number(output.grad_norm) == pytest.approx(np.hypot(30, 10), rel=1e-6)
+    for name in ("loss", "grad_norm", "clipped_grad_norm", "weight", "updated", "overflow"):
+        assert number(getattr(output, name)) == pytest.approx(number(getattr(expected, name)), rel=1e-6)
+    np.testing.assert_allclose(output.learning_rate.asnumpy(), [0.01, 0.01])
+    if clip == ("clip_grad_norm", 5.0):
+        # Each clipped by its own norm would move both by 0.05.
+        assert two == pytest.approx([0.01 * 5 * 30 / np.hypot(30, 10), 0.01 * 5 * 10 / np.hypot(30, 10)], rel=1e-5)
+
+
+def test_nan_for_one_of_two_optimizers_skips_both(parted):
+    (network, accumulator), _ = parted
+    run(network, accumulator, [batch(1), batch(2)])
+    # Grads of the scale NaN, of the shift not.
+    values = network.values()
+    for scale in (np.nan, 1.0):
+        output = accumulator((Tensor([scale]), Tensor([1.0])))
+    assert not number(output.updated) and number(output.overflow) and network.values() == values
+    for _ in range(2):
+        output = accumulator((Tensor([1.0]), Tensor([2.0])))
+    assert number(output.updated)
+    assert network.values() == pytest.approx([values[0] - 0.01, values[1] - 0.02], rel=1e-5)
+
+
+def test_one_network_in_a_list_is_one_network():
+    network = TwoParts()
+    optimizers = [nn.SGD([network.scale], 0.01), nn.SGD([network.shift], 0.01)]
+    assert len(Accumulator([network], [optimizers])._networks[0].optimizers) == 2

@@ -1,0 +1,269 @@
+"""The end of a window of a hand-written loop: clipping, NaN, learning rate schedulers, flush and drop."""
+
+import mindspore as ms
+import mindspore.experimental.optim as experimental
+import numpy as np
+import pytest
+from linear_toy import descend, weight_of
+from loop_toy import (
+    FOUR,
+    adjustable_sgd,
+    batch,
+    global_step,
+    nan_batch,
+    optimizer_of,
+    rate,
+    toy_loop,
+    train,
+    updates_of,
+)
+from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.experimental.optim import lr_scheduler
+from step_probe import Weights, compilations, number
+
+from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByValue
+
+THREE_FOUR = Tensor(np.float32([[3.0, 4.0], [3.0, 4.0]]))  # the gradient of Weights(2): norm 5
+
+
+@pytest.fixture(scope="module")
+def two_weights():
+    """Weights whose update is minus the gradient, so that they show what the optimizer was given."""
+    network = Weights(2)
+    return network, Accumulator(network, nn.SGD(network.trainable_params(), 1.0), 2)
+
+
+def clipped_update(two_weights, clip):
+    """The update of a window with the mean gradient (3, 4), what ``clip`` returned in its batches, and the report."""
+    network, accumulator = two_weights
+    network.weight.set_data(ops.zeros_like(network.weight))
+    returned = []
+    for _ in range(2):
+        with accumulator.accumulate():
+            accumulator.backward(THREE_FOUR)
+            returned.append(clip(accumulator))
+            output = accumulator.step()
+    return -network.weight.asnumpy(), returned, output
+
+
+def test_a_new_limit_in_each_update_compiles_nothing_anew(two_weights):
+    clipped_update(two_weights, lambda accumulator: accumulator.clip_grad_norm(1.0))
+    with compilations() as compiled:
+        for max_norm in (0.5, 2.0, 4.99, 5.0, 7.0, 2):
+            update, norms, output = clipped_update(two_weights, lambda a, limit=max_norm: a.clip_grad_norm(limit))
+            expected = ClipByGlobalNorm(max_norm)((Tensor([3.0, 4.0]),), Tensor(5.0))[0].asnumpy()
+            np.testing.assert_array_equal(update, expected)
+            assert norms[0] is None and number(norms[1]) == number(output.grad_norm) == 5
+            assert number(output.clipped_grad_norm) == pytest.approx(min(max_norm, 5))
+    assert "Update" not in compiled and "MicroStep" not in compiled
+
+
+def test_clipping_by_value(two_weights):
+    for limit in (3.5, 1.0):
+        update, norms, output = clipped_update(two_weights, lambda a, limit=limit: a.clip_grad_value(limit))
+        expected = np.minimum([3.0, 4.0], limit)
+        np.testing.assert_array_equal(update, expected)
+        assert number(norms[1]) == 5 and number(output.clipped_grad_norm) == pytest.approx(np.hypot(*expected))
+
+
+def test_a_clip_is_for_one_update(two_weights):
+    clipped_update(two_weights, lambda accumulator: accumulator.clip_grad_norm(0.1))
+    update, _, _ = clipped_update(two_weights, lambda accumulator: None)
+    np.testing.assert_array_equal(update, [3, 4])
+
+
+@pytest.mark.parametrize("clip", [ClipByGlobalNorm(2.5), ClipByValue(3.5)], ids=repr)
+def test_a_clip_of_the_accumulator_holds_where_the_loop_chooses_none(clip):
+    network = Weights(2)
+    accumulator = Accumulator(network, nn.SGD(network.trainable_params(), 1.0), 2, clip=clip)
+    update, _, output = clipped_update((network, accumulator), lambda accumulator: None)
+    expected = clip((Tensor([3.0, 4.0]),), Tensor(5.0))[0].asnumpy()
+    np.testing.assert_array_equal(update, expected)
+    assert number(output.clipped_grad_norm) == pytest.approx(np.hypot(*expected))
+    update, _, _ = clipped_update((network, accumulator), lambda accumulator: accumulator.clip_grad_norm(1.0))
+    np.testing.assert_allclose(update, [0.6, 0.8], rtol=1e-6)
+
+
+def test_nan_in_one_batch_skips_the_window_and_nothing_stays_of_it():
+    # After optax's test_multi_steps_skip_not_finite and Accelerate's optimizer_step_was_skipped.
+    network, accumulator = toy_loop(2)
+    updates = updates_of(accumulator, [FOUR[0], nan_batch(), *FOUR])
+    assert updates == [False, False, False, True, False, True]
+    assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4), (5, 6, 7, 8)), rel=1e-6)
+    assert global_step(accumulator) == 2
+
+
+def test_nan_is_reported():
+    network, accumulator = toy_loop(1)
+    with accumulator.accumulate():
+        accumulator.backward(*nan_batch())
+        assert np.isnan(number(accumulator.clip_grad_norm(1.0)))
+        output = accumulator.step()
+        accumulator.zero_grad()
+    assert accumulator.sync_gradients and not accumulator.updated
+    assert number(output.overflow) and not number(output.updated) and np.isnan(number(output.loss))
+    assert weight_of(network) == 0 and global_step(accumulator) == 0
+
+
+def halving(optimizer):
+    return lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def test_a_prepared_scheduler_moves_once_per_update():
+    _, accumulator = toy_loop(2, adjustable_sgd)
+    scheduler = accumulator.prepare(halving(optimizer_of(accumulator)))
+    dataset = accumulator.prepare([*FOUR, *FOUR[:3]])
+    rates = [rate(accumulator) for _ in train(accumulator, dataset, scheduler)]
+    # Updates after the batches 2, 4, 6 and 7. Once per batch it would end at 0.02 / 128.
+    assert rates == [0.02, 0.01, 0.01, 0.005, 0.005, 0.0025, 0.00125]
+    assert scheduler.last_epoch == 4  # what it does not change is that of the scheduler
+
+
+def test_the_learning_rate_of_the_scheduler_is_that_of_the_next_update():
+    network, accumulator = toy_loop(2, adjustable_sgd)
+    scheduler = accumulator.prepare(halving(optimizer_of(accumulator)))
+    list(train(accumulator, FOUR, scheduler))
+    expected = descend((5, 6, 7, 8), weight=descend((1, 2, 3, 4)), learning_rate=0.01)
+    assert weight_of(network) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_scheduler_stays_where_it_is_in_a_skipped_update():
+    _, accumulator = toy_loop(2, adjustable_sgd)
+    scheduler = accumulator.prepare(halving(optimizer_of(accumulator)))
+    data = [FOUR[0], nan_batch(), FOUR[0], FOUR[1]]
+    assert [rate(accumulator) for _ in train(accumulator, data, scheduler)] == [0.02, 0.02, 0.02, 0.01]
+
+
+@pytest.mark.parametrize("apply", [True, False], ids=["applied", "carried"])
+def test_a_scheduler_moves_once_per_epoch_if_it_is_called_so(apply):
+    _, accumulator = toy_loop(3, adjustable_sgd, sync_with_dataloader=apply)
+    scheduler, dataset = accumulator.prepare(halving(optimizer_of(accumulator)), FOUR)
+    rates = []
+    for _ in range(3):
+        list(train(accumulator, dataset))
+        scheduler.step()
+        rates.append(rate(accumulator))
+    # Carried, the first two epochs end in mid-window.
+    assert rates == [0.01, 0.005, 0.0025]
+
+
+def test_an_epoch_that_ends_in_a_skipped_update_moves_the_scheduler_for_the_others():
+    _, accumulator = toy_loop(2, adjustable_sgd)
+    scheduler, dataset = accumulator.prepare(halving(optimizer_of(accumulator)), [*FOUR, nan_batch()])
+    assert updates_of(accumulator, dataset) == [False, True, False, True, False]
+    scheduler.step(), scheduler.step()
+    assert rate(accumulator) == 0.01
+
+
+def test_reduce_on_plateau_takes_its_metric():
+    _, accumulator = toy_loop(2, adjustable_sgd)
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer_of(accumulator), patience=0, factor=0.5)
+    scheduler = accumulator.prepare(plateau)
+    rates = []
+    for index, each in enumerate(FOUR * 2):
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            accumulator.step()
+            scheduler.step(Tensor(1.0) if index != 0 else Tensor(-1.0))
+        rates.append(rate(accumulator))
+    # The metric of batch 0 was not looked at; those of the updates do not get better after the first.
+    assert rates == [0.02, 0.02, 0.02, 0.01, 0.01, 0.005, 0.005, 0.0025]
+
+
+def test_flush_updates_with_an_unfinished_window():
+    network, accumulator = toy_loop(4)
+    assert accumulator.flush() is None
+    assert updates_of(accumulator, FOUR[:3]) == [False] * 3
+    output = accumulator.flush()
+    assert number(output.updated) and number(output.weight) == 6 and accumulator.updated
+    assert weight_of(network) == pytest.approx(1.2133333, rel=1e-6)
+    # Nothing is left, and the next window has four batches.
+    assert accumulator.flush() is None and accumulator.drop() == 0
+    assert updates_of(accumulator, FOUR) == [False, False, False, True]
+
+
+def test_drop_throws_an_unfinished_window_away():
+    network, accumulator = toy_loop(4)
+    assert updates_of(accumulator, FOUR[:3]) == [False] * 3
+    assert accumulator.drop() == 3 and accumulator.drop() == 0 and weight_of(network) == 0
+    assert updates_of(accumulator, FOUR) == [False, False, False, True]
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+@pytest.mark.parametrize("how", ["flush", "drop"])
+@pytest.mark.parametrize("before", [True, False], ids=["before backward", "after backward"])
+def test_flush_and_drop_inside_a_batch_do_not_shift_the_next_boundary(how, before):
+    network, accumulator = toy_loop(4)
+    updates = []
+    for index, each in enumerate(FOUR * 3):
+        with accumulator.accumulate():
+            if index == 2 and before:
+                result = getattr(accumulator, how)()
+            accumulator.backward(*each)
+            if index == 2 and not before:
+                result = getattr(accumulator, how)()
+            accumulator.step()
+        updates.append(accumulator.updated)
+    # The third batch belongs to the next window, or to the one that ends.
+    ends = {True: [5, 9], False: [6, 10]}[before]
+    if how == "flush":
+        ends = [2, *ends]
+        assert number(result.weight) == (4 if before else 6)
+    else:
+        assert result == (2 if before else 3)
+    assert [index for index, update in enumerate(updates) if update] == ends
+
+
+def test_a_second_step_does_nothing():
+    network, accumulator = toy_loop(2)
+    list(train(accumulator, FOUR[:2]))
+    weight = weight_of(network)
+    output = accumulator.step()
+    assert accumulator.updated and not number(output.updated) and number(output.weight) == 0
+    assert weight_of(network) == weight and updates_of(accumulator, FOUR[:2]) == [False, True]
+
+
+class Quadratic(nn.Cell):
+    """The mean over the rows of (weight - x)^2, elementwise; its Hessian is 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.float32([1, -2, 3])), "weight")
+
+    def construct(self, x):
+        return ops.square(self.weight - x).sum(-1).mean()
+
+
+# With the default epsilon, Adam would hardly see the size of a gradient: a sum would pass for a mean.
+OPTIMIZERS = {
+    "mint SGD": lambda p: mint.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
+    "experimental Adam": lambda p: experimental.Adam(p, 0.1, eps=1.0, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers_of_all_packages_are_given_the_mean_gradient(make):
+    # After Keras's ..._with_weight_decay: three windows, and the optimizer called with their mean gradients.
+    ms.set_context(mode=ms.GRAPH_MODE)  # called eagerly, those of mint do nothing on CPU
+    rows = np.random.default_rng(0).normal(1, 1, (3, 6, 3)).astype(np.float32)
+    network, alone, wrong = Quadratic(), Quadratic(), Quadratic()
+    accumulator = Accumulator(network, make(network.trainable_params()), 3)
+    optimizer, wrong_optimizer = make(alone.trainable_params()), make(wrong.trainable_params())
+    for window in rows:
+        for part in np.split(window, 3):
+            with accumulator.accumulate():
+                accumulator.backward(Tensor(part))
+                accumulator.step()
+        optimizer((Tensor(2 * (alone.weight.asnumpy() - window.mean(0))),))
+        wrong_optimizer((Tensor(6 * (wrong.weight.asnumpy() - window.mean(0))),))  # the sum of three means
+    found, expected = network.weight.asnumpy(), alone.weight.asnumpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert np.abs(wrong.weight.asnumpy() - expected).max() > 0.03
+
+
+def test_a_group_of_one_row_counts_as_one_row():
+    network, accumulator = toy_loop(2, adjustable_sgd)
+    list(train(accumulator, [batch(1), batch(2, 3, 4)]))
+    assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4)), rel=1e-6)
+    # Not the mean of the two batches' means.
+    assert weight_of(network) != pytest.approx((descend((1,)) + descend((2, 3, 4))) / 2, rel=1e-2)
