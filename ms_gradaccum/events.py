@@ -53,6 +53,10 @@ class Events:
         """Whether anybody listens."""
         return any(self._listeners.values())
 
+    def hears(self, callback: Any) -> bool:
+        """Return whether ``callback`` listens."""
+        return any(getattr(callback, name, None) in listeners for name, listeners in self._listeners.items())
+
     def add(self, owner: str, callback: Any) -> None:
         """Call those methods of ``callback`` that have the names of events, from now on."""
         if not is_listener(callback):
@@ -66,10 +70,10 @@ class Events:
 
     @contextmanager
     def listening(self, owner: str, callbacks: Sequence[Any]) -> Iterator[None]:
-        """Let those of ``callbacks`` listen that have methods for it, until the end of this context."""
+        """Let those of ``callbacks`` listen that have methods for it and do not yet, until the end of this context."""
         before = {name: list(methods) for name, methods in self._listeners.items()}
         for callback in callbacks:
-            if is_listener(callback):
+            if is_listener(callback) and not self.hears(callback):
                 self.add(owner, callback)
         try:
             yield

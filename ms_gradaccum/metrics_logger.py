@@ -115,6 +115,10 @@ class MetricsLogger(Callback):
             output (Union[StepReport, StepOutput], optional): The report, or an output of which one is made. None, and
                 an output inside a window, are nothing to write.
             extra (dict): Numbers to write beside it, by name.
+
+        Raises:
+            TypeError: If something in `extra` is not a number.
+            ValueError: If `train_step` is missing for what was asked.
         """
         if output is None or isinstance(output, StepReport):
             report = output
@@ -123,6 +127,11 @@ class MetricsLogger(Callback):
             report = self._reporter.report(output)
         if report is None:
             return None
+        for name, value in extra.items():
+            if not _is_number(value):
+                remedy = "Metrics of several values take a name for each."
+                raise TypeError(sentence(_OWNER, name, "a number", f"{value!r} of type {type(value).__name__}", remedy))
+        extra = {name: value if isinstance(value, int) else float(value) for name, value in extra.items()}
         self._update = report.update
         epoch = {} if self._epoch is None else {"epoch": self._epoch}
         self._write({**epoch, **report.as_dict(), **extra}, {**epoch, **report.scalars(), **extra})
@@ -140,10 +149,14 @@ class MetricsLogger(Callback):
     def on_train_begin(self, run_context: Any) -> None:
         train_step = run_context.original_args().train_network
         if not isinstance(train_step, TrainOneStepCell):
-            remedy = "Import Model from ms_gradaccum."
             raise TypeError(
                 f"For '{_OWNER}', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "
-                f"{type(train_step).__name__}. {remedy}"
+                f"{type(train_step).__name__}. Import Model from ms_gradaccum."
+            )
+        if not train_step.events.hears(self):
+            raise ValueError(
+                f"For '{_OWNER}', the training step must tell it of updates, but a Model of MindSpore does not arrange "
+                f"for that. Import Model from ms_gradaccum, or call train_step.add_callback(logger) first."
             )
         if train_step is not self._train_step:
             self._train_step = train_step
@@ -189,4 +202,4 @@ def _is_number(value: Any) -> bool:
         float(value)
     except (TypeError, ValueError):
         return False
-    return True
+    return not isinstance(value, str)

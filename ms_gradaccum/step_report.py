@@ -37,7 +37,8 @@ class StepReport:
         batches: Batches of this process so far. None where the windows are part of a graph (data sink mode).
         micro_batches: Micro batches of this process so far, or None likewise.
         rows_per_second: Rows of all processes per second since the last report, without the time that reports take.
-            None in the first one, which would tell the time of compiling, and where the network counts tokens.
+            None in the first one, which would tell the time of compiling, where the network counts tokens, and if the
+            reporter has missed updates since the last one (in data sink mode it sees the last of a sink).
         tokens_per_second: The same for a network that counts what its loss weighs.
         weight_norm: Global L2 norm of the weights after the update.
         communication_seconds: Time that the window's messages take if all processes are ready and nothing else runs.
@@ -160,6 +161,8 @@ class StepReporter:
         # Since the last report, None before the first one.
         self._since: float | None = None
         self._weight = 0.0
+        # Those that the optimizer has made and the reporter has not seen, as of the last report.
+        self._unseen = 0
 
     def report(self, output: StepOutput | None) -> StepReport | None:
         """Return the report of a window, or None: inside it, for None, and for windows between those of `every`.
@@ -189,21 +192,23 @@ class StepReporter:
         return report
 
     def restart(self) -> None:
-        """Leave the time that has passed out of the next rate, for example that of an evaluation."""
+        """Leave what was until now out of the next rate, for example the time of an evaluation."""
         if self._since is not None:
-            self._since = time.perf_counter()
+            self._since, self._weight = time.perf_counter(), 0.0
 
     def _make(self, output: StepOutput) -> StepReport:
         now, trained = time.perf_counter(), self._trained
         rates = [float(rate) for rate in output.learning_rate.asnumpy().reshape(-1)]
         items: dict[str, Any] = {}
-        if self._since is not None:
+        update = self._update()
+        unseen, self._unseen = self._unseen, update - self._updates
+        if self._since is not None and unseen == self._unseen:
             unit = "tokens" if trained is not None and trained.counts_tokens else "rows"
             items[f"{unit}_per_second"] = self._weight / max(now - self._since, 1e-9)
         if trained is not None and trained.events.batches:
             items.update(batches=trained.events.batches, micro_batches=trained.events.micro_batches)
         return StepReport(
-            update=self._update(),
+            update=update,
             updated=bool(output.updated.asnumpy()),
             skipped_updates=self._skipped_updates,
             overflow=bool(output.overflow.asnumpy()),

@@ -125,6 +125,22 @@ def test_the_order_of_a_loop_with_its_last_window(listener):
     assert listener.told == EXPECTED
 
 
+def test_a_batch_that_begins_a_window_anew_is_counted_once(listener):
+    network = line()
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
+    accumulator.add_callback(listener)
+    for number in range(2):
+        with accumulator.accumulate():
+            if number:
+                accumulator.flush()  # the batch before: this one has added nothing yet
+            accumulator.backward(ROWS[0], ROWS[0])
+    assert [told[:2] for told in listener.told if told[0].endswith("_end")] == [
+        ("micro_batch_end", 1),
+        ("update_end", 2),
+        ("micro_batch_end", 2),
+    ]
+
+
 def test_gradients_that_the_caller_takes_are_one_micro_batch_of_unknown_rows(listener):
     network = line()
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)

@@ -12,7 +12,15 @@ from linear_toy import Recorder, X, batches, line, sgd, toy, toy_with_metrics, w
 from mindspore import Tensor, nn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ms_gradaccum import Accumulator, MetricsLogger, StepOutput, StepReporter, metrics_logger
+from ms_gradaccum import (
+    Accumulator,
+    MetricsLogger,
+    Model,
+    StepOutput,
+    StepReporter,
+    TrainOneStepCell,
+    metrics_logger,
+)
 
 FULL_DISK = "/dev/full"  # takes no byte
 
@@ -121,6 +129,21 @@ def test_a_loop_of_ones_own(tmp_path):
             k: v for k, v in other.items() if k not in clocks
         }
         assert line_["weight_norm"] == report.weight_norm
+
+
+def test_numbers_of_ones_own_may_be_of_any_kind(tmp_path):
+    logger = MetricsLogger(tmp_path / "run.jsonl")
+    logger.log(output_of(), count=3, share=np.float32(0.5), score=Tensor(2.0), none=np.float64(np.nan))
+    (line_,) = lines_of(tmp_path / "run.jsonl")
+    assert [line_[name] for name in ("count", "share", "score", "none")] == [3, 0.5, 2.0, None]
+    for value, got in (([1, 2], "[1, 2] of type list"), ("3", "'3' of type str")):
+        with pytest.raises(TypeError) as raised:
+            logger.log(output_of(), scores=value)
+        assert str(raised.value) == (
+            f"For 'MetricsLogger', the argument 'scores' must be a number, but got {got}. "
+            "Metrics of several values take a name for each."
+        )
+    assert len(lines_of(tmp_path / "run.jsonl")) == 1
 
 
 def test_a_report_of_somebody_else_is_written_as_it_is(tmp_path):
@@ -284,6 +307,22 @@ def test_a_model_of_mindspore_is_refused(tmp_path):
     )
     with pytest.raises(TypeError, match=whole(sentence)):
         model.train(1, batches(2), callbacks=MetricsLogger(tmp_path / "run.jsonl"))
+
+
+def test_a_model_of_mindspore_with_our_step_logs_or_is_refused(tmp_path):
+    network = line()
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network))
+    logger = MetricsLogger(tmp_path / "run.jsonl")
+    sentence = (
+        "For 'MetricsLogger', the training step must tell it of updates, but a Model of MindSpore does not arrange "
+        "for that. Import Model from ms_gradaccum, or call train_step.add_callback(logger) first."
+    )
+    with pytest.raises(ValueError, match=whole(sentence)):
+        ms.Model(step).train(1, batches(4), callbacks=logger)
+    step.add_callback(logger)
+    ms.Model(step).train(1, batches(4), callbacks=logger)
+    Model(step).train(1, batches(4), callbacks=logger)  # which it hears once, too
+    assert [line["update"] for line in lines_of(tmp_path / "run.jsonl")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,28 @@ def test_a_rate_leaves_out_what_reports_and_evaluations_take(clock, monkeypatch)
     assert reporter.report(output_of(weight=8)).rows_per_second == 4.0
 
 
+def test_a_rate_leaves_out_the_rows_before_a_restart_too(clock):
+    reporter = StepReporter(every=2)
+    for weight in (1, 1, 100):
+        reporter.report(output_of(weight=weight))
+    clock.now += 500.0
+    reporter.restart()
+    clock.now += 2.0
+    assert reporter.report(output_of(weight=8)).rows_per_second == 4.0
+
+
+def test_there_is_no_rate_if_updates_were_missed(pairs, clock):
+    """As those of a sink, of which the last one alone is seen. Also not by the updates of an earlier training."""
+    step = pairs._networks[0].optimizers[0].global_step
+    reporter = StepReporter(pairs)
+    rates = []
+    for made in (41, 42, 46, 50, 51):
+        step.set_data(Tensor([made], ms.int32))
+        clock.now += 2.0
+        rates.append(reporter.report(output_of(weight=8)).rows_per_second)
+    assert rates == [None, 4.0, None, None, 4.0]
+
+
 def test_every_reports_some_windows_with_the_rate_of_all(clock):
     reporter = StepReporter(every=3)
     reports = []
