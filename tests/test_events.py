@@ -10,6 +10,8 @@ from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, StepOutput, T
 from ms_gradaccum.events import Events
 from ms_gradaccum.model import _FinishStep
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 
 class Listener(Callback):
     """Notes what it is told: the name without "on_", the counts, and the loss if there is one."""

@@ -21,6 +21,8 @@ from ms_gradaccum import (
     step_report,
 )
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 
 @pytest.fixture
 def clock(monkeypatch):
