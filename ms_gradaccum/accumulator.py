@@ -153,6 +153,9 @@ class Accumulator(nn.Cell):
 
         Args:
             callback (object): Anything with at least one of these methods, for example a :class:`MetricsLogger`.
+
+        Raises:
+            TypeError: If it has none of them.
         """
         self.events.add(_OWNER, callback)
 

@@ -38,7 +38,7 @@ class Events:
     Attributes:
         batches: Batches begun.
         micro_batches: Micro batches done.
-        window_micro_batches: Those of the last window that has ended.
+        window_micro_batches: Those between the ends of the last two windows.
         updates: Updates made.
         skipped_updates: Windows that have ended without one.
     """

@@ -203,6 +203,9 @@ class TrainOneStepCell(nn.TrainOneStepCell):
 
         Args:
             callback (object): Anything with at least one of these methods.
+
+        Raises:
+            TypeError: If it has none of them.
         """
         self.events.add(_OWNER, callback)
 
