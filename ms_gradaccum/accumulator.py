@@ -87,7 +87,7 @@ class Accumulator(nn.Cell):
         >>> for batch in accumulator.prepare([(part, 2 * part) for part in x]):
         ...     with accumulator.accumulate():
         ...         loss = accumulator.backward(*batch)
-        ...         accumulator.step()
+        ...         output = accumulator.step()
         ...         accumulator.zero_grad()
         >>> print(network.weight.value())
         [[2.04]]

@@ -22,6 +22,23 @@ class StepEvent(NamedTuple):
         skipped_updates: Windows whose update was skipped so far, for a gradient with an Inf or a NaN or for want of
             weight.
         output: Report on the window, at the end of an update; None otherwise.
+
+    Examples:
+        >>> from mindspore import nn, ops
+        >>> from ms_gradaccum import GradAccumulation, TrainOneStepCell
+        >>> class Watch:
+        ...     def on_micro_batch_end(self, event):
+        ...         print("micro batch", event.micro_batch, "of", event.rows, "rows")
+        ...     def on_update_end(self, event):
+        ...         print("update", event.updates, "with loss", event.output.loss)
+        >>> network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+        >>> loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size=2)
+        >>> train_step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.5))
+        >>> train_step.add_callback(Watch())
+        >>> output = train_step(ops.ones((3, 1)), ops.ones((3, 1)))
+        micro batch 0 of 2 rows
+        micro batch 1 of 1 rows
+        update 1 with loss 1.0
     """
 
     batch: int

@@ -43,6 +43,16 @@ class StepReport:
         weight_norm: Global L2 norm of the weights after the update.
         communication_seconds: Time that the window's messages take if all processes are ready and nothing else runs.
         peak_memory_bytes: Peak of the memory so far: of the device, on CPU of the process.
+
+    Examples:
+        >>> from mindspore import nn, ops
+        >>> from ms_gradaccum import StepReporter, TrainOneStepCell
+        >>> network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+        >>> optimizer = nn.SGD(network.trainable_params(), 0.5)
+        >>> train_step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer)
+        >>> report = StepReporter(train_step).report(train_step(ops.ones((4, 1)), ops.ones((4, 1))))
+        >>> print(report.update, report.loss, report.grad_norm, report.weight, report.weight_norm)
+        1 1.0 2.0 4.0 None
     """
 
     update: int
