@@ -20,6 +20,7 @@ from ms_gradaccum import (
     progress_display,
 )
 
+pytestmark = pytest.mark.usefixtures("op_by_op")
 SPEED = r"[\d.e+]+ batches/s, 00:0\d elapsed, 00:00 left"
 
 
