@@ -12,6 +12,7 @@ from ms_gradaccum.accumulation_config import AccumulationConfig, merge_config
 from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, check_clip
 from ms_gradaccum.loop_window import LoopWindow
 from ms_gradaccum.optimizers import claim_optimizer
+from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.prepared import prepare
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.trained_network import GraphWindow, TrainedNetwork, pair_networks
@@ -114,6 +115,7 @@ class Accumulator(nn.Cell):
             for each in trained.optimizers:
                 claim_optimizer(each, self)
         self.window = LoopWindow(self.config, self._networks)
+        self.events = self.window.events
         first, steps = self._networks[0], self.config.accumulation_steps
         self.in_graph = GraphWindow(first.add_grads_cell, first.windows[0], steps)
         simple = len(self._networks) == 1 and len(first.windows) == 1
@@ -142,6 +144,20 @@ class Accumulator(nn.Cell):
         """
         prepared = tuple(prepare(item, self.window) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def add_callback(self, callback: Any) -> None:
+        """Call those of the callback's methods `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and
+        `on_update_end` that it has, each with a :class:`StepEvent`; of several networks, for each of them.
+
+        They are called from Python, so not inside a compiled function.
+
+        Args:
+            callback (object): Anything with at least one of these methods, for example a :class:`MetricsLogger`.
+
+        Raises:
+            TypeError: If it has none of them.
+        """
+        self.events.add(_OWNER, callback)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Enclose what is done with one batch. At its beginning it is known whether it ends the window."""
@@ -177,7 +193,9 @@ class Accumulator(nn.Cell):
         check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
         trained = self.window.only(network)
         with self.window.batch_of(trained):
+            self.events.micro_batch_begin(0, None)
             trained.add_grads(grads, weight, loss, weight if reduction == "mean" else 1.0)
+            self.events.micro_batch_end(0, None)
         if self.sync_gradients:
             return self.window.step(trained)
         return trained.so_far()
@@ -246,7 +264,10 @@ class Accumulator(nn.Cell):
 
         Of several processes all must call it.
         """
-        if self.window.is_open or any(trained.several or trained.batches_in_buffer() for trained in self._networks):
+        found = self.window.is_open or any(trained.batches_in_buffer() for trained in self._networks)
+        if self._networks[0].several:
+            found = max(gather_counts(found)) > 0
+        if found:
             return _one_or_all(self.window.flush())
         return None
 

@@ -19,6 +19,14 @@ def sum_of_squares(grad: Tensor) -> Tensor:
     return ops.sum(squares)
 
 
+def global_norm(tensors: Grads) -> Tensor:
+    """Return the L2 norm of ``tensors`` taken as one vector, a float32 scalar."""
+    total = sum_of_squares(tensors[0])
+    for tensor in tensors[1:]:
+        total = total + sum_of_squares(tensor)
+    return ops.sqrt(total)
+
+
 class NoClip(nn.Cell):
     """Stand-in used when gradients are not clipped."""
 

@@ -9,6 +9,7 @@ from mindspore.common.sparse_tensor import RowTensorInner
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.events import Events
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.structure import named_tuple_in
@@ -170,6 +171,8 @@ class MicroSteps:
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         # Whether the last batch may have added something before it failed.
         self.has_added = False
+        # Who is told of each micro batch.
+        self.events = Events()
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
@@ -184,8 +187,10 @@ class MicroSteps:
         rounds = self.parallels[0].rounds(len(micro_batches))
         outputs: list[Any] = []
         try:
-            for rows, tensors in micro_batches:
+            for index, (rows, tensors) in enumerate(micro_batches):
+                self.events.micro_batch_begin(index, rows)
                 outputs.append(micro_step(Tensor(rows, ms.float32), *tensors))
+                self.events.micro_batch_end(index, rows)
         except BaseException:
             self.has_added = bool(outputs) or micro_step.has_run
             raise

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.parallel.collectives import Group, Sum, after
@@ -58,7 +58,3 @@ class SeveralProcesses(SingleProcess):
     def check_replicas(self) -> None:
         if self.check_weights:
             check_equal("TrainOneStepCell", self.replicas())
-
-    def replicas(self) -> tuple[Parameter, ...]:
-        """Return the weights that all ranks have."""
-        return tuple(self.weights)

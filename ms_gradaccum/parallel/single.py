@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.grad_clip import sum_of_squares
+from ms_gradaccum.grad_clip import global_norm
 
 
 class SingleProcess(nn.Cell):
@@ -42,10 +42,7 @@ class SingleProcess(nn.Cell):
 
     def norm(self, grads: tuple[Tensor, ...]) -> Tensor:
         """Return the L2 norm of the whole gradient taken as one vector, a float32 scalar."""
-        total = sum_of_squares(grads[0])
-        for grad in grads[1:]:
-            total = total + sum_of_squares(grad)
-        return ops.sqrt(total)
+        return global_norm(grads)
 
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the gradients as the optimizer takes them."""
@@ -61,6 +58,10 @@ class SingleProcess(nn.Cell):
 
     def check_replicas(self) -> None:
         """Raise if the ranks' weights differ, when asked to look. Called by the host after each update."""
+
+    def replicas(self) -> tuple[Parameter, ...]:
+        """Return the whole weights, which all ranks have."""
+        return tuple(self.weights)
 
     def saved(self, parameter: Parameter) -> Parameter | None:
         """Return what a checkpoint holds for ``parameter``; None for nothing."""
