@@ -10,7 +10,8 @@ usage() {
                    another one of sample_code: linear_toy, causal_lm, resnet18, transformer_lm
 ./run.sh test      format, lint, types, then all tests; more arguments go to pytest
 ./run.sh check     format, lint and types alone
-./run.sh bench     benchmarks/step.py, or with "distributed" first benchmarks/distributed.py; more arguments go to it
+./run.sh bench [NAME]
+                   a program of benchmarks: step (the default), distributed, report; more arguments go to it
 ./run.sh help      this text
 
 Environment of the samples, with defaults:
@@ -100,8 +101,12 @@ case $command in
     ;;
   bench)
     prepare pinned
-    if [[ ${1:-} == distributed ]]; then exec python benchmarks/distributed.py "${@:2}"; fi
-    exec python benchmarks/step.py "$@"
+    benchmark=step
+    if [[ -f benchmarks/${1:-}.py ]]; then
+      benchmark=$1
+      shift
+    fi
+    exec python "benchmarks/$benchmark.py" "$@"
     ;;
   help | -h | --help) usage ;;
   *)
