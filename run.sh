@@ -6,15 +6,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 usage() {
   cat <<'TEXT'
 ./run.sh           train the sample (the same as ./run.sh sample)
+./run.sh sample NAME
+                   another one of sample_code: linear_toy, causal_lm, resnet18, transformer_lm
 ./run.sh test      format, lint, types, then all tests; more arguments go to pytest
 ./run.sh check     format, lint and types alone
-./run.sh bench     benchmarks/step.py, or with "distributed" first benchmarks/distributed.py; more arguments go to it
+./run.sh bench [NAME]
+                   a program of benchmarks: step (the default), distributed, report; more arguments go to it
 ./run.sh help      this text
 
-Environment of the sample, with defaults:
-  EPOCHS=10                how often to go through the images
+Environment of the samples, with defaults:
+  EPOCHS=10                how often the first one goes through the images
   DATA_PATH=               folder with MNIST or Fashion-MNIST, raw or .gz; without it the installed
                            package dataset-fashion-mnist, else the subset in sample_code/data
+  DATA=                    folder with CIFAR-10, binary version, for resnet18
   WORKER_NUM=2             all workers (processes) of the job
   LOCAL_WORKER_NUM=        those on this machine, by default all
   NODE_RANK=0              number of this machine, from 0
@@ -72,13 +76,20 @@ run_tests() {
   pytest -n 2 --dist loadfile "$@"
 }
 
+# run_sample [NAME [ARGUMENT...]]: its run.sh, or its program in one process.
+run_sample() {
+  local folder=sample_code/${1:-distributed_gradient_accumulation} extras=pinned
+  [[ -f $folder/train.py ]] || fail "there is no sample '$1'."
+  [[ ! -f $folder/plot.py ]] || extras=pinned,plot
+  prepare "$extras"
+  if [[ -f $folder/run.sh ]]; then exec bash "$folder/run.sh" "${@:2}"; fi
+  exec python "$folder/train.py" "${@:2}"
+}
+
 command=${1:-sample}
 [[ $# -eq 0 ]] || shift
 case $command in
-  sample)
-    prepare pinned
-    exec bash sample_code/distributed_gradient_accumulation/run.sh
-    ;;
+  sample) run_sample "$@" ;;
   test)
     prepare pinned,test
     check
@@ -90,8 +101,12 @@ case $command in
     ;;
   bench)
     prepare pinned
-    if [[ ${1:-} == distributed ]]; then exec python benchmarks/distributed.py "${@:2}"; fi
-    exec python benchmarks/step.py "$@"
+    benchmark=step
+    if [[ -f benchmarks/${1:-}.py ]]; then
+      benchmark=$1
+      shift
+    fi
+    exec python "benchmarks/$benchmark.py" "$@"
     ;;
   help | -h | --help) usage ;;
   *)

@@ -5,15 +5,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mindspore import Tensor, nn
-from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import check_choice, check_number
 from ms_gradaccum.accumulation_config import AccumulationConfig, merge_config
 from ms_gradaccum.bad_micro_batch import check_bad_micro_batch
-from ms_gradaccum.given_grads import GraphWindow
+from ms_gradaccum.events import Observed
+from ms_gradaccum.given_grads import GraphWindow, NoGraphWindow
 from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, check_clip
 from ms_gradaccum.loop_window import LoopWindow
 from ms_gradaccum.optimizers import claim_optimizer
+from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.precision import check_precision
 from ms_gradaccum.prepared import prepare
 from ms_gradaccum.step_output import StepOutput
@@ -22,7 +23,7 @@ from ms_gradaccum.trained_network import TrainedNetwork, pair_networks
 _OWNER = "Accumulator"
 
 
-class Accumulator(nn.Cell):
+class Accumulator(nn.Cell, Observed):
     r"""Gradient accumulation for hand-written training loops, with Hugging Face Accelerate's words.
 
     .. code-block:: python
@@ -94,7 +95,7 @@ class Accumulator(nn.Cell):
         >>> for batch in accumulator.prepare([(part, 2 * part) for part in x]):
         ...     with accumulator.accumulate():
         ...         loss = accumulator.backward(*batch)
-        ...         accumulator.step()
+        ...         output = accumulator.step()
         ...         accumulator.zero_grad()
         >>> print(network.weight.value())
         [[2.04]]
@@ -128,10 +129,11 @@ class Accumulator(nn.Cell):
             for each in trained.optimizers:
                 claim_optimizer(each, self)
         self.window = LoopWindow(self.config, self._networks)
+        self.events = self.window.events
         first, steps = self._networks[0], self.config.accumulation_steps
-        self.in_graph = GraphWindow(first.add_grads_cell, first.windows[0], steps)
-        simple = len(self._networks) == 1 and len(first.windows) == 1
-        self.fits_in_graph = simple and self.config.schedule is None
+        simple = len(self._networks) == len(first.windows) == 1 and self.config.schedule is None
+        window = GraphWindow(first.add_grads_cell, first.windows[0], steps) if simple else NoGraphWindow(_OWNER)
+        self.in_graph = window
 
     @property
     def sync_gradients(self) -> bool:
@@ -200,7 +202,9 @@ class Accumulator(nn.Cell):
         check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
         trained = self.window.only(network)
         with self.window.batch_of(trained):
+            self.events.micro_batch_begin(0, None)
             trained.add_grads(grads, weight, loss, weight if reduction == "mean" else 1.0)
+            self.events.micro_batch_end(0, None)
         if self.sync_gradients:
             return self.window.step(trained)
         return trained.so_far()
@@ -210,8 +214,6 @@ class Accumulator(nn.Cell):
 
         It counts its batches itself, and knows nothing of the end of the data: call `flush` there.
         """
-        if not self.fits_in_graph:
-            _refuse_graph()
         return self.in_graph(grads, weight, loss, reduction)
 
     def clip_grad_norm(self, max_norm: float, *, network: nn.Cell | None = None) -> Tensor | None:
@@ -269,7 +271,10 @@ class Accumulator(nn.Cell):
 
         Of several processes all must call it.
         """
-        if self.window.is_open or any(trained.several or trained.batches_in_buffer() for trained in self._networks):
+        found = self.window.is_open or any(trained.batches_in_buffer() for trained in self._networks)
+        if self._networks[0].several:
+            found = max(gather_counts(found)) > 0
+        if found:
             return _one_or_all(self.window.flush())
         return None
 
@@ -283,14 +288,6 @@ class Accumulator(nn.Cell):
         A prepared dataset does so at its end.
         """
         self.window.join()
-
-
-@_primexpr
-def _refuse_graph() -> None:
-    raise ValueError(
-        f"For '{_OWNER}', a call inside a compiled function must be one of a single network and optimizer without a "
-        f"schedule, but got more. Call it from Python."
-    )
 
 
 def _one_or_all(outputs: tuple[Any, ...]) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.bad_micro_batch import KeepFinite
 from ms_gradaccum.parallel.single import SingleProcess
@@ -68,3 +69,23 @@ class GraphWindow(nn.Cell):
             weight = ops.depend(self.buffer.weight + 0.0, batches)
             output = open_window_output(mean_loss, weight, self.window.loss_scale.value())
         return output
+
+
+class NoGraphWindow(nn.Cell):
+    """Stands for a GraphWindow where there can be none."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(auto_prefix=False)
+        self.owner = owner
+
+    def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> Any:
+        """Refuse to be compiled."""
+        _refuse_graph(self.owner)
+
+
+@_primexpr
+def _refuse_graph(owner: str) -> None:
+    raise ValueError(
+        f"For '{owner}', a call inside a compiled function must be one of a single network and optimizer without a "
+        f"schedule, but got more. Call it from Python."
+    )

@@ -34,6 +34,11 @@ def squares_of(grads: Grads, groups: Groups) -> Tensor:
     return ops.concat(totals)
 
 
+def global_norm(tensors: Grads) -> Tensor:
+    """Return the L2 norm of ``tensors`` taken as one vector, a float32 scalar."""
+    return ops.sqrt(squares_of(tensors, (tuple(range(len(tensors))),))[0])
+
+
 class NoClip(nn.Cell):
     """Stand-in used when gradients are not clipped."""
 

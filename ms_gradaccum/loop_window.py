@@ -8,6 +8,7 @@ from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import sentence
 from ms_gradaccum.accumulation_config import AccumulationConfig
+from ms_gradaccum.events import Events
 from ms_gradaccum.prepared import ActivePasses, PreparedScheduler
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.trained_network import TrainedNetwork
@@ -23,11 +24,15 @@ class LoopWindow:
         ends: Whether the current batch ends the window.
         updated: Whether its update was made.
         in_batch: Whether the program is inside `batch`.
+        events: Who is told of what happens.
     """
 
     def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork]) -> None:
         self.networks = networks
         self.counter = WindowCounter(config)
+        self.events = Events(_OWNER)
+        for trained in networks:
+            trained.micro_steps.events = self.events
         self.passes = ActivePasses()
         self.schedulers: list[PreparedScheduler] = []
         self.ends = self.updated = self.in_batch = False
@@ -50,6 +55,7 @@ class LoopWindow:
         except BaseException:
             if self._awaits_batch:
                 self.counter.take_back_batch()
+                self.events.batches -= 1
                 self.ends = False
             if was_open and not self.is_open and not self.ends:
                 self.counter.end_window()
@@ -67,6 +73,7 @@ class LoopWindow:
         for trained in self.networks:
             trained.has_batch = False
         self.updated = False
+        self.events.batches += 1
         self._count_batch()
 
     def _count_batch(self) -> None:
@@ -138,6 +145,7 @@ class LoopWindow:
 
     def step(self, trained: TrainedNetwork) -> StepOutput:
         """End the window of one network."""
+        self.events.update_begin()
         output = trained.step()
         if output.updated.asnumpy():
             if not self.updated:
@@ -145,6 +153,7 @@ class LoopWindow:
             self.updated = True
             for scheduler in self.schedulers:
                 scheduler.is_due = True
+        self.events.update_end(output)
         return output
 
     def flush(self) -> tuple[StepOutput, ...]:

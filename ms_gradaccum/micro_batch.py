@@ -74,6 +74,13 @@ def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis)
     return SplitBatch(structure, parts)
 
 
+def leaf_axes(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> list[int | None]:
+    """Return the batch axis of each tensor in ``inputs``, in the order of `take_apart`."""
+    leaves: list[_Leaf] = []
+    _place_leaves(inputs, batch_axis, "input", leaves)
+    return [leaf.axis for leaf in leaves]
+
+
 def split_rows(leaves: Iterable[_Leaf], micro_size: int) -> list[tuple[int, int]]:
     """Return the first row and the row after the last one of each micro batch; the larger ones come first."""
     rows = _count_rows(leaves)

@@ -10,6 +10,7 @@ from mindspore.common.sparse_tensor import RowTensorInner
 from ms_gradaccum._checks import warn
 from ms_gradaccum.bad_micro_batch import KeepFinite
 from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.events import Events
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.parallel.single import SingleProcess
@@ -138,6 +139,20 @@ class ScaledMicroStep(MicroStep):
         return (*self.window_so_far(added), ops.stack(loss_sums), ops.stack(weights))
 
 
+def make_micro_step(
+    weighted_loss: WeightedLoss,
+    parallels: Sequence[SingleProcess],
+    weights: Sequence[ParameterTuple],
+    precision: Precision,
+    drops: bool = False,
+) -> MicroStep:
+    """Return the micro step that the network needs."""
+    half = uses_half_precision(weighted_loss.network) or not precision.is_full
+    if half or drops or parallels[0].buffer.others:
+        return ScaledMicroStep(weighted_loss, parallels, weights, half, precision.loss_scale, drops)
+    return MicroStep(weighted_loss, parallels, weights)
+
+
 _scale = ops.MultitypeFuncGraph("scale_gradient")
 
 
@@ -215,6 +230,8 @@ class MicroSteps:
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         # Whether the last batch may have added something before it failed.
         self.has_added = False
+        # Who is told of each micro batch.
+        self.events = Events(owner)
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
@@ -229,8 +246,10 @@ class MicroSteps:
         rounds = self.parallels[0].rounds(len(micro_batches))
         outputs: list[Any] = []
         try:
-            for rows, tensors in micro_batches:
+            for index, (rows, tensors) in enumerate(micro_batches):
+                self.events.micro_batch_begin(index, rows)
                 outputs.append(micro_step(Tensor(rows, ms.float32), *tensors))
+                self.events.micro_batch_end(index, rows)
         except BaseException:
             self.has_added = bool(outputs) or micro_step.has_run
             raise
@@ -264,12 +283,7 @@ class MicroSteps:
         return self.by_structure[structure]
 
     def _build(self, weighted_loss: WeightedLoss) -> MicroStep:
-        half = uses_half_precision(self.network) or not self.precision.is_full
-        if half or self.drops or self.parallels[0].buffer.others:
-            scale = self.precision.loss_scale
-            cell: MicroStep = ScaledMicroStep(weighted_loss, self.parallels, self.weights, half, scale, self.drops)
-        else:
-            cell = MicroStep(weighted_loss, self.parallels, self.weights)
+        cell = make_micro_step(weighted_loss, self.parallels, self.weights, self.precision, self.drops)
         if hasattr(self, "cell"):
             cell.set_train(self.cell.training)
             cell._get_attr_from_cell(self.cell)  # What `set_jit_config` has said.

@@ -1,5 +1,6 @@
 """``mindspore.train.Model`` that trains with gradient accumulation."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import mindspore as ms
@@ -183,9 +184,11 @@ class Model(ms.Model):
             stop = any(isinstance(callback, LossMonitor) for callback in callbacks)
             # First, so that the other callbacks see and save what the step really left.
             callbacks.insert(0, _FinishStep(self, stop))
+        events = getattr(self._train_network, "events", None)
         try:
-            # By keyword: the wrappers around it, which save a last checkpoint, look for it there.
-            return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
+            with nullcontext() if events is None else events.listening(callbacks):
+                # By keyword: the wrappers around it, which save a last checkpoint, look for it there.
+                return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
         except BaseException:
             if self.last_window != "carry" and isinstance(self._train_network, TrainOneStepCell):
                 # Nobody will finish it, and the next training shall not start in the middle of it.
@@ -231,6 +234,8 @@ class _FinishStep(Callback):
         super().__init__()
         self.model = model
         self.stop_at_invalid_loss = stop_at_invalid_loss
+        # Those that the step has counted.
+        self.batches = model.train_network.events.batches
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
         self.model._begin_pass(run_context.original_args().batch_num)
@@ -239,11 +244,19 @@ class _FinishStep(Callback):
         cb_params = run_context.original_args()
         # In data sink mode it comes as a plain tuple from the graph.
         cb_params.net_outputs = StepOutput(*cb_params.net_outputs)
+        self._tell_of_update(cb_params.net_outputs)
         step = (cb_params.cur_step_num - 1) % cb_params.batch_num + 1
         if step == cb_params.batch_num:
             self.model._finish_pass(cb_params, self.model._missing_batches)
         if self.stop_at_invalid_loss:
             self._check_loss(cb_params.net_outputs.loss, cb_params.cur_epoch_num, step)
+
+    def _tell_of_update(self, output: StepOutput) -> None:
+        """Tell who listens of an update that a graph has made by itself: in data sink mode, the last of a sink."""
+        events = self.model.train_network.events
+        if events.batches == self.batches and events.heard and output.ends_window:
+            events.update_end(output)
+        self.batches = events.batches
 
     def _check_loss(self, loss: Tensor, epoch: int, step: int) -> None:
         """Stop as LossMonitor does at a NaN or Inf loss, but not if the loss comes in a tuple."""

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 from mindspore import Tensor
 
 
@@ -42,3 +43,9 @@ class StepOutput(NamedTuple):
     clipped_grad_norm: Tensor
     learning_rate: Tensor
     weight: Tensor
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether this call ended its window, with an update or with one that was skipped."""
+        # Nothing waits for a device: inside a window they are constants of the host, at its end the step has read them.
+        return bool(self.updated.asnumpy() or self.overflow.asnumpy() or np.isfinite(self.grad_norm.asnumpy()))

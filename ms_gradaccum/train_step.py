@@ -10,6 +10,7 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import check_positive_int, warn
 from ms_gradaccum.bad_micro_batch import check_bad_micro_batch
 from ms_gradaccum.compiled import graph_mode
+from ms_gradaccum.events import Events, Observed
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.grad_clip import check_clip
 from ms_gradaccum.micro_step import MicroSteps
@@ -27,7 +28,7 @@ _OWNER = "TrainOneStepCell"
 _ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 
 
-class TrainOneStepCell(nn.TrainOneStepCell):
+class TrainOneStepCell(nn.TrainOneStepCell, Observed):
     r"""Train with gradient accumulation: one call per batch, one optimizer update per window of batches.
 
     .. code-block:: python
@@ -116,6 +117,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         network = network.in_precision(_OWNER, precision)
         super().__init__(network, optimizer)
         self.accumulation_steps = accumulation_steps
+        self.events = Events(_OWNER)
         # On Ascend and GPU, the settings of AutoParallel, with which the compiler partitions the whole step.
         self.semi_auto = kind if isinstance(kind, SemiAuto) else None
         if self.semi_auto is not None:
@@ -133,6 +135,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings, drops, precision.reduce_dtype)
         self.buffer = self.parallel.buffer
         self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights], precision, drops)
+        self.micro_steps.events = self.events
         self.micro_step = self.micro_steps.cell
         self.loss_scale = precision.loss_scale
         self.window = Window(optimizer, clip, self.parallel, self.loss_scale)
@@ -179,24 +182,39 @@ class TrainOneStepCell(nn.TrainOneStepCell):
             self._shows_whole = shown
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
+        self.events.batches += 1
         if self.semi_auto is not None:
-            with graph_mode():
-                return StepOutput(*super().__call__(*self.network.positional(args, kwargs)))
+            return self._run_partitioned(args, kwargs)
         try:
             loss, weight = self.micro_steps.run(args, kwargs)[-1][:2]
         except BaseException:
+            self.events.batches -= 1
             if self.micro_steps.has_added:
                 self._abandon()
             raise
         return self._end_batch(loss, weight)
 
+    def _run_partitioned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
+        self.events.update_begin()
+        with graph_mode():
+            output = StepOutput(*super().__call__(*self.network.positional(args, kwargs)))
+        if self.events.heard:  # Else nothing waits for the device.
+            self.events.update_end(output)
+        return output
+
     def _end_batch(self, loss: Tensor, weight: Tensor) -> StepOutput:
         """Count a batch, and end the window if it is the last one."""
         batches = self.open_batches()
         if batches + 1 == self.accumulation_steps:
-            return self.window.close()
+            return self._close()
         self.buffer.batches.set_data(Tensor(batches + 1, ms.int32))
         return StepOutput(*open_window_output(loss, weight, self.loss_scale.value()))
+
+    def _close(self) -> StepOutput:
+        self.events.update_begin()
+        output = self.window.close()
+        self.events.update_end(output)
+        return output
 
     def join(self) -> StepOutput:
         """Take part in a batch of the other processes without one: this process has run out of data.
@@ -204,6 +222,7 @@ class TrainOneStepCell(nn.TrainOneStepCell):
         Adds nothing, and counts as a batch of the window. Of several processes all but those that join must call the
         step at the same time.
         """
+        self.events.batches += 1
         self.micro_steps.join()
         return self._end_batch(self.buffer.mean_loss(), self.buffer.weight.value())
 
@@ -216,10 +235,15 @@ class TrainOneStepCell(nn.TrainOneStepCell):
 
         Of several processes all must call it: one whose window is empty adds nothing to the others'.
         """
-        if self.semi_auto is not None or not (self.open_batches() or self.parallel.several):
+        if self.semi_auto is not None or not self._any_open_batches():
             return None
-        output = self.window.close()
+        output = self._close()
         return output if output.updated.asnumpy() or output.overflow.asnumpy() else None
+
+    def _any_open_batches(self) -> bool:
+        """Return whether some process has batches in the unfinished window."""
+        batches = self.open_batches()
+        return max(gather_counts(batches)) > 0 if self.parallel.several else batches > 0
 
     def missing_batches(self, batches: int) -> int:
         """Return how many batches more than this process some other one has, this one having ``batches`` to come.

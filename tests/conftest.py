@@ -27,3 +27,11 @@ def restored_mode():
     before = ms.get_context("mode")
     yield
     ms.set_context(mode=before)
+
+
+@pytest.fixture(scope="module")
+def op_by_op():
+    """Compile nothing, for files of tests that do not depend on the compiler: it takes most of their time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MS_JIT", "0")
+        yield

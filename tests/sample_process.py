@@ -1,4 +1,4 @@
-"""Start the sample's run.sh, end it in any case, and see what it leaves."""
+"""Start a sample, end it in any case, and see what it leaves."""
 
 import os
 import subprocess
@@ -17,15 +17,15 @@ import make_subset  # noqa: E402, F401
 
 
 @contextmanager
-def running_sample(folder, script=SAMPLE / "run.sh", limit=300, tools=None, **variables):
-    """The sample's run.sh, started in ``folder`` with this Python's environment; ended after ``limit`` seconds.
+def running_sample(folder, script=SAMPLE / "run.sh", limit=300, tools=None, arguments=(), **variables):
+    """A sample's run.sh, started in ``folder`` with this Python's environment; ended after ``limit`` seconds.
 
     ``tools`` is a folder of programs that are found before any other.
     """
     folders = [*([tools] if tools else []), Path(sys.executable).parent, os.environ["PATH"]]
     environment = {**os.environ, **variables, "PATH": os.pathsep.join(map(str, folders))}
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(["bash", str(script)], cwd=folder, env=environment, **options) as sample:
+    with subprocess.Popen(["bash", str(script), *arguments], cwd=folder, env=environment, **options) as sample:
         end = threading.Timer(limit, sample.terminate)
         end.start()
         try:
@@ -40,6 +40,15 @@ def run_sample(folder, **settings):
     with running_sample(folder, **settings) as sample:
         output, errors = sample.communicate()
     return subprocess.CompletedProcess(sample.args, sample.returncode, output, errors)
+
+
+def run_program(name, *arguments, folder, **variables):
+    """Run a sample's train.py in one process and return the lines that it prints."""
+    command = [sys.executable, str(SAMPLES / name / "train.py"), *arguments]
+    environment = {**os.environ, **variables}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.splitlines()
 
 
 def processes_in(folder):

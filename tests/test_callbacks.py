@@ -10,7 +10,18 @@ import pytest
 from mindspore import dataset, nn
 from mindspore.train import Callback, LossMonitor
 
-from ms_gradaccum import GradAccumulation, Model, ProgressBar, callbacks
+from ms_gradaccum import (
+    Accumulator,
+    GradAccumulation,
+    Model,
+    ProgressBar,
+    TrainOneStepCell,
+    callbacks,
+    progress_display,
+)
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+SPEED = r"[\d.e+]+ batches/s, 00:0\d elapsed, 00:00 left"
 
 
 def train(*train_callbacks, epochs=2, accumulation_steps=None, **options):
@@ -64,6 +75,7 @@ def clock(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(callbacks, "time", clock)
+    monkeypatch.setattr(progress_display, "time", clock)
     return clock
 
 
@@ -81,7 +93,9 @@ def test_one_line_at_the_end_of_a_short_training_without_a_terminal(capsys):
     train(ProgressBar(), accumulation_steps=1)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
-    assert re.fullmatch(r"epoch 2/2, batch 8/8 \(100%\), 8 updates, loss 0\.1759, 00:0\d elapsed, 00:00 left", lines[0])
+    assert re.fullmatch(
+        rf"epoch 2/2, batch 8/8 \(100%\), 8 updates, loss 0\.1759, lr 0\.1, norm 0\.8389, {SPEED}", lines[0]
+    )
 
 
 def test_lines_come_when_their_time_has_come(capsys, clock):
@@ -120,7 +134,7 @@ def test_a_network_without_a_loss_tensor_is_no_trouble(capsys):
             run_context.original_args().net_outputs = None
 
     train(NoLoss(), ProgressBar())
-    assert capsys.readouterr().out.startswith("epoch 2/2, batch 8/8 (100%), 00:0")
+    assert capsys.readouterr().out.startswith("epoch 2/2, batch 8/8 (100%), ")
 
 
 def test_with_the_stock_model_there_is_no_number_of_updates(capsys):
@@ -137,7 +151,7 @@ def test_the_bar_ends_complete_with_updates_and_loss(open_terminal):
     terminal = open_terminal()
     train(ProgressBar(), accumulation_steps=1)
     *_, bar, end = on_screen(terminal.getvalue())
-    assert re.match(r"epoch 2/2: 100%\|.*\| 8/8 .*, 8 updates, loss 0\.1759\]", bar)
+    assert re.match(r"epoch 2/2: 100%\|.*\| 8/8 .*, 8 updates, loss 0\.1759, lr 0\.1, norm 0\.8389\]", bar)
     assert end == ""
 
 
@@ -240,9 +254,73 @@ def test_one_callback_serves_several_trainings(capsys):
             "For 'ProgressBar', the argument 'seconds_per_line' must be a positive number, but got 0. "
             "It is the shortest time between two lines of a log.",
         ),
+        (
+            {"total": 0},
+            ValueError,
+            "For 'ProgressBar', the argument 'total' must be a positive int, but got 0. "
+            "It counts updates; None is for an unknown number.",
+        ),
     ],
 )
 def test_wrong_arguments(arguments, error, sentence):
     with pytest.raises(error) as raised:
         ProgressBar(**arguments)
     assert str(raised.value) == sentence
+
+
+def loop_of_ones_own(progress, batches=6, accumulation_steps=2):
+    """A hand-written loop of windows of two batches, of which the second one is skipped."""
+    network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, accumulation_steps)
+    for number in range(batches):
+        x = np.full((2, 1), np.nan if number == 2 else 1.0, np.float32)
+        with accumulator.accumulate():
+            accumulator.backward(ms.Tensor(x), ms.Tensor(2 * x))
+            progress.update(accumulator.step(), epoch=1)
+
+
+def test_a_loop_of_ones_own_counts_updates(capsys):
+    with ProgressBar(total=4) as progress:
+        loop_of_ones_own(progress)
+    (line,) = capsys.readouterr().out.splitlines()
+    # By hand: the weight goes from 0 to 0.4, so that the second update sees (2 - 0.4)^2 and twice that distance.
+    speed = r"[\d.e+]+ updates/s, 00:0\d elapsed, 00:0\d left"
+    assert re.fullmatch(rf"epoch 1, update 2/4 \(50%\), loss 2\.56, lr 0\.1, norm 3\.2, {speed}", line)
+
+
+def test_a_loop_whose_length_is_unknown(capsys):
+    progress = ProgressBar()
+    loop_of_ones_own(progress, batches=2)
+    assert capsys.readouterr().out == ""
+    progress.close()
+    line = capsys.readouterr().out
+    assert line.startswith("epoch 1, update 1, loss 4, lr 0.1, norm 4, ") and "left" not in line
+
+
+def test_a_loop_of_ones_own_has_a_bar_on_a_terminal(open_terminal):
+    terminal = open_terminal()
+    with ProgressBar(total=2) as progress:
+        loop_of_ones_own(progress)
+        assert sys.stdout is not terminal
+    bar = on_screen(terminal.getvalue())[-2]
+    assert re.match(r"epoch 1: 100%\|.*\| 2/2 .*update/s, loss 2\.56, lr 0\.1, norm 3\.2\]", bar)
+    assert sys.stdout is terminal
+
+
+def test_the_speed_is_that_since_the_last_line(capsys, clock):
+    def later(step):
+        clock.now += 10.0 if step <= 2 else 40.0
+
+    train(AtStep(later), ProgressBar(seconds_per_line=20), epochs=1)
+    speeds = [line.split(", ")[3] for line in capsys.readouterr().out.splitlines()]
+    assert speeds == ["0.1 batches/s", "0.025 batches/s", "0.025 batches/s"]
+
+
+def test_groups_show_their_least_and_largest_learning_rate(capsys):
+    network = nn.Dense(1, 1)
+    groups = [{"params": [network.weight], "lr": 0.25}, {"params": [network.bias], "lr": 0.5}]
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(groups, 0.1))
+    with ProgressBar() as progress:
+        progress.update(step(ms.Tensor([[1.0]]), ms.Tensor([[1.0]])))
+    assert ", lr 0.25-0.5, " in capsys.readouterr().out

@@ -3,7 +3,7 @@
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
 from ms_gradaccum.parallel.collectives import Group, Sum, after
@@ -101,7 +101,3 @@ class SeveralProcesses(SingleProcess):
     def check_replicas(self) -> None:
         if self.check_weights:
             check_equal("TrainOneStepCell", self.replicas())
-
-    def replicas(self) -> tuple[Parameter, ...]:
-        """Return the weights that all ranks have."""
-        return tuple(self.weights)

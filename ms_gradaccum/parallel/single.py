@@ -64,6 +64,10 @@ class SingleProcess(nn.Cell):
     def check_replicas(self) -> None:
         """Raise if the ranks' weights differ, when asked to look. Called by the host after each update."""
 
+    def replicas(self) -> tuple[Parameter, ...]:
+        """Return the whole weights, which all ranks have."""
+        return tuple(self.weights)
+
     def saved(self, parameter: Parameter) -> Parameter | None:
         """Return what a checkpoint holds for ``parameter``; None for nothing."""
         return parameter

@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Train the sample under msrun. The logs are written to log_output in the folder that this is called from.
+# Train the sample, or another program, under msrun. The logs are written to log_output in the folder that this is
+# called from.
+#
+# Usage: bash run.sh [PROGRAM [ARGUMENT...]]      by default train.py beside this file
 #
 #   EPOCHS, DATA_PATH           see train.py and ../data/find_data.py
 #   WORKER_NUM                  all workers (processes) of the job, default 2
@@ -10,6 +13,7 @@
 set -euo pipefail
 
 sample=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+program=("$sample/train.py")
 workers=${WORKER_NUM:-2}
 local_workers=${LOCAL_WORKER_NUM:-$workers}
 node=${NODE_RANK:-0}
@@ -98,7 +102,7 @@ start_workers() {
   MS_GRADACCUM_JOB=$job msrun --worker_num="$workers" --local_worker_num="$local_workers" --node_rank="$node" \
     --master_addr="$address" --master_port="$port" \
     --log_dir="$logs" --join=True --tail_worker_log="$workers" --cluster_time_out=300 \
-    "$sample/train.py" &>"$logs/msrun.log" &
+    "${program[@]}" &>"$logs/msrun.log" &
   msrun=$!
   tail --pid="$msrun" -n +1 -s 0.2 -F "$first_log" 2>/dev/null | show &
   viewer=$!
@@ -175,7 +179,11 @@ end_all_processes() {
 check_workers
 check_devices
 command -v msrun >/dev/null || fail "msrun not found. Install MindSpore, or use run.sh at the top of the repository."
-python "$sample/../data/find_data.py" >/dev/null # says what is wrong with DATA_PATH, and unpacks .gz once for all
+if [[ $# -gt 0 ]]; then
+  program=("$@")
+else
+  python "$sample/../data/find_data.py" >/dev/null # says what is wrong with DATA_PATH, and unpacks .gz once for all
+fi
 choose_port
 first_log=$logs/worker_$((node * local_workers)).log
 show_live_bar_on_terminal

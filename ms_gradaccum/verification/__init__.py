@@ -1,0 +1,1 @@
+"""What `verify` is made of: runs from one start, their comparison, and the search for causes."""

@@ -1,0 +1,275 @@
+"""Windows and whole batches, run from one start as often as a diagnosis asks for them."""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore.common.seed import _KERNEL_SEED
+
+from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.grad_accumulation import GradAccumulation
+from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
+from ms_gradaccum.loss_weight import RowWeight, WeightedLoss
+from ms_gradaccum.micro_batch import MicroBatch, leaf_axes, split_batch
+from ms_gradaccum.micro_step import make_micro_step
+from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.precision import check_precision
+from ms_gradaccum.structure import named_tuple_in
+from ms_gradaccum.verification.comparison import Run
+
+_OWNER = "verify"
+# What BatchNorm of mindspore.nn goes by before its mode: whether it takes the statistics of its batch. None: the mode.
+_STATISTICS = "use_batch_statistics"
+
+
+class Start:
+    """The parameters, modes and random state that a network and its reference have now, to come back to."""
+
+    def __init__(self, network: nn.Cell, reference: nn.Cell | None) -> None:
+        cells = [network] if reference is None else [network, reference]
+        for cell in cells:
+            cell.init_parameters_data()
+        self.parameters = _unique(parameter for cell in cells for parameter in cell.get_parameters())
+        self.values = [parameter.asnumpy().copy() for parameter in self.parameters]
+        self.cells = _unique(inner for cell in cells for _, inner in cell.cells_and_names())
+        self.modes = [(cell.training, cell.phase, vars(cell).get(_STATISTICS)) for cell in self.cells]
+        # In training mode already: what in it is not has been frozen. Otherwise no training has begun.
+        inside = {id(inner) for _, inner in network.cells_and_names()} if network.training else set()
+        self.trained = [cell.training or id(cell) not in inside for cell in self.cells]
+        self.random = _random_state()
+        # Whether the network could not be compiled, so that it need not be tried again.
+        self.eager = False
+
+    def changed(self) -> dict[int, Any]:
+        """Return the values of the parameters that are not as they were, by their places."""
+        values = [parameter.asnumpy() for parameter in self.parameters]
+        return {i: new.copy() for i, new in enumerate(values) if new.tobytes() != self.values[i].tobytes()}
+
+    def rewind(self) -> None:
+        """Give the parameters the values that they had."""
+        for i in self.changed():
+            self.parameters[i].set_data(Tensor(self.values[i], self.parameters[i].dtype))
+
+    def rewind_random(self) -> None:
+        """Give the generators the state that they had. Those inside kernels cannot be reached."""
+        numpy_state, python_state, generator, seeds = self.random
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        ms.set_rng_state(Tensor(generator))
+        _KERNEL_SEED.clear()
+        _KERNEL_SEED.update(seeds)
+
+    def train(self, frozen: Sequence[nn.Cell] = ()) -> None:
+        """Set the cells in training mode, but for those that were frozen before and the ``frozen`` ones."""
+        for cell, training, (_, _, statistics) in zip(self.cells, self.trained, self.modes):
+            _set_mode(cell, training, statistics)
+        for outer in frozen:
+            for _, cell in outer.cells_and_names():
+                _set_mode(cell, False, False)
+
+    def restore(self) -> None:
+        """Leave everything as it was."""
+        self.rewind()
+        self.rewind_random()
+        for cell, (training, phase, statistics) in zip(self.cells, self.modes):
+            _set_mode(cell, training, statistics)
+            cell.phase = phase
+
+
+class Experiment:
+    """One batch of one network: its window, the whole of it, and any of its rows, each from the same start.
+
+    Args:
+        network: The loss cell and how its batch is split.
+        inputs: The batch, as the loss cell takes it.
+        reference: Another loss cell of the same parameters, which returns the mean loss of its batch.
+        start: Where each run begins.
+        frozen: Cells that are in evaluation mode meanwhile.
+    """
+
+    def __init__(
+        self,
+        network: GradAccumulation,
+        inputs: tuple[Any, ...],
+        reference: nn.Cell | None,
+        start: Start,
+        frozen: Sequence[nn.Cell] = (),
+    ) -> None:
+        self.network = network
+        self.inputs = inputs
+        self.reference = reference
+        self.start = start
+        self.frozen = list(frozen)
+        self.weights = ParameterTuple(network.trainable_params())
+        self.structure, self.micro_batches = split_batch(inputs, network.micro_size, network.batch_axis)
+        self.batch = split_batch(inputs, 1, network.batch_axis).micro_batches[0]
+        self.axes = leaf_axes(inputs, network.batch_axis)
+        self.parallel = SingleProcess(self.weights, GradBuffer(self.weights, terms=network.terms))
+        # As in training, but for a loss scale: gradients are compared as they are.
+        self.precision = check_precision(_OWNER, None)
+        self._compiled: dict[Any, Compiled] = {}
+
+    def freezing(self, cells: Sequence[nn.Cell]) -> "Experiment":
+        """Return the same experiment with these cells in evaluation mode, too."""
+        return Experiment(self.network, self.inputs, self.reference, self.start, [*self.frozen, *cells])
+
+    def rows_of(self, micro_batch: int) -> list[int]:
+        """Return the places of its rows in the batch."""
+        sizes = [part.rows for part in self.micro_batches]
+        begin = sum(sizes[:micro_batch])
+        return list(range(begin, begin + sizes[micro_batch]))
+
+    def window(self) -> Run:
+        """Run the window, as a training step does."""
+        return self._run_window(self.micro_batches)
+
+    def micro_batch(self, index: int) -> Run:
+        """Run a window that has one of the micro batches alone."""
+        return self._run_window(self.micro_batches[index : index + 1])
+
+    def whole(self, *, same_random: bool = True) -> Run:
+        """Run the whole batch in one piece."""
+        return self._run_whole("network", self.batch, same_random)
+
+    def rows(self, places: Sequence[int]) -> Run:
+        """Run these rows of the batch in one piece."""
+        cut = tuple(_take(tensor, axis, places) for tensor, axis in zip(self.batch.tensors, self.axes))
+        return self._run_whole("network", MicroBatch(len(places), cut))
+
+    def whole_reference(self) -> Run:
+        """Run the whole batch through the reference."""
+        return self._run_whole("reference", self.batch)
+
+    def _run_window(self, micro_batches: Sequence[MicroBatch]) -> Run:
+        self._begin()
+        buffer = self.parallel.buffer
+        buffer.clear()
+        for rows, tensors in micro_batches:
+            self._call("micro step", tensors, Tensor(rows, ms.float32))
+        grads = _mean_grads(buffer)
+        return Run(_number(buffer.mean_loss()), _number(buffer.weight), grads, self.start.changed())
+
+    def _run_whole(self, which: str, batch: MicroBatch, same_random: bool = True) -> Run:
+        self._begin(same_random)
+        loss, weight, grads = self._call(which, batch.tensors)
+        weight = _number(weight) if self.network.weighted and which == "network" else float(batch.rows)
+        arrays = [grad.asnumpy().astype(np.float32) for grad in grads]
+        return Run(_number(loss), weight, arrays, self.start.changed())
+
+    def _begin(self, same_random: bool = True) -> None:
+        self.start.rewind()
+        if same_random:
+            self.start.rewind_random()
+        self.start.train(self.frozen)
+
+    def _call(self, kind: str, tensors: tuple[Tensor, ...], *others: Tensor) -> Any:
+        # One for each shape: it is known beforehand that none of them changes.
+        key = (kind, tuple(tensor.shape for tensor in tensors))
+        if key not in self._compiled:
+            named = named_tuple_in(self.structure)
+            why_not = f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
+            make = self._make_micro_step if kind == "micro step" else lambda: self._make_whole(kind)
+            self._compiled[key] = Compiled(make, _OWNER, "the network", why_not, takes_gradient=True)
+        step = self._compiled[key]
+        step.eager = self.start.eager
+        output = step(*others, *tensors)
+        self.start.eager = step.eager
+        return output
+
+    def _make_micro_step(self) -> nn.Cell:
+        loss = self.network.loss_of(self.structure)
+        return self._in_training(lambda: make_micro_step(loss, [self.parallel], [self.weights], self.precision))
+
+    def _make_whole(self, which: str) -> nn.Cell:
+        if which == "network":
+            loss = self.network.loss_of(self.structure)
+        else:
+            loss = RowWeight(self.reference, self.structure)
+        return self._in_training(lambda: WholeBatch(loss, self.weights))
+
+    def _in_training(self, make_cell: Callable[[], nn.Cell]) -> nn.Cell:
+        cell = make_cell().set_train()
+        self.start.train(self.frozen)
+        return cell
+
+
+class MeanLoss(nn.Cell):
+    """The loss of a batch in one piece, and its weight."""
+
+    def __init__(self, weighted_loss: WeightedLoss) -> None:
+        super().__init__(auto_prefix=False)
+        self.weighted_loss = weighted_loss
+
+    def construct(self, *tensors: Any) -> tuple[Tensor, Tensor]:
+        sums = self.weighted_loss(Tensor(1.0, ms.float32), *tensors)
+        loss = Tensor(0.0, ms.float32)
+        for i in range(0, len(sums), 2):
+            loss = loss + sums[i] * reciprocal(sums[i + 1])
+        return loss, sums[1]
+
+
+class WholeBatch(nn.Cell):
+    """Loss, weight and gradient of a batch in one piece: no sums, no buffer."""
+
+    def __init__(self, weighted_loss: WeightedLoss, weights: ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.loss = MeanLoss(weighted_loss)
+        self.loss_and_grads = ops.value_and_grad(self.loss, None, weights, has_aux=True)
+        self.map = ops.HyperMap()
+        self._get_attr_from_cell(weighted_loss.network)
+
+    def construct(self, *tensors: Any) -> tuple[Any, ...]:
+        (loss, weight), grads = self.loss_and_grads(*tensors)
+        return loss, weight, self.map(_dense, grads)
+
+
+_dense = ops.MultitypeFuncGraph("dense_gradient")
+
+
+@_dense.register("Tensor")
+def _keep(grad: Tensor) -> Tensor:
+    return grad
+
+
+@_dense.register("RowTensor")
+def _scatter(grad: Any) -> Tensor:
+    # A sparse lookup has a gradient for the rows that it read; a row can be there more than once.
+    return ops.unsorted_segment_sum(ops.cast(grad.values, ms.float32), grad.indices, grad.dense_shape[0])
+
+
+def _mean_grads(buffer: GradBuffer) -> list[Any]:
+    """Return the gradient of the window: the sum of its terms' means."""
+    grads = [np.zeros(total.shape, np.float32) for total in buffer.sums]
+    for term in (buffer, *buffer.others):
+        factor = np.float32(_number(reciprocal(term.weight)))
+        for grad, total in zip(grads, term.sums):
+            grad += total.asnumpy() * factor
+    return grads
+
+
+def _unique(items: Iterable[Any]) -> list[Any]:
+    """Return the items in their order, each object once."""
+    return list({id(item): item for item in items}.values())
+
+
+def _set_mode(cell: nn.Cell, training: bool, statistics: bool | None) -> None:
+    cell.phase = "train" if training else "predict"
+    cell.add_flags(training=training)  # Not `set_train`, which sets the cells inside, too.
+    if _STATISTICS in vars(cell):
+        setattr(cell, _STATISTICS, statistics)
+
+
+def _random_state() -> tuple[Any, ...]:
+    generator = ms.get_rng_state().asnumpy().copy()
+    return np.random.get_state(), random.getstate(), generator, dict(_KERNEL_SEED)
+
+
+def _take(tensor: Tensor, axis: int | None, places: Sequence[int]) -> Tensor:
+    return tensor if axis is None else Tensor(np.take(tensor.asnumpy(), places, axis), tensor.dtype)
+
+
+def _number(tensor: Tensor) -> float:
+    return float(tensor.asnumpy())

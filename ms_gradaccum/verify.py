@@ -1,0 +1,163 @@
+"""Does a window train like the whole batch, and if not, why?"""
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from ms_gradaccum._checks import check_cell, check_positive_float, check_positive_int, sentence
+from ms_gradaccum.grad_accumulation import GradAccumulation
+from ms_gradaccum.micro_batch import BatchAxis
+from ms_gradaccum.verification.experiment import Experiment, Start
+from ms_gradaccum.verification.report import VerifyReport, run_and_report
+
+_OWNER = "verify"
+_RTOL, _RTOL_16_BIT = 1e-4, 2e-2
+
+
+def verify(
+    network: nn.Cell,
+    batch: Any,
+    micro_size: int | None,
+    *,
+    weighted: bool = False,
+    batch_axis: BatchAxis = 0,
+    reference: nn.Cell | None = None,
+    rtol: float | None = None,
+) -> VerifyReport:
+    r"""Run a batch as one window and as one piece from the same start, and say what differs and why.
+
+    .. code-block:: python
+
+        window = sum(grad(loss_sum(rows)) for rows in split(batch, micro_size)) / weight
+        whole = grad(mean_loss(batch))
+        differs = norm(window - whole) > rtol * max(norm(window), norm(whole), 0.01 * norm of all parameters)
+
+    The window is that of :class:`TrainOneStepCell`, up to the optimizer: what it is given is what is compared, for any
+    optimizer, and so is what the forward passes themselves change (moving averages). If something differs, each
+    cause is shown by an experiment before it is named: BatchNorm, dropout and other random operators, state,
+    losses that average over something else than rows, sums, divisions done twice, and rows that depend on each other.
+
+    Both run in training mode; if `network` is in training mode already, cells in it that ``set_train(False)`` has
+    frozen stay frozen. Afterwards parameters, modes and the random state are as they were (but for that which MindSpore
+    keeps inside random operators).
+
+    Args:
+        network (Cell): A loss cell, or a :class:`GradAccumulation` around one.
+        batch (Union[Tensor, tuple, list, dict]): The whole batch: the inputs of `network` in their order, by name, or
+            the only one. It must fit into memory in one piece. Rows that differ, as real data do, show most.
+        micro_size (Union[int, None]): The number of micro batches. For a GradAccumulation its own number or ``None``.
+
+    Keyword Args:
+        weighted (bool): Whether `network` returns `(loss_sum, weight)`, see :class:`GradAccumulation`, whose own
+            setting holds if `network` is one. Default: ``False``.
+        batch_axis (Union[int, None, tuple, dict]): Axis of the rows, see :class:`GradAccumulation`, whose own
+            setting holds if `network` is one. Default: ``0``.
+        reference (Union[Cell, None]): The loss cell for the whole batch, if it is not `network`: same parameters and
+            inputs, returns the mean loss. A loss that was divided by the number of micro batches for a hand-written
+            loop is told from one that was not only by its reference. Default: ``None``.
+        rtol (Union[float, None]): Relative difference up to which gradients are equal. ``None`` means 1e-4, and 2e-2
+            if the network has 16-bit parameters or computes in mixed precision. Default: ``None``.
+
+    Returns:
+        :class:`VerifyReport`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If `micro_size`, `weighted` or `batch_axis` contradict a GradAccumulation, `network` is a training
+            step or has no trainable parameters, or `reference` lacks one of them.
+
+    Note:
+        A diagnosis runs up to two whole batches more per experiment, and keeps the gradients of the micro
+        batches in float32 in host memory.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from ms_gradaccum import verify
+        >>> network = nn.WithLossCell(nn.Dense(2, 1), nn.MSELoss(reduction="sum"))
+        >>> x = np.arange(8, dtype=np.float32).reshape(4, 2)
+        >>> report = verify(network, (Tensor(x), Tensor(x[:, :1])), micro_size=2)
+        >>> print(report.equal, round(report.parameters[0].norm_ratio, 4))
+        False 0.5
+        >>> print(report.causes[0])
+        A sum where a mean is expected: ...
+    """
+    grad_accumulation = _as_grad_accumulation(network, micro_size, weighted, batch_axis)
+    loss_cell = grad_accumulation.network
+    _check_reference(reference, loss_cell)
+    if rtol is not None:
+        check_positive_float(_OWNER, "rtol", rtol, "None means 1e-4, or 2e-2 for 16 bits.")
+    args, kwargs = _as_call(batch)
+    inputs = grad_accumulation.positional(args, kwargs)
+    start = Start(loss_cell, reference)
+    try:
+        experiment = Experiment(grad_accumulation, inputs, reference, start)
+        return run_and_report(experiment, rtol or _default_rtol(start))
+    finally:
+        start.restore()
+
+
+def _as_grad_accumulation(
+    network: Any, micro_size: int | None, weighted: bool, batch_axis: BatchAxis
+) -> GradAccumulation:
+    network = check_cell(_OWNER, "network", network, "Give a GradAccumulation or a loss cell.")
+    if isinstance(network, AutoParallel):
+        network = network.network
+    if isinstance(network, nn.TrainOneStepCell):
+        rule = "a GradAccumulation or a loss cell"
+        raise ValueError(sentence(_OWNER, "network", rule, type(network).__name__, "Give its network."))
+    if not any(True for _ in network.trainable_params()):
+        raise ValueError(sentence(_OWNER, "network", "one with trainable parameters", "none", "Give the loss cell."))
+    if not isinstance(network, GradAccumulation):
+        count = check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
+        return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
+    remedy = "Settings of a GradAccumulation are its own: leave them out here."
+    settings = (
+        ("micro_size", micro_size, network.micro_size, None),
+        ("weighted", weighted, network.weighted, False),
+        ("batch_axis", batch_axis, network.batch_axis, 0),
+    )
+    for name, given, own, default in settings:
+        if given not in (own, default):
+            rule = f"{default!r} or that of the GradAccumulation, {own!r}"
+            raise ValueError(sentence(_OWNER, name, rule, repr(given), remedy))
+    return network
+
+
+def _check_reference(reference: Any, loss_cell: nn.Cell) -> None:
+    if reference is None:
+        return
+    check_cell(_OWNER, "reference", reference, "Give the loss cell of the whole batch.")
+    known = {id(parameter) for parameter in reference.get_parameters()}
+    missing = [parameter.name for parameter in loss_cell.trainable_params() if id(parameter) not in known]
+    if missing:
+        got = f"one without {len(missing)} of them, first {missing[0]!r}"
+        remedy = "Build it around the same network."
+        raise ValueError(sentence(_OWNER, "reference", "a loss cell of the parameters of network", got, remedy))
+
+
+def _as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments."""
+    if isinstance(batch, dict):
+        return (), batch
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return (batch,), {}
+    got = f"{batch!r} of type {type(batch).__name__}"
+    remedy = "Give the inputs of network in a tuple, or by name in a dict."
+    raise TypeError(sentence(_OWNER, "batch", "a tensor, a tuple, a list or a dict", got, remedy))
+
+
+def _default_rtol(start: Start) -> float:
+    """Return the tolerance for float32, or that for a network of which something computes in 16 bits."""
+    small = any(parameter.dtype in (ms.float16, ms.bfloat16) for parameter in start.parameters)
+    mixed = any(getattr(cell, "fp16", False) or getattr(cell, "bf16", False) for cell in start.cells)
+    mixed = mixed or any(cell._amp_level not in ("", "O0", None) for cell in start.cells)
+    return _RTOL_16_BIT if small or mixed else _RTOL

@@ -1,0 +1,364 @@
+"""MetricsLogger: what it writes is what happened, in each place, and nothing stops the training or gets lost."""
+
+import json
+import sys
+import warnings
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import Recorder, X, batches, line, sgd, toy, toy_with_metrics, whole
+from mindspore import Tensor, nn
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ms_gradaccum import (
+    Accumulator,
+    MetricsLogger,
+    Model,
+    StepOutput,
+    StepReporter,
+    TrainOneStepCell,
+    metrics_logger,
+)
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+FULL_DISK = "/dev/full"  # takes no byte
+
+
+def output_of(loss=1.0, updated=True, **items):
+    numbers = {"loss_scale": 1.0, "grad_norm": 3.0, "clipped_grad_norm": 2.0, "learning_rate": 0.1, "weight": 8.0}
+    numbers.update(loss=loss, **items)
+    tensors = {name: Tensor(value, ms.float32) for name, value in numbers.items()}
+    return StepOutput(updated=Tensor(updated), overflow=Tensor(not updated), **tensors)
+
+
+def lines_of(path):
+    def no_constant(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return [json.loads(text, parse_constant=no_constant) for text in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory):
+    """Two epochs of four batches, three batches to an update, written in all ways."""
+    folder = tmp_path_factory.mktemp("run")
+    recorder, calls = Recorder(), []
+    logger = MetricsLogger(
+        folder / "new" / "run.jsonl",
+        folder / "events",
+        lambda numbers, step: calls.append((numbers, step)),
+        weight_norm=True,
+        peak_memory=True,
+    )
+    _, model = toy(accumulation_steps=3)
+    model.train(2, batches(2), callbacks=[logger, recorder])
+    ended = [output for output in recorder.outputs if output.ends_window]
+    weights = [weight for weight, output in zip(recorder.weights, recorder.outputs) if output.ends_window]
+    lines = lines_of(folder / "new" / "run.jsonl")
+    return SimpleNamespace(folder=folder, lines=lines, outputs=ended, weights=weights, calls=calls)
+
+
+def test_the_lines_have_the_numbers_of_the_outputs(training):
+    assert len(training.outputs) == 4  # two windows an epoch, the second one flushed
+    assert [line["update"] for line in training.lines] == [1, 2, 3, 4]
+    assert [line["epoch"] for line in training.lines] == [1, 1, 2, 2]
+    assert [line["batches"] for line in training.lines] == [3, 4, 7, 8]
+    for line_, output in zip(training.lines, training.outputs):
+        for name in StepOutput._fields:
+            assert line_[name] == getattr(output, name).asnumpy().item(), name
+    np.testing.assert_allclose([line["weight_norm"] for line in training.lines], np.abs(training.weights), 1e-6)
+    assert all(line["peak_memory_bytes"] > 2**20 for line in training.lines)
+    assert all(line["rows_per_second"] > 0 for line in training.lines[1:])
+    assert all(b["time"] >= a["time"] > 1.7e9 for a, b in zip(training.lines, training.lines[1:]))
+
+
+def test_tensorboard_reads_the_same_numbers(training):
+    events = EventAccumulator(str(training.folder / "events")).Reload()
+    assert {"loss", "learning_rate", "grad_norm", "weight_norm", "epoch"} <= set(events.Tags()["scalars"])
+    for name in ("loss", "grad_norm", "weight_norm", "learning_rate", "skipped_updates"):
+        scalars = events.Scalars(name)
+        assert [scalar.step for scalar in scalars] == [1, 2, 3, 4]
+        expected = np.float32([line[name] for line in training.lines])
+        np.testing.assert_array_equal(np.float32([scalar.value for scalar in scalars]), expected)
+
+
+def test_a_function_gets_the_same_numbers(training):
+    assert [step for _, step in training.calls] == [1, 2, 3, 4]
+    for (numbers, _), line_ in zip(training.calls, training.lines):
+        assert numbers == {name: value for name, value in line_.items() if name != "time"}
+
+
+def test_what_fit_evaluates_is_written_with_its_epoch(tmp_path):
+    path, calls = tmp_path / "run.jsonl", []
+    _, model = toy_with_metrics(accumulation_steps=4)
+    logger = MetricsLogger(path, log=lambda numbers, step: calls.append((numbers, step)))
+    model.fit(2, batches(2), batches(8), callbacks=[logger])
+    lines = lines_of(path)
+    assert [(line["epoch"], line["update"], "loss" in line) for line in lines] == [
+        (1, 1, True),
+        (1, 1, False),
+        (2, 2, True),
+        (2, 2, False),
+    ]
+    # After the first update the weight is 2.04, see linear_toy.
+    np.testing.assert_allclose(lines[1]["eval_mse"], np.mean((0.04 * X) ** 2), 1e-4)
+    assert calls[1] == ({"eval_mse": lines[1]["eval_mse"], "eval_loss": lines[1]["eval_loss"]}, 1)
+
+
+def test_a_loop_of_ones_own(tmp_path):
+    """By hand, and as a callback of an Accumulator: the same lines."""
+    network = line()
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
+    by_hand = MetricsLogger(tmp_path / "by_hand.jsonl", train_step=accumulator, weight_norm=True)
+    called = MetricsLogger(tmp_path / "called.jsonl", train_step=accumulator, weight_norm=True)
+    accumulator.add_callback(called)
+    reports = []
+    for x in [Tensor(X[:2]), Tensor(X[2:4])] * 2:
+        with accumulator.accumulate():
+            accumulator.backward(x, 2 * x)
+            reports.append(by_hand.log(accumulator.step(), note=7))
+    by_hand.close()
+    called.close()
+    lines = lines_of(tmp_path / "by_hand.jsonl")
+    assert [report is None for report in reports] == [True, False, True, False]
+    assert [line.pop("note") for line in lines] == [7, 7]
+    for line_, other, report in zip(lines, lines_of(tmp_path / "called.jsonl"), reports[1::2]):
+        clocks = ("time", "rows_per_second")
+        assert {k: v for k, v in line_.items() if k not in clocks} == {
+            k: v for k, v in other.items() if k not in clocks
+        }
+        assert line_["weight_norm"] == report.weight_norm
+
+
+def test_numbers_of_ones_own_may_be_of_any_kind(tmp_path):
+    logger = MetricsLogger(tmp_path / "run.jsonl")
+    logger.log(output_of(), count=3, share=np.float32(0.5), score=Tensor(2.0), none=np.float64(np.nan))
+    (line_,) = lines_of(tmp_path / "run.jsonl")
+    assert [line_[name] for name in ("count", "share", "score", "none")] == [3, 0.5, 2.0, None]
+    for value, got in (([1, 2], "[1, 2] of type list"), ("3", "'3' of type str")):
+        with pytest.raises(TypeError) as raised:
+            logger.log(output_of(), scores=value)
+        assert str(raised.value) == (
+            f"For 'MetricsLogger', the argument 'scores' must be a number, but got {got}. "
+            "Metrics of several values take a name for each."
+        )
+    assert len(lines_of(tmp_path / "run.jsonl")) == 1
+
+
+def test_a_report_of_somebody_else_is_written_as_it_is(tmp_path):
+    report = StepReporter().report(output_of(learning_rate=[0.5, 0.25]))
+    calls = []
+    logger = MetricsLogger(tmp_path / "run.jsonl", log=lambda numbers, step: calls.append(numbers))
+    assert logger.log(report) is report and logger.log(None) is None
+    (line_,) = lines_of(tmp_path / "run.jsonl")
+    assert line_["learning_rate"] == [0.5, 0.25]
+    assert (calls[0]["learning_rate_min"], calls[0]["learning_rate_max"]) == (0.25, 0.5)
+
+
+def test_inf_and_nan_are_null_in_the_lines_alone(tmp_path):
+    calls = []
+    logger = MetricsLogger(tmp_path / "run.jsonl", tmp_path, lambda numbers, step: calls.append(numbers))
+    logger.log(output_of(loss=np.inf, updated=False, grad_norm=np.nan))
+    logger.close()
+    (line_,) = lines_of(tmp_path / "run.jsonl")
+    assert (line_["loss"], line_["grad_norm"], line_["overflow"], line_["updated"]) == (None, None, True, False)
+    assert calls[0]["loss"] == np.inf and np.isnan(calls[0]["grad_norm"])
+    (scalar,) = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    assert scalar.value == np.inf
+
+
+def test_a_file_with_lines_is_neither_overwritten_nor_mixed_up(tmp_path):
+    path = tmp_path / "run.jsonl"
+    MetricsLogger(path).log(output_of(1.0))
+    with pytest.raises(ValueError) as raised:
+        MetricsLogger(path)
+    assert str(raised.value) == (
+        f"For 'MetricsLogger', the argument 'path' must be a new or empty file, but got {path} with lines in it. "
+        "Give another one, delete it, or go on in it with append=True."
+    )
+    path.write_bytes(path.read_bytes() + b'{"loss": 2.0, "upd')  # what a killed program leaves
+    MetricsLogger(path, append=True).log(output_of(3.0))
+    first, torn, last = path.read_text().splitlines()
+    assert (json.loads(first)["loss"], torn, json.loads(last)["loss"]) == (1.0, '{"loss": 2.0, "upd', 3.0)
+
+
+def test_each_line_is_there_at_once_and_after_close_the_file_is_opened_again(tmp_path):
+    path = tmp_path / "run.jsonl"
+    logger = MetricsLogger(path, tmp_path / "events")
+    for number in (1.0, 2.0):
+        logger.log(output_of(number))
+        assert [line["loss"] for line in lines_of(path)][-1] == number
+        logger.close()
+    events = list((tmp_path / "events").iterdir())
+    assert len(events) == 2  # of the same second, and none has overwritten the other
+    losses = {EventAccumulator(str(file)).Reload().Scalars("loss")[0].value for file in events}
+    assert losses == {1.0, 2.0}
+
+
+@pytest.mark.parametrize("name", ["path", "tensorboard_dir"])
+def test_a_place_that_cannot_be_written_is_an_error_at_once(name, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    place = tmp_path / "file" / "deeper" / "still"
+    places = {"path": tmp_path / "run.jsonl", name: place}
+    with pytest.raises(NotADirectoryError) as raised:
+        MetricsLogger(**places)
+    assert str(raised.value) == (
+        f"For 'MetricsLogger', the argument '{name}' must be writable, but got {place} (Not a directory). "
+        "Give another one."
+    )
+
+
+def test_a_full_disk_costs_one_warning_and_no_line(tmp_path):
+    logger = MetricsLogger(FULL_DISK)
+    sentence = (
+        f"For 'MetricsLogger', {FULL_DISK} cannot be written now (No space left on device). The training goes on; the "
+        "lines are kept and tried again with the next one."
+    )
+    with pytest.warns(UserWarning, match=whole(sentence)) as caught:
+        logger.log(output_of(1.0))
+        logger.log(output_of(2.0))
+    assert [warning.category for warning in caught].count(UserWarning) == 1
+    # Room again:
+    (sink,) = logger._sinks
+    sink.file.close()
+    sink.file, sink.path = None, str(tmp_path / "run.jsonl")
+    logger.log(output_of(3.0))
+    logger.close()
+    assert [line["loss"] for line in lines_of(tmp_path / "run.jsonl")] == [1.0, 2.0, 3.0]
+
+
+def test_lines_that_never_found_room_are_told_of():
+    logger = MetricsLogger(FULL_DISK)
+    with pytest.warns(UserWarning, match="cannot be written now"):
+        logger.log(output_of())
+    with pytest.warns(UserWarning, match=whole("For 'MetricsLogger', 1 line could not be written to /dev/full.")):
+        logger.close()
+
+
+def test_a_training_goes_on_with_a_full_disk():
+    network, model = toy()
+    with pytest.warns(UserWarning) as caught:
+        model.train(1, batches(2), callbacks=MetricsLogger(FULL_DISK))
+    assert len([warning for warning in caught if "MetricsLogger" in str(warning.message)]) == 2
+    assert model.train_network.events.updates == 4
+
+
+def test_an_event_file_that_fails_costs_one_warning_and_the_lines_go_on(tmp_path, monkeypatch):
+    logger = MetricsLogger(tmp_path / "run.jsonl", tmp_path / "events")
+
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(logger._sinks[1].writer, "flush", fail)
+    sentence = (
+        f"For 'MetricsLogger', the event file in {tmp_path / 'events'} cannot be written (No space left on device). "
+        "The training goes on without it."
+    )
+    with pytest.warns(UserWarning, match=whole(sentence)) as caught:
+        for number in (1.0, 2.0):
+            logger.log(output_of(number))
+        logger.close()
+    assert [warning.category for warning in caught].count(UserWarning) == 1
+    assert [line["loss"] for line in lines_of(tmp_path / "run.jsonl")] == [1.0, 2.0]
+
+
+def test_without_tensorboardx_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
+    with pytest.raises(ImportError) as raised:
+        MetricsLogger(tmp_path / "run.jsonl", tmp_path)
+    assert str(raised.value) == (
+        "For 'MetricsLogger', the argument 'tensorboard_dir' takes the package tensorboardX, but got: import of "
+        "tensorboardX.event_file_writer halted; None in sys.modules. "
+        "Install it with: pip install 'ms_gradaccum[logging]'."
+    )
+
+
+def test_only_rank_0_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_logger, "current_world", lambda owner: SimpleNamespace(rank=1, size=2))
+    calls = []
+    logger = MetricsLogger(tmp_path / "run.jsonl", tmp_path / "events", lambda *args: calls.append(args))
+    assert logger.log(output_of()).loss == 1.0
+    logger.close()
+    assert calls == [] and list(tmp_path.iterdir()) == []
+
+
+def test_after_an_error_in_the_training_the_files_are_closed(tmp_path):
+    class Fail(Recorder):
+        def on_train_step_end(self, run_context):
+            raise RuntimeError("stopped")
+
+    logger = MetricsLogger(tmp_path / "run.jsonl")
+    _, model = toy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        with pytest.raises(RuntimeError, match="stopped"):
+            model.train(1, batches(2), callbacks=[logger, Fail()])
+    assert logger._sinks[0].file is None
+    assert len(lines_of(tmp_path / "run.jsonl")) == 1
+
+
+def test_a_model_of_mindspore_is_refused(tmp_path):
+    network = line()
+    model = ms.Model(network, nn.MSELoss(), sgd(network))
+    sentence = (
+        "For 'MetricsLogger', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "
+        "TrainOneStepCell. Import Model from ms_gradaccum."
+    )
+    with pytest.raises(TypeError, match=whole(sentence)):
+        model.train(1, batches(2), callbacks=MetricsLogger(tmp_path / "run.jsonl"))
+
+
+def test_a_model_of_mindspore_with_our_step_logs_or_is_refused(tmp_path):
+    network = line()
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network))
+    logger = MetricsLogger(tmp_path / "run.jsonl")
+    sentence = (
+        "For 'MetricsLogger', the training step must tell it of updates, but a Model of MindSpore does not arrange "
+        "for that. Import Model from ms_gradaccum, or call train_step.add_callback(logger) first."
+    )
+    with pytest.raises(ValueError, match=whole(sentence)):
+        ms.Model(step).train(1, batches(4), callbacks=logger)
+    step.add_callback(logger)
+    ms.Model(step).train(1, batches(4), callbacks=logger)
+    Model(step).train(1, batches(4), callbacks=logger)  # which it hears once, too
+    assert [line["update"] for line in lines_of(tmp_path / "run.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "arguments, error, sentence",
+    [
+        (
+            {"log": "wandb"},
+            TypeError,
+            "the argument 'log' must be a function of a dict and a step, or None, but got 'wandb' of type str. "
+            "Give wandb.log.",
+        ),
+        (
+            {"append": 1},
+            TypeError,
+            "the argument 'append' must be a bool, but got 1 of type int. True goes on in a file that has lines.",
+        ),
+        (
+            {"weight_norm": "yes"},
+            TypeError,
+            "the argument 'weight_norm' must be a bool, but got 'yes' of type str. The default is False.",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments, error, sentence, tmp_path):
+    with pytest.raises(error) as raised:
+        MetricsLogger(tmp_path / "run.jsonl", **arguments)
+    assert str(raised.value) == f"For 'MetricsLogger', {sentence}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_needs_the_training_step_says_so(tmp_path):
+    logger = MetricsLogger(tmp_path / "run.jsonl", weight_norm=True)
+    with pytest.raises(ValueError) as raised:
+        logger.log(output_of())
+    assert str(raised.value) == (
+        "For 'MetricsLogger', the argument 'train_step' must be given for weight_norm, but got None. "
+        "Give the Accumulator or the TrainOneStepCell."
+    )

@@ -1,0 +1,339 @@
+"""StepReport and StepReporter: the numbers of an update, against NumPy and the outputs."""
+
+import resource
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X, line, sgd, weight_of
+from mindspore import Tensor, nn
+from mindspore.experimental import optim
+
+from ms_gradaccum import (
+    Accumulator,
+    ClipByGlobalNorm,
+    GradAccumulation,
+    StepOutput,
+    StepReporter,
+    TrainOneStepCell,
+    step_costs,
+    step_report,
+)
+
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test moves by hand."""
+    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(step_report, "time", clock)
+    return clock
+
+
+def loop(accumulation_steps=1, optimizer=sgd, loss=None, **settings):
+    network = line()
+    loss_cell = nn.WithLossCell(network, nn.MSELoss()) if loss is None else loss(network)
+    return network, Accumulator(loss_cell, optimizer(network), accumulation_steps, **settings)
+
+
+def run(accumulator, reporter, data):
+    """The reports of one pass over ``data``; None where there is none."""
+    reports = []
+    for x in accumulator.prepare([Tensor(np.array(part, np.float32).reshape(-1, 1)) for part in data]):
+        with accumulator.accumulate():
+            accumulator.backward(x, 2 * x)
+            reports.append(reporter.report(accumulator.step()))
+            accumulator.zero_grad()
+    return reports
+
+
+@pytest.fixture(scope="module")
+def built():
+    return loop(2)[1]
+
+
+@pytest.fixture
+def pairs(built):
+    """An Accumulator of two batches to an update that has done nothing yet. Compiled once."""
+    built.drop()
+    (optimizer,) = built._networks[0].optimizers
+    optimizer.parameters[0].set_data(Tensor([[0.0]], ms.float32))
+    optimizer.global_step.set_data(Tensor([0], ms.int32))
+    return built
+
+
+def output_of(updated=True, overflow=False, weight=8.0, **items):
+    """An output at the end of a window, without a training."""
+    numbers = {"loss": 1.0, "loss_scale": 1.0, "grad_norm": 3.0, "clipped_grad_norm": 2.0, "learning_rate": 0.1}
+    numbers.update(weight=weight, **items)
+    tensors = {name: Tensor(value, ms.float32) for name, value in numbers.items()}
+    return StepOutput(updated=Tensor(updated), overflow=Tensor(overflow), **tensors)
+
+
+def test_three_of_four_batches_and_the_rest():
+    """The last window has one batch of two rows; a report for each window alone."""
+    network, accumulator = loop(3, clip=ClipByGlobalNorm(1000.0))
+    reporter = StepReporter(accumulator, weight_norm=True)
+    first, second, third, last = run(accumulator, reporter, [[1, 2], [3, 4], [5, 6], [7, 8]])
+    assert first is None and second is None
+    # By hand: the weight 0 on x = 1..6, loss 4 x^2 and gradient -4 x^2; then the weight on 7 and 8.
+    mean = np.mean(np.arange(1, 7) ** 2)
+    weight = 0.02 * 4 * mean
+    assert third.update == 1 and third.batches == 3 and third.micro_batches == 3 and third.weight == 6
+    np.testing.assert_allclose([third.loss, third.grad_norm, third.weight_norm], [4 * mean, 4 * mean, weight], 1e-6)
+    rest = (2 - weight) ** 2 * np.mean([49, 64])
+    np.testing.assert_allclose([last.loss, last.weight_norm], [rest, weight_of(network)], 1e-6)
+    assert (last.update, last.batches, last.weight, last.skipped_updates) == (2, 4, 2, 0)
+
+
+def test_a_report_has_the_numbers_of_its_output():
+    network = line()
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), clip=ClipByGlobalNorm(1.0))
+    output = step(Tensor(X), Tensor(2 * X))
+    report = StepReporter(step).report(output)
+    for name in StepOutput._fields:
+        assert getattr(report, name) == getattr(output, name).asnumpy().item(), name
+    assert report.clipped_grad_norm < report.grad_norm  # otherwise they could be exchanged
+    assert report.as_dict().keys() == {*StepOutput._fields, "update", "skipped_updates", "batches", "micro_batches"}
+
+
+def test_skipped_updates_are_counted_and_are_no_updates(pairs):
+    reporter = StepReporter(pairs)
+    reports = run(pairs, reporter, [[1], [2], [3], [np.nan], [5], [6]])[1::2]
+    assert [(r.update, r.updated, r.overflow, r.skipped_updates) for r in reports] == [
+        (1, True, False, 0),
+        (1, False, True, 1),
+        (2, True, False, 1),
+    ]
+    assert np.isnan(reports[1].grad_norm) and np.isfinite(reports[2].grad_norm)
+
+
+def test_a_window_without_weight_is_skipped_too_and_has_a_report():
+    report = StepReporter().report(output_of(updated=False, weight=0.0, grad_norm=0.0))
+    assert (report.update, report.updated, report.overflow, report.skipped_updates) == (0, False, False, 1)
+
+
+def test_inside_a_window_nothing_is_read_but_what_the_host_has():
+    class Unread:
+        def asnumpy(self):
+            raise AssertionError("read inside a window")
+
+    unknown, no = Tensor(np.nan, ms.float32), Tensor(False)
+    inside = StepOutput(Unread(), no, Unread(), no, unknown, Unread(), Unread(), Unread())
+    assert StepReporter().report(inside) is None
+
+
+def test_the_norm_of_the_weights_is_that_of_all_of_them_together():
+    generator = np.random.default_rng(0)
+    network = nn.SequentialCell(nn.Dense(3, 4), nn.Dense(4, 2))
+    for weight in network.trainable_params():
+        weight.set_data(Tensor(generator.normal(size=weight.shape).astype(np.float32)))
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1))
+    reporter = StepReporter(step, weight_norm=True)
+    for _ in range(2):
+        x, y = (Tensor(generator.normal(size=(4, columns)).astype(np.float32)) for columns in (3, 2))
+        report = reporter.report(step(x, y))
+        flat = np.concatenate([weight.asnumpy().ravel() for weight in network.trainable_params()])
+        np.testing.assert_allclose(report.weight_norm, np.linalg.norm(flat.astype(np.float64)), 1e-6)
+
+
+def test_frozen_weights_are_not_in_the_norm():
+    network = nn.SequentialCell(nn.Dense(1, 1, "ones"), nn.Dense(1, 1, weight_init="zeros", has_bias=False))
+    network[0].weight.requires_grad = network[0].bias.requires_grad = False
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network))
+    report = StepReporter(step, weight_norm=True).report(step(Tensor(X), Tensor(2 * X)))
+    np.testing.assert_allclose(report.weight_norm, abs(network[1].weight.asnumpy().item()), 1e-6)
+
+
+def test_rates_are_those_since_the_last_report(clock):
+    reporter = StepReporter()
+    assert reporter.report(output_of(weight=8)).rows_per_second is None  # its time is that of compiling
+    rates = []
+    for seconds, weight in ((2, 8), (4, 6)):
+        clock.now += seconds
+        rates.append(reporter.report(output_of(weight=weight)).rows_per_second)
+    assert rates == [4.0, 1.5]
+
+
+def test_a_rate_leaves_out_what_reports_and_evaluations_take(clock, monkeypatch):
+    def slow_peak():
+        clock.now += 1000.0
+        return 1
+
+    monkeypatch.setattr(step_report, "peak_memory", slow_peak)
+    reporter = StepReporter(peak_memory=True)
+    reporter.restart()  # before the first report there is nothing to leave out
+    reporter.report(output_of())
+    clock.now += 500.0
+    reporter.restart()
+    clock.now += 2.0
+    assert reporter.report(output_of(weight=8)).rows_per_second == 4.0
+
+
+def test_a_rate_leaves_out_the_rows_before_a_restart_too(clock):
+    reporter = StepReporter(every=2)
+    for weight in (1, 1, 100):
+        reporter.report(output_of(weight=weight))
+    clock.now += 500.0
+    reporter.restart()
+    clock.now += 2.0
+    assert reporter.report(output_of(weight=8)).rows_per_second == 4.0
+
+
+def test_there_is_no_rate_if_updates_were_missed(pairs, clock):
+    """As those of a sink, of which the last one alone is seen. Also not by the updates of an earlier training."""
+    step = pairs._networks[0].optimizers[0].global_step
+    reporter = StepReporter(pairs)
+    rates = []
+    for made in (41, 42, 46, 50, 51):
+        step.set_data(Tensor([made], ms.int32))
+        clock.now += 2.0
+        rates.append(reporter.report(output_of(weight=8)).rows_per_second)
+    assert rates == [None, 4.0, None, None, 4.0]
+
+
+def test_every_reports_some_windows_with_the_rate_of_all(clock):
+    reporter = StepReporter(every=3)
+    reports = []
+    for number in range(1, 8):
+        clock.now += 1.0
+        skipped = number == 2
+        reports.append(reporter.report(output_of(updated=not skipped, overflow=skipped, weight=number)))
+    assert [number for number, report in enumerate(reports, 1) if report] == [3, 6]
+    assert (reports[5].update, reports[5].skipped_updates, reports[5].weight) == (5, 1, 6)
+    assert reports[5].rows_per_second == (4 + 5 + 6) / 3
+
+
+class TokenLoss(nn.Cell):
+    """A loss that counts three tokens for each row."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def construct(self, x, y):
+        return ((self.network(x) - y) ** 2).sum(), x.sum() * 0 + 3.0 * x.shape[0]
+
+
+def test_a_network_that_counts_tokens_has_a_rate_of_tokens(clock):
+    _, accumulator = loop(loss=lambda network: GradAccumulation(TokenLoss(network), 1, weighted=True))
+    reporter = StepReporter(accumulator)
+    run(accumulator, reporter, [[1, 2]])
+    clock.now += 2.0
+    (report,) = run(accumulator, reporter, [[1, 2]])
+    assert (report.tokens_per_second, report.rows_per_second, report.weight) == (3.0, None, 6.0)
+
+
+def test_the_number_of_the_update_goes_on_after_a_checkpoint_is_loaded(pairs):
+    pairs._networks[0].optimizers[0].global_step.set_data(Tensor([40], ms.int32))
+    _, report = run(pairs, StepReporter(pairs), [[1], [2]])
+    assert report.update == 41
+
+
+def test_an_optimizer_that_does_not_count_is_counted_for():
+    _, accumulator = loop(optimizer=lambda network: optim.SGD(network.trainable_params(), 0.02))
+    reports = run(accumulator, StepReporter(accumulator), [[1], [np.nan], [3]])
+    assert [report.update for report in reports] == [1, 1, 2]
+
+
+def test_groups_have_several_learning_rates():
+    report = StepReporter().report(output_of(learning_rate=[0.5, 0.25, 0.5]))
+    assert report.learning_rate == (0.5, 0.25, 0.5)
+    scalars = report.scalars()
+    assert (scalars["learning_rate_min"], scalars["learning_rate_max"]) == (0.25, 0.5)
+    assert "learning_rate" not in scalars and scalars["updated"] == 1
+    assert all(type(value) in (int, float) for value in scalars.values())
+
+
+def test_one_process_has_nothing_to_communicate(pairs):
+    _, report = run(pairs, StepReporter(pairs, communication_time=True), [[1], [2]])
+    assert report.communication_seconds == 0.0
+
+
+def test_the_peak_on_cpu_is_that_of_the_process():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = StepReporter(peak_memory=True).report(output_of())
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert before * 1024 <= report.peak_memory_bytes <= after * 1024
+
+
+def test_the_peak_elsewhere_is_that_of_the_device(monkeypatch):
+    monkeypatch.setattr(step_costs.ms, "get_context", lambda name: "Ascend")
+    monkeypatch.setattr(step_costs.ms.runtime, "max_memory_allocated", lambda: 12345)
+    assert step_costs.peak_memory() == 12345
+
+
+def test_of_several_networks_each_has_a_reporter():
+    networks = [line(), line()]
+    cells = [nn.WithLossCell(network, nn.MSELoss()) for network in networks]
+    accumulator = Accumulator(cells, [sgd(network, rate) for network, rate in zip(networks, (0.02, 0.01))])
+    reporters = [StepReporter(accumulator, weight_norm=True, network=cell) for cell in cells]
+    x = Tensor(X)
+    with accumulator.accumulate():
+        for cell in cells:
+            accumulator.backward(x, 2 * x, network=cell)
+        outputs = accumulator.step()
+    reports = [reporter.report(output) for reporter, output in zip(reporters, outputs)]
+    np.testing.assert_allclose([report.weight_norm for report in reports], [2.04, 1.02], 1e-6)
+    with pytest.raises(ValueError) as raised:
+        StepReporter(accumulator)
+    assert str(raised.value) == (
+        "For 'StepReporter', the argument 'network' must be one of the 2 networks, but got None. "
+        "Build a reporter for each: StepReporter(accumulator, network=loss_cell)."
+    )
+    with pytest.raises(TypeError) as raised:
+        reporters[0].report(outputs)
+    assert str(raised.value) == (
+        "For 'StepReporter', the argument 'output' must be a StepOutput or None, but got tuple. "
+        "With several networks, give the output of one of them."
+    )
+
+
+def test_messages_are_not_measured_inside_the_next_window(pairs):
+    accumulator, reporter = pairs, StepReporter(pairs, communication_time=True)
+    x = Tensor(X)
+    for _ in range(2):
+        accumulator.backward(x, x)
+    output = accumulator.step()
+    accumulator.backward(x, x)
+    with pytest.raises(RuntimeError) as raised:
+        reporter.report(output)
+    assert str(raised.value) == (
+        "For 'StepReporter', the time of the messages must be measured between two windows, but the next one has "
+        "begun. Call report() right after the update."
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, error, sentence",
+    [
+        (
+            {"every": 0},
+            ValueError,
+            "the argument 'every' must be a positive int, but got 0. 1 means a report for each window.",
+        ),
+        (
+            {"peak_memory": 1},
+            TypeError,
+            "the argument 'peak_memory' must be a bool, but got 1 of type int. The default is False.",
+        ),
+        (
+            {"weight_norm": True},
+            ValueError,
+            "the argument 'train_step' must be one whose parts are known for weight_norm, but got no train_step. "
+            "Leave weight_norm out, or give what trains.",
+        ),
+        (
+            {"train_step": "step"},
+            TypeError,
+            "the argument 'train_step' must be a TrainOneStepCell or an Accumulator, but got 'step' of type str. "
+            "Of a Model, give model.train_network.",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments, error, sentence):
+    with pytest.raises(error) as raised:
+        StepReporter(**arguments)
+    assert str(raised.value) == f"For 'StepReporter', {sentence}"
