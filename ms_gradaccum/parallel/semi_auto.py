@@ -70,10 +70,25 @@ class SemiAuto:
             if outside:
                 _init_auto_parallel_context(self.auto_parallel)
             yield
+        except RuntimeError as error:
+            _refuse_first_cast(error)
+            raise
         finally:
             if outside:
                 _clear_auto_parallel_context(self.auto_parallel)
             forget_accumulation()
+
+
+def _refuse_first_cast(error: RuntimeError) -> None:
+    """Say what to do if the compiler has stopped at the cast of a weight.
+
+    It takes the first operator with a weight for the one whose backward pass ends a micro batch. If that is the cast
+    of the weight to 16 bits, which all micro batches share, it finds no micro batch for it.
+    """
+    if "Cannot find micro info" in str(error):
+        rule = "one whose first operator with a weight takes it as it is, in semi-auto-parallel"
+        remedy = "Keep its first layer in float32 (level='O0', to_float for the others), or build it with lazy_inline."
+        raise ValueError(sentence(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)) from error
 
 
 def in_semi_auto() -> bool:

@@ -36,7 +36,7 @@ class Variant:
     max_norm: float | None = None
     limit: float | None = None
     loss_scale: float | None = None
-    amp_level: str = "O0"
+    half: bool = False  # All layers but the first compute in float16.
     strategy: Any = "data_parallel"
     shard_size: int = -1
     no_init: bool = False
@@ -129,7 +129,10 @@ def network_of(variant: Variant) -> nn.Cell:
     if variant.no_init:
         with no_init_parameters():
             return ConstantNetwork()
-    return LazyNetwork() if variant.lazy else Network()
+    network = LazyNetwork() if variant.lazy else Network()
+    if variant.half:
+        network.second.to_float(ms.float16)
+    return network
 
 
 def optimizer_of(variant: Variant, network: nn.Cell) -> nn.Cell:
@@ -165,7 +168,7 @@ def our_step(variant: Variant) -> TrainOneStepCell:
     cell = settings_of(variant, loss_cell_of(variant, network))
     precision = None
     if variant.loss_scale is not None:
-        precision = MixedPrecision(level=variant.amp_level, init_scale=variant.loss_scale, growth_interval=2)
+        precision = MixedPrecision(level="O0", init_scale=variant.loss_scale, growth_interval=2)
     return TrainOneStepCell(cell, optimizer_of(variant, network), clip=clip, mixed_precision=precision)
 
 

@@ -41,6 +41,7 @@ def refusals(batch: tuple[Tensor, Tensor]) -> dict[str, str]:
             "bad_micro_batch": said(lambda: _step(bad_micro_batch="drop")),
             "rule in Python": said(lambda: partition(_step(mixed_precision=_MANAGER), *batch)),
             "rows": said(lambda: partition(_step(variant=Variant(7)), *batch)),
+            "cast first": said(lambda: partition(_step(mixed_precision="fp16_apex"), *batch)),
             "late": said(lambda: partition(_changed(_step()), *batch)),
             "larger graph": said(lambda: partition(_Outer(_step()), *batch)),
             "around": said(lambda: _in_context(around, lambda: partition(inside, *batch))),

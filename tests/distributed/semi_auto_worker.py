@@ -30,7 +30,7 @@ NUMBERS = {
         ),
         "plain-2-no_init": Variant(2, no_init=True),
         "level1-2-overflow": Variant(2, "level1", loss_scale=3e38),
-        "level1-2-half": Variant(2, "level1", loss_scale=64.0, amp_level="O2", max_norm=0.3),
+        "level1-2-half": Variant(2, "level1", loss_scale=64.0, half=True, max_norm=0.3),
     },
     4: {
         "plain-2-tokens": Variant(2, weighted=True, max_norm=0.3, strategy=((4, 1), (4, 1))),
