@@ -13,8 +13,9 @@ def pytest_collection_finish(session):
 
 
 @pytest.fixture(params=[ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["GRAPH", "PYNATIVE"])
-def mode(request):
-    """Run the test in both execution modes."""
+def mode(request, monkeypatch):
+    """Run the test in both execution modes, compiled even in a file that otherwise compiles nothing."""
+    monkeypatch.delenv("MS_JIT", raising=False)
     before = ms.get_context("mode")
     ms.set_context(mode=request.param)
     yield request.param

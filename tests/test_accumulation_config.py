@@ -14,6 +14,9 @@ from test_errors import raises, typed
 from ms_gradaccum import AccumulationConfig, AccumulationSchedule, Accumulator
 from ms_gradaccum.accumulation_config import merge_config
 
+# What the compiler makes of it is tested where a test asks for a mode.
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 
 def windows_of(accumulator, dataset, epochs):
     """For each epoch the numbers of batches of its windows; nothing is computed."""

@@ -15,6 +15,9 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from ms_gradaccum import GradAccumulation, Model, TrainingPlan
 
+# What the compiler makes of it is tested where a test asks for a mode.
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 
 def plan(dataset_size=8, batch_size=2, epochs=1, **settings):
     return TrainingPlan(dataset_size=dataset_size, batch_size=batch_size, epochs=epochs, **settings)

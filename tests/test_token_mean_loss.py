@@ -13,6 +13,9 @@ from test_errors import raises, typed
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
 
+# What the compiler makes of it is tested where a test asks for a mode.
+pytestmark = pytest.mark.usefixtures("op_by_op")
+
 START = np.float32([[-0.00748682], [0.53644359]])
 IGNORED = -100
 
