@@ -7,7 +7,8 @@ usage() {
   cat <<'TEXT'
 ./run.sh           train the sample (the same as ./run.sh sample)
 ./run.sh sample NAME
-                   another one of sample_code: linear_toy, causal_lm, resnet18, transformer_lm
+                   another one of sample_code: linear_toy, causal_lm, resnet18, transformer_lm,
+                   mixed_precision
 ./run.sh test      format, lint, types, then all tests; more arguments go to pytest
 ./run.sh check     format, lint and types alone
 ./run.sh bench [NAME]
@@ -80,7 +81,7 @@ run_tests() {
 run_sample() {
   local folder=sample_code/${1:-distributed_gradient_accumulation} extras=pinned
   [[ -f $folder/train.py ]] || fail "there is no sample '$1'."
-  [[ ! -f $folder/plot.py ]] || extras=pinned,plot
+  ! grep -qs '\.png' "$folder/run.sh" || extras=pinned,plot
   prepare "$extras"
   if [[ -f $folder/run.sh ]]; then exec bash "$folder/run.sh" "${@:2}"; fi
   exec python "$folder/train.py" "${@:2}"

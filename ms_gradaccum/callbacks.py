@@ -75,6 +75,7 @@ class ProgressBar(Callback):
         self.seconds_per_line = check_positive_float(_OWNER, "seconds_per_line", seconds_per_line, remedy)
         self.total = total
         self._display: Display | None = None  # set while training runs, on the rank that shows it
+        self._entered = 0  # how often: Model.fit enters and leaves its callbacks for each evaluation too
         self._begin()
 
     def _begin(self) -> None:
@@ -129,7 +130,14 @@ class ProgressBar(Callback):
             self._epoch = "" if epoch is None else f"epoch {epoch}"
             self._count(self._step + bool(output.updated.asnumpy()), output)
 
+    def __enter__(self) -> Any:
+        self._entered += 1
+        return super().__enter__()
+
     def __exit__(self, *error: Any) -> None:
+        self._entered -= 1
+        if self._entered > 0:
+            return
         if self._by_hand and error[:1] == (None,):
             self.close()
         self._close()  # after an error in the training on_train_end does not come

@@ -118,6 +118,15 @@ def test_the_update_of_an_unfinished_last_window_is_counted(capsys):
     assert ", batch 4/4 (100%), 2 updates, " in capsys.readouterr().out
 
 
+def test_the_training_goes_on_to_be_shown_after_an_evaluation_of_fit(capsys):
+    ones = np.ones((4, 1), np.float32)
+    data = dataset.NumpySlicesDataset((ones, 2 * ones), shuffle=False).batch(2)
+    network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+    model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1), metrics={"mse"})
+    model.fit(3, data, data, callbacks=ProgressBar())
+    assert capsys.readouterr().out.startswith("epoch 3/3, batch 6/6 (100%), 6 updates, ")
+
+
 def test_a_training_that_stops_early_shows_its_last_step(capsys):
     class Stop(Callback):
         def on_train_step_end(self, run_context):

@@ -38,7 +38,7 @@ def check_runs(runs):
             assert largest <= TOLERANCE, f"{other} is not the training of {name}"
 
 
-def draw_runs(runs, file):
+def draw_runs(runs, file, title="processes × accumulation steps × rows", tolerance=TOLERANCE):
     """Draw the losses of all runs, one line on the other, and below them how far they are from the first one."""
     import matplotlib
 
@@ -54,10 +54,11 @@ def draw_runs(runs, file):
         # Equal losses have no place on a logarithmic axis: they are drawn at its lower end.
         shown = [max(difference, 1e-8) for difference in differences(runs[other], runs[name])]
         bottom.semilogy(shown, ".", color=f"C{i}", markersize=3)
-    bottom.axhline(TOLERANCE, color="grey", linewidth=0.8)
+    if tolerance is not None:
+        bottom.axhline(tolerance, color="grey", linewidth=0.8)
     labels = [run.replace("x", " × ") for run in runs]
-    top.legend(labels, title="processes × accumulation steps × rows")
-    top.set(ylabel="loss per token")
+    top.legend(labels, title=title)
+    top.set(ylabel="loss")
     bottom.set(xlabel="update", ylabel=f"difference from {labels[0]}")
     figure.savefig(file, dpi=80)
 

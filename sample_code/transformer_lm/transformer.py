@@ -1,4 +1,4 @@
-"""A small causal transformer: pre-norm blocks, learned positions, no dropout."""
+"""A small causal transformer: pre-norm blocks, learned positions, no dropout. Other samples use its blocks."""
 
 import mindspore as ms
 import numpy as np
@@ -6,14 +6,14 @@ from mindspore import nn, ops
 
 
 class Attention(nn.Cell):
-    """Causal self-attention. What is padded at the end of a row is seen by padding alone."""
+    """Self-attention. If causal, what is padded at the end of a row is seen by padding alone."""
 
-    def __init__(self, width, heads, length):
+    def __init__(self, width, heads, length, causal=True):
         super().__init__()
         self.heads, self.head_width = heads, width // heads
         self.qkv = nn.Dense(width, 3 * width, has_bias=False)
         self.out = nn.Dense(width, width)
-        self.mask = ms.Tensor(np.triu(np.full((length, length), -1e9, np.float32), k=1))
+        self.mask = ms.Tensor(np.triu(np.full((length, length), -1e9 if causal else 0, np.float32), k=1))
         self.scale = self.head_width**-0.5
 
     def construct(self, x):
@@ -26,10 +26,10 @@ class Attention(nn.Cell):
 
 
 class Block(nn.Cell):
-    def __init__(self, width, heads, length):
+    def __init__(self, width, heads, length, causal=True):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm((width,)), nn.LayerNorm((width,))
-        self.attention = Attention(width, heads, length)
+        self.attention = Attention(width, heads, length, causal)
         self.mlp = nn.SequentialCell(nn.Dense(width, 4 * width), nn.GELU(), nn.Dense(4 * width, width))
 
     def construct(self, x):
