@@ -72,9 +72,9 @@ check() {
 }
 
 run_tests() {
-  # Two tests at a time, on one core each: MindSpore's threads would otherwise fight over both.
+  # One core for each: MindSpore's threads would otherwise fight over them. Three at a time, since some only wait.
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-  pytest -n 2 --dist loadfile "$@"
+  pytest -n 3 --dist loadfile "$@"
 }
 
 # run_sample [NAME [ARGUMENT...]]: its run.sh, or its program in one process.

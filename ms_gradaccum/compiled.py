@@ -7,6 +7,7 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn
+from mindspore.common.api import _pynative_executor
 
 from ms_gradaccum._checks import warn
 
@@ -69,7 +70,7 @@ class Compiled:
     def __call__(self, *tensors: Tensor) -> Any:
         """Run with tensors whose dtypes and numbers of axes are always the same."""
         if self.eager or os.getenv("MS_JIT") == "0":
-            with execution_mode(ms.PYNATIVE_MODE):
+            with _op_by_op():
                 return self.cell(*tensors)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         self.has_run = False
@@ -134,7 +135,8 @@ class Compiled:
 
     def _fall_back(self, tensors: tuple[Tensor, ...], error: Exception) -> Any:
         try:
-            output = self.cell(*tensors)
+            with _op_by_op():
+                output = self.cell(*tensors)
         except Exception as eager_error:
             # Wrong in both modes: the inputs or the network are at fault, not the compiler.
             raise _without_call_stack(eager_error) from None
@@ -158,6 +160,18 @@ def execution_mode(mode: int) -> Iterator[None]:
         yield
     finally:
         ms.set_context(mode=before)
+
+
+@contextmanager
+def _op_by_op() -> Iterator[None]:
+    """Run what has a gradient in PYNATIVE mode."""
+    with execution_mode(ms.PYNATIVE_MODE):
+        try:
+            yield
+        except BaseException:
+            # After two errors inside a gradient MindSpore would not even index a tensor any more.
+            _pynative_executor.clear_res()
+            raise
 
 
 def graph_mode() -> Any:

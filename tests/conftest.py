@@ -30,9 +30,8 @@ def restored_mode():
     ms.set_context(mode=before)
 
 
-@pytest.fixture(scope="module")
-def op_by_op():
-    """Compile nothing, for files of tests that do not depend on the compiler: it takes most of their time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MS_JIT", "0")
-        yield
+@pytest.fixture
+def eager(monkeypatch):
+    """Run op by op, for tests that do not depend on the compiler: it takes most of their time."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    monkeypatch.setenv("MS_JIT", "0")

@@ -15,7 +15,7 @@ from ms_gradaccum import AccumulationConfig, AccumulationSchedule, Accumulator
 from ms_gradaccum.accumulation_config import merge_config
 
 # What the compiler makes of it is tested where a test asks for a mode.
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def windows_of(accumulator, dataset, epochs):

@@ -15,7 +15,7 @@ from ms_gradaccum import AccumulationConfig
 from ms_gradaccum.window_counter import WindowCounter
 
 # What the compiler makes of it is tested where a test asks for a mode.
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("eager")
 
 AFTER_THREE = descend((1, 2, 3, 4, 5, 6))  # 1.2133333
 LAST = {True: descend((1, 2, 3, 4, 5, 6), (7, 8)), False: AFTER_THREE}

@@ -10,7 +10,7 @@ from ms_gradaccum import Accumulator
 from ms_gradaccum.loop_window import LoopWindow
 
 # What the compiler makes of it is tested where a test asks for a mode.
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("eager")
 
 pytestmark = pytest.mark.filterwarnings("error:.*runs eagerly")
 

@@ -14,13 +14,6 @@ BOUNDS = [0, 3, 5, 7]
 SCALE, CLEAN = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """Run op by op, for which nothing is compiled."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    monkeypatch.setenv("MS_JIT", "0")
-
-
 class Squares(nn.Cell):
     """Has a gradient that depends on the weights; the loss is a mean over the rows."""
 

@@ -20,7 +20,7 @@ from ms_gradaccum import (
     progress_display,
 )
 
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("eager")
 SPEED = r"[\d.e+]+ batches/s, 00:0\d elapsed, 00:00 left"
 
 

@@ -11,11 +11,7 @@ from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, Tok
 SCALE, LIMIT = 4096.0, 0.1
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    """Run op by op, for which nothing is compiled."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    monkeypatch.setenv("MS_JIT", "0")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def dense(inputs, outputs, seed):

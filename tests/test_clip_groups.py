@@ -1,6 +1,5 @@
 """ClipByGroupNorm next to NumPy: each group by its own norm, on the mean gradient of the window."""
 
-import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import whole
@@ -44,13 +43,6 @@ def step_with(clip, **settings):
     cell = ThreeWeights()
     network = GradAccumulation(cell, 4)  # 2, 2, 1 and 1 rows
     return TrainOneStepCell(network, KeepGradients(cell.trainable_params()), clip=clip, **settings)
-
-
-@pytest.fixture
-def eager(monkeypatch):
-    """Run op by op, for which nothing is compiled."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    monkeypatch.setenv("MS_JIT", "0")
 
 
 @pytest.mark.parametrize(

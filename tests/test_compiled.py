@@ -199,6 +199,30 @@ def test_ms_jit_0_runs_eagerly_for_debugging(monkeypatch, mode):
     assert not compiled and step.optimizer.gradients() == [GRADIENT] and ms.get_context("mode") == mode
 
 
+class TooFewRows(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0]), "weight")
+
+    def construct(self, x):
+        if (x * self.weight).shape[0] < 100:
+            raise ValueError("too few rows")
+        return x.mean()
+
+
+@pytest.mark.parametrize("op_by_op", [True, False])
+def test_errors_in_pynative_mode_leave_nothing_behind(op_by_op, monkeypatch):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    if op_by_op:
+        monkeypatch.setenv("MS_JIT", "0")
+    step = keeping_step(TooFewRows(), 1)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="too few rows"):
+            step(Tensor(X))
+    # After two errors inside a gradient MindSpore itself refuses this.
+    assert Tensor([1.0, 2.0])[1] == 2
+
+
 class Scaled(nn.Cell):
     def __init__(self):
         super().__init__()

@@ -10,7 +10,7 @@ from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, StepOutput, T
 from ms_gradaccum.events import Events
 from ms_gradaccum.model import _FinishStep
 
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 class Listener(Callback):

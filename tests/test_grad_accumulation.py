@@ -13,7 +13,6 @@ from step_probe import keeping_step, number, tensors
 from ms_gradaccum import GradAccumulation
 
 # What the compiler makes of it is tested where a test asks for a mode.
-pytestmark = pytest.mark.usefixtures("op_by_op")
 
 FOREIGN_TRAIN_CELL = "the train cell around it is not one of ms_gradaccum"
 

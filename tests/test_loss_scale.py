@@ -22,13 +22,6 @@ SCALE, CLEAN = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
 COLUMNS, ROWS = 3, 8
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """Run op by op, for which nothing is compiled."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    monkeypatch.setenv("MS_JIT", "0")
-
-
 def only_scaled(**settings):
     """A loss scale for a network that stays in float32."""
     return MixedPrecision(level="O0", **settings)

@@ -15,9 +15,6 @@ from test_grad_accumulation import FOREIGN_TRAIN_CELL
 
 from ms_gradaccum import Accumulator, ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
 
-# What the compiler makes of it is tested where a test asks for a mode.
-pytestmark = pytest.mark.usefixtures("op_by_op")
-
 
 class TwoTerms(nn.Cell):
     """(sum of weight * token over the valid tokens, their number), and an auxiliary loss per micro batch.

@@ -22,7 +22,7 @@ from ms_gradaccum import (
     metrics_logger,
 )
 
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("eager")
 FULL_DISK = "/dev/full"  # takes no byte
 
 

@@ -14,7 +14,7 @@ from mindspore.nn.utils import no_init_parameters
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, Model, TrainOneStepCell
 
 # What the compiler makes of it is tested where a test asks for a mode.
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("eager")
 
 RANDOM = np.random.default_rng(3)
 ROWS = RANDOM.normal(size=(10, 3)).astype(np.float32)

@@ -30,7 +30,7 @@ from mindspore.train import (
 from ms_gradaccum import ClipByGlobalNorm, Model, StepOutput
 
 # What the compiler makes of it is tested where a test asks for a mode.
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("eager")
 
 FIELDS = ("loss", "overflow", "loss_scale", "updated", "grad_norm", "clipped_grad_norm", "learning_rate", "weight")
 

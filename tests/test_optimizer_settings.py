@@ -25,9 +25,6 @@ from optimizer_parity import (
     values_of,
 )
 
-# What the compiler makes of it is tested where a test asks for a mode.
-pytestmark = pytest.mark.usefixtures("op_by_op")
-
 
 class GrowingDecay(nn.Cell):
     """A weight decay that follows the number of updates."""

@@ -16,7 +16,7 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from ms_gradaccum import GradAccumulation, Model, TrainingPlan
 
 # What the compiler makes of it is tested where a test asks for a mode.
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def plan(dataset_size=8, batch_size=2, epochs=1, **settings):

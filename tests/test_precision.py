@@ -28,13 +28,6 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """Run op by op, for which nothing is compiled."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    monkeypatch.setenv("MS_JIT", "0")
-
-
 class Network(nn.Cell):
     """A matrix product, a normalisation and an operator of no class, each with a dtype that can be seen."""
 

@@ -21,7 +21,7 @@ from ms_gradaccum import (
     step_report,
 )
 
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from test_errors import raises, typed
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
 
 # What the compiler makes of it is tested where a test asks for a mode.
-pytestmark = pytest.mark.usefixtures("op_by_op")
+pytestmark = pytest.mark.usefixtures("eager")
 
 START = np.float32([[-0.00748682], [0.53644359]])
 IGNORED = -100
@@ -74,7 +74,7 @@ def train_causal(parts):
 
 
 @pytest.mark.parametrize("batches", [1, 2, 4])
-def test_the_causal_language_model_ends_where_the_whole_batch_does(batches):
+def test_the_causal_language_model_ends_where_the_whole_batch_does(mode, batches):
     weights, output = train_causal(zip(np.split(IDS, batches), np.split(LABELS, batches)))
     loss_sum, tokens, gradient = by_hand(IDS, LABELS)
     assert tokens == number(output.weight) == 36

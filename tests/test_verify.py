@@ -77,11 +77,6 @@ class Total(nn.Cell):
         return (x * self.weight).sum()
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    monkeypatch.setenv("MS_JIT", "0")
-
-
 def test_a_batch_may_be_one_tensor_or_array_or_a_list(eager):
     for one in (Tensor(X), X, [X]):
         (entry,) = verify(Total(), one, 4).parameters

@@ -20,12 +20,6 @@ DIVIDED_TWICE, FACTOR, OTHER_LOSS = "A division by K = 3 done twice", "A factor:
 NOT_FINITE = "An Inf or NaN"
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """Run what does not depend on compiling without it: that is faster for so small networks."""
-    monkeypatch.setenv("MS_JIT", "0")
-
-
 def batch(*arrays):
     return tuple(Tensor(array) for array in arrays)
 

@@ -15,12 +15,6 @@ Y = RANDOM.normal(size=(8, 1)).astype(np.float32)
 BATCH_NORM, DROPOUT, RANDOM_OPERATOR = "BatchNorm (norm)", "Dropout (drop)", "A random operator that is no Dropout"
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """Run what does not depend on compiling without it: that is faster for so small networks."""
-    monkeypatch.setenv("MS_JIT", "0")
-
-
 class Network(nn.Cell):
     """A scale, whatever layers there are, and a loss."""
 

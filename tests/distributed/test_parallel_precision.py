@@ -21,12 +21,6 @@ def two(tmp_path_factory):
     return launch(Path(__file__).with_name("precision_worker.py"), 2, tmp_path_factory.mktemp("two"))
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """Run op by op, for which nothing is compiled."""
-    monkeypatch.setenv("MS_JIT", "0")
-
-
 def one_process(batches):
     """The weights of one process that sees no bad row."""
     network, step = build_step("schedule", clip=CLIPS["norm"]())
