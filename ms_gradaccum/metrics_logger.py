@@ -180,7 +180,9 @@ class MetricsLogger(Callback):
         self._leave()
 
     def __exit__(self, *error: Any) -> None:
-        self._leave()  # After an error in the training on_train_end does not come.
+        # Here comes fit after each evaluation, too. After an error in the training on_train_end does not come.
+        if self._epoch is None or error[0] is not None:
+            self._leave()
 
     def _leave(self) -> None:
         self._epoch = None

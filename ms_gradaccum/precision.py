@@ -266,7 +266,15 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
         raise ValueError(sentence(owner, "mixed_precision", rule, level, remedy))
     if found:
         return network
-    converted = amp.auto_mixed_precision(network, level, precision.dtype)
+    try:
+        converted = amp.auto_mixed_precision(network, level, precision.dtype)
+    except RuntimeError as error:
+        # Level O1 rewrites the sources of the network, and knows not all that Python can say.
+        rule = "a level that MindSpore can convert the network to"
+        remedy = "Name the inputs of each construct, in place of *inputs, or take level 'O2'."
+        raise ValueError(
+            sentence(owner, "mixed_precision", rule, f"{level}: {str(error).splitlines()[0]}", remedy)
+        ) from error
     if level in ("O2", "O3"):
         # Without the cell around it that casts its output, and hides the names of its inputs.
         (converted,) = converted.cells()

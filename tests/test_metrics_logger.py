@@ -93,8 +93,10 @@ def test_a_function_gets_the_same_numbers(training):
 def test_what_fit_evaluates_is_written_with_its_epoch(tmp_path):
     path, calls = tmp_path / "run.jsonl", []
     _, model = toy_with_metrics(accumulation_steps=4)
-    logger = MetricsLogger(path, log=lambda numbers, step: calls.append((numbers, step)))
+    logger = MetricsLogger(path, tmp_path / "events", log=lambda numbers, step: calls.append((numbers, step)))
     model.fit(2, batches(2), batches(8), callbacks=[logger])
+    # Though fit leaves its callbacks after each evaluation.
+    assert len(list((tmp_path / "events").iterdir())) == 1
     lines = lines_of(path)
     assert [(line["epoch"], line["update"], "loss" in line) for line in lines] == [
         (1, 1, True),

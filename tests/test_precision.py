@@ -188,6 +188,30 @@ def test_model_evaluates_a_network_in_half_precision(eager):
     assert model.eval(batches(8))["mse"] == pytest.approx(102, rel=1e-3)
 
 
+class AnyInputs(nn.Cell):
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.network = nn.SequentialCell(nn.Dense(2, 1), nn.ReLU())
+
+    def construct(self, *inputs):
+        return self.network(*inputs).mean()
+
+
+def test_a_network_that_mindspore_cannot_rewrite(eager, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # O1 writes the networks that it rewrites
+    network = AnyInputs()
+    text = (
+        "For 'TrainOneStepCell', the argument 'mixed_precision' must be a level that MindSpore can convert the network "
+        "to, but got O1: Please handle custom-object first. Name the inputs of each construct, in place of *inputs, or "
+        "take level 'O2'."
+    )
+    with pytest.raises(ValueError) as raised:
+        TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16")
+    assert str(raised.value) == text
+    network = AnyInputs()
+    TrainOneStepCell(network, sgd_of(network), mixed_precision="fp16_apex")
+
+
 def test_a_network_is_converted_once(eager):
     network = Network()
     loss_cell = nn.WithLossCell(network, nn.MSELoss())
