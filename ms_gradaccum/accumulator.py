@@ -15,7 +15,7 @@ from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, check_clip
 from ms_gradaccum.loop_window import LoopWindow
 from ms_gradaccum.optimizers import claim_optimizer
 from ms_gradaccum.parallel.world import gather_counts
-from ms_gradaccum.precision import check_precision
+from ms_gradaccum.precision import check_precision, check_scale_of_each
 from ms_gradaccum.prepared import prepare
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.trained_network import TrainedNetwork, pair_networks
@@ -118,7 +118,9 @@ class Accumulator(nn.Cell, Observed):
         self.clip = check_clip(_OWNER, clip)
         drops = check_bad_micro_batch(_OWNER, bad_micro_batch)
         self._networks = []
-        for cell, optimizers in pair_networks(network, optimizer):
+        pairs = pair_networks(network, optimizer)
+        check_scale_of_each(_OWNER, mixed_precision, len(pairs))
+        for cell, optimizers in pairs:
             precision = check_precision(_OWNER, mixed_precision)
             settings = {"config": self.config.as_text(), "clip": repr(self.clip), "bad_micro_batch": drops}
             settings["mixed_precision"] = precision.text

@@ -183,6 +183,14 @@ def check_precision(owner: str, mixed_precision: Any) -> Precision:
     return Precision(settings.level, settings.dtype, scale, text, settings.reduce_dtype)
 
 
+def check_scale_of_each(owner: str, mixed_precision: Any, networks: int) -> None:
+    """Raise if several networks would share one of MindSpore's objects, which each of them would adjust."""
+    settings = _settings(owner, mixed_precision)
+    if networks > 1 and settings is not None and settings.loss_scale is not None:
+        rule, got = "a rule for the scale of each network", f"one {type(settings.loss_scale).__name__} for {networks}"
+        raise ValueError(sentence(owner, "mixed_precision", rule, got, "Give a name or a MixedPrecision without one."))
+
+
 def _number_of(scale: NoLossScale) -> Any:
     # From the host, with no operator: a device may not be there when a step is built to be compiled for it.
     return scale.scale.asnumpy().item() if isinstance(scale, (LossScale, FixedLossScale)) else 1.0

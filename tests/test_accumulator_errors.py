@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from linear_toy import X, line, sgd, weight_of
 from loop_toy import FOUR, toy_loop, updates_of
-from mindspore import Tensor, nn
+from mindspore import Tensor, amp, nn
 from step_probe import changed, number, tensors
 from test_errors import raises, typed
 from test_train_step_failures import LABELS, with_a_bad_label
@@ -21,10 +21,10 @@ def loss_cell():
     return nn.WithLossCell(line(), nn.MSELoss())
 
 
-def of_two(*optimizers):
+def of_two(*optimizers, **settings):
     """Accumulator of two networks, with optimizers of the first or second."""
     cells = [loss_cell(), loss_cell()]
-    return Accumulator(cells, [sgd(cells[index]) for index in optimizers])
+    return Accumulator(cells, [sgd(cells[index]) for index in optimizers], **settings)
 
 
 def with_the_same_optimizer_twice():
@@ -99,6 +99,12 @@ ACCUMULATORS = {
         TypeError,
         "'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None, but got 1.0. For example "
         "clip=ClipByGlobalNorm(1.0).",
+    ),
+    "one scale for two": (
+        lambda: of_two(0, 1, mixed_precision=amp.DynamicLossScaleManager()),
+        ValueError,
+        "'mixed_precision' must be a rule for the scale of each network, but got one DynamicLossScaleManager for 2. "
+        "Give a name or a MixedPrecision without one.",
     ),
     "prepare": (
         lambda: toy_loop()[1].prepare(5),
