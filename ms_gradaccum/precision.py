@@ -1,5 +1,6 @@
 """Mixed precision: what computes in 16 bits, and the loss scale that goes with it."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -274,6 +275,7 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
         raise ValueError(sentence(owner, "mixed_precision", rule, level, remedy))
     if found:
         return network
+    path = list(sys.path)
     try:
         converted = amp.auto_mixed_precision(network, level, precision.dtype)
     except RuntimeError as error:
@@ -283,6 +285,9 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
         raise ValueError(
             sentence(owner, "mixed_precision", rule, f"{level}: {str(error).splitlines()[0]}", remedy)
         ) from error
+    finally:
+        # It leaves folders of sources there, of which one hides Python's own module math from new processes.
+        sys.path[:] = path
     if level in ("O2", "O3"):
         # Without the cell around it that casts its output, and hides the names of its inputs.
         (converted,) = converted.cells()

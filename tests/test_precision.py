@@ -1,5 +1,6 @@
 """Which part of a network computes in half precision, by every name; what is refused, in whole sentences."""
 
+import sys
 from unittest import mock
 
 import mindspore as ms
@@ -72,6 +73,14 @@ def test_each_name_trains_in_half_precision(name, in_float32, eager):
     close_but_not_equal(name, weights, in_float32[0])
     assert number(output.updated) and number(output.loss_scale) == 65536
     assert number(output.loss) == pytest.approx(number(in_float32[1].loss), rel=1e-2)
+
+
+def test_modules_are_found_where_they_were(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # O1 writes the networks that it rewrites
+    before = list(sys.path)
+    network = Network()
+    TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd_of(network), mixed_precision="fp16")
+    assert sys.path == before
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp16_apex"])

@@ -1,5 +1,6 @@
 """Trainings that one process and several do alike. The test runs them in its own process, the workers under msrun."""
 
+import functools
 import hashlib
 
 import mindspore as ms
@@ -79,6 +80,7 @@ def train(optimizer, clip, rank=0, size=1, **settings):
     return network, step.optimizer, train_batches(step, range(STEPS), rank, size)
 
 
+@functools.cache
 def whole_batches(optimizer, windows):
     """MindSpore's own step in one process, on the rows of all processes and of all batches of each window at once."""
     ms.set_context(mode=ms.GRAPH_MODE)

@@ -42,8 +42,8 @@ NUMBERS = {
 COUNTS = {
     2: {
         f"{level or 'plain'}-{size}": Variant(size, level, lazy=level in ("level2", "level3"))
-        for level in (None, "level1", "level2", "level3")
-        for size in (1, 2, 8)
+        for level, sizes in ((None, (1, 2, 8)), ("level1", (1, 2, 8)), ("level2", (1, 2)), ("level3", (2,)))
+        for size in sizes
     },
     4: {
         f"{level or 'plain'}-2": Variant(2, level, lazy=level in ("level2", "level3"))

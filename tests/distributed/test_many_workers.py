@@ -20,4 +20,4 @@ def eight(tmp_path_factory):
 def test_eight_processes_train_like_one_on_all_rows(kind, eight):
     # 12 rows: two for some processes, one for others
     assert len({report[kind]["fingerprint"] for report in eight}) == 1
-    np.testing.assert_allclose(eight[0][kind]["weights"], whole_batches("Adam", [[0], [1]]), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(eight[0][kind]["weights"], whole_batches("Adam", ((0,), (1,))), rtol=2e-5, atol=2e-6)
