@@ -1,6 +1,5 @@
 """Mixed precision: what computes in 16 bits, and the loss scale that goes with it."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from mindspore.ops import functional as F
 from ms_gradaccum._checks import check_choice, check_positive_float, check_positive_int, sentence
 from ms_gradaccum.compiled import execution_mode
 from ms_gradaccum.loss_scale import FixedLossScale, LossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
+from ms_gradaccum.rewriting import rewriting
 from ms_gradaccum.token_mean_loss import TokenMeanLoss
 
 _OWNER = "MixedPrecision"
@@ -275,9 +275,9 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
         raise ValueError(sentence(owner, "mixed_precision", rule, level, remedy))
     if found:
         return network
-    path = list(sys.path)
     try:
-        converted = amp.auto_mixed_precision(network, level, precision.dtype)
+        with rewriting():
+            converted = amp.auto_mixed_precision(network, level, precision.dtype)
     except RuntimeError as error:
         # Level O1 rewrites the sources of the network, and knows not all that Python can say.
         rule = "a level that MindSpore can convert the network to"
@@ -285,9 +285,6 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
         raise ValueError(
             sentence(owner, "mixed_precision", rule, f"{level}: {str(error).splitlines()[0]}", remedy)
         ) from error
-    finally:
-        # It leaves folders of sources there, of which one hides Python's own module math from new processes.
-        sys.path[:] = path
     if level in ("O2", "O3"):
         # Without the cell around it that casts its output, and hides the names of its inputs.
         (converted,) = converted.cells()

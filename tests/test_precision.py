@@ -1,6 +1,7 @@
 """Which part of a network computes in half precision, by every name; what is refused, in whole sentences."""
 
 import sys
+from pathlib import Path
 from unittest import mock
 
 import mindspore as ms
@@ -80,7 +81,7 @@ def test_modules_are_found_where_they_were(tmp_path, monkeypatch):
     before = list(sys.path)
     network = Network()
     TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd_of(network), mixed_precision="fp16")
-    assert sys.path == before
+    assert sys.path == before and Path.cwd() == tmp_path and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp16_apex"])
