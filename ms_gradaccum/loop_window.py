@@ -1,5 +1,6 @@
 """The window of a hand-written loop: which batch ends it, and whether the calls come in an order that has a meaning."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,12 +10,14 @@ from mindspore import Tensor, nn
 from ms_gradaccum._checks import sentence
 from ms_gradaccum.accumulation_config import AccumulationConfig
 from ms_gradaccum.events import Events
-from ms_gradaccum.prepared import ActivePasses, PreparedScheduler
+from ms_gradaccum.prepared import ActivePasses, PreparedDataset, PreparedScheduler
+from ms_gradaccum.saved.data_order import PassPlace
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.trained_network import TrainedNetwork
 from ms_gradaccum.window_counter import WindowCounter
 
 _OWNER = "Accumulator"
+_BETWEEN = "Call it at the end of the loop's body."
 
 
 class LoopWindow:
@@ -35,6 +38,10 @@ class LoopWindow:
             trained.micro_steps.events = self.events
         self.passes = ActivePasses()
         self.schedulers: list[PreparedScheduler] = []
+        # Weakly, since a program may prepare anew for each pass.
+        self._datasets: list[weakref.ref[PreparedDataset]] = []
+        # Where the first ones of these go on, after a state was loaded.
+        self._places: list[PassPlace | None] = []
         self.ends = self.updated = self.in_batch = False
         self._withheld = 0
 
@@ -126,6 +133,36 @@ class LoopWindow:
             yield
         finally:
             self._withheld -= 1
+
+    def enroll(self, dataset: PreparedDataset) -> int:
+        """Give a prepared dataset its number."""
+        self._datasets.append(weakref.ref(dataset))
+        return len(self._datasets) - 1
+
+    def datasets(self) -> list[PreparedDataset]:
+        """Return the prepared datasets that are in use."""
+        found = [reference() for reference in self._datasets]
+        return [dataset for dataset in found if dataset is not None]
+
+    def take_place(self, number: int) -> PassPlace | None:
+        """Return where a dataset goes on after a state was loaded, once."""
+        if number >= len(self._places):
+            return None
+        place, self._places[number] = self._places[number], None
+        return place
+
+    def go_on(self, ends: bool, updated: bool, is_open: list[bool], places: list[PassPlace]) -> None:
+        """Stand where the window of a state stood."""
+        self.ends, self.updated, self._places = ends, updated, list(places)
+        for trained, its in zip(self.networks, is_open):
+            trained.is_open, trained.has_batch = its, False
+
+    def check_between_batches(self, owner: str) -> None:
+        """Raise unless this is a place where a state can be saved."""
+        if self._awaits_batch:
+            raise _disorder(f"{owner}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
+        if any(trained.outputs is not None or trained.clip is not None for trained in self.networks):
+            raise _disorder(f"{owner}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
 
     def chosen(self, network: nn.Cell | None) -> list[TrainedNetwork]:
         """Return the network that is meant, or all for None."""

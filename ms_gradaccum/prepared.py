@@ -1,5 +1,6 @@
 """Datasets and schedulers that know where their window stands."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPla
 
 from ms_gradaccum._checks import sentence
 from ms_gradaccum.parallel.world import current_world, gather_counts
+from ms_gradaccum.saved import random_state
+from ms_gradaccum.saved.data_order import PassPlace, Sources, draws_in_python, rest_of
 
 _OWNER = "Accumulator"
 
@@ -46,8 +49,12 @@ class PreparedDataset:
     def __init__(self, dataset: Any, window: Any) -> None:
         self.dataset = dataset
         self.window = window
+        self.number = window.enroll(self)
         self.epoch = -1
         self.at_end = False
+        # Of the current pass: batches taken, those that every process has, and what their order depends on.
+        self.batches = self.common = 0
+        self.sources: Sources | None = None
         self.several = current_world(_OWNER).size > 1
         if self.several:
             self._length()
@@ -67,12 +74,15 @@ class PreparedDataset:
         return getattr(self.dataset, name)
 
     def __iter__(self) -> Iterator[Any]:
-        self.epoch += 1
+        place = self._begin()
         passes = self.window.passes
-        missing = max(gather_counts(self._length())) - self._length() if self.several else 0
+        lengths = gather_counts(self._length() - self.batches) if self.several else [0]
+        missing = max(lengths) - (self._length() - self.batches) if self.several else 0
+        self.common = self.batches + min(lengths)
         try:
-            for batch, is_last in _look_ahead(self._batches()):
+            for batch, is_last in _look_ahead(self._batches(place)):
                 self.at_end = is_last and missing == 0
+                self.batches += 1
                 passes.enter(self)
                 yield batch
             for i in range(missing):
@@ -80,13 +90,48 @@ class PreparedDataset:
                 passes.enter(self)
                 self.window.join()
         finally:
-            self.at_end = False
+            self.at_end, self.sources = False, None
             passes.leave(self)
 
-    def _batches(self) -> Iterable[Any]:
-        if isinstance(self.dataset, Dataset):
-            return self.dataset.create_tuple_iterator(num_epochs=1)
-        return self.dataset
+    def _begin(self) -> PassPlace | None:
+        """Begin a pass, or go on with one that a state was saved in."""
+        place = self.window.take_place(self.number)
+        if place is not None:
+            length = self._length() if place.length is not None else None
+            place = place.among(length, current_world(_OWNER).size)
+            self.epoch = place.next_epoch - 1
+        self.epoch += 1
+        self.batches, self.sources = 0, None
+        if place is None or place.batches is None:
+            self.sources = Sources.now()
+            return None
+        self.batches, self.sources = place.batches, place.sources
+        return place
+
+    def _batches(self, place: PassPlace | None) -> Iterator[Any]:
+        sources = self.sources or Sources.now()
+        if place is not None:
+            random_state.put_hosts(sources.hosts)
+        with sources.seeded():
+            batches = iter(rest_of(self.dataset, self.batches))
+            first = list(itertools.islice(batches, 1))
+        if place is not None and place.random_now is not None and not draws_in_python(self.dataset):
+            random_state.put_hosts(place.random_now)
+        yield from first
+        yield from batches
+
+    def place(self) -> PassPlace:
+        """Return where this process is in its data, between two batches."""
+        known = isinstance(self.dataset, Dataset) or hasattr(self.dataset, "__len__")
+        length, ranks = self._length() if known else None, current_world(_OWNER).size
+        if self.sources is None or self.at_end:
+            return PassPlace(self.epoch, None, length, None, ranks)
+        if self.several and self.batches > self.common:
+            raise RuntimeError(
+                f"For '{_OWNER}', a state must be saved in a batch that all processes have, but got batch "
+                f"{self.batches} of a pass in which some have {self.common}. Save it before, or after the pass."
+            )
+        return PassPlace(self.epoch, self.batches, length, self.sources, ranks)
 
 
 def _look_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

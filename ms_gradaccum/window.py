@@ -17,6 +17,8 @@ from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.step_output import StepOutput
 
 _NOTHING = Tensor(0.0, ms.float32)
+# Windows that may be skipped one after the other. The largest scale in use is 1 after 24 halvings.
+MAX_OVERFLOWS = 100
 
 
 class FoldTerms(nn.Cell):
@@ -153,6 +155,7 @@ class Window(nn.Cell):
         self.other_updates: dict[type, Compiled] = {}
         # Whether the loss scale was too large for the window that was measured last.
         self.is_bad = Tensor(False)
+        self.overflows_in_a_row = 0
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
@@ -188,6 +191,21 @@ class Window(nn.Cell):
         """Choose the loss scale of the next window, after ``output`` of this one."""
         bad = self.is_bad.asnumpy() or output.overflow.asnumpy()
         self.loss_scale.adjust(output.updated, Tensor(bool(bad)))
+        self._count_overflow(bool(output.overflow.asnumpy()), bool(output.updated.asnumpy()))
+
+    def _count_overflow(self, overflow: bool, updated: bool) -> None:
+        """Stop a training that skips all its updates: no scale is small enough for a gradient that is broken."""
+        if updated:
+            self.overflows_in_a_row = 0
+        elif overflow:
+            self.overflows_in_a_row += 1
+        if self.overflows_in_a_row >= MAX_OVERFLOWS:
+            self.overflows_in_a_row = 0
+            raise RuntimeError(
+                f"For 'TrainOneStepCell', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or NaN "
+                f"in each of the last {MAX_OVERFLOWS}, whose updates were skipped. The weights are those of the last "
+                f"update. Look for NaN in the data and the loss, lower the learning rate, or use float32."
+            )
 
     @contextmanager
     def _emptied_if_it_fails(self) -> Iterator[None]:

@@ -1,0 +1,62 @@
+"""The states of the generators of random numbers that a program can ask: Python's, NumPy's and MindSpore's.
+
+What a kernel keeps for itself, as that of ``nn.Dropout`` on CPU does, MindSpore neither tells nor takes.
+"""
+
+import random
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from ms_gradaccum.saved.files import DamagedState
+
+
+def take() -> dict[str, Any]:
+    """Return the states, as JSON."""
+    hosts = as_json({"python": random.getstate(), "numpy": np.random.get_state()})
+    return {**hosts, "mindspore": ms.get_rng_state().asnumpy().tolist()}
+
+
+def as_json(hosts: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of Python and NumPy, as these give them, as JSON."""
+    kind, keys, position, has_gauss, gauss = hosts["numpy"]
+    return {"python": list(hosts["python"]), "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss]}
+
+
+def checked(saved: Any, what: str) -> dict[str, Any]:
+    """Return states that `put` takes. Raise if ``saved`` is none; nothing is changed in either case."""
+    state = checked_hosts(saved, what)
+    words = saved.get("mindspore")
+    if not isinstance(words, list) or not all(isinstance(word, int) and 0 <= word < 256 for word in words):
+        raise DamagedState(f"{what} has no state of MindSpore's random generator")
+    if len(words) != ms.get_rng_state().size:
+        raise DamagedState(f"{what} has the state of another version's random generator")
+    return {**state, "mindspore": words}
+
+
+def checked_hosts(saved: Any, what: str) -> dict[str, Any]:
+    """Return states that `put_hosts` takes. Raise if ``saved`` has none."""
+    try:
+        version, words, gauss = saved["python"]
+        random.Random().setstate((version, tuple(words), gauss))
+        kind, keys, *rest = saved["numpy"]
+        np.random.RandomState().set_state((kind, np.array(keys, np.uint32), *rest))
+    except (KeyError, OverflowError, TypeError, ValueError):
+        raise DamagedState(f"{what} has no states of random generators") from None
+    return {"python": saved["python"], "numpy": saved["numpy"]}
+
+
+def put(state: dict[str, Any]) -> None:
+    """Put states back."""
+    put_hosts(state)
+    ms.set_rng_state(Tensor(np.array(state["mindspore"], np.uint8)))
+
+
+def put_hosts(state: dict[str, Any]) -> None:
+    """Put back those of Python and NumPy alone."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))

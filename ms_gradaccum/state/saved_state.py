@@ -1,0 +1,49 @@
+"""What is told of a state that was saved or loaded, and of whom one is taken."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore as ms
+
+from ms_gradaccum._checks import sentence
+from ms_gradaccum.accumulator import Accumulator
+from ms_gradaccum.train_step import TrainOneStepCell
+
+
+class SavedState(NamedTuple):
+    """A state on the disk.
+
+    Attributes:
+        path: Its folder.
+        batches: Batches that this process had trained with.
+        updates: Updates made.
+        epoch: Number of the pass over the data that the next batch is of, from 0 on; None if only the program knows.
+        extra: What was given to :func:`save_state` to be kept with it.
+    """
+
+    path: Path
+    batches: int
+    updates: int
+    epoch: int | None
+    extra: dict[str, Any]
+
+
+def step_of(owner: str, step: Any) -> TrainOneStepCell | Accumulator:
+    """Return the training step that a caller means."""
+    if isinstance(step, ms.Model):
+        step = step.train_network
+    if not isinstance(step, (TrainOneStepCell, Accumulator)):
+        rule, got = "a TrainOneStepCell, an Accumulator or a Model", f"{type(step).__name__}"
+        raise TypeError(sentence(owner, "step", rule, got, "Give what trains, with its optimizer."))
+    if isinstance(step, Accumulator):
+        step.window.check_between_batches(owner)
+    return step
+
+
+def check_directory(owner: str, directory: Any) -> Path:
+    """Return a folder's path."""
+    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+        got = f"{directory!r} of type {type(directory).__name__}"
+        raise TypeError(sentence(owner, "directory", "a path", got, "Give a folder for the states of this training."))
+    return Path(directory)
