@@ -18,6 +18,7 @@ from ms_gradaccum.precision import MixedPrecision as MixedPrecision
 from ms_gradaccum.state.load import load_state as load_state
 from ms_gradaccum.state.save import save_state as save_state
 from ms_gradaccum.state.saved_state import SavedState as SavedState
+from ms_gradaccum.state_checkpoint import StateCheckpoint as StateCheckpoint
 from ms_gradaccum.step_output import StepOutput as StepOutput
 from ms_gradaccum.step_report import StepReport as StepReport
 from ms_gradaccum.step_report import StepReporter as StepReporter

@@ -1,21 +1,22 @@
 """``mindspore.train.Model`` that trains with gradient accumulation."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import mindspore as ms
-import numpy as np
-from mindspore import Tensor, nn
+from mindspore import nn
 from mindspore.parallel._utils import _clear_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
-from mindspore.train.callback import Callback, LossMonitor
 
-from ms_gradaccum._checks import check_choice, check_last_window, sentence
+from ms_gradaccum._checks import check_bool, check_choice, check_last_window, sentence
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
+from ms_gradaccum.model_steps import PassSteps
 from ms_gradaccum.parallel.choose import check_parallel
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.precision import combined
-from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.saved.data_order import PassPlace
+from ms_gradaccum.state_checkpoint import StateCheckpoint
 from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "Model"
@@ -94,9 +95,10 @@ class Model(ms.Model):
         [[2.04]]
     """
 
-    # Whether a pass over the data is going on, and how many batches more some other process has in it.
-    _in_pass = False
-    _missing_batches = 0
+    # What happens around the steps of the current training; whether it shall go on from a state, and from where.
+    _steps: PassSteps | None = None
+    _resume = False
+    resumed_place: PassPlace | None = None
 
     def __init__(
         self,
@@ -178,22 +180,88 @@ class Model(ms.Model):
         self._optimizer: Any = train_step.optimizer
         return train_step
 
+    def train(
+        self,
+        epoch: int,
+        train_dataset: Any,
+        callbacks: Any = None,
+        dataset_sink_mode: bool = False,
+        sink_size: int = -1,
+        initial_epoch: int = 0,
+        *,
+        resume: bool = False,
+    ) -> None:
+        """Train, see ``mindspore.train.Model.train``.
+
+        Args:
+            epoch (int): Number of passes over the data, those before a resumption included.
+            train_dataset (Dataset): The data.
+            callbacks (Union[Callback, list[Callback], None]): What is called. Default: ``None``.
+            dataset_sink_mode (bool): Whether the data goes to the device by itself. Default: ``False``.
+            sink_size (int): Batches of a sink. Default: ``-1``.
+            initial_epoch (int): Number of the first pass. Default: ``0``.
+
+        Keyword Args:
+            resume (bool): Whether to go on from the last state of the :class:`StateCheckpoint` among `callbacks`, or of
+                a :func:`load_state` before. With no state yet the training begins, and where it has ended nothing is
+                done, so that a program can be started as often as it takes. Default: ``False``.
+        """
+        with self._resuming(resume, initial_epoch):
+            super().train(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch)
+
+    def fit(self, epoch: int, train_dataset: Any, *args: Any, resume: bool = False, **kwargs: Any) -> None:
+        """Train and evaluate, see ``mindspore.train.Model.fit``; ``resume`` as in `train`."""
+        with self._resuming(resume, kwargs.get("initial_epoch", args[6] if len(args) > 6 else 0)):
+            super().fit(epoch, train_dataset, *args, **kwargs)
+
+    @contextmanager
+    def _resuming(self, resume: bool, initial_epoch: int) -> Iterator[None]:
+        check_bool(_OWNER, "resume", resume, "True goes on from the last state.")
+        if resume and initial_epoch != 0:
+            remedy = "The state knows in which pass it was saved."
+            raise ValueError(sentence(_OWNER, "initial_epoch", "0 with resume=True", initial_epoch, remedy))
+        self._resume = resume
+        try:
+            yield
+        finally:
+            self._resume = False
+
     def _train(self, epoch: int, train_dataset: Any, callbacks: Any = None, **kwargs: Any) -> Any:
         callbacks = self._transform_callbacks(callbacks)
-        if isinstance(self._train_network, TrainOneStepCell):
-            stop = any(isinstance(callback, LossMonitor) for callback in callbacks)
-            # First, so that the other callbacks see and save what the step really left.
-            callbacks.insert(0, _FinishStep(self, stop))
-        events = getattr(self._train_network, "events", None)
+        if not isinstance(self._train_network, TrainOneStepCell):
+            return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
+        checkpoints = [callback for callback in callbacks if isinstance(callback, StateCheckpoint)]
+        steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0))
+        if self._resume and not steps.resume(checkpoints, epoch, kwargs):
+            return None
+        # Ours first, so that the others see and save what the step really left; states last, with what they changed.
+        callbacks = [steps, *(each for each in callbacks if each not in checkpoints), *checkpoints]
+        self._steps = steps
         try:
-            with nullcontext() if events is None else events.listening(callbacks):
+            with ExitStack() as stack:
+                stack.enter_context(self._train_network.events.listening(callbacks))
+                stack.enter_context(steps.in_order(bool(checkpoints)))
+                for checkpoint in checkpoints:
+                    stack.enter_context(checkpoint.watching(self))
                 # By keyword: the wrappers around it, which save a last checkpoint, look for it there.
                 return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
         except BaseException:
-            if self.last_window != "carry" and isinstance(self._train_network, TrainOneStepCell):
+            if self.last_window != "carry":
                 # Nobody will finish it, and the next training shall not start in the middle of it.
                 self._train_network.drop()
             raise
+        finally:
+            self._steps = None
+
+    @property
+    def can_save(self) -> bool:
+        """Whether all processes have had a batch in this step, so that a state can be saved after it."""
+        return self._steps is None or self._steps.is_common
+
+    @property
+    def data_place(self) -> PassPlace | None:
+        """Where this training is in its data; None outside one."""
+        return None if self._steps is None else self._steps.place()
 
     def _check_network_mode(self, network: nn.Cell, is_train: bool) -> nn.Cell:
         if not is_train:
@@ -201,69 +269,6 @@ class Model(ms.Model):
         return super()._check_network_mode(network, is_train)
 
     def _eval_during_train(self, valid_infos: Any, cb_params: Any, list_callback: Any) -> None:
-        if self._in_pass:
-            # A callback has ended the pass before the end of its data.
-            self._finish_pass(cb_params, 0)
+        if self._steps is not None:
+            self._steps.end_pass(cb_params, list_callback)
         super()._eval_during_train(valid_infos, cb_params, list_callback)
-
-    def _begin_pass(self, batches: int) -> None:
-        """Find out how many batches more than this process the others have in a pass over the data."""
-        self._in_pass = True
-        self._missing_batches = self._train_network.missing_batches(batches)
-
-    def _finish_pass(self, cb_params: Any, missing_batches: int) -> None:
-        """Join the other processes in their last batches, and do with an unfinished window what `last_window` says."""
-        self._in_pass = False
-        for _ in range(missing_batches):
-            self._show(cb_params, self._train_network.join())
-        if self.last_window == "drop":
-            self._train_network.drop()
-        if self.last_window == "apply":
-            self._show(cb_params, self._train_network.flush())
-
-    def _show(self, cb_params: Any, output: StepOutput | None) -> None:
-        """Let callbacks see the end of a window that no batch of this process has made."""
-        if output is not None and (output.updated.asnumpy() or output.overflow.asnumpy()):
-            cb_params.net_outputs = output
-
-
-class _FinishStep(Callback):
-    """What has to happen after a step before the other callbacks look at it."""
-
-    def __init__(self, model: Model, stop_at_invalid_loss: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.stop_at_invalid_loss = stop_at_invalid_loss
-        # Those that the step has counted.
-        self.batches = model.train_network.events.batches
-
-    def on_train_epoch_begin(self, run_context: Any) -> None:
-        self.model._begin_pass(run_context.original_args().batch_num)
-
-    def on_train_step_end(self, run_context: Any) -> None:
-        cb_params = run_context.original_args()
-        # In data sink mode it comes as a plain tuple from the graph.
-        cb_params.net_outputs = StepOutput(*cb_params.net_outputs)
-        self._tell_of_update(cb_params.net_outputs)
-        step = (cb_params.cur_step_num - 1) % cb_params.batch_num + 1
-        if step == cb_params.batch_num:
-            self.model._finish_pass(cb_params, self.model._missing_batches)
-        if self.stop_at_invalid_loss:
-            self._check_loss(cb_params.net_outputs.loss, cb_params.cur_epoch_num, step)
-
-    def _tell_of_update(self, output: StepOutput) -> None:
-        """Tell who listens of an update that a graph has made by itself: in data sink mode, the last of a sink."""
-        events = self.model.train_network.events
-        if events.batches == self.batches and events.heard and output.ends_window:
-            events.update_end(output)
-        self.batches = events.batches
-
-    def _check_loss(self, loss: Tensor, epoch: int, step: int) -> None:
-        """Stop as LossMonitor does at a NaN or Inf loss, but not if the loss comes in a tuple."""
-        value = float(loss.asnumpy())
-        if not np.isfinite(value):
-            self.model.train_network.drop()
-            raise ValueError(
-                f"For '{_OWNER}', the loss must be finite, but got {value} in epoch {epoch}, step {step}. "
-                f"LossMonitor ends the training here; without it the window is skipped."
-            )

@@ -245,16 +245,6 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         batches = self.open_batches()
         return max(gather_counts(batches)) > 0 if self.parallel.several else batches > 0
 
-    def missing_batches(self, batches: int) -> int:
-        """Return how many batches more than this process some other one has, this one having ``batches`` to come.
-
-        Of several processes all must call it before a pass over their data, and `join` that many times after it.
-        """
-        if self.semi_auto is not None or not self.parallel.several:
-            return 0
-        calls = self.open_batches() + batches
-        return max(gather_counts(calls)) - calls
-
     def drop(self) -> int:
         """Throw an unfinished window away and return the number of batches that it had."""
         batches = self.open_batches()

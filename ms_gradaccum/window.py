@@ -202,8 +202,8 @@ class Window(nn.Cell):
         if self.overflows_in_a_row >= MAX_OVERFLOWS:
             self.overflows_in_a_row = 0
             raise RuntimeError(
-                f"For 'TrainOneStepCell', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or NaN "
-                f"in each of the last {MAX_OVERFLOWS}, whose updates were skipped. The weights are those of the last "
+                f"For 'TrainOneStepCell', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or "
+                f"NaN in each of the last {MAX_OVERFLOWS}, which made no update. The weights are those of the last "
                 f"update. Look for NaN in the data and the loss, lower the learning rate, or use float32."
             )
 

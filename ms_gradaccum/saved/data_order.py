@@ -120,6 +120,7 @@ class PassPlace(NamedTuple):
         sources: What the order of the samples of this pass depends on.
         ranks: Number of processes that shared the data.
         random_now: What Python and NumPy go on with after the resumed pass has begun.
+        first_epoch: Number of the pass with which the sources began.
     """
 
     epoch: int
@@ -128,6 +129,7 @@ class PassPlace(NamedTuple):
     sources: Sources | None
     ranks: int = 1
     random_now: dict[str, Any] | None = None
+    first_epoch: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return what `of_json` takes."""
@@ -135,6 +137,7 @@ class PassPlace(NamedTuple):
             "epoch": self.epoch,
             "batches": self.batches,
             "length": self.length,
+            "first_epoch": self.first_epoch,
             "sources": None if self.sources is None else self.sources.as_json(),
         }
 
@@ -143,11 +146,12 @@ class PassPlace(NamedTuple):
         """Return the place in a state that so many ranks have saved. Raise if there is none."""
         if not isinstance(saved, dict) or not is_count(_plus_one(saved.get("epoch"))):
             raise DamagedState("the state does not say how often its data was gone through")
-        batches, length = saved.get("batches"), saved.get("length")
-        if not all(value is None or is_count(value) for value in (batches, length)):
+        batches, length, first_epoch = saved.get("batches"), saved.get("length"), saved.get("first_epoch")
+        if not all(value is None or is_count(value) for value in (batches, length)) or not is_count(first_epoch):
             raise DamagedState("the state does not say where in its data it was saved")
-        sources = None if batches is None else Sources.of_json(saved.get("sources"), "the state")
-        return PassPlace(saved["epoch"], batches, length, sources, ranks)
+        has_sources = batches is not None or saved.get("sources") is not None
+        sources = Sources.of_json(saved.get("sources"), "the state") if has_sources else None
+        return PassPlace(saved["epoch"], batches, length, sources, ranks, first_epoch=int(first_epoch or 0))
 
     @property
     def next_epoch(self) -> int:

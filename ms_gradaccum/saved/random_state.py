@@ -51,6 +51,11 @@ def checked_hosts(saved: Any, what: str) -> dict[str, Any]:
 def put(state: dict[str, Any]) -> None:
     """Put states back."""
     put_hosts(state)
+    put_device(state)
+
+
+def put_device(state: dict[str, Any]) -> None:
+    """Put back that of MindSpore alone."""
     ms.set_rng_state(Tensor(np.array(state["mindspore"], np.uint8)))
 
 

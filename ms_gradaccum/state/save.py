@@ -21,7 +21,9 @@ _OWNER = "save_state"
 Named = list[tuple[str, Held]]
 
 
-def save_state(step: Any, directory: str | os.PathLike[str], *, keep_max: int = 5, extra: Any = None) -> SavedState:
+def save_state(
+    step: Any, directory: str | os.PathLike[str], *, keep_checkpoint_max: int = 5, extra: Any = None
+) -> SavedState:
     r"""Save everything that a training needs to go on as if it had not stopped, also in the middle of a window.
 
     That is: all parameters, the optimizer's state, the sums of the open window and their weight, the counts of batches
@@ -41,7 +43,7 @@ def save_state(step: Any, directory: str | os.PathLike[str], *, keep_max: int = 
         directory (Union[str, PathLike]): Folder of the states of this training. Made if it is missing.
 
     Keyword Args:
-        keep_max (int): Number of states that are kept; older ones are removed once the new one is there.
+        keep_checkpoint_max (int): Number of states that are kept; older ones are removed once the new one is there.
             Default: ``5``.
         extra (dict, optional): What else is to be kept, anything that JSON holds; :func:`load_state` returns it.
             Default: ``None``.
@@ -51,7 +53,7 @@ def save_state(step: Any, directory: str | os.PathLike[str], *, keep_max: int = 
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `keep_max` is less than 1.
+        ValueError: If `keep_checkpoint_max` is less than 1.
         OSError: If the state cannot be written, for example on a full disk. Those before it are whole.
         RuntimeError: If an Accumulator is in the middle of a batch, or the processes' weights differ.
 
@@ -80,9 +82,14 @@ def save_state(step: Any, directory: str | os.PathLike[str], *, keep_max: int = 
     """
     trained = step_of(_OWNER, step)
     path = check_directory(_OWNER, directory)
-    check_positive_int(_OWNER, "keep_max", keep_max, "It counts the states that are left after this one is saved.")
+    check_positive_int(
+        _OWNER,
+        "keep_checkpoint_max",
+        keep_checkpoint_max,
+        "It counts the states that are left after this one is saved.",
+    )
     extra = _check_extra(extra)
-    return _Saving(step, trained, path).run(keep_max, extra)
+    return _Saving(step, trained, path).run(keep_checkpoint_max, extra)
 
 
 class _Saving:
@@ -94,12 +101,12 @@ class _Saving:
         self.contents = Contents(trained)
         self.name = ""
 
-    def run(self, keep_max: int, extra: dict[str, Any]) -> SavedState:
+    def run(self, keep_checkpoint_max: int, extra: dict[str, Any]) -> SavedState:
         numbers = self._numbers()
         own_names = self._begin()
         try:
             written = self.ranks.exchange(lambda: [self._write(own_names), numbers], self._failed)
-            self.ranks.exchange(lambda: self._commit(written, keep_max, extra), self._failed)
+            self.ranks.exchange(lambda: self._commit(written, keep_checkpoint_max, extra), self._failed)
         except BaseException:
             if self.ranks.is_first:
                 files.give_up(self.directory, self.name)
@@ -172,7 +179,7 @@ class _Saving:
 
         return files.write_tensors(files.partial_of(self.directory, self.name), prefix, values())
 
-    def _commit(self, written: list[Any], keep_max: int, extra: dict[str, Any]) -> None:
+    def _commit(self, written: list[Any], keep_checkpoint_max: int, extra: dict[str, Any]) -> None:
         if not self.ranks.is_first:
             return
         found = {name: facts for each, _ in written for name, facts in each.items()}
@@ -181,7 +188,7 @@ class _Saving:
 
         def put_in_place() -> None:
             files.commit(self.directory, self.name, manifest)
-            files.keep_last(self.directory, keep_max)
+            files.keep_last(self.directory, keep_checkpoint_max)
 
         self._explained(put_in_place)
 

@@ -82,7 +82,8 @@ class WindowSums:
         """
         steps: Steps = []
         for name, total in self.held.items():
-            view = self.parallel.saved(total) or total
+            shown = self.parallel.saved(total)
+            view = total if shown is None else shown
             is_shared = view is not total
             parts = [own_of(rank).get(name) for rank in (range(ranks) if is_shared else mine)]
             if is_shared or 0 in mine:

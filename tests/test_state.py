@@ -1,0 +1,162 @@
+"""States of a training step and a loop: what goes on from them is what would have gone on without."""
+
+import random
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import nn
+from mindspore.experimental import optim
+from state_probe import BATCHES, Net, bits_of, compare, new_loop, new_step, train_loop, train_step
+
+from ms_gradaccum import HSDP, Accumulator, ClipByGlobalNorm, MixedPrecision, load_state, save_state
+
+pytestmark = pytest.mark.usefixtures("eager")
+SETTINGS = {
+    "plain": {},
+    "adam": {"make_optimizer": lambda p: nn.AdamWeightDecay(p, nn.cosine_decay_lr(0.0, 0.05, 8, 8, 1))},
+    "experimental": {"make_optimizer": lambda p: optim.Adam(p, lr=0.05, amsgrad=True)},
+    "clip": {"clip": ClipByGlobalNorm(0.05)},
+    "scaled": {"mixed_precision": MixedPrecision(level="O0", init_scale=8, growth_interval=1)},
+    "manager": {"mixed_precision": ms.amp.DynamicLossScaleManager(8, 2, 2)},
+    "scaler": {"mixed_precision": ms.amp.DynamicLossScaler(8, 2, 1)},
+    "drop": {"bad_micro_batch": "drop"},
+    "terms": {"terms": 2},
+}
+
+
+@pytest.mark.parametrize("batches", [4, 6], ids=["in_mid_window", "between_windows"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_step_goes_on_bit_for_bit(name, batches, tmp_path):
+    step = new_step(**SETTINGS[name])
+    train_step(step, BATCHES[:batches])
+    start = bits_of(step)
+    saved = save_state(step, tmp_path)
+    assert bits_of(step) == start  # saving changes nothing
+    outputs, end = train_step(step, BATCHES[batches:]), bits_of(step)
+    assert end != start  # otherwise this proves nothing
+    fresh = new_step(**SETTINGS[name])
+    assert bits_of(fresh) != start
+    loaded = load_state(fresh, tmp_path)
+    assert loaded == saved
+    assert (loaded.batches, loaded.updates) == (batches, batches // 3)
+    assert bits_of(fresh) == start
+    assert train_step(fresh, BATCHES[batches:]) == outputs
+    assert bits_of(fresh) == end
+
+
+def test_a_used_compiled_step_goes_on_from_another_ones_state(tmp_path, mode):
+    step = new_step()
+    train_step(step, BATCHES[:4])
+    save_state(step, tmp_path)
+    outputs, end = train_step(step, BATCHES[4:]), bits_of(step)
+    train_step(step, BATCHES[:3])
+    load_state(step, tmp_path)
+    assert train_step(step, BATCHES[4:]) == outputs
+    assert bits_of(step) == end
+
+
+@pytest.mark.parametrize("batches", [1, 3, 5, 6, 8])
+@pytest.mark.parametrize("scheduled", [False, True], ids=["fixed", "schedule"])
+def test_a_loop_goes_on_bit_for_bit_with_its_data_and_its_scheduler(scheduled, batches, tmp_path):
+    settings = {"schedule": {0: 2, 1: 3}} if scheduled else {"accumulation_steps": 3}
+    accumulator, *data = new_loop(**settings)
+    saved = train_loop(accumulator, *data, 2, save_after=batches, directory=tmp_path, extra={"note": "here"})
+    straight, *its_data = new_loop(**settings)
+    whole = train_loop(straight, *its_data, 2)
+    assert len(whole) == 10
+    fresh, *its_data = new_loop(**settings)
+    loaded = load_state(fresh, tmp_path)
+    assert loaded == saved and loaded.extra == {"note": "here"}
+    assert loaded.epoch == batches // 5
+    assert bits_of(fresh) == bits_of(accumulator)
+    assert train_loop(fresh, *its_data, 2, first_epoch=loaded.epoch) == whole[batches:]
+    assert bits_of(fresh) == bits_of(straight)
+
+
+def test_networks_and_optimizers_with_the_same_names_keep_their_own(tmp_path):
+    def build():
+        ms.set_seed(1)
+        networks = [Net(), Net()]
+        optimizers = [nn.Momentum(each.trainable_params(), 0.1 * (i + 1), 0.9) for i, each in enumerate(networks)]
+        cells = [nn.WithLossCell(each, nn.MSELoss()) for each in networks]
+        return Accumulator(cells, optimizers, 2), cells
+
+    def train(accumulator, cells, batches):
+        for x, y in batches:
+            with accumulator.accumulate():
+                for i, cell in enumerate(cells):
+                    accumulator.backward(x, (i + 1) * y, network=cell)
+                accumulator.step()
+
+    accumulator, cells = build()
+    train(accumulator, cells, BATCHES[:3])
+    save_state(accumulator, tmp_path)
+    train(accumulator, cells, BATCHES[3:6])
+    fresh, its_cells = build()
+    load_state(fresh, tmp_path)
+    train(fresh, its_cells, BATCHES[3:6])
+    assert bits_of(fresh) == bits_of(accumulator)
+
+
+def test_random_numbers_go_on(tmp_path):
+    step = new_step()
+    random.seed(5), np.random.seed(5), ms.manual_seed(5)
+    random.gauss(0, 1), np.random.normal()  # one of a pair each: the other one waits
+    save_state(step, tmp_path)
+    numbers = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand(), str(ms.get_rng_state())]
+    ms.manual_seed(6)
+    load_state(step, tmp_path)
+    again = [random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand(), str(ms.get_rng_state())]
+    assert again == numbers
+
+
+def test_mindspore_reads_the_tensors(tmp_path):
+    step = new_step()
+    train_step(step, BATCHES[:4])
+    saved = save_state(step, tmp_path)
+    tensors = ms.load_checkpoint(str(saved.path / "parameters-00000.safetensors"), format="safetensors")
+    other = Net()
+    assert ms.load_param_into_net(other, tensors)[0] == []
+    compare(other.trainable_params(), step.network.trainable_params())
+    whole = ms.load_checkpoint(str(saved.path / "rank_0" / "parameters-00000.safetensors"), format="safetensors")
+    assert set(whole) == {f"accu_grads.{weight.name}" for weight in step.network.trainable_params()}
+
+
+def test_only_the_last_states_are_kept(tmp_path):
+    step = new_step()
+    names = [save_state(step, tmp_path / "states", keep_checkpoint_max=2).path.name for _ in range(4)]
+    assert names == ["state-000001", "state-000002", "state-000003", "state-000004"]
+    assert sorted(path.name for path in (tmp_path / "states").iterdir()) == names[2:]
+    assert load_state(step, tmp_path / "states").path.name == names[3]
+    assert load_state(step, tmp_path / "states" / names[2]).path.name == names[2]
+
+
+def test_a_hundred_overflows_in_a_row_end_the_training(tmp_path):
+    step = new_step(mixed_precision=MixedPrecision(level="O0", init_scale=8))
+    x, y = BATCHES[0]
+    bad = [(x, y * float("nan"))] * 3
+    for _ in range(98):
+        train_step(step, bad)
+    train_step(step, BATCHES[:3])  # one good window begins the count anew
+    for _ in range(60):
+        train_step(step, bad)
+    save_state(step, tmp_path)
+    step = new_step(mixed_precision=MixedPrecision(level="O0", init_scale=8))
+    load_state(step, tmp_path)
+    before = [weight.asnumpy() for weight in step.network.trainable_params()]
+    for _ in range(39):
+        train_step(step, bad)
+    with pytest.raises(RuntimeError, match="one window in 100 must have a finite gradient, but got Inf or NaN in each"):
+        train_step(step, bad)
+    compare(step.network.trainable_params(), before)
+    assert step.open_batches() == 0
+
+
+def test_hsdp_alone_is_one_process(tmp_path):
+    step = new_step(parallel=HSDP())
+    train_step(step, BATCHES[:4])
+    save_state(step, tmp_path)
+    fresh = new_step()
+    load_state(fresh, tmp_path)
+    assert bits_of(fresh) == bits_of(step)
