@@ -164,13 +164,15 @@ class PassPlace(NamedTuple):
         Several ranks deal the samples among them, so what is left is dealt anew among another number of ranks: then a
         pass has as many batches in all. Where they do not divide, some samples come twice rather than never.
         """
-        if self.batches is None or self.length is None or length is None or length == self.length:
+        if self.length is None or length is None or length == self.length:
             return self
         if abs(self.length * self.ranks - length * ranks) >= max(self.ranks, ranks):
             raise DamagedState(
                 f"the state is one of data with {self.length} batches on each of {self.ranks} processes, but got data "
                 f"with {length} on each of {ranks}"
             )
+        if self.batches is None:
+            return self._replace(length=length)
         batches = min(self.batches * self.ranks // ranks, length - 1)
         if batches * ranks != self.batches * self.ranks:
             warn(

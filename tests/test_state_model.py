@@ -1,0 +1,236 @@
+"""A Model that is stopped anywhere and goes on from its last state trains as the one that was never stopped."""
+
+import os
+import signal
+
+import mindspore as ms
+import mindspore.dataset as ds
+import numpy as np
+import pytest
+from linear_toy import line, sgd, toy, weight_of, whole
+from mindspore import nn, train
+from mindspore.dataset import vision
+from state_probe import INPUTS, LABELS
+
+from ms_gradaccum import GradAccumulation, Model, StateCheckpoint, load_state, save_state
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+class Source:
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return INPUTS[index], LABELS[index]
+
+
+def in_memory():
+    return ds.NumpySlicesDataset((INPUTS[:20], LABELS[:20]), ["x", "y"], shuffle=True).batch(4)
+
+
+def from_python():
+    return ds.GeneratorDataset(Source(), ["x", "y"], shuffle=True).batch(4)
+
+
+def with_noise():
+    """Noise of NumPy's in the program's own threads, and a random operation of MindSpore's."""
+    data = ds.NumpySlicesDataset((INPUTS[:20], LABELS[:20]), ["x", "y"], shuffle=True)
+    data = data.map(lambda x: x + np.random.normal(size=3).astype(np.float32), "x", num_parallel_workers=1)
+    flip = [lambda x: x.reshape(1, 3, 1), vision.RandomHorizontalFlip(), lambda x: x.reshape(3)]
+    return data.map(flip, "x", num_parallel_workers=1).batch(4)
+
+
+class Stop(train.Callback):
+    def on_train_step_end(self, run_context):
+        if run_context.original_args().cur_step_num == 3:
+            run_context.request_stop()
+
+
+class Log(train.Callback):
+    """What the training has seen, with a random number of the program's for each step; it stops where it is told."""
+
+    def __init__(self, crash_at=None, signal_at=None):
+        super().__init__()
+        self.crash_at, self.signal_at = crash_at, signal_at
+        self.steps = []
+
+    def on_train_step_end(self, run_context):
+        params = run_context.original_args()
+        x, loss = params.train_dataset_element[0], params.net_outputs.loss
+        draw = float(np.random.rand())
+        step = [params.cur_epoch_num, params.cur_step_num, x.asnumpy().tolist(), float(loss.asnumpy()), draw]
+        self.steps.append(step)
+        if params.cur_step_num == self.crash_at:
+            raise KeyboardInterrupt
+        if params.cur_step_num == self.signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def build(**settings):
+    """A new program: its seed, its network with a rate that follows the updates, and its model."""
+    ms.set_seed(3)
+    network = nn.Dense(3, 1)
+    optimizer = nn.Momentum(network.trainable_params(), [0.05, 0.04, 0.03, 0.02] * 9, 0.9)
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+    return network, Model(loss_cell, optimizer=optimizer, accumulation_steps=3, **settings)
+
+
+def fit(make_data, epochs, callbacks, **settings):
+    network, model = build(**settings)
+    try:
+        model.train(epochs, make_data(), callbacks=callbacks, resume=True)
+    except KeyboardInterrupt:
+        pass
+    return [item.asnumpy().tobytes() for item in model.train_network.get_parameters()]
+
+
+def seen(steps, draws):
+    return steps if draws else [step[:-1] for step in steps]
+
+
+@pytest.mark.parametrize("crash_at", [2, 5, 9])
+@pytest.mark.parametrize("make_data", [in_memory, from_python, with_noise])
+def test_a_training_that_was_killed_goes_on_bit_for_bit(make_data, crash_at, tmp_path):
+    straight, first, second = Log(), Log(crash_at), Log()
+    end = fit(make_data, 3, [straight, StateCheckpoint(tmp_path / "straight")])
+    fit(make_data, 3, [first, StateCheckpoint(tmp_path / "states", save_checkpoint_steps=2)])
+    # Of the step that has crashed nothing is saved.
+    saved = {2: 0, 5: 4, 9: 8}[crash_at]
+    assert saved == 0 or load_state(build()[1], tmp_path / "states").batches == saved
+    assert fit(make_data, 3, [second, StateCheckpoint(tmp_path / "states")]) == end
+    # Where the pipeline draws in its threads, what the program draws beside it is no one's.
+    draws = make_data is in_memory
+    assert seen(first.steps, draws) == seen(straight.steps[: len(first.steps)], draws)
+    assert seen(second.steps, draws) == seen(straight.steps[saved:], draws)
+    assert straight.steps[0][2] != straight.steps[5][2]  # each pass has its own order
+
+
+@pytest.mark.parametrize("last_window", ["apply", "drop", "carry"])
+def test_a_pass_that_ends_in_mid_window_is_resumed_after_it(last_window, tmp_path):
+    end = fit(in_memory, 3, [StateCheckpoint(tmp_path / "straight")], last_window=last_window)
+    fit(in_memory, 1, [StateCheckpoint(tmp_path / "states")], last_window=last_window)
+    assert fit(in_memory, 3, [StateCheckpoint(tmp_path / "states")], last_window=last_window) == end
+
+
+def test_data_without_a_seed_is_resumed_in_its_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(ms, "set_seed", lambda seed: None)
+    before = ds.config.get_seed()
+    ds.core.config._config.set_seed(5489)  # what is not set by anybody
+    try:
+        straight, first, second = Log(), Log(7), Log()
+        save = {"save_checkpoint_steps": 1}
+        fit(in_memory, 3, [first, StateCheckpoint(tmp_path / "states", **save)])
+        fit(in_memory, 3, [second, StateCheckpoint(tmp_path / "states", **save)])
+        fit(in_memory, 3, [straight, StateCheckpoint(tmp_path / "other", **save)])
+    finally:
+        ds.core.config._config.set_seed(before)
+    passes = [[step[2] for step in [*first.steps[:6], *second.steps] if step[0] == epoch] for epoch in (1, 2, 3)]
+    rows = [sorted(row for x in each for row in x) for each in passes]
+    assert rows[0] == rows[1] == rows[2] == sorted(INPUTS[:20].tolist())
+    assert [step[2] for step in straight.steps] != [x for each in passes for x in each]  # it is random indeed
+
+
+def test_a_finished_training_is_left_alone_and_a_longer_one_goes_on(tmp_path):
+    log = Log()
+    end = fit(in_memory, 2, [StateCheckpoint(tmp_path)])
+    fit(in_memory, 2, [log, StateCheckpoint(tmp_path)])
+    assert log.steps == []
+    assert fit(in_memory, 3, [log, StateCheckpoint(tmp_path)]) != end
+    assert [step[:2] for step in log.steps] == [[3, step] for step in range(11, 16)]
+
+
+def test_a_sigterm_saves_and_ends_the_program(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    straight, first, second = Log(), Log(signal_at=7), Log()
+    end = fit(in_memory, 3, [straight, StateCheckpoint(tmp_path / "straight")])
+    with pytest.raises(SystemExit) as exit_status:
+        fit(in_memory, 3, [first, StateCheckpoint(tmp_path / "states")])
+    assert exit_status.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert fit(in_memory, 3, [second, StateCheckpoint(tmp_path / "states")]) == end
+    assert first.steps + second.steps == straight.steps
+
+
+def test_a_rate_that_a_callback_sets_is_in_the_state(tmp_path):
+    def rate(_, step):
+        return 0.01 * (1 + step % 5)
+
+    def run(crash_at, folder):
+        network = line()
+        model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=sgd(network))
+        data = ds.NumpySlicesDataset((np.ones((6, 1), np.float32),) * 2, shuffle=False).batch(1)
+        callbacks = [StateCheckpoint(folder, save_checkpoint_steps=1), train.LearningRateScheduler(rate)]
+        try:
+            model.train(2, data, callbacks=[*callbacks, Log(crash_at)], resume=True)
+        except KeyboardInterrupt:
+            return None
+        return weight_of(network)
+
+    straight = run(None, tmp_path / "straight")
+    run(4, tmp_path / "states")
+    assert run(None, tmp_path / "states") == straight
+
+
+def test_evaluation_between_the_passes_changes_nothing(tmp_path):
+    def run(epochs, folder, **settings):
+        ms.set_seed(3)
+        network = nn.Dense(3, 1)
+        model = Model(network, nn.MSELoss(), nn.Momentum(network.trainable_params(), 0.05, 0.9), metrics={"mse"})
+        model.fit(epochs, in_memory(), in_memory(), callbacks=[StateCheckpoint(folder)], resume=True)
+        return network.weight.asnumpy().tobytes()
+
+    straight = run(3, tmp_path / "straight")
+    run(1, tmp_path / "states")
+    assert run(3, tmp_path / "states") == straight
+
+
+def test_states_are_saved_when_asked_for(tmp_path):
+    def numbers(**settings):
+        folder = tmp_path / str(settings)
+        _, model = build()
+        model.train(2, in_memory(), callbacks=[StateCheckpoint(folder, keep_checkpoint_max=99, **settings)])
+        found = sorted(folder.iterdir())
+        return [load_state(build()[1], state).batches for state in found]
+
+    assert numbers() == [5, 10]
+    assert numbers(save_checkpoint_steps=4) == [4, 5, 8, 10]
+    assert numbers(save_checkpoint_seconds=1e-9) == list(range(1, 11))
+    assert numbers(save_checkpoint_seconds=1e9) == [5, 10]
+
+
+def test_a_training_that_another_callback_stops_is_saved_where_it_stands(tmp_path):
+    _, model = build()
+    model.train(2, in_memory(), callbacks=[StateCheckpoint(tmp_path), Stop()])
+    loaded = load_state(build()[1], tmp_path)
+    assert (loaded.batches, loaded.epoch) == (3, 0)
+
+
+def test_a_state_loaded_by_hand_is_gone_on_with_too(tmp_path):
+    end = fit(in_memory, 2, [StateCheckpoint(tmp_path / "straight")])
+    fit(in_memory, 2, [Log(7), StateCheckpoint(tmp_path / "states", save_checkpoint_steps=2)])
+    network, model = build()
+    load_state(model, tmp_path / "states" / "state-000003")
+    model.train(2, in_memory(), resume=True)
+    assert [item.asnumpy().tobytes() for item in model.train_network.get_parameters()] == end
+    save_state(model, tmp_path / "after")
+
+
+def test_what_cannot_be_resumed_is_told(tmp_path):
+    _, model = toy()
+    data = in_memory()
+    text = "For 'Model', the argument 'callbacks' must be some with a StateCheckpoint to resume, but got none."
+    with pytest.raises(ValueError, match=f"^{text}"):
+        model.train(1, data, resume=True)
+    text = "For 'Model', the argument 'initial_epoch' must be 0 with resume=True, but got 1. "
+    with pytest.raises(ValueError, match=whole(text + "The state knows in which pass it was saved.")):
+        model.train(2, data, callbacks=[StateCheckpoint(tmp_path)], initial_epoch=1, resume=True)
+    with pytest.raises(TypeError, match="^For 'Model', the argument 'resume' must be a bool, but got 1 of type int."):
+        model.train(2, data, resume=1)
+    network = line()
+    stock = ms.Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=sgd(network))
+    with pytest.raises(ValueError, match="^For 'StateCheckpoint', the model must be one of ms_gradaccum"):
+        stock.train(1, data, callbacks=StateCheckpoint(tmp_path))
+    fit(in_memory, 1, [StateCheckpoint(tmp_path)])
+    with pytest.raises(ValueError, match="the state is one of data with 5 batches on each of 1 processes, but"):
+        fit(lambda: in_memory().take(3), 2, [StateCheckpoint(tmp_path)])
