@@ -10,12 +10,14 @@
 #   NODE_RANK                   number of this machine, from 0 (default); machine 0 has the address MASTER_ADDR
 #   DEVICE_TARGET               CPU (default), GPU or Ascend
 #   MASTER_ADDR, MASTER_PORT    where the workers meet, default a free port of this machine; needed with several
+#   STOP_SECONDS                how long workers may take to save their state after a SIGTERM, default 30
 set -euo pipefail
 
 sample=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 program=("$sample/train.py")
 workers=${WORKER_NUM:-2}
 local_workers=${LOCAL_WORKER_NUM:-$workers}
+stop_seconds=${STOP_SECONDS:-30}
 node=${NODE_RANK:-0}
 address=${MASTER_ADDR:-127.0.0.1}
 logs=log_output
@@ -38,6 +40,7 @@ check_workers() {
   check_number WORKER_NUM 1 "$workers"
   check_number LOCAL_WORKER_NUM 1 "$local_workers"
   check_number NODE_RANK 0 "$node"
+  check_number STOP_SECONDS 0 "$stop_seconds"
   # msrun counts the ranks of a machine from NODE_RANK times LOCAL_WORKER_NUM.
   [[ $((workers % local_workers)) -eq 0 ]] ||
     fail "LOCAL_WORKER_NUM must divide WORKER_NUM=$workers, but got $local_workers."
@@ -124,6 +127,17 @@ show() {
   done
 }
 
+# Ends the job if this shell is killed and cannot do it any more.
+watch_this_shell() {
+  {
+    trap '' HUP INT TERM
+    exec {nothing}<> <(:)
+    while kill -0 $$; do read -r -t 1 -u "$nothing" || true; done
+    end_all_processes
+  } </dev/null &>/dev/null &
+  watcher=$!
+}
+
 # When a worker fails, msrun ends the others and then waits for its scheduler, which takes 40 s to notice.
 wait_for_workers() {
   while kill -0 "$msrun" 2>/dev/null; do
@@ -171,6 +185,25 @@ job_processes() {
   { grep -lsxzF "MS_GRADACCUM_JOB=$job" /proc/[0-9]*/environ || true; } | tr -dc '0-9\n'
 }
 
+# job_workers: those of its processes that train.
+job_workers() {
+  local process
+  for process in $(job_processes); do
+    ! grep -qsxzF MS_ROLE=MS_WORKER "/proc/$process/environ" || echo "$process"
+  done
+}
+
+# After a SIGTERM. A training with a StateCheckpoint saves its state first.
+stop_workers() {
+  trap '' TERM
+  job_workers | xargs -r kill -TERM 2>/dev/null || true
+  for ((i = 0; i < 2 * stop_seconds; i++)); do
+    [[ -n $(job_workers) ]] || break
+    sleep 0.5
+  done
+  exit 143
+}
+
 # Workers lead sessions of their own, so ending a process group would miss them. Their environment tells.
 end_all_processes() {
   job_processes | xargs -r kill -KILL 2>/dev/null || true
@@ -187,10 +220,11 @@ fi
 choose_port
 first_log=$logs/worker_$((node * local_workers)).log
 show_live_bar_on_terminal
-trap 'end_all_processes; wait 2>/dev/null' EXIT
+trap 'end_all_processes; kill -KILL "$watcher" 2>/dev/null; wait 2>/dev/null' EXIT
 trap 'exit 129' HUP
 trap 'exit 130' INT
-trap 'exit 143' TERM
+trap stop_workers TERM
+watch_this_shell
 start_workers
 status=0
 wait_for_workers || status=$?
