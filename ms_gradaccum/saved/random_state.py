@@ -41,9 +41,11 @@ def checked_hosts(saved: Any, what: str) -> dict[str, Any]:
     try:
         version, words, gauss = saved["python"]
         random.Random().setstate((version, tuple(words), gauss))
-        kind, keys, *rest = saved["numpy"]
-        np.random.RandomState().set_state((kind, np.array(keys, np.uint32), *rest))
-    except (KeyError, OverflowError, TypeError, ValueError):
+        kind, keys, position, has_gauss, gauss = saved["numpy"]
+        if not (kind == "MT19937" and len(keys) == 624 and 0 <= position <= 624 and has_gauss in (0, 1)):
+            raise ValueError
+        np.random.RandomState().set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError):
         raise DamagedState(f"{what} has no states of random generators") from None
     return {"python": saved["python"], "numpy": saved["numpy"]}
 

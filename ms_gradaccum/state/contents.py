@@ -117,7 +117,8 @@ class Contents:
         """Return what gives the step its tensors. Raise if they are not its own."""
         missing, unknown = sorted(set(self.tensors) - set(tensors)), sorted(set(tensors) - set(self.tensors))
         if missing or unknown:
-            raise another_program(_listed("lacks", missing) + _listed("also has", unknown))
+            parts = [_listed("lacks", missing), _listed("also has", unknown)]
+            raise another_program(" and ".join(part for part in parts if part))
         return [_plan_tensor(name, held.parameter, tensors[name]) for name, held in self.tensors.items()]
 
     def plan_numbers(self, numbers: dict[str, Any]) -> Steps:
@@ -161,7 +162,7 @@ def _listed(verb: str, names: list[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f" {verb} {', '.join(names[:3])}{more}"
+    return f"{verb} {', '.join(names[:3])}{more}"
 
 
 def _digest(value: Any) -> str:

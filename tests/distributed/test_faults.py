@@ -1,0 +1,48 @@
+"""A job that is killed ends soon, leaves no process, and goes on as if nothing had been. At length: ./run.sh faults."""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from faults import FAULTS, finish, newest, running, story, strike, victim  # noqa: E402
+
+PROCESSES = 2
+GENERATOR = random.Random(0)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What a training that nothing happens to sees and has at its end."""
+    folder = tmp_path_factory.mktemp("alone").resolve()
+    finish(folder, PROCESSES)
+    return story(folder, PROCESSES)
+
+
+def test_a_training_that_is_killed_in_every_way_is_the_one_that_is_left_alone(alone, tmp_path):
+    for fault in FAULTS:
+        seconds = strike(fault, tmp_path, PROCESSES, GENERATOR)
+        assert seconds is not None, f"the training was over before {fault} was killed"
+    finish(tmp_path, PROCESSES)
+    assert story(tmp_path, PROCESSES) == alone
+
+
+def test_a_worker_that_stands_still_for_a_while_is_waited_for(alone, tmp_path):
+    with running(tmp_path, PROCESSES) as job:
+        while newest(tmp_path) < 2:
+            assert job.poll() is None
+            time.sleep(0.01)
+        process = victim("worker", job, tmp_path, PROCESSES)
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(2)
+        state = newest(tmp_path)
+        time.sleep(1)
+        assert newest(tmp_path) == state  # the others do not go on without it
+        os.kill(process, signal.SIGCONT)
+        assert job.wait(timeout=300) == 0
+    assert story(tmp_path, PROCESSES) == alone

@@ -1,0 +1,346 @@
+"""States on the disk: whole or not at all, and nothing that is damaged or foreign is used."""
+
+import errno
+import json
+import os
+import pickle
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from linear_toy import line, sgd
+from mindspore import Tensor, nn
+from safetensors.numpy import load_file, save_file
+
+from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_state, save_state
+from ms_gradaccum.saved import files
+
+pytestmark = pytest.mark.usefixtures("eager")
+X = Tensor(np.arange(1, 5, dtype=np.float32).reshape(4, 1))
+
+
+def new_step(accumulation_steps=3, **settings):
+    network = line()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+    optimizer = nn.Momentum(network.trainable_params(), 0.02, 0.9)
+    return TrainOneStepCell(loss_cell, optimizer, accumulation_steps=accumulation_steps, **settings)
+
+
+def held(step):
+    """All that the step has, to compare exactly."""
+    numbers = {name: item.asnumpy().tolist() for name, item in step.parameters_and_names()}
+    return numbers, vars(step.events)["batches"], step.events.updates, step.window.overflows_in_a_row
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Two states of a training, the second one with an open window."""
+    step = new_step()
+    save_state(step, tmp_path)
+    for _ in range(4):
+        step(X, 2 * X)
+    return save_state(step, tmp_path).path
+
+
+def assert_refused(state, text, step=None):
+    is_other, step = step is not None, step or new_step()
+    step(X, X)
+    before = held(step)
+    with pytest.raises(ValueError) as error:
+        load_state(step, state.parent)
+    message = str(error.value)
+    assert message.startswith(f"For 'load_state', the state {state} cannot be used: ")
+    assert text in message and "Nothing was changed." in message
+    assert message.endswith(f"The state before it is {state.parent / 'state-000001'}: give that folder.")
+    assert held(step) == before
+    if not is_other:  # What is offered works.
+        assert load_state(step, state.parent / "state-000001").batches == 0
+
+
+class Killed(BaseException):
+    """What happens to a program that is killed: nothing more of it runs."""
+
+
+def kill_at(number, monkeypatch):
+    """Let the program end at the so-manyth thing that it does to the disk; a write is then done by half."""
+    calls = [0]
+
+    def counted(module, name, by_half=None):
+        real = getattr(module, name)
+
+        def call(*args, **kwargs):
+            calls[0] += 1
+            if calls[0] - 1 == number:
+                if by_half is not None:
+                    by_half(*args)
+                raise Killed
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(files, "_write", lambda path, data: path.write_bytes(data[: len(data) // 2]))
+    counted(files, "_sync")
+    counted(files.Path, "mkdir")
+    counted(files.Path, "rename")
+    counted(files.shutil, "rmtree", lambda path, **_: next(path.glob("*.json")).unlink(missing_ok=True))
+    monkeypatch.setattr(files, "give_up", lambda *_: None)
+    return calls
+
+
+def test_a_kill_at_any_instant_leaves_the_state_before_it_whole(tmp_path):
+    for number in range(100):
+        folder, step = tmp_path / str(number), new_step()
+        step(X, 2 * X)
+        for _ in range(2):
+            save_state(step, folder, keep_checkpoint_max=2)
+        before = held(step)
+        step(X, 2 * X)
+        after = held(step)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            kill_at(number, monkeypatch)
+            try:
+                save_state(step, folder, keep_checkpoint_max=2)
+                killed = False
+            except Killed:
+                killed = True
+        loaded = new_step()
+        state = load_state(loaded, folder).path.name
+        assert (state, held(loaded)) in [("state-000002", before), ("state-000003", after)]
+        assert killed or state == "state-000003"
+        save_state(step, folder, keep_checkpoint_max=2)
+        assert len(list(folder.iterdir())) == 2  # nothing of the attempt is left
+        if not killed:
+            break
+    assert number > 10
+
+
+def test_a_full_disk_is_told_and_loses_nothing(saved):
+    step = new_step()
+    load_state(step, saved.parent)
+    before, limit = held(step), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            save_state(step, saved.parent)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert error.value.errno == errno.EFBIG
+    assert f"For 'save_state', the state cannot be written to {saved.parent}: File too large." in str(error.value)
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["state-000001", "state-000002"]
+    assert held(step) == before
+    assert save_state(step, saved.parent).path.name == "state-000003"
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="^.*For 'save_state', the state cannot be written to .*file/states: Not a direc"):
+        save_state(new_step(), tmp_path / "file" / "states")
+
+
+DAMAGES = {
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has not the"),
+    "other byte": (
+        lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xff"),
+        "has another checksum than what was",
+    ),
+    "missing": (lambda path: path.unlink(), "cannot be read (No such file or directory)"),
+    "link": (lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")), "has not the"),
+    "folder": (lambda path: (path.unlink(), path.mkdir()), "has not the"),
+}
+
+
+@pytest.mark.parametrize("file", ["parameters-00000.safetensors", "rank_0/parameters-00000.safetensors"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_the_state_before_it_offered(damage, file, saved):
+    change, text = DAMAGES[damage]
+    change(saved / file)
+    assert_refused(saved, f"{saved / file} {text}")
+
+
+def with_checksum(state, name, data):
+    """Put other bytes into a file, and what belongs to them into the manifest."""
+    (state / name).write_bytes(data)
+    manifest = json.loads((state / files.MANIFEST).read_text())
+    facts = {"size": len(data), "sha256": files.hashlib.sha256(data).hexdigest()}
+    manifest["files"][name] = facts
+    (state / files.MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_a_file_that_is_no_safetensors_is_refused_and_never_executed(saved):
+    class Evil:
+        def __reduce__(self):
+            return os.abort, ()
+
+    with_checksum(saved, "parameters-00000.safetensors", pickle.dumps(Evil()))
+    assert_refused(saved, "is no safetensors file that can be read here")
+
+
+CHANGES = {
+    "shape": (lambda tensors: tensors | {"weight": np.zeros((2, 1), np.float32)}, "'weight' as Float32 (2, 1)"),
+    "dtype": (lambda tensors: tensors | {"weight": np.zeros((1, 1), np.float64)}, "'weight' as Float64 (1, 1)"),
+    "missing": (lambda tensors: {k: v for k, v in tensors.items() if k != "weight"}, "it lacks weight"),
+    "another": (lambda tensors: tensors | {"other": np.zeros(1, np.float32)}, "also has other"),
+    "sums": (
+        lambda tensors: tensors | {"accu_grads.weight": np.zeros(3, np.float32)},
+        "'accu_grads.weight' in another",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_tensors_of_another_network_are_refused(change, saved, tmp_path):
+    make, text = CHANGES[change]
+    save_file(make(load_file(saved / "parameters-00000.safetensors")), tmp_path / "other")
+    with_checksum(saved, "parameters-00000.safetensors", (tmp_path / "other").read_bytes())
+    assert_refused(saved, text)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "rank_0/../../x", "x.pkl", "parameters-1.safetensors"]
+)
+def test_a_manifest_leads_to_no_other_file(name, saved):
+    manifest = json.loads((saved / files.MANIFEST).read_text())
+    manifest["files"][name] = {"size": 1, "sha256": ""}
+    (saved / files.MANIFEST).write_text(json.dumps(manifest))
+    assert_refused(saved, f"lists the file {name!r} in a way that this version does not write")
+
+
+MANIFESTS = {
+    "no JSON": (b"{", "is no JSON"),
+    "deep": (b"[" * 10**6, "is no JSON"),
+    "a list": (b"[]", "is no manifest of a state"),
+    "a later version": (b'{"format": "ms_gradaccum", "version": 99}', "has the version 99, not 1"),
+    "no files": (b'{"format": "ms_gradaccum", "version": 1}', "lists no files"),
+    "bytes": (b"\xff\xfe\x00", "is no JSON"),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_that_is_none_is_refused(name, saved):
+    content, text = MANIFESTS[name]
+    (saved / files.MANIFEST).write_bytes(content)
+    assert_refused(saved, f"{saved / files.MANIFEST} {text}")
+
+
+def test_a_state_of_other_settings_is_refused(saved):
+    assert_refused(saved, "has 1 batches in its window, where accumulation_steps is 1", new_step(1))
+    assert_refused(saved, "was saved with another bad_micro_batch", new_step(bad_micro_batch="drop"))
+    text = "the state is one of another network, optimizer or setting: it lacks mixed_precision"
+    assert_refused(saved, text, new_step(mixed_precision="fp16"))
+
+
+def test_a_step_and_a_loop_do_not_take_each_others_states(saved, tmp_path):
+    network = line()
+    accumulator = Accumulator(
+        nn.WithLossCell(network, nn.MSELoss()), nn.Momentum(network.trainable_params(), 0.02, 0.9)
+    )
+    with pytest.raises(ValueError, match="is of a TrainOneStepCell or a Model, not of an Accumulator"):
+        load_state(accumulator, saved)
+    save_state(accumulator, tmp_path / "loop")
+    with pytest.raises(ValueError, match="it is of an Accumulator. Nothing was changed. There is none before it."):
+        load_state(new_step(), tmp_path / "loop")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places_in(value, path=()):
+    """The way to each value in nested dicts and lists."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:8]) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from places_in(item, (*path, key))
+
+
+@pytest.mark.parametrize("kind", ["step", "loop"])
+def test_no_manifest_crashes_or_is_taken_by_half(kind, tmp_path):
+    network = line()
+    if kind == "step":
+        step = new_step()
+        step(X, X)
+    else:
+        step = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 3)
+        step.prepare([(X, X)])
+        step.backward(X, X)
+    state = save_state(step, tmp_path).path
+    good = json.loads((state / files.MANIFEST).read_text())
+    places = [place for place in places_in(good) if place]
+    parameters = list(step.parameters_and_names()) if kind == "step" else list(network.parameters_and_names())
+
+    def everything():
+        return [item.asnumpy().tobytes() for _, item in parameters], dict(vars(step.events))["batches"]
+
+    @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(places), JSON)
+    def check(place, value):
+        manifest = json.loads(json.dumps(good))
+        inner = manifest
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = value
+        (state / files.MANIFEST).write_text(json.dumps(manifest))
+        before = everything()
+        try:
+            load_state(step, state)
+        except ValueError as error:
+            assert str(error).startswith("For 'load_state', the state ") and "Nothing was changed." in str(error)
+            assert everything() == before
+        else:
+            (state / files.MANIFEST).write_text(json.dumps(good))
+            load_state(step, state)
+
+    check()
+
+
+@pytest.mark.parametrize("call", [save_state, load_state])
+def test_wrong_arguments(call, tmp_path):
+    name = call.__name__
+    with pytest.raises(
+        TypeError, match=f"^For '{name}', the argument 'step' must be a TrainOneStepCell, an Accumulator"
+    ):
+        call(line(), tmp_path)
+    for directory in (None, 3, "", b"x"):
+        with pytest.raises(TypeError, match=f"^For '{name}', the argument 'directory' must be a path, but got "):
+            call(new_step(), directory)
+    with pytest.raises(TypeError, match="^For 'save_state', the argument 'keep_checkpoint_max' must be a positive int"):
+        save_state(new_step(), tmp_path, keep_checkpoint_max="2")
+    for extra in ([], {"x": object()}, {"x": Tensor([1])}, {(1, 2): 3}):
+        with pytest.raises(TypeError, match="^For 'save_state', the argument 'extra' must be "):
+            save_state(new_step(), tmp_path, extra=extra)
+    assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_a_folder_without_states_is_told(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(
+            ValueError, match="^For 'load_state', the argument 'directory' must be a folder with states"
+        ):
+            load_state(new_step(), folder)
+
+
+def test_a_loop_is_saved_between_its_batches_alone(tmp_path):
+    network = line()
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 1)
+    save_state(accumulator, tmp_path)
+    with pytest.raises(RuntimeError, match="^For 'Accumulator', save_state.. must come before accumulate.. or after"):
+        with accumulator.accumulate():
+            save_state(accumulator, tmp_path)
+    with pytest.raises(RuntimeError, match="^For 'load_state', the state must be loaded between two batches"):
+        with accumulator.accumulate():
+            accumulator.backward(X, X)
+            load_state(accumulator, tmp_path)
+    accumulator.drop()
+    with accumulator.accumulate():
+        accumulator.backward(X, X)
+        accumulator.clip_grad_norm(1.0)
+        with pytest.raises(RuntimeError, match="^For 'Accumulator', save_state.. must come before clip_grad_norm.. or"):
+            save_state(accumulator, tmp_path)
+        accumulator.step()
+    assert save_state(accumulator, tmp_path).updates == 1
