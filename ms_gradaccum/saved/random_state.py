@@ -10,7 +10,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_gradaccum.saved.files import DamagedState
+from ms_gradaccum.saved.files import DamagedState, is_count
 
 
 def take() -> dict[str, Any]:
@@ -42,7 +42,9 @@ def checked_hosts(saved: Any, what: str) -> dict[str, Any]:
         version, words, gauss = saved["python"]
         random.Random().setstate((version, tuple(words), gauss))
         kind, keys, position, has_gauss, gauss = saved["numpy"]
-        if not (kind == "MT19937" and len(keys) == 624 and 0 <= position <= 624 and has_gauss in (0, 1)):
+        known = kind == "MT19937" and len(keys) == 624 and all(is_count(key) and key < 2**32 for key in keys)
+        # NumPy itself would read past the end.
+        if not (known and is_count(position) and position <= 624 and has_gauss in (0, 1)):
             raise ValueError
         np.random.RandomState().set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
     except (IndexError, KeyError, OverflowError, TypeError, ValueError):
