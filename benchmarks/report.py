@@ -40,8 +40,8 @@ class Listener:
 
 def telling(micro_size: int) -> Observer:
     """Return what tells a listener of all events of a window, which a step does on its way."""
-    events = Events()
-    events.add("benchmark", Listener())
+    events = Events("benchmark")
+    events.add(Listener())
 
     def tell(output: StepOutput) -> None:
         for index in range(micro_size):
