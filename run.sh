@@ -12,7 +12,9 @@ usage() {
 ./run.sh test      format, lint, types, then all tests; more arguments go to pytest
 ./run.sh check     format, lint and types alone
 ./run.sh bench [NAME]
-                   a program of benchmarks: step (the default), distributed, report; more arguments go to it
+                   a program of benchmarks: step (the default), distributed, report, long_run; more arguments go
+                   to it
+./run.sh faults    kill a training 50 times and see that nothing is lost; --kills N for another number
 ./run.sh help      this text
 
 Environment of the samples, with defaults:
@@ -108,6 +110,10 @@ case $command in
       shift
     fi
     exec python "benchmarks/$benchmark.py" "$@"
+    ;;
+  faults)
+    prepare pinned
+    exec python tests/distributed/faults.py "$@"
     ;;
   help | -h | --help) usage ;;
   *)
