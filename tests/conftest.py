@@ -2,8 +2,11 @@
 
 import gc
 
+import fast_compiler
 import mindspore as ms
 import pytest
+
+fast_compiler.install()
 
 
 def pytest_collection_finish(session):
