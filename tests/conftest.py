@@ -2,11 +2,11 @@
 
 import gc
 
-import fast_compiler
 import mindspore as ms
 import pytest
+import quick_mindspore
 
-fast_compiler.install()
+quick_mindspore.install()
 
 
 def pytest_collection_finish(session):
