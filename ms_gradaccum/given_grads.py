@@ -24,7 +24,7 @@ class AddGrads(nn.Cell):
     def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> Any:
         """Add ``factor`` times the gradients, unless they are left out; nothing if it is 0, whatever they are."""
         # A mean over nothing is 0 / 0.
-        empty = ops.equal(factor, 0.0)
+        empty = factor == 0.0
         done: Any = ()
         if self.keep is not None:
             # Not looking at the loss, which is NaN where the caller does not say it.

@@ -19,7 +19,7 @@ def sum_of_squares(grad: Tensor) -> Tensor:
     squares = ops.square(ops.cast(grad, ms.float32))
     if squares.ndim > 1:
         # Row by row first: on CPU a reduction over all axes at once takes 7 times as long.
-        squares = ops.sum(squares.reshape(squares.shape[0], -1), -1)
+        squares = ops.sum(ops.Flatten()(squares), (1,))
     return ops.sum(squares)
 
 
@@ -30,13 +30,13 @@ def squares_of(grads: Grads, groups: Groups) -> Tensor:
         total = Tensor(0.0, ms.float32)
         for i in group:
             total = total + sum_of_squares(grads[i])
-        totals += (total.reshape(1),)
-    return ops.concat(totals)
+        totals += (total,)
+    return ops.stack(totals)
 
 
 def global_norm(tensors: Grads) -> Tensor:
     """Return the L2 norm of ``tensors`` taken as one vector, a float32 scalar."""
-    return ops.sqrt(squares_of(tensors, (tuple(range(len(tensors))),))[0])
+    return ops.sqrt(ops.sum(squares_of(tensors, (tuple(range(len(tensors))),))))
 
 
 class NoClip(nn.Cell):
@@ -98,8 +98,11 @@ class ClipByGlobalNorm(nn.Cell):
     def construct(self, grads: Grads, norm: Tensor, max_norm: Tensor | None = None) -> Grads:
         limit = self.limit_or(max_norm)
         factor = limit / ops.maximum(norm, limit)
-        # In float32: a small factor is no float16 number.
-        return tuple([ops.cast(ops.cast(grad, ms.float32) * factor, grad.dtype) for grad in grads])
+        clipped: Grads = ()
+        for grad in grads:
+            # In float32: a small factor is no float16 number.
+            clipped += (ops.cast(ops.cast(grad, ms.float32) * factor, grad.dtype),)
+        return clipped
 
     def limit_or(self, max_norm: Tensor | None) -> Tensor:
         """Return the limit of this call: ``max_norm`` if given, else that of the cell."""
@@ -153,7 +156,10 @@ class ClipByValue(nn.Cell):
 
     def construct(self, grads: Grads, norm: Tensor, limit: Tensor | None = None) -> Grads:
         limit = Tensor(self.limit, ms.float32) if limit is None else limit
-        return tuple([ops.minimum(ops.maximum(grad, -limit), limit) for grad in grads])
+        clipped: Grads = ()
+        for grad in grads:
+            clipped += (ops.minimum(ops.maximum(grad, -limit), limit),)
+        return clipped
 
     def norm_after(self, norm: Tensor, limit: Tensor | None = None) -> None:
         """Return None: the norm after clipping takes a pass of its own."""

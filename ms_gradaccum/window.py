@@ -38,7 +38,7 @@ class FoldTerms(nn.Cell):
         for other in buffer.others:
             weights += (other.weight + 0.0,)
         totals = self.parallel.total(ops.stack(weights))
-        weightless = ops.equal(totals[0], 0.0)
+        weightless = totals[0] == 0.0
         scale = ops.select(weightless, ops.ones_like(totals[0]), totals[0])
         done: Any = ()
         for i, other in enumerate(buffer.others):
@@ -124,7 +124,7 @@ class Update(nn.Cell):
         checkpoint is loaded.
         """
         for parameter in self.parameters:
-            value = ops.depend(value, parameter.reshape(-1))
+            value = ops.depend(value, ops.expand_dims(parameter, 0))
         return value
 
     def mean_grads(self) -> tuple[Tensor, ...]:

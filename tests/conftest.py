@@ -4,6 +4,9 @@ import gc
 
 import mindspore as ms
 import pytest
+import quick_mindspore
+
+quick_mindspore.install()
 
 
 def pytest_collection_finish(session):

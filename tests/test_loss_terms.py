@@ -185,7 +185,7 @@ def test_as_a_cell_it_returns_the_sum_of_the_terms_means(mode):
     np.testing.assert_allclose(gradient.asnumpy(), gradients, rtol=1e-6)
 
 
-def test_the_terms_of_several_batches_and_a_clip_of_the_step():
+def test_the_terms_of_several_batches_and_a_clip_of_the_step(eager):
     network = TwoTerms()
     loss_cell = GradAccumulation(network, 2, weighted=True, terms=2)
     step = TrainOneStepCell(loss_cell, sgd(network, 1.0), accumulation_steps=2, clip=ClipByGlobalNorm(1.0))

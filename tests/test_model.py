@@ -89,13 +89,13 @@ def whole_batches(network):
 
 
 @pytest.mark.parametrize("build", [loss_inside, loss_given, loss_given_to_auto_parallel, whole_batches])
-def test_training_leaves_the_weights_of_stock_model_on_whole_batches(build, mode):
+def test_training_leaves_the_weights_of_stock_model_on_whole_batches(build):
     network = Classifier()
     build(network).train(EPOCHS, samples(ROWS, LABELS))
     assert close(values(network), stock_weights())
 
 
-def test_uneven_micro_batches_and_a_short_last_batch_count_by_their_rows(mode):
+def test_uneven_micro_batches_and_a_short_last_batch_count_by_their_rows():
     network = Classifier()
     # Batches of 4, 4 and 2 rows, split into 2 + 1 + 1 rows and 1 + 1.
     model = Model(GradAccumulation(network, 3), LOSS(), momentum(network))
@@ -133,7 +133,7 @@ def test_data_sink_mode_falls_back_and_trains_on_cpu(mode):
     assert close(values(network), stock_weights())
 
 
-def test_one_batch_makes_one_update_with_its_mean_gradient(mode):
+def test_one_batch_makes_one_update_with_its_mean_gradient():
     network, model = toy(micro_size=4)
     model.train(1, batches(8))
     assert weight_of(network) == pytest.approx(2.04)  # 8.16 is the sum, 1.7505 an update after each micro batch
@@ -141,7 +141,7 @@ def test_one_batch_makes_one_update_with_its_mean_gradient(mode):
 
 # The last of the four batches is alone in its window: divided by three batches it would leave 1.8059556.
 @pytest.mark.parametrize("last_window, weight", [("apply", 2.9912), ("drop", 1.2133333)])
-def test_the_last_window_is_applied_or_dropped(last_window, weight, mode):
+def test_the_last_window_is_applied_or_dropped(last_window, weight):
     network, model = toy(accumulation_steps=3, last_window=last_window)
     recorder = Recorder()
     model.train(1, batches(2), recorder)
@@ -203,7 +203,7 @@ def test_a_window_that_an_exception_cut_short_does_not_leak_into_the_next_traini
     assert weight_of(network) == pytest.approx(2.04)
 
 
-def test_validation_in_fit_sees_the_applied_last_window(mode):
+def test_validation_in_fit_sees_the_applied_last_window():
     network, model = toy_with_metrics(accumulation_steps=3)
     history = ms.train.History()
     model.fit(2, batches(2), batches(4), callbacks=history)
@@ -218,7 +218,7 @@ def test_validation_in_fit_leaves_a_carried_window_alone():
     assert weight_of(network) == pytest.approx(2.04)
 
 
-def test_the_step_counter_and_the_schedule_move_once_per_update(mode):
+def test_the_step_counter_and_the_schedule_move_once_per_update():
     network, model = toy(accumulation_steps=2, learning_rate=[0.02, 0.01, 0.005, 0.0025])
     recorder = Recorder()
     model.train(1, batches(2), recorder)

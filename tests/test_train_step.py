@@ -56,7 +56,7 @@ def test_a_diary_of_two_windows(mode):
 # Wrong ways end elsewhere: the sum of the micro batches at 8.16, an update for each at 1.75052, an update one
 # micro batch too early at 1.99025, and MindSpore's own GradAccumulation at 0.
 @pytest.mark.parametrize("micro_size", [1, 3, 25])
-def test_the_toy_ends_at_2_04_for_every_micro_size(micro_size):
+def test_the_toy_ends_at_2_04_for_every_micro_size(micro_size, eager):
     network, step = toy_step(micro_size)
     output = step(*rows(1, 8))
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
@@ -66,7 +66,7 @@ def test_the_toy_ends_at_2_04_for_every_micro_size(micro_size):
     assert step.open_batches() == 0 and step.flush() is None and step.drop() == 0
 
 
-def test_flush_divides_a_short_window_by_its_true_weight():
+def test_flush_divides_a_short_window_by_its_true_weight(eager):
     network, step = toy_step(accumulation_steps=3)
     for first in (1, 3, 5, 7):
         step(*rows(first, first + 1))
@@ -78,7 +78,7 @@ def test_flush_divides_a_short_window_by_its_true_weight():
     assert (number(output.updated), number(output.weight), step.open_batches()) == (True, 2, 0)
 
 
-def test_flush_and_drop_of_an_empty_window_do_nothing():
+def test_flush_and_drop_of_an_empty_window_do_nothing(eager):
     _, step = toy_step(accumulation_steps=2)
     start = values_of(step)
     assert step.flush() is None and step.drop() == 0
@@ -90,7 +90,7 @@ def test_flush_and_drop_of_an_empty_window_do_nothing():
     assert not changed(flushed, values_of(step))
 
 
-def test_drop_forgets_the_window_as_if_it_had_not_been():
+def test_drop_forgets_the_window_as_if_it_had_not_been(eager):
     network, step = toy_step(accumulation_steps=3)
     start = values_of(step)
     step(*rows(5, 6))
@@ -101,7 +101,7 @@ def test_drop_forgets_the_window_as_if_it_had_not_been():
     assert weight_of(network) == pytest.approx(1.2133333, rel=1e-6)
 
 
-def test_weights_keep_the_bits_of_the_start_until_the_last_batch_of_the_window():
+def test_weights_keep_the_bits_of_the_start_until_the_last_batch_of_the_window(eager):
     _, step = toy_step(2, make_optimizer=momentum, accumulation_steps=4)
     start = values_of(step)
     window = {"accu_grads.weight", "accu_grads.window_loss", "accu_grads.window_weight", "accu_grads.window_batches"}
@@ -113,7 +113,7 @@ def test_weights_keep_the_bits_of_the_start_until_the_last_batch_of_the_window()
     assert changed(start, values_of(step)) == {"weight", "moments.weight", "global_step"}
 
 
-def test_what_only_an_update_can_tell_is_nan_inside_a_window():
+def test_what_only_an_update_can_tell_is_nan_inside_a_window(eager):
     _, step = toy_step(accumulation_steps=2)
     inside, last = step(*rows(1, 2)), step(*rows(3, 4))
     for name in ("grad_norm", "clipped_grad_norm", "learning_rate"):
@@ -123,7 +123,7 @@ def test_what_only_an_update_can_tell_is_nan_inside_a_window():
         assert (number(output.overflow), number(output.loss_scale)) == (False, 1)
 
 
-def test_the_buffer_is_float32_whatever_the_weights_are():
+def test_the_buffer_is_float32_whatever_the_weights_are(eager):
     step = keeping_step(Weights(1, ms.float16), 4, accumulation_steps=2)
     # The gradients of the rows are the rows. A float16 sum would swallow the ones: 2048 + 1 is 2048 there.
     x = np.array([[2048], [1], [1], [1]], np.float16)
@@ -134,7 +134,7 @@ def test_the_buffer_is_float32_whatever_the_weights_are():
     assert mean.dtype == np.float16 and mean == np.float16(4102 / 8) != np.float16(4096 / 8)
 
 
-def test_a_gradient_beyond_float16_is_an_overflow():
+def test_a_gradient_beyond_float16_is_an_overflow(eager):
     step = keeping_step(Weights(1, ms.float16), 2)
     output = step(Tensor(np.full((2, 1), 1e5, np.float32)))
     assert (number(output.overflow), number(output.updated)) == (True, False)
@@ -206,7 +206,7 @@ class InverseTime(nn.learning_rate_schedule.LearningRateSchedule):
 
 
 @pytest.mark.parametrize("rates", [[0.5, 0.25, 0.125], InverseTime()], ids=["list", "schedule"])
-def test_the_reported_learning_rate_is_the_one_of_this_update(rates):
+def test_the_reported_learning_rate_is_the_one_of_this_update(rates, eager):
     _, step = toy_step(make_optimizer=lambda network, _: sgd(network, rates), accumulation_steps=2)
     reported = [number(step(*rows(1, 1)).learning_rate) for _ in range(4)]
     # An update, not a call, is a step of the schedule.
@@ -218,7 +218,7 @@ def test_the_reported_learning_rate_is_the_one_of_this_update(rates):
         assert number(step.flush().learning_rate) == third
 
 
-def test_groups_of_parameters_report_one_learning_rate_per_parameter():
+def test_groups_of_parameters_report_one_learning_rate_per_parameter(eager):
     network = nn.Dense(1, 1)
     groups = [{"params": [network.weight], "lr": 0.5}, {"params": [network.bias]}]
     step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.Momentum(groups, 0.25, 0.9))
@@ -260,14 +260,14 @@ def test_batch_norm_moves_its_statistics_with_every_micro_batch():
     assert number(norm.moving_mean) == 3.5
 
 
-def test_a_bare_loss_cell_is_fed_whole_batches():
+def test_a_bare_loss_cell_is_fed_whole_batches(eager):
     loss_cell = nn.WithLossCell(line(), nn.MSELoss())
     step = TrainOneStepCell(loss_cell, KeepGradients(loss_cell.trainable_params()))
     assert number(step(*rows(1, 8)).loss) == 102
     assert step.optimizer.gradients() == [-102]
 
 
-def test_two_steps_in_one_process_do_not_meet():
+def test_two_steps_in_one_process_do_not_meet(eager):
     first, first_step = toy_step(2, accumulation_steps=2)
     second, second_step = toy_step(4, learning_rate=0.01)
     first_step(*rows(1, 4))

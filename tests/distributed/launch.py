@@ -9,6 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+import quick_mindspore  # noqa: E402
+
+# For what runs under msrun, all of which reports through this file.
+quick_mindspore.install()
+
 # Of the environment that the tests run in, activated or not.
 BIN = Path(sys.executable).parent
 
