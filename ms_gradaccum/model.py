@@ -10,7 +10,7 @@ from mindspore.parallel._utils import _clear_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.train.callback import Callback, LossMonitor
 
-from ms_gradaccum._checks import check_choice, check_last_window, sentence
+from ms_gradaccum._checks import check_cell, check_choice, check_dataset, check_last_window, sentence
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.parallel.choose import check_parallel
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
@@ -19,6 +19,7 @@ from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "Model"
+_DATASET_REMEDY = "An Accumulator loops over anything."
 _NO_SETTINGS: dict[str, Any] = {
     "accumulation_steps": 1,
     "clip": None,
@@ -118,6 +119,7 @@ class Model(ms.Model):
         loss_scale_manager: Any = None,
         **kwargs: Any,
     ) -> None:
+        _check_cells(network, loss_fn, eval_network)
         check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
         self.last_window = check_last_window(_OWNER, last_window)
         if kwargs:
@@ -178,6 +180,16 @@ class Model(ms.Model):
         self._optimizer: Any = train_step.optimizer
         return train_step
 
+    def train(self, epoch: int, train_dataset: Any, *args: Any, **kwargs: Any) -> None:
+        """Train, see ``mindspore.train.Model.train``."""
+        check_dataset(_OWNER, "train_dataset", train_dataset, _DATASET_REMEDY)
+        super().train(epoch, train_dataset, *args, **kwargs)
+
+    def fit(self, epoch: int, train_dataset: Any, *args: Any, **kwargs: Any) -> None:
+        """Train and evaluate, see ``mindspore.train.Model.fit``."""
+        check_dataset(_OWNER, "train_dataset", train_dataset, _DATASET_REMEDY)
+        super().fit(epoch, train_dataset, *args, **kwargs)
+
     def _train(self, epoch: int, train_dataset: Any, callbacks: Any = None, **kwargs: Any) -> Any:
         callbacks = self._transform_callbacks(callbacks)
         if isinstance(self._train_network, TrainOneStepCell):
@@ -225,6 +237,14 @@ class Model(ms.Model):
         """Let callbacks see the end of a window that no batch of this process has made."""
         if output is not None and (output.updated.asnumpy() or output.overflow.asnumpy()):
             cb_params.net_outputs = output
+
+
+def _check_cells(network: Any, loss_fn: Any, eval_network: Any) -> None:
+    check_cell(_OWNER, "network", network, "Give a GradAccumulation, a loss cell, or a network and a loss_fn.")
+    if loss_fn is not None:
+        check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")
+    if eval_network is not None:
+        check_cell(_OWNER, "eval_network", eval_network, "Leave it out to evaluate network and loss_fn.")
 
 
 class _FinishStep(Callback):
