@@ -7,7 +7,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import check_loss, sentence, warn
@@ -224,7 +224,8 @@ def _check_grads(grads: Any, weights: list[Any]) -> tuple[Tensor, ...]:
     strange = [str(grad.dtype) for grad in grads if grad.dtype not in mstype.float_type]
     if strange:
         raise TypeError(sentence(_OWNER, "grads", "floating-point tensors", f"one of {strange[0]}", remedy))
-    return tuple(grads)
+    # A graph takes no parameter as an input, and somebody may keep gradients in some.
+    return tuple(grad.value() if isinstance(grad, Parameter) else grad for grad in grads)
 
 
 def _mean_loss(parts: list[Any]) -> Tensor:

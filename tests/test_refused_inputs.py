@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from linear_toy import X, line, sgd, toy, weight_of
 from loop_toy import FOUR, toy_loop
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from step_probe import changed, values_of
 from strategies import ALL_ROWS, endless, loss_cell
 from test_errors import AXIS, new_step, raises, typed
@@ -107,6 +107,15 @@ def test_gradients_are_floating_point_numbers(dtype):
     sentence = f"For 'Accumulator', the argument 'grads' must be floating-point tensors, but got one of {grad.dtype}. "
     with raises(TypeError, sentence + GRADS):
         accumulator(grad)
+
+
+def test_gradients_may_be_kept_in_parameters(mode):
+    network, accumulator = toy_loop(2)
+    kept = Parameter(Tensor([[3.0]]), "weight")
+    accumulator((kept,), 1)
+    kept.set_data(Tensor([[1.0]]))
+    accumulator((kept,), 1)
+    assert weight_of(network) == pytest.approx(-0.02 * 2) and not accumulator._networks[0].run_add_grads.eager
 
 
 def test_what_is_scaled_is_a_tensor():
