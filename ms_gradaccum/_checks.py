@@ -13,6 +13,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
+# What MindSpore counts with, and the range of the numbers that it computes with.
+_INT32 = 2**31 - 1
+_LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 # Where the frames between a warning and the user's line are.
 _LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
 
@@ -26,19 +29,23 @@ def _typed(value: object) -> str:
     return f"{value!r} of type {type(value).__name__}"
 
 
-def check_positive_int(owner: str, name: str, value: Any, remedy: str) -> int:
-    """Return ``value`` if it is an int of at least 1 (a bool is not an int here)."""
+def check_positive_int(owner: str, name: str, value: Any, remedy: str, most: int = _INT32) -> int:
+    """Return ``value`` if it is an int from 1 to ``most`` (a bool is not an int here)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(sentence(owner, name, "a positive int", _typed(value), remedy))
     if value < 1:
         raise ValueError(sentence(owner, name, "a positive int", value, remedy))
+    if value > most:
+        raise ValueError(sentence(owner, name, f"a positive int of at most {most}", value, remedy))
     return value
 
 
 def check_int(owner: str, name: str, value: Any, remedy: str) -> int:
-    """Return ``value`` if it is an int (a bool is not an int here)."""
+    """Return ``value`` if it is an int (a bool is not an int here) that an int32 can hold."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(sentence(owner, name, "an int", _typed(value), remedy))
+    if not -_INT32 - 1 <= value <= _INT32:
+        raise ValueError(sentence(owner, name, f"an int from {-_INT32 - 1} to {_INT32}", value, remedy))
     return value
 
 
@@ -46,9 +53,19 @@ def check_positive_float(owner: str, name: str, value: Any, remedy: str) -> floa
     """Return ``value`` as a float if it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(sentence(owner, name, "a positive number", _typed(value), remedy))
-    if not (math.isfinite(value) and value > 0):
+    number = _as_float(value)
+    if not (math.isfinite(number) and number > 0):
         raise ValueError(sentence(owner, name, "a positive number", value, remedy))
-    return float(value)
+    return number
+
+
+def check_positive_float32(owner: str, name: str, value: Any, remedy: str) -> float:
+    """Return ``value`` as a float if it is neither 0 nor Inf as a float32, which a tensor makes of it."""
+    number = check_positive_float(owner, name, value, remedy)
+    if not _LEAST_FLOAT32 <= number <= _LARGEST_FLOAT32:
+        rule = f"a positive number in the range of float32, {_LEAST_FLOAT32:.3g} to {_LARGEST_FLOAT32:.3g}"
+        raise ValueError(sentence(owner, name, rule, value, remedy))
+    return number
 
 
 def check_number(owner: str, name: str, value: Any, remedy: str) -> float:
@@ -57,9 +74,30 @@ def check_number(owner: str, name: str, value: Any, remedy: str) -> float:
     number = number.item() if isinstance(number, (np.ndarray, np.generic)) and number.size == 1 else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise TypeError(sentence(owner, name, "a number", _typed(value), remedy))
-    if not (math.isfinite(number) and number >= 0):
+    if not (math.isfinite(_as_float(number)) and number >= 0):
         raise ValueError(sentence(owner, name, "a number of at least 0", number, remedy))
     return float(number)
+
+
+def _as_float(value: float) -> float:
+    """Return ``value`` as a float: Inf for an int that is too large to be one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def check_loss(owner: str, value: Any) -> float:
+    """Return a loss that the caller reports as a float; NaN if there is none. An Inf or a NaN is a loss, too."""
+    if value is None:
+        return math.nan
+    got = _typed(value)
+    if isinstance(value, (int, float, ms.Tensor, np.ndarray, np.generic)):
+        try:
+            return float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            got = repr(value)
+    raise TypeError(sentence(owner, "loss", "a number, a tensor of one or None", got, "It is for the report alone."))
 
 
 def check_bool(owner: str, name: str, value: Any, remedy: str) -> bool:
@@ -84,6 +122,19 @@ def check_cell(owner: str, name: str, value: Any, remedy: str) -> nn.Cell:
     if not isinstance(value, nn.Cell):
         raise TypeError(sentence(owner, name, "an nn.Cell", _typed(value), remedy))
     return value
+
+
+def check_tensor(owner: str, name: str, value: Any, remedy: str) -> ms.Tensor:
+    """Return ``value`` if it is a tensor."""
+    if not isinstance(value, ms.Tensor):
+        raise TypeError(sentence(owner, name, "a tensor", _typed(value), remedy))
+    return value
+
+
+def check_dataset(owner: str, name: str, value: Any, remedy: str) -> None:
+    """Raise unless ``value`` is a dataset of ``mindspore.dataset``, or a prepared one."""
+    if not hasattr(value, "get_dataset_size"):
+        raise TypeError(sentence(owner, name, "a dataset of mindspore.dataset", _typed(value), remedy))
 
 
 def check_last_window(owner: str, value: Any) -> str:

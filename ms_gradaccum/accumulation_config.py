@@ -60,6 +60,9 @@ class AccumulationSchedule:
 
     def steps_at(self, count: float) -> int:
         """Return the number of batches of a window that begins after ``count`` epochs, updates or tokens."""
+        if isinstance(count, bool) or not isinstance(count, (int, float)):
+            got, remedy = f"{count!r} of type {type(count).__name__}", "It counts epochs, updates or tokens."
+            raise TypeError(sentence(_SCHEDULE, "count", "a number", got, remedy))
         reached = [milestone for milestone in self.milestones if milestone <= count]
         return self.milestones[max(reached)] if reached else 1
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import check_choice, check_number
+from ms_gradaccum._checks import check_choice, check_number, check_tensor
 from ms_gradaccum.accumulation_config import AccumulationConfig, merge_config
 from ms_gradaccum.bad_micro_batch import check_bad_micro_batch
 from ms_gradaccum.events import Observed
@@ -176,6 +176,7 @@ class Accumulator(nn.Cell, Observed):
             loss (Tensor): A loss, of any shape and floating-point dtype.
             network (Cell, optional): Which of several networks. Default: ``None``, the only one.
         """
+        loss = check_tensor(_OWNER, "loss", loss, "Give what is differentiated.")
         return loss * self.window.only(network).loss_scale.value()
 
     def backward(self, *args: Any, network: nn.Cell | None = None, **kwargs: Any) -> Tensor:
@@ -237,11 +238,13 @@ class Accumulator(nn.Cell, Observed):
 
     def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
         chosen = self.window.chosen(network)
-        for trained in chosen:
-            trained.last_clip = clip
         full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
         for trained in full:
-            trained.clip_with(clip)
+            trained.check_clip_with(clip)
+        for trained in chosen:
+            trained.last_clip = clip
+        for trained in full:
+            trained.clip = clip
         norms = [trained.measure().grad_norm for trained in full]
         return norms[0] if norms else None
 
@@ -254,19 +257,19 @@ class Accumulator(nn.Cell, Observed):
         Returns:
             :class:`StepOutput` of the window, a tuple of them for several networks; None inside a window.
         """
+        chosen = self.window.chosen(network)
         if not self.sync_gradients:
             return None
-        return _one_or_all(tuple(self.window.step(trained) for trained in self.window.chosen(network)))
+        return _one_or_all(tuple(self.window.step(trained) for trained in chosen))
 
     def zero_grad(self, *, network: nn.Cell | None = None) -> None:
         """Throw away a full window that has not been stepped. After `step`, and inside a window, do nothing.
 
         Neither before `backward`, where loops for PyTorch often have it.
         """
-        if self.sync_gradients:
-            for trained in self.window.chosen(network):
-                if trained.is_open and (trained.has_batch or not self.window.in_batch):
-                    trained.drop()
+        for trained in self.window.chosen(network):
+            if self.sync_gradients and trained.is_open and (trained.has_batch or not self.window.in_batch):
+                trained.drop()
 
     def flush(self) -> Any:
         """Update with an unfinished window, divided by its true weight; return what `step` returns, or None if empty.

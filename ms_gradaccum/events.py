@@ -86,7 +86,7 @@ class Events:
             remedy = "Each takes one argument, a StepEvent."
             raise TypeError(sentence(self.owner, "callback", rule, got, remedy))
         for name in NAMES:
-            if hasattr(callback, name):
+            if callable(getattr(callback, name, None)):
                 self._listeners[name].append(getattr(callback, name))
 
     @contextmanager

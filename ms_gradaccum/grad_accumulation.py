@@ -98,6 +98,7 @@ class GradAccumulation(nn.Cell):
             raise ValueError(sentence(_OWNER, "weighted", f"True with {terms} terms", weighted, remedy))
         self.batch_axis = check_batch_axis(batch_axis)
         self.network = network
+        self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
         self._get_attr_from_cell(network)
 
@@ -137,21 +138,27 @@ class GradAccumulation(nn.Cell):
 
     def split(self, *args: Any, **kwargs: Any) -> SplitBatch:
         """Return the micro batches of one batch, given as `network` takes it."""
-        return split_batch(self.positional(args, kwargs), self.micro_size, self.batch_axis)
+        inputs = self.positional(args, kwargs)
+        batch = split_batch(inputs, self.micro_size, self.batch_axis)
+        self.bind(inputs, {})
+        return batch
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        """Return what the arguments of `network` are, or raise if these are none that it takes."""
+        try:
+            return self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"For '{_OWNER}', the inputs must fit the network's construct{self._signature}, but got {error}. "
+                f"Give them as the network takes them."
+            ) from None
 
     def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return what `network` takes, by position alone."""
         all_axes = isinstance(self.batch_axis, tuple) and len(self.batch_axis) > len(args)
         if not kwargs and not all_axes:
             return args
-        signature = inspect.signature(self.network.construct)
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(
-                f"For '{_OWNER}', the inputs must fit the network's construct{signature}, but got {error}. "
-                f"Give them as the network takes them."
-            ) from None
+        bound = self.bind(args, kwargs)
         # The entries of batch_axis stand for all arguments, given or not.
         bound.apply_defaults()
         if bound.kwargs:

@@ -8,7 +8,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import check_positive_float, sentence
+from ms_gradaccum._checks import check_positive_float32, sentence
 
 Grads = tuple[Tensor, ...]
 Groups = tuple[tuple[int, ...], ...]
@@ -85,7 +85,7 @@ class ClipByGlobalNorm(nn.Cell):
     def __init__(self, max_norm: float) -> None:
         super().__init__()
         remedy = "Typical norms are 0.5 to 5."
-        self.max_norm = check_positive_float("ClipByGlobalNorm", "max_norm", max_norm, remedy)
+        self.max_norm = check_positive_float32("ClipByGlobalNorm", "max_norm", max_norm, remedy)
 
     def as_tensor(self) -> Tensor:
         """Return the limit as an input of `construct`."""
@@ -144,7 +144,7 @@ class ClipByValue(nn.Cell):
 
     def __init__(self, limit: float) -> None:
         super().__init__()
-        self.limit = check_positive_float("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
+        self.limit = check_positive_float32("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
 
     def as_tensor(self) -> Tensor:
         """Return the limit as an input of `construct`."""
@@ -206,7 +206,7 @@ class ClipByGroupNorm:
         if not self.limits:
             raise ValueError(sentence("ClipByGroupNorm", "limits", rule, "an empty one", remedy))
         limits = {
-            str(pattern): check_positive_float("ClipByGroupNorm", f"limits[{pattern!r}]", limit, "It is a norm.")
+            str(pattern): check_positive_float32("ClipByGroupNorm", f"limits[{pattern!r}]", limit, "It is a norm.")
             for pattern, limit in self.limits.items()
         }
         object.__setattr__(self, "limits", limits)

@@ -77,16 +77,16 @@ class LoopWindow:
             raise _disorder("a full window must be followed by step()", "the next batch", remedy)
         if self.ends:
             self.counter.end_window()
+        # First: a schedule can refuse, and then nothing has begun.
+        self._count_batch()
         for trained in self.networks:
             trained.has_batch = False
         self.updated = False
         self.events.batches += 1
-        self._count_batch()
 
     def _count_batch(self) -> None:
         source = self.passes.innermost()
         end, epoch = (False, None) if source is None else (source.at_end, source.epoch)
-        self.ends = False
         self.ends = self.counter.begin_batch(end, epoch, self._withheld > 0)
 
     @property
@@ -166,7 +166,7 @@ class LoopWindow:
 
     def chosen(self, network: nn.Cell | None) -> list[TrainedNetwork]:
         """Return the network that is meant, or all for None."""
-        chosen = [each for each in self.networks if network is None or network in each.names]
+        chosen = [each for each in self.networks if network is None or any(network is name for name in each.names)]
         if not chosen:
             got, remedy = type(network).__name__, "Give a network that the Accumulator was built with."
             raise ValueError(sentence(_OWNER, "network", "one of its networks", got, remedy))

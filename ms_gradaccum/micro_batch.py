@@ -39,10 +39,18 @@ class _Leaf(NamedTuple):
 
 def check_batch_axis(axis: Any) -> BatchAxis:
     """Return ``axis`` if it is an int, None, or a nest of tuples, lists and dicts of these."""
+    try:
+        return _checked_axis(axis)
+    except RecursionError:
+        rule = "an int, None or one of these per input"
+        raise ValueError(sentence(_OWNER, "batch_axis", rule, "a nest without an end", _AXIS_REMEDY)) from None
+
+
+def _checked_axis(axis: Any) -> BatchAxis:
     if isinstance(axis, (tuple, list)):
-        return tuple(check_batch_axis(item) for item in axis)
+        return tuple(_checked_axis(item) for item in axis)
     if isinstance(axis, dict):
-        return {key: check_batch_axis(item) for key, item in axis.items()}
+        return {key: _checked_axis(item) for key, item in axis.items()}
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
         got = f"{axis!r} of type {type(axis).__name__}"
         raise TypeError(sentence(_OWNER, "batch_axis", "an int, None or one of these per input", got, _AXIS_REMEDY))
@@ -56,7 +64,13 @@ def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis)
     each micro batch, and so do tensors without axes.
     """
     tensors: list[Tensor] = []
-    structure = take_apart(inputs, tensors)
+    try:
+        structure = take_apart(inputs, tensors)
+    except RecursionError:
+        raise ValueError(
+            f"For '{_OWNER}', the inputs must be tensors, or tuples, lists and dicts of them, but got a nest without "
+            f"an end. Take out what holds itself."
+        ) from None
     if not tensors:
         got = ", ".join(type(item).__name__ for item in inputs) or "nothing"
         remedy = "Give tensors, or tuples, lists and dicts of them; dict(batch) makes a dict of what is like one."

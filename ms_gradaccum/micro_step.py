@@ -245,6 +245,7 @@ class MicroSteps:
         # Before any of them: the messages of all ranks must come in one order.
         rounds = self.parallels[0].rounds(len(micro_batches))
         outputs: list[Any] = []
+        done, micro_step.has_run = self.events.micro_batches, False
         try:
             for index, (rows, tensors) in enumerate(micro_batches):
                 self.events.micro_batch_begin(index, rows)
@@ -252,6 +253,7 @@ class MicroSteps:
                 self.events.micro_batch_end(index, rows)
         except BaseException:
             self.has_added = bool(outputs) or micro_step.has_run
+            self.events.micro_batches = done
             raise
         self._add_nothing(rounds - len(outputs))
         return outputs

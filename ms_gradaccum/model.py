@@ -9,7 +9,7 @@ from mindspore import nn
 from mindspore.parallel._utils import _clear_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import check_bool, check_choice, check_last_window, sentence
+from ms_gradaccum._checks import check_bool, check_cell, check_choice, check_dataset, check_last_window, sentence
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.model_steps import PassSteps
 from ms_gradaccum.parallel.choose import check_parallel
@@ -20,6 +20,7 @@ from ms_gradaccum.state_checkpoint import StateCheckpoint
 from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "Model"
+_DATASET_REMEDY = "An Accumulator loops over anything."
 _NO_SETTINGS: dict[str, Any] = {
     "accumulation_steps": 1,
     "clip": None,
@@ -120,6 +121,7 @@ class Model(ms.Model):
         loss_scale_manager: Any = None,
         **kwargs: Any,
     ) -> None:
+        _check_cells(network, loss_fn, eval_network)
         check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
         self.last_window = check_last_window(_OWNER, last_window)
         if kwargs:
@@ -206,11 +208,13 @@ class Model(ms.Model):
                 a :func:`load_state` before. With no state yet the training begins, and where it has ended nothing is
                 done, so that a program can be started as often as it takes. Default: ``False``.
         """
+        check_dataset(_OWNER, "train_dataset", train_dataset, _DATASET_REMEDY)
         with self._resuming(resume, initial_epoch):
             super().train(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch)
 
     def fit(self, epoch: int, train_dataset: Any, *args: Any, resume: bool = False, **kwargs: Any) -> None:
         """Train and evaluate, see ``mindspore.train.Model.fit``; ``resume`` as in `train`."""
+        check_dataset(_OWNER, "train_dataset", train_dataset, _DATASET_REMEDY)
         with self._resuming(resume, kwargs.get("initial_epoch", args[6] if len(args) > 6 else 0)):
             super().fit(epoch, train_dataset, *args, **kwargs)
 
@@ -272,3 +276,11 @@ class Model(ms.Model):
         if self._steps is not None:
             self._steps.end_pass(cb_params, list_callback)
         super()._eval_during_train(valid_infos, cb_params, list_callback)
+
+
+def _check_cells(network: Any, loss_fn: Any, eval_network: Any) -> None:
+    check_cell(_OWNER, "network", network, "Give a GradAccumulation, a loss cell, or a network and a loss_fn.")
+    if loss_fn is not None:
+        check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")
+    if eval_network is not None:
+        check_cell(_OWNER, "eval_network", eval_network, "Leave it out to evaluate network and loss_fn.")

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import Tensor, amp, nn, ops
 from mindspore.ops import functional as F
 
-from ms_gradaccum._checks import check_choice, check_positive_float, check_positive_int, sentence
+from ms_gradaccum._checks import check_choice, check_positive_float32, check_positive_int, sentence
 from ms_gradaccum.compiled import execution_mode
 from ms_gradaccum.loss_scale import FixedLossScale, LossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 from ms_gradaccum.rewriting import rewriting
@@ -95,11 +95,11 @@ class MixedPrecision:
         self._set_dtype("reduce_dtype", (ms.float32, *half), "float32, float16 or bfloat16", remedy)
         check_choice(_OWNER, "level", self.level, LEVELS, "Higher levels compute more in half precision.")
         for name, remedy in (("init_scale", "The default is 65536."), ("growth_factor", "The default is 2.0.")):
-            value = check_positive_float(_OWNER, name, getattr(self, name), remedy)
+            value = check_positive_float32(_OWNER, name, getattr(self, name), remedy)
             if value < 1:
                 raise ValueError(sentence(_OWNER, name, "a number of at least 1", value, remedy))
             object.__setattr__(self, name, value)
-        value = check_positive_float(_OWNER, "backoff_factor", self.backoff_factor, "The default is 0.5.")
+        value = check_positive_float32(_OWNER, "backoff_factor", self.backoff_factor, "The default is 0.5.")
         if value >= 1:
             raise ValueError(sentence(_OWNER, "backoff_factor", "a number below 1", value, "The default is 0.5."))
         check_positive_int(_OWNER, "growth_interval", self.growth_interval, "It counts windows without overflow.")

@@ -71,6 +71,8 @@ class PreparedDataset:
         raise TypeError(sentence(_OWNER, "dataset", "one with a length", got, remedy))
 
     def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # Of a copy that is being made.
+            raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -162,6 +164,8 @@ class PreparedScheduler:
         self.is_due = False
 
     def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # Of a copy that is being made.
+            raise AttributeError(name)
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +183,7 @@ def prepare(item: Any, window: Any) -> Any:
         return window.schedulers[-1]
     if isinstance(item, nn.Cell):
         return item
-    if hasattr(item, "__iter__"):
+    if hasattr(item, "__iter__") and not isinstance(item, type):
         return PreparedDataset(item, window)
     rule, remedy = "a dataset, a learning rate scheduler or a Cell", "Give what the loop iterates over."
     raise TypeError(sentence(_OWNER, "objects", rule, f"{item!r} of type {type(item).__name__}", remedy))

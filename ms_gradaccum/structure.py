@@ -18,7 +18,7 @@ def take_apart(inputs: Any, leaves: list[Tensor]) -> Hashable:
     Inputs of one structure can share a graph; only the lengths of their axes differ.
     """
     if isinstance(inputs, (Tensor, np.ndarray)):
-        leaf = inputs if isinstance(inputs, Tensor) else Tensor(inputs)
+        leaf = inputs if isinstance(inputs, Tensor) else _tensor(inputs)
         leaves.append(leaf)
         return ("leaf", len(leaves) - 1, leaf.ndim, str(leaf.dtype))
     if hasattr(inputs, "_fields") and ms.get_context("mode") == ms.GRAPH_MODE:
@@ -31,6 +31,16 @@ def take_apart(inputs: Any, leaves: list[Tensor]) -> Hashable:
     if isinstance(inputs, dict):
         return ("dict", tuple(inputs), tuple(take_apart(item, leaves) for item in inputs.values()))
     return ("value", type(inputs), _HashedByValue(inputs))
+
+
+def _tensor(array: Any) -> Tensor:
+    try:
+        return Tensor(array)
+    except TypeError:
+        raise TypeError(
+            f"For 'GradAccumulation', the inputs must be tensors, or arrays of what a tensor can hold, but got an "
+            f"array of {array.dtype}. Convert it, for example with astype(np.float32)."
+        ) from None
 
 
 def named_tuple_in(structure: Any) -> str:

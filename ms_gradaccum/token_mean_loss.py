@@ -4,11 +4,13 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import check_cell, check_int
 
 _OWNER = "TokenMeanLoss"
+_INTS = (*mstype.int_type, *mstype.uint_type)
 
 
 class TokenMeanLoss(nn.Cell):
@@ -35,8 +37,8 @@ class TokenMeanLoss(nn.Cell):
         Both are 0 where nothing is valid. Half-precision logits are summed in float32.
 
     Raises:
-        TypeError: If `backbone` is not a Cell or `ignore_index` not an int.
-        ValueError: If logits and labels do not fit.
+        TypeError: If `backbone` is not a Cell, `ignore_index` not an int or the labels are not integers.
+        ValueError: If `ignore_index` is no int32, or logits and labels do not fit.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -64,7 +66,13 @@ class TokenMeanLoss(nn.Cell):
     def construct(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         logits, labels = self.backbone(*inputs[:-1]), inputs[-1]
         if isinstance(logits, (tuple, list)):
-            logits = logits[0]
+            logits = logits[0] if len(logits) > 0 else None
+        if not isinstance(logits, Tensor):
+            _refuse_logits()
+        if isinstance(labels, Tensor):
+            _check_dtype(labels.dtype)
+        else:
+            _check_dtype(None)
         _check_shapes(logits.shape, labels.shape)
         logits = ops.cast(logits, ms.float32).reshape(-1, logits.shape[-1])
         labels = ops.cast(labels, ms.int32).reshape(-1)
@@ -74,9 +82,28 @@ class TokenMeanLoss(nn.Cell):
 
 @_primexpr
 def _check_shapes(logits: Any, labels: Any) -> None:
-    if tuple(logits[:-1]) == tuple(labels):
+    if len(logits) > 0 and tuple(logits[:-1]) == tuple(labels):
         return
     raise ValueError(
         f"For '{_OWNER}', the labels must have the shape of the logits without their last axis, but got labels of "
         f"shape {tuple(labels)} and logits of shape {tuple(logits)}. Give one label per token."
+    )
+
+
+@_primexpr
+def _check_dtype(labels: Any) -> None:
+    if labels in _INTS:
+        return
+    got = "no tensor" if labels is None else f"a tensor of {labels}"
+    raise TypeError(
+        f"For '{_OWNER}', the labels, its last input, must be a tensor of integers, but got {got}. "
+        f"Give the class of each token."
+    )
+
+
+@_primexpr
+def _refuse_logits() -> None:
+    raise ValueError(
+        f"For '{_OWNER}', the backbone must return a tensor of logits, alone or before other outputs, but got no "
+        f"tensor. Give the network that returns logits."
     )

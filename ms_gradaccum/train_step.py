@@ -211,7 +211,12 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         return StepOutput(*open_window_output(loss, weight, self.loss_scale.value()))
 
     def _close(self) -> StepOutput:
-        self.events.update_begin()
+        try:
+            self.events.update_begin()
+        except BaseException:
+            # As after a failure in the update itself: its rows would be in the next window too.
+            self.buffer.clear()
+            raise
         output = self.window.close()
         self.events.update_end(output)
         return output

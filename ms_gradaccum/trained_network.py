@@ -7,9 +7,10 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
+from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum._checks import check_loss, sentence, warn
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.given_grads import AddGrads
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
@@ -100,7 +101,7 @@ class TrainedNetwork:
     def add_grads(self, grads: Any, weight: float, loss: Any, factor: float) -> None:
         """Add one batch of which the caller has taken the gradients."""
         grads = _check_grads(grads, [weight for group in self.weights for weight in group])
-        loss = math.nan if loss is None else float(loss)
+        loss = check_loss(_OWNER, loss)
         self.run_add_grads(*(Tensor(number, ms.float32) for number in (loss * factor, weight, factor)), *grads)
         self.is_open = self.has_batch = True
 
@@ -118,14 +119,13 @@ class TrainedNetwork:
         """Return how many batches a compiled function has left in the buffer."""
         return int(self.parallels[0].buffer.batches.asnumpy())
 
-    def clip_with(self, clip: nn.Cell) -> None:
-        """Clip with ``clip`` in the coming step."""
+    def check_clip_with(self, clip: nn.Cell) -> None:
+        """Raise if ``clip`` cannot clip in the coming step, because something else does."""
         if self.clip is not None and type(self.clip) is not type(clip):
             raise RuntimeError(
                 f"For '{_OWNER}', an update must be clipped by its norm or by value, but got both. Call one of "
                 f"clip_grad_norm() and clip_grad_value()."
             )
-        self.clip = clip
 
     def measure(self) -> StepOutput:
         """Return the report of the window, which is full, before clipping and update."""
@@ -221,7 +221,11 @@ def _check_grads(grads: Any, weights: list[Any]) -> tuple[Tensor, ...]:
     if found != expected:
         rule = f"gradients of the optimizer's {len(expected)} parameters, of shapes {expected}"
         raise ValueError(sentence(_OWNER, "grads", rule, f"shapes {found}", remedy))
-    return tuple(grads)
+    strange = [str(grad.dtype) for grad in grads if grad.dtype not in mstype.float_type]
+    if strange:
+        raise TypeError(sentence(_OWNER, "grads", "floating-point tensors", f"one of {strange[0]}", remedy))
+    # A graph takes no parameter as an input, and somebody may keep gradients in some.
+    return tuple(grad.value() if isinstance(grad, Parameter) else grad for grad in grads)
 
 
 def _mean_loss(parts: list[Any]) -> Tensor:
@@ -261,6 +265,11 @@ def pair_networks(network: Any, optimizer: Any) -> list[tuple[Any, list[Any]]]:
     for name, items in (("network", networks), ("optimizer", optimizers)):
         if not items:
             raise ValueError(sentence(_OWNER, name, "at least one", "an empty list", remedy))
+    if any(isinstance(each, (list, tuple)) and not each for each in optimizers):
+        raise ValueError(sentence(_OWNER, "optimizer", "at least one per network", "an empty list", remedy))
+    if len({id(each) for each in networks}) < len(networks):
+        got, remedy = "one of them twice", "Nobody could tell its batches apart: put its losses into one cell."
+        raise ValueError(sentence(_OWNER, "network", "different networks", got, remedy))
     if len(networks) == 1 and not isinstance(optimizers[0], (list, tuple)):
         return [(networks[0], optimizers)]
     if len(networks) != len(optimizers):

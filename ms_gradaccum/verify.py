@@ -7,9 +7,9 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import check_cell, check_positive_float, check_positive_int, sentence
+from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, sentence
 from ms_gradaccum.grad_accumulation import GradAccumulation
-from ms_gradaccum.micro_batch import BatchAxis
+from ms_gradaccum.micro_batch import BatchAxis, check_batch_axis
 from ms_gradaccum.verification.experiment import Experiment, Start
 from ms_gradaccum.verification.report import VerifyReport, run_and_report
 
@@ -95,6 +95,7 @@ def verify(
         check_positive_float(_OWNER, "rtol", rtol, "None means 1e-4, or 2e-2 for 16 bits.")
     args, kwargs = _as_call(batch)
     inputs = grad_accumulation.positional(args, kwargs)
+    grad_accumulation.bind(inputs, {})
     start = Start(loss_cell, reference)
     try:
         experiment = Experiment(grad_accumulation, inputs, reference, start)
@@ -118,6 +119,10 @@ def _as_grad_accumulation(
         count = check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
     remedy = "Settings of a GradAccumulation are its own: leave them out here."
+    if micro_size is not None:
+        check_positive_int(_OWNER, "micro_size", micro_size, remedy)
+    check_bool(_OWNER, "weighted", weighted, remedy)
+    batch_axis = check_batch_axis(batch_axis)
     settings = (
         ("micro_size", micro_size, network.micro_size, None),
         ("weighted", weighted, network.weighted, False),

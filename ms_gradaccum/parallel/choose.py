@@ -50,7 +50,9 @@ def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
 
 
 def _check_kind(owner: str, parallel: Any) -> None:
-    if parallel != "auto" and not isinstance(parallel, (DataParallel, HSDP)):
+    # Of a tensor or an array, '==' would not be a bool.
+    is_auto = isinstance(parallel, str) and parallel == "auto"
+    if not is_auto and not isinstance(parallel, (DataParallel, HSDP)):
         raise TypeError(sentence(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), _REMEDY))
 
 

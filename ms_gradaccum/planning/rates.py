@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import check_number, sentence
 from ms_gradaccum.compiled import Compiled
 
 # A rate, one per update, a schedule, or a function of the number of updates before.
@@ -21,16 +21,16 @@ def check_learning_rate(owner: str, value: Any, updates: int) -> Any:
         value = value.tolist() if isinstance(value, np.ndarray) else value.asnumpy().tolist()
     if isinstance(value, LearningRateSchedule) or (callable(value) and not isinstance(value, nn.Cell)):
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, (list, tuple)) or not all(isinstance(rate, (int, float)) for rate in value):
+    if _is_number(value):
+        return _as_rate(owner, "learning_rate", value)
+    if not isinstance(value, (list, tuple)) or not all(_is_number(rate) for rate in value):
         rule = "a number, a list of numbers, a LearningRateSchedule or a function of the update's number"
         remedy = "Give what the optimizer gets."
         raise TypeError(sentence(owner, "learning_rate", rule, f"{value!r} of type {type(value).__name__}", remedy))
     if len(value) < updates:
         rule, remedy = f"as long as the {updates} updates", "An optimizer takes one entry per update, not per batch."
         raise ValueError(sentence(owner, "learning_rate", rule, f"{len(value)} rates", remedy))
-    return tuple(float(rate) for rate in value)
+    return tuple(_as_rate(owner, f"learning_rate[{i}]", rate) for i, rate in enumerate(value))
 
 
 def rates_at(owner: str, learning_rate: Any, updates: Iterable[int]) -> list[float]:
@@ -43,4 +43,12 @@ def rates_at(owner: str, learning_rate: Any, updates: Iterable[int]) -> list[flo
         # As an optimizer calls it: with the number of updates before, in a tensor of shape (1,).
         schedule = Compiled(lambda: learning_rate, owner, "the learning rate")
         return [float(schedule(Tensor([update], ms.int32)).asnumpy().item()) for update in updates]
-    return [float(learning_rate(update)) for update in updates]
+    return [_as_rate(owner, f"learning_rate({update})", learning_rate(update)) for update in updates]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _as_rate(owner: str, name: str, rate: Any) -> float:
+    return check_number(owner, name, rate, "It is the rate of an update.")

@@ -17,6 +17,8 @@ from ms_gradaccum.grad_clip import check_clip
 from ms_gradaccum.parallel.choose import choose_kind
 from ms_gradaccum.planning.windows import share_rows
 
+# What can be counted batch by batch.
+_MOST_RANKS, _MOST_BATCHES, _MOST_ROWS = 10**6, 10**8, 10**15
 _DEVICES = ("CPU", "GPU", "Ascend")
 _COUNTS = {
     "batch_size": "It counts the rows of one batch on one rank.",
@@ -41,7 +43,8 @@ def check_settings(owner: str, plan: Any) -> None:
     for name, remedy in _COUNTS.items():
         value = getattr(plan, name)
         if value is not None or name in ("batch_size", "ranks", "micro_size"):
-            check_positive_int(owner, name, value, remedy)
+            most = {"ranks": {"most": _MOST_RANKS}, "global_batch": {"most": _MOST_ROWS}}.get(name, {})
+            check_positive_int(owner, name, value, remedy, **most)
     if (plan.epochs is None) == (plan.steps is None):
         got = "neither" if plan.epochs is None else f"epochs={plan.epochs} and steps={plan.steps}"
         raise ValueError(f"For '{owner}', either epochs or steps must be given, but got {got}. Say how long it trains.")
@@ -60,18 +63,31 @@ def check_dataset_size(owner: str, plan: Any) -> int | tuple[int, ...]:
     """Return the rows of the data if every rank has a batch of them."""
     remedy = "It counts the rows of the data; give one number per rank if they are dealt unevenly."
     if isinstance(plan.dataset_size, Sequence) and not isinstance(plan.dataset_size, str):
-        rows = tuple(check_positive_int(owner, "dataset_size", value, remedy) for value in plan.dataset_size)
+        rows = tuple(check_positive_int(owner, "dataset_size", each, remedy, _MOST_ROWS) for each in plan.dataset_size)
         if len(rows) != plan.ranks:
             rule = f"one number, or one for each of the {plan.ranks} ranks"
             raise ValueError(sentence(owner, "dataset_size", rule, f"{len(rows)} numbers", "Give ranks, too."))
     else:
-        rows = (check_positive_int(owner, "dataset_size", plan.dataset_size, remedy),)
-    fewest = min(share_rows(plan.dataset_size, plan.ranks))
+        rows = (check_positive_int(owner, "dataset_size", plan.dataset_size, remedy, _MOST_ROWS),)
+    shares = share_rows(plan.dataset_size, plan.ranks)
+    _check_batches(owner, plan, shares)
+    fewest = min(shares)
     if plan.drop_remainder and fewest < plan.batch_size:
         rule = f"at least one batch of {plan.batch_size} rows on each rank"
         got = f"{fewest} rows on one of them"
         raise ValueError(sentence(owner, "dataset_size", rule, got, "Use drop_remainder=False or smaller batches."))
     return rows if isinstance(plan.dataset_size, Sequence) else plan.dataset_size
+
+
+def _check_batches(owner: str, plan: Any, shares: tuple[int, ...]) -> None:
+    """Raise if a training is too long to be counted batch by batch."""
+    per_epoch = -(-max(shares) // plan.batch_size)
+    epochs = plan.epochs or -(-plan.steps // per_epoch)
+    batches, rows = max(per_epoch, plan.steps or per_epoch * epochs), sum(shares) * epochs
+    remedy = "Plan fewer epochs, or larger batches."
+    for most, got, what in ((_MOST_BATCHES, batches, "batches on each rank"), (_MOST_ROWS * 1000, rows, "rows")):
+        if got > most:
+            raise ValueError(f"For '{owner}', a training must have at most {most} {what}, but got {got}. {remedy}")
 
 
 def window_batches(owner: str, plan: Any) -> int:

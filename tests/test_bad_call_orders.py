@@ -1,0 +1,212 @@
+"""Accumulator called in any order, beside a model of one weight: each call does what the model says, or nothing."""
+
+from contextlib import suppress
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from linear_toy import line
+from loop_toy import toy_loop
+from mindspore import Tensor
+from modelled_window import ROWS, ROWS_OF_TWO, Modelled
+from step_probe import changed, values_of
+from strategies import batch_of, examples, refusal
+
+
+class AccumulatorOrders(Modelled):
+    """Accumulator in a loop whose author has not read the documentation."""
+
+    @initialize(steps=st.integers(1, 3))
+    def build(self, steps):
+        self.network, self.accumulator = toy_loop(steps)
+        self.steps, self.count, self.limit = steps, 0, None
+        self.ends = self.updated = self.is_open = self.has_batch = self.measured = False
+        self.context, self.withholding, self.was_open = None, [], False
+        self.begin_model()
+
+    def says(self, call, *args, errors=(RuntimeError, TypeError, ValueError), **kwargs):
+        """Expect a sentence of ours, and that no number has changed."""
+        before = values_of(self.accumulator)
+        text = refusal(call, *args, errors=errors, **kwargs)
+        assert text is not None and not changed(before, values_of(self.accumulator))
+
+    # What the window does, as docs/loops.md has it.
+
+    def can_begin(self):
+        return not (self.ends and self.is_open)
+
+    def begin(self):
+        self.count = 1 if self.ends else self.count + 1
+        self.has_batch = self.updated = False
+        self.batches += 1
+        self.ends = self.count >= self.steps and not self.withholding
+
+    def take_back(self):
+        self.count -= 1
+        self.batches -= 1
+        self.ends = False
+
+    def begin_anew(self):
+        self.count = 0
+        if self.context is not None and not self.has_batch:
+            self.count = 1
+            self.ends = self.count >= self.steps and not self.withholding
+
+    def close(self):
+        self.throw_away()
+        self.is_open, self.limit, self.measured = False, None, False
+
+    def step_model(self):
+        updated = self.update(self.limit)
+        self.close()
+        self.updated = self.updated or updated
+
+    def may_add(self):
+        """Return whether a batch can be added here; outside accumulate() it begins one."""
+        if self.context is None:
+            return self.can_begin()
+        return not self.has_batch and not self.measured
+
+    def add_batch(self, add):
+        if self.context is None:
+            self.begin()
+        add()
+        self.is_open = self.has_batch = True
+
+    # The calls.
+
+    @rule(rows=ROWS)
+    def backward(self, rows):
+        if not self.may_add():
+            self.says(self.accumulator.backward, *batch_of(*rows), errors=RuntimeError)
+            return
+        loss = self.accumulator.backward(*batch_of(*rows))
+        expected = np.mean(np.square(np.array(rows) * (self.weight - 2)))
+        np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-3, atol=1e-4)
+        self.add_batch(lambda: self.add_rows(rows))
+
+    @rule(grad=st.sampled_from([1.0, -2.0, np.inf]), weight=st.sampled_from([0, 1, 2.5]))
+    def grads(self, grad, weight):
+        grads = (Tensor([[grad]], self.network.weight.dtype),)
+        if not self.may_add():
+            self.says(self.accumulator, grads, weight, errors=RuntimeError)
+            return
+        output = self.accumulator(grads, weight)
+        self.add_batch(lambda: self.add(grad, weight))
+        if self.ends:
+            self.step_model()
+        assert output.updated.asnumpy() == (self.ends and self.updated)
+
+    @rule(x=ROWS_OF_TWO)
+    def rows_that_disagree(self, x):
+        self.says(self.accumulator.backward, batch_of(*x)[0], batch_of(1)[0])
+        if self.context is None and self.can_begin():
+            self.begin(), self.take_back()
+
+    @rule(bad=st.sampled_from([{"grads": "g"}, {"loss": "l"}, {"grads": (Tensor([1.0]),)}]))
+    def wrong_gradients(self, bad):
+        self.says(self.accumulator, **{"grads": (Tensor([[1.0]]),), **bad})
+        if self.context is None and self.can_begin():
+            self.begin(), self.take_back()
+
+    @rule(bad=st.sampled_from([{"weight": -1}, {"reduction": "max"}, {"network": line()}]))
+    def wrong_settings(self, bad):
+        self.says(self.accumulator, **{"grads": (Tensor([[1.0]]),), **bad}, errors=ValueError)
+
+    @rule()
+    def enter(self):
+        context = self.accumulator.accumulate()
+        if self.context is not None or not self.can_begin():
+            self.says(context.__enter__, errors=RuntimeError)
+            return
+        self.was_open = self.is_open
+        context.__enter__()
+        self.begin()
+        self.context = context
+
+    @precondition(lambda self: self.context is not None)
+    @rule()
+    def leave(self):
+        self.context.__exit__(None, None, None)
+        self.context = None
+
+    @precondition(lambda self: self.context is not None)
+    @rule()
+    def leave_with_an_error(self):
+        with suppress(OSError):
+            assert not self.context.__exit__(OSError, OSError(), None)
+        if not self.has_batch:
+            self.take_back()
+        if self.was_open and not self.is_open and not self.ends:
+            self.count = 0
+        self.context = None
+
+    @precondition(lambda self: len(self.withholding) < 2)
+    @rule()
+    def withhold(self):
+        self.withholding.append(self.accumulator.no_sync())
+        self.withholding[-1].__enter__()
+
+    @precondition(lambda self: self.withholding)
+    @rule()
+    def withhold_no_more(self):
+        self.withholding.pop().__exit__(None, None, None)
+
+    @rule(limit=st.sampled_from([0.5, 1e6]))
+    def clip(self, limit):
+        norm = self.accumulator.clip_grad_norm(limit)
+        full = self.ends and self.is_open
+        assert (norm is not None) == full
+        if full:
+            self.limit, self.measured = limit, True
+
+    @rule()
+    def clip_otherwise(self):
+        self.says(self.accumulator.clip_grad_norm, 0)
+        if self.measured:
+            self.says(self.accumulator.clip_grad_value, 1.0, errors=RuntimeError)
+
+    @rule()
+    def step(self):
+        output = self.accumulator.step()
+        assert (output is not None) == self.ends
+        if self.ends:
+            before = self.updates
+            self.step_model()
+            assert output.updated.asnumpy() == self.updates - before
+
+    @rule()
+    def zero_grad(self):
+        self.accumulator.zero_grad()
+        if self.ends and self.is_open and (self.has_batch or self.context is None):
+            self.close()
+
+    @rule()
+    def flush(self):
+        output = self.accumulator.flush()
+        assert (output is not None) == self.is_open
+        if self.is_open:
+            self.ends, self.updated = True, False
+            self.step_model()
+            if self.context is not None and not self.has_batch:
+                self.begin_anew()
+
+    @rule()
+    def drop(self):
+        awaits = self.context is not None and not self.has_batch
+        assert self.accumulator.drop() == (self.count - awaits if self.is_open else 0)
+        self.close()
+        self.ends = False
+        self.begin_anew()
+
+    @invariant()
+    def is_as_modelled(self):
+        if not hasattr(self, "network"):
+            return
+        (parallel,) = self.accumulator._networks[0].parallels
+        self.compare(self.network, parallel.buffer, self.accumulator.window.events)
+        assert (self.accumulator.sync_gradients, self.accumulator.updated) == (self.ends, self.updated)
+
+
+TestAccumulatorOrders = AccumulatorOrders.TestCase
+TestAccumulatorOrders.settings = examples(30, stateful_step_count=25)
