@@ -22,8 +22,8 @@ def batches(rows, x=X):
     return NumpySlicesDataset((x, 2 * x), shuffle=False).batch(rows)
 
 
-def line():
-    return nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+def line(inputs=1):
+    return nn.Dense(inputs, 1, weight_init="zeros", has_bias=False)
 
 
 def sgd(network, learning_rate=0.02):

@@ -5,11 +5,14 @@ import random
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import nn
+from linear_toy import line, sgd, weight_of
+from mindspore import Tensor, nn
+from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from state_probe import BATCHES, Net, bits_of, compare, new_loop, new_step, train_loop, train_step
 
-from ms_gradaccum import HSDP, Accumulator, ClipByGlobalNorm, MixedPrecision, load_state, save_state
+from ms_gradaccum import HSDP, Accumulator, ClipByGlobalNorm, MixedPrecision, TrainOneStepCell, load_state, save_state
+from ms_gradaccum.saved.data_order import PassPlace, skipping
 
 pytestmark = pytest.mark.usefixtures("eager")
 SETTINGS = {
@@ -133,24 +136,88 @@ def test_only_the_last_states_are_kept(tmp_path):
 
 
 def test_a_hundred_overflows_in_a_row_end_the_training(tmp_path):
-    step = new_step(mixed_precision=MixedPrecision(level="O0", init_scale=8))
-    x, y = BATCHES[0]
-    bad = [(x, y * float("nan"))] * 3
-    for _ in range(98):
-        train_step(step, bad)
-    train_step(step, BATCHES[:3])  # one good window begins the count anew
-    for _ in range(60):
-        train_step(step, bad)
+    def build():
+        network = line()
+        precision = MixedPrecision(level="O0", init_scale=8)
+        return network, TrainOneStepCell(
+            nn.WithLossCell(network, nn.MSELoss()), sgd(network), mixed_precision=precision
+        )
+
+    def train(step, target, windows):
+        for _ in range(windows):
+            step(Tensor([[1.0]]), Tensor([[target]]))
+
+    network, step = build()
+    train(step, np.nan, 98)
+    train(step, 2.0, 1)  # one good window begins the count anew
+    before = weight_of(network)
+    train(step, np.inf, 60)
     save_state(step, tmp_path)
-    step = new_step(mixed_precision=MixedPrecision(level="O0", init_scale=8))
+    network, step = build()
     load_state(step, tmp_path)
-    before = [weight.asnumpy() for weight in step.network.trainable_params()]
-    for _ in range(39):
-        train_step(step, bad)
+    train(step, np.nan, 39)
     with pytest.raises(RuntimeError, match="one window in 100 must have a finite gradient, but got Inf or NaN in each"):
-        train_step(step, bad)
-    compare(step.network.trainable_params(), before)
-    assert step.open_batches() == 0
+        train(step, np.nan, 1)
+    assert weight_of(network) == before
+    assert step.events.updates == 1
+
+
+def test_python_data_goes_on_where_it_was(tmp_path):
+    class Shuffled:
+        """Draws its order when a pass begins, from NumPy's generator."""
+
+        def __len__(self):
+            return 5
+
+        def __iter__(self):
+            order = np.random.permutation(5)
+            return (BATCHES[i] for i in order)
+
+    def train(accumulator, data, first_epoch=0, save_after=None):
+        seen = []
+        for _ in range(first_epoch, 3):
+            for x, y in data:
+                accumulator.backward(x, y)
+                accumulator.flush()
+                seen.append([x.asnumpy().tolist(), np.random.rand()])
+                if len(seen) == save_after:
+                    save_state(accumulator, tmp_path)
+                    return seen
+        return seen
+
+    def build():
+        network = line(3)
+        accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 9)
+        return accumulator, accumulator.prepare(Shuffled())
+
+    np.random.seed(1)
+    whole = train(*build())
+    np.random.seed(1)
+    first = train(*build(), save_after=7)
+    np.random.seed(99)
+    accumulator, data = build()
+    rest = train(accumulator, data, load_state(accumulator, tmp_path).epoch)
+    assert first + rest == whole
+
+
+@pytest.mark.parametrize("ranks,now", [(2, 1), (1, 2), (2, 4), (4, 2)])
+def test_other_ranks_go_on_with_the_samples_that_are_left(ranks, now):
+    def batches(rank, of, taken=0):
+        data = NumpySlicesDataset(np.arange(48), num_shards=of, shard_id=rank, shuffle=True).batch(2)
+        with skipping(data, taken):
+            iterator = data.create_tuple_iterator(num_epochs=1, output_numpy=True)
+        return [rows.tolist() for (rows,) in iterator]
+
+    taken = 4
+    seen = [row for rank in range(ranks) for rows in batches(rank, ranks)[:taken] for row in rows]
+    place = PassPlace(0, taken, 24 // ranks, None, ranks).among(24 // now, now)
+    rest = [row for rank in range(now) for rows in batches(rank, now, place.batches) for row in rows]
+    assert sorted(seen + rest) == list(range(48))
+
+
+def test_a_place_that_other_ranks_cannot_have_is_before_it():
+    with pytest.warns(UserWarning, match="3 batches on each of 2 processes are no whole number on each of 4"):
+        assert PassPlace(0, 3, 12, None, 2).among(6, 4).batches == 1
 
 
 def test_hsdp_alone_is_one_process(tmp_path):

@@ -11,6 +11,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, train
 from mindspore.communication import get_group_size, get_rank, init
 from mindspore.dataset import NumpySlicesDataset
+from mindspore.parallel.auto_parallel import AutoParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
@@ -25,6 +26,7 @@ from scenarios import (  # noqa: E402
 from state_scenarios import FIRST, KINDS, LAST, MOVES  # noqa: E402
 
 from ms_gradaccum import DataParallel, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state  # noqa: E402
+from ms_gradaccum.parallel import choose  # noqa: E402
 from ms_gradaccum.saved import files  # noqa: E402
 
 gc.freeze()
@@ -141,6 +143,30 @@ def damaged():
     results["damaged"] = [error, before == bits(step)]
 
 
+def partitioned():
+    """What the compiler has given each rank: its own part of everything."""
+    choose.is_semi_auto, is_semi_auto = lambda network: True, choose.is_semi_auto
+    try:
+        network = build_network()
+        cell = AutoParallel(nn.WithLossCell(network, nn.MSELoss()))
+        step = TrainOneStepCell(cell, nn.Momentum(network.trainable_params(), 0.1, 0.9))
+    finally:
+        choose.is_semi_auto = is_semi_auto
+    mine = network.trainable_params()[0]
+    mine.set_data(Tensor(mine.asnumpy() + rank))
+    saved = save_state(step, STATES / "partitioned")
+    path = saved.path / f"rank_{rank}" / "parameters-00000.safetensors"
+    by_mindspore = ms.load_checkpoint(str(path), format="safetensors")
+    values = mine.asnumpy().tolist()
+    mine.set_data(Tensor(mine.asnumpy() * 0))
+    load_state(step, STATES / "partitioned")
+    results["partitioned"] = {
+        "files": sorted(str(path.relative_to(saved.path)) for path in saved.path.rglob("*.safetensors")),
+        "values": [values, mine.asnumpy().tolist(), by_mindspore[mine.name].asnumpy().tolist()],
+        "left over": list(ms.load_param_into_net(build_network(), by_mindspore)[0]),
+    }
+
+
 class Signal(train.Callback):
     def on_train_step_end(self, run_context):
         if rank == 1 and run_context.original_args().cur_step_num == 4:
@@ -178,6 +204,7 @@ if size == 2:
     full_disk("level1", 0, 3)
     strangers()
     damaged()
+    partitioned()
     signalled()
 else:
     for source, name in MOVES:

@@ -116,6 +116,15 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_window(two):
     assert two[0]["signalled"][2] == two[1]["signalled"][2]
 
 
+def test_what_the_compiler_has_partitioned_is_saved_rank_by_rank_as_mindspore_reads_it(two):
+    for rank, report in enumerate(two):
+        found = report["partitioned"]
+        assert found["files"] == [f"rank_{each}/parameters-00000.safetensors" for each in (0, 1)]
+        assert found["values"][0] == found["values"][1] == found["values"][2]
+        assert found["left over"] == []
+        assert rank == 0 or found["values"] != two[0]["partitioned"]["values"]
+
+
 def test_the_manifest_holds_each_rank(two, states):
     manifest = read_manifest(states / "data parallel 2" / "state-000001")
     assert len(manifest["ranks"]) == 2
