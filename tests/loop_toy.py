@@ -40,6 +40,7 @@ def toy_loop(accumulation_steps=1, make_optimizer=sgd, **settings):
     accumulator.drop()
     accumulator.config = AccumulationConfig(accumulation_steps, **settings)
     accumulator.window = LoopWindow(accumulator.config, accumulator._networks)
+    accumulator.events = accumulator.window.events
     network.weight.set_data(ops.zeros_like(network.weight))
     optimizer = optimizer_of(accumulator)
     if make_optimizer is adjustable_sgd:

@@ -1,6 +1,7 @@
 """Accumulator called in any order, beside a model of one weight: each call does what the model says, or nothing."""
 
 from contextlib import suppress
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from hypothesis import strategies as st
@@ -12,6 +13,11 @@ from modelled_window import ROWS, ROWS_OF_TWO, Modelled
 from step_probe import changed, values_of
 from strategies import batch_of, examples, refusal
 
+from ms_gradaccum import load_state, save_state
+
+# What a saved state holds of the model.
+STATE = ("weight", "grad", "total", "updates", "skipped", "batches", "count", "ends", "updated", "is_open")
+
 
 class AccumulatorOrders(Modelled):
     """Accumulator in a loop whose author has not read the documentation."""
@@ -22,6 +28,7 @@ class AccumulatorOrders(Modelled):
         self.steps, self.count, self.limit = steps, 0, None
         self.ends = self.updated = self.is_open = self.has_batch = self.measured = False
         self.context, self.withholding, self.was_open = None, [], False
+        self.folder, self.saved = TemporaryDirectory(), None
         self.begin_model()
 
     def says(self, call, *args, errors=(RuntimeError, TypeError, ValueError), **kwargs):
@@ -198,6 +205,28 @@ class AccumulatorOrders(Modelled):
         self.close()
         self.ends = False
         self.begin_anew()
+
+    @rule()
+    def save(self):
+        if self.measured or (self.context is not None and not self.has_batch):
+            self.says(save_state, self.accumulator, self.folder.name, errors=RuntimeError)
+            return
+        save_state(self.accumulator, self.folder.name, keep_checkpoint_max=1)
+        self.saved = {name: getattr(self, name) for name in STATE}
+
+    @rule()
+    def load(self):
+        if self.measured or self.context is not None:
+            self.says(load_state, self.accumulator, self.folder.name, errors=RuntimeError)
+        elif self.saved is None:
+            self.says(load_state, self.accumulator, self.folder.name, errors=ValueError)
+        else:
+            load_state(self.accumulator, self.folder.name)
+            vars(self).update(self.saved)
+
+    def teardown(self):
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
 
     @invariant()
     def is_as_modelled(self):
