@@ -97,12 +97,14 @@ class Call:
         good: Known good values of each argument.
         needed: Those that are always given.
         use: Does with the result what it is for, and asserts that it is right.
+        takes_anything: Arguments that are not looked at when the others are good.
     """
 
     make: Callable[..., Any]
     good: dict[str, Any]
     needed: tuple[str, ...] = ()
     use: Callable[[Any], Any] = field(default=repr)
+    takes_anything: list[str] = field(default_factory=list)
 
     def __str__(self):
         return self.make.__name__

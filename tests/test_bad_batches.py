@@ -63,7 +63,7 @@ def call(step, bad):
     return step(*bad.get("args", ()), **{name: value for name, value in bad.items() if name != "args"})
 
 
-@examples(40)
+@examples(30)
 @given(
     batches=st.lists(GOOD | st.sampled_from(sorted(BAD)), min_size=1, max_size=5),
     spoiled=st.sampled_from([None, None, np.nan, np.inf]),

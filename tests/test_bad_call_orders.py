@@ -238,4 +238,4 @@ class AccumulatorOrders(Modelled):
 
 
 TestAccumulatorOrders = AccumulatorOrders.TestCase
-TestAccumulatorOrders.settings = examples(30, stateful_step_count=25)
+TestAccumulatorOrders.settings = examples(20, stateful_step_count=25)

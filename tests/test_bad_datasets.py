@@ -54,7 +54,7 @@ def windows_of(rows, batch_size, accumulation_steps, last_window, epochs):
                 yield [row for batch in window for row in batch]
 
 
-@examples(25)
+@examples(20)
 @given(
     rows=st.integers(1, 8),
     batch_size=st.integers(1, 9),
@@ -132,7 +132,7 @@ EVENTS = ["on_train_step_begin", "on_train_step_end", "on_micro_batch_begin", "o
 EVENTS += ["on_update_begin", "on_update_end"]
 
 
-@examples(25)
+@examples(20)
 @given(event=st.sampled_from(EVENTS), accumulation_steps=st.integers(1, 3), micro_size=st.integers(1, 2))
 def test_a_training_after_one_that_a_callback_has_ended(event, accumulation_steps, micro_size):
     network, model = new_model(micro_size, accumulation_steps)

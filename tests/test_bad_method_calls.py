@@ -163,6 +163,8 @@ def test_verify(name, whole, eager):
     refused = 0
     for make in ODD:
         value = make()
+        if name == "rtol" and isinstance(value, (int, float)) and value > 0:
+            continue  # Each of these is a verification.
         refused += refusal(verify, **{**good, name: value}) is not None
         assert not changed(before, values_of(network))
     assert refused > len(ODD) / 2

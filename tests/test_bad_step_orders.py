@@ -133,4 +133,4 @@ class StepOrders(Modelled):
 
 
 TestStepOrders = StepOrders.TestCase
-TestStepOrders.settings = examples(30, stateful_step_count=25)
+TestStepOrders.settings = examples(20, stateful_step_count=25)
