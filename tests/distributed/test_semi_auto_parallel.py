@@ -147,5 +147,6 @@ def test_evaluation_compiles_after_training(reports):
     ],
 )
 def test_what_would_go_wrong_is_refused(reports, setting, words):
-    said = succeeded(reports[2][1]["refusals"])[setting]
-    assert said.startswith("For '") and words in said
+    for report in reports[2]:
+        said = succeeded(report["refusals"])[setting]
+        assert said.startswith("For '") and words in said
