@@ -236,7 +236,9 @@ class Model(ms.Model):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
         checkpoints = [callback for callback in callbacks if isinstance(callback, StateCheckpoint)]
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0))
-        if self._resume and not steps.resume(checkpoints, epoch, kwargs):
+        if not self._resume:
+            self.resumed_place = None
+        elif not steps.resume(checkpoints, epoch, kwargs):
             return None
         # Ours first, so that the others see and save what the step really left; states last, with what they changed.
         callbacks = [steps, *(each for each in callbacks if each not in checkpoints), *checkpoints]

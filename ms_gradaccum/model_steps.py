@@ -84,16 +84,17 @@ class PassSteps(Callback):
 
     @property
     def is_common(self) -> bool:
-        """Whether all processes have had a batch in the last step."""
-        return self.done % self.steps <= self.common
+        """Whether all processes can go on from the last step: none has run out of data where others have not."""
+        batches = self.done % self.steps
+        return batches == 0 or batches < self.common or self.common == self.steps
 
     def place(self) -> PassPlace:
         """Return where this process is in its data, after a step."""
         passes, batches = divmod(self.done, self.steps)
         if not self.is_common:
             raise RuntimeError(
-                f"For '{_OWNER}', a state must be saved in a batch that all processes have, but got batch {batches} of "
-                f"a pass in which some have {self.common}. Save it before, or at the end of the pass."
+                f"For '{_OWNER}', a state must be saved where all processes have batches left, but got one after batch "
+                f"{batches} of a pass in which some have {self.common}. Save it before, or at the end of the pass."
             )
         epoch, ranks = self.first_epoch + passes, self.world.size
         if batches == 0:

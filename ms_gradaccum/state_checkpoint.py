@@ -156,5 +156,5 @@ class StateCheckpoint(Callback):
 def load_last(model: Any, directory: Any) -> SavedState | None:
     """Load the last state in a folder, if there is one; rank 0 looks."""
     ranks = Ranks("load_state")
-    found = ranks.exchange(lambda: ranks.is_first and bool(states_in(directory)), ValueError)
+    found = ranks.exchange(lambda: ranks.is_first and bool(states_in(directory)))
     return load_state(model, directory) if found[0] else None

@@ -102,6 +102,8 @@ def rest_of(data: Any, batches: int) -> Iterable[Any]:
     if isinstance(data, Dataset):
         if batches == 0:
             return data.create_tuple_iterator(num_epochs=1)
+        if batches >= data.get_dataset_size():
+            return ()
         with skipping(data, batches):
             return data.create_tuple_iterator(num_epochs=1)
     iterator = iter(data)

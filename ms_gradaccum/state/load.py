@@ -75,7 +75,7 @@ class _Loading:
         self.contents = Contents(trained)
 
     def run(self, directory: Path) -> SavedState:
-        words = self.ranks.exchange(lambda: str(_choose(directory)) if self.ranks.is_first else "", ValueError)
+        words = self.ranks.exchange(lambda: str(_choose(directory)) if self.ranks.is_first else "")
         state = Path(words[0])
         plan: Steps = []
         found: list[SavedState] = []
@@ -88,7 +88,7 @@ class _Loading:
             except DamagedState as error:
                 raise ValueError(_refused(state, str(error))) from None
 
-        self.ranks.exchange(prepare, ValueError)
+        self.ranks.exchange(prepare)
         for do in plan:
             do()
         return found[0]

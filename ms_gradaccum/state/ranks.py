@@ -5,6 +5,9 @@ from typing import Any
 
 from ms_gradaccum.parallel.world import World, current_world, gather_values
 
+# What one rank's error is on the others.
+_KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
+
 
 class Ranks:
     """The processes that save or load together."""
@@ -17,24 +20,22 @@ class Ranks:
         """Whether this is rank 0, which decides and writes what all have in common."""
         return self.world.rank == 0
 
-    def exchange(self, make: Callable[[], Any], wrap: Callable[[str], Exception]) -> list[Any]:
-        """Return what ``make`` gives on each rank, as JSON. If it fails on one, raise on all. Collective.
-
-        ``wrap`` makes the exception that the others raise of the text of that rank's.
-        """
+    def exchange(self, make: Callable[[], Any]) -> list[Any]:
+        """Return what ``make`` gives on each rank, as JSON. If it fails on one, raise on all. Collective."""
+        if self.world.size == 1:
+            return [make()]
         error: Exception | None = None
-        value: Any = None
+        words: list[Any] = [None, None, ""]
         try:
-            value = make()
+            words[0] = make()
         except Exception as caught:
             error = caught
-        if self.world.size == 1:
-            everyone = [(value, None)]
-        else:
-            everyone = gather_values((value, None if error is None else str(error)))
+            kind = next((name for name, kind in _KINDS.items() if isinstance(caught, kind)), "RuntimeError")
+            words[1:] = [kind, str(caught)]
+        everyone = gather_values(words)
         if error is not None:
             raise error
-        for rank, (_, text) in enumerate(everyone):
-            if text is not None:
-                raise wrap(f"{text} (rank {rank})")
-        return [each for each, _ in everyone]
+        for rank, (_, kind, text) in enumerate(everyone):
+            if kind is not None:
+                raise _KINDS[kind](f"{text} (rank {rank})")
+        return [each[0] for each in everyone]

@@ -2,13 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 
-from ms_gradaccum._checks import check_positive_int, sentence
+from ms_gradaccum._checks import check_positive_int, sentence, warn
 from ms_gradaccum.accumulator import Accumulator
 from ms_gradaccum.saved import files, random_state
 from ms_gradaccum.state import loop_state
@@ -82,12 +82,8 @@ def save_state(
     """
     trained = step_of(_OWNER, step)
     path = check_directory(_OWNER, directory)
-    check_positive_int(
-        _OWNER,
-        "keep_checkpoint_max",
-        keep_checkpoint_max,
-        "It counts the states that are left after this one is saved.",
-    )
+    remedy = "It counts the states that are left after this one is saved."
+    check_positive_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, remedy)
     extra = _check_extra(extra)
     return _Saving(step, trained, path).run(keep_checkpoint_max, extra)
 
@@ -103,17 +99,18 @@ class _Saving:
 
     def run(self, keep_checkpoint_max: int, extra: dict[str, Any]) -> SavedState:
         numbers = self._numbers()
-        own_names = self._begin()
         try:
-            written = self.ranks.exchange(lambda: [self._write(own_names), numbers], self._failed)
-            self.ranks.exchange(lambda: self._commit(written, keep_checkpoint_max, extra), self._failed)
+            own_names = self._begin()
+            written = self.ranks.exchange(lambda: [self._write(own_names), numbers])
+            self.ranks.exchange(lambda: self._commit(written, extra))
         except BaseException:
             if self.ranks.is_first:
                 files.give_up(self.directory, self.name)
             raise
+        if self.ranks.is_first:
+            self._remove_old(keep_checkpoint_max)
         events = self.trained.events
-        epoch = epoch_of(numbers)
-        return SavedState(self.directory / self.name, events.batches, events.updates, epoch, extra)
+        return SavedState(self.directory / self.name, events.batches, events.updates, epoch_of(numbers), extra)
 
     def _numbers(self) -> dict[str, Any]:
         numbers = {**self.contents.numbers(), "random": random_state.take()}
@@ -132,7 +129,7 @@ class _Saving:
                 files.begin(self.directory, name)
             return name, self.contents.digests() if self.ranks.world.size > 1 else {}
 
-        words = self.ranks.exchange(lambda: self._explained(first_words), self._failed)
+        words = self.ranks.exchange(lambda: self._explained(first_words))
         self.name = words[0][0]
         digests = [each for _, each in words]
         if self.contents.is_partitioned:
@@ -140,8 +137,6 @@ class _Saving:
         differing = {name for name in digests[0] if any(each.get(name) != digests[0][name] for each in digests)}
         strangers = sorted(differing & set(self.contents.trained))
         if strangers:
-            if self.ranks.is_first:
-                files.give_up(self.directory, self.name)
             raise RuntimeError(
                 f"For '{_OWNER}', the processes must have the same weights, but got different ones of "
                 f"{strangers[0]!r}. Look for what changes weights outside the optimizer, or load the last state."
@@ -179,20 +174,21 @@ class _Saving:
 
         return files.write_tensors(files.partial_of(self.directory, self.name), prefix, values())
 
-    def _commit(self, written: list[Any], keep_checkpoint_max: int, extra: dict[str, Any]) -> None:
+    def _commit(self, written: list[Any], extra: dict[str, Any]) -> None:
         if not self.ranks.is_first:
             return
         found = {name: facts for each, _ in written for name, facts in each.items()}
         numbers = [each for _, each in written]
         manifest = {"versions": {"mindspore": ms.__version__}, "extra": extra, "files": found, "ranks": numbers}
+        self._explained(lambda: files.commit(self.directory, self.name, manifest))
 
-        def put_in_place() -> None:
-            files.commit(self.directory, self.name, manifest)
+    def _remove_old(self, keep_checkpoint_max: int) -> None:
+        try:
             files.keep_last(self.directory, keep_checkpoint_max)
+        except OSError as error:
+            warn(f"For '{_OWNER}', the state is saved, but an old one cannot be removed ({error}).")
 
-        self._explained(put_in_place)
-
-    def _explained(self, work: Any) -> Any:
+    def _explained(self, work: Callable[[], Any]) -> Any:
         try:
             return work()
         except OSError as error:
@@ -201,9 +197,6 @@ class _Saving:
                 f"For '{_OWNER}', the state cannot be written to {self.directory}: {error.strerror}. The states before "
                 f"it are whole. Make room, or give a folder that all processes can write to",
             ) from error
-
-    def _failed(self, text: str) -> Exception:
-        return OSError(text) if "cannot be written" in text else RuntimeError(text)
 
 
 def epoch_of(numbers: dict[str, Any]) -> int | None:
