@@ -28,6 +28,7 @@ Environment of the samples, with defaults:
   DEVICE_TARGET=CPU        CPU, GPU or Ascend
   MASTER_ADDR=127.0.0.1    where the workers meet: an address of machine 0
   MASTER_PORT=             by default a free port
+  STOP_SECONDS=30          how long workers may take to save their state after a SIGTERM
 
 With several machines MASTER_ADDR and MASTER_PORT are needed, see docs/distributed.md.
 TEXT
