@@ -1,12 +1,16 @@
 """Fixtures that every test file shares."""
 
 import gc
+import sys
 
 import mindspore as ms
+import mindspore.dataset as ds
 import pytest
 import quick_mindspore
 
 quick_mindspore.install()
+# The module: its package has a function of the same name.
+_SEED = sys.modules["mindspore.common.seed"]
 
 
 def pytest_collection_finish(session):
@@ -27,10 +31,14 @@ def mode(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def restored_mode():
-    """Leave the mode as it was, whatever a test did."""
+    """Leave the mode and the seeds as they were, whatever a test did."""
     before = ms.get_context("mode")
+    # There is no public way to unset a seed.
+    seed, data_seed = _SEED._GLOBAL_SEED, ds.config.get_seed()
     yield
     ms.set_context(mode=before)
+    _SEED._GLOBAL_SEED = seed
+    ds.core.config._config.set_seed(data_seed)
 
 
 @pytest.fixture

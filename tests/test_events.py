@@ -8,7 +8,7 @@ from mindspore.train import Callback
 
 from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, StepOutput, TrainOneStepCell
 from ms_gradaccum.events import Events
-from ms_gradaccum.model import _FinishStep
+from ms_gradaccum.model_steps import PassSteps
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -192,9 +192,9 @@ def test_model_tells_of_the_update_of_a_graph(listener):
         def original_args(self):
             return self
 
-    finish = _FinishStep(model, False)
+    steps = PassSteps(model, [], batches(2), 0)
     with model.train_network.events.listening([listener]):
-        finish.on_train_step_end(Context())
+        steps.on_train_step_end(Context())
     assert [told[0] for told in listener.told] == ["update_end"]
     assert listener.outputs() == [StepOutput(*output)]
 

@@ -24,7 +24,7 @@ from sample_process import SAMPLE, processes_in  # noqa: E402
 
 from ms_gradaccum.saved.files import number_of, states_in  # noqa: E402
 
-PROGRAM = Path(__file__).with_name("fault_program.py")
+PROGRAM = Path(__file__).with_name("fault_worker.py")
 # What is killed, and with what.
 FAULTS = {
     "worker": signal.SIGKILL,

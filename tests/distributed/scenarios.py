@@ -3,12 +3,12 @@
 import functools
 import hashlib
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.experimental import optim as experimental
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, TrainOneStepCell
+from ms_gradaccum.compiled import graph_mode
 
 ROWS, STEPS = 12, 3
 
@@ -83,14 +83,14 @@ def train(optimizer, clip, rank=0, size=1, **settings):
 @functools.cache
 def whole_batches(optimizer, windows):
     """MindSpore's own step in one process, on the rows of all processes and of all batches of each window at once."""
-    ms.set_context(mode=ms.GRAPH_MODE)
     network = build_network()
     step = nn.TrainOneStepCell(
         nn.WithLossCell(network, nn.MSELoss()), OPTIMIZERS[optimizer](network.trainable_params())
     )
     step.set_train()
-    for numbers in windows:
-        step(*[Tensor(np.concatenate(arrays)) for arrays in zip(*[batch(number) for number in numbers])])
+    with graph_mode():
+        for numbers in windows:
+            step(*[Tensor(np.concatenate(arrays)) for arrays in zip(*[batch(number) for number in numbers])])
     return weights_of(network)
 
 

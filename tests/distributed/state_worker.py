@@ -1,4 +1,4 @@
-"""What each process of `test_state.py` does: save states, lose some, and go on from them."""
+"""What each process of `test_states_of_ranks.py` does: save states, lose some, and go on from them."""
 
 import errno
 import gc

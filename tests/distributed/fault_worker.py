@@ -1,6 +1,6 @@
 """A training that is killed again and again: started with the same command it goes on from its last state.
 
-python fault_program.py FOLDER          alone, or under msrun
+python fault_worker.py FOLDER          alone, or under msrun
 """
 
 import hashlib
