@@ -71,7 +71,7 @@ class PassSteps(Callback):
         """Note what the order of the samples depends on, or begin with what it did when the state was saved."""
         if self.resumed is not None or saves:
             if self.sources is None:
-                self.sources = Sources.now()
+                self.sources = Sources.now(self.world.size)
             self._until_first_batch.enter_context(self.sources.seeded())
         if self.resumed is not None:
             random_state.put_hosts(self.sources.hosts if self.sources is not None else {})
@@ -97,6 +97,8 @@ class PassSteps(Callback):
                 f"{batches} of a pass in which some have {self.common}. Save it before, or at the end of the pass."
             )
         epoch, ranks = self.first_epoch + passes, self.world.size
+        if self.sources is not None:
+            self.sources.check_known(self.dataset, ranks)
         if batches == 0:
             return PassPlace(epoch - 1, None, self.length, self.sources, ranks, first_epoch=self.first_epoch)
         return PassPlace(epoch, batches, self.length, self.sources, ranks, first_epoch=self.first_epoch)

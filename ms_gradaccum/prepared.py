@@ -105,13 +105,13 @@ class PreparedDataset:
         self.epoch += 1
         self.batches, self.sources = 0, None
         if place is None or place.batches is None:
-            self.sources = Sources.now()
+            self.sources = Sources.now(current_world(_OWNER).size)
             return None
         self.batches, self.sources = place.batches, place.sources
         return place
 
     def _batches(self, place: PassPlace | None) -> Iterator[Any]:
-        sources = self.sources or Sources.now()
+        sources = self.sources or Sources.now(current_world(_OWNER).size)
         if place is not None:
             random_state.put_hosts(sources.hosts)
         with sources.seeded():
@@ -133,6 +133,7 @@ class PreparedDataset:
                 f"For '{_OWNER}', a state must be saved in a batch that all processes have, but got batch "
                 f"{self.batches} of a pass in which some have {self.common}. Save it before, or after the pass."
             )
+        self.sources.check_known(self.dataset, ranks)
         return PassPlace(self.epoch, self.batches, length, self.sources, ranks)
 
 

@@ -12,8 +12,9 @@ from mindspore.experimental import optim
 from state_probe import BATCHES, Net, bits_of, compare, new_loop, new_step, train_loop, train_step
 
 from ms_gradaccum import HSDP, Accumulator, ClipByGlobalNorm, MixedPrecision, TrainOneStepCell, load_state, save_state
-from ms_gradaccum.saved.data_order import PassPlace, skipping
+from ms_gradaccum.saved.data_order import PassPlace, Sources, skipping
 
+SHARDS = {"num_shards": 2, "shard_id": 0}
 pytestmark = pytest.mark.usefixtures("eager")
 SETTINGS = {
     "plain": {},
@@ -213,6 +214,34 @@ def test_other_ranks_go_on_with_the_samples_that_are_left(ranks, now):
     place = PassPlace(0, taken, 24 // ranks, None, ranks).among(24 // now, now)
     rest = [row for rank in range(now) for rows in batches(rank, now, place.batches) for row in rows]
     assert sorted(seen + rest) == list(range(48))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_data_without_a_seed_is_dealt_among_the_ranks_as_ever(ranks):
+    def rows(rank, shards):
+        data = NumpySlicesDataset(np.arange(48), num_shards=shards, shard_id=rank, shuffle=True).batch(2)
+        sources = Sources.now(ranks)
+        sources.check_known(data, ranks)
+        with sources.seeded():
+            batches = data.create_tuple_iterator(num_epochs=1, output_numpy=True)
+        return [row for (batch,) in batches for row in batch.tolist()]
+
+    if ranks == 1:
+        assert rows(None, None) != rows(None, None)
+    else:
+        assert sorted(rows(0, 2) + rows(1, 2)) == list(range(48))
+
+
+def test_an_order_that_nobody_knows_is_told():
+    rows = np.arange(48)
+    shuffled, dealt = (NumpySlicesDataset(rows, shuffle=True, **shards) for shards in ({}, SHARDS))
+    in_order = NumpySlicesDataset(rows, shuffle=False)
+    for data in (shuffled.batch(2), dealt.shuffle(9).batch(2), in_order.shuffle(9)):
+        with pytest.warns(UserWarning, match="^For 'save_state', the data is shuffled on each process for itself and"):
+            Sources.now(2).check_known(data, 2)
+        Sources.now(1).check_known(data, 1)
+    for data in (dealt.batch(2), in_order.batch(2), BATCHES):
+        Sources.now(2).check_known(data, 2)
 
 
 def test_a_place_that_other_ranks_cannot_have_is_before_it():

@@ -14,6 +14,7 @@ import mindspore.dataset as ds
 import numpy as np
 from mindspore.dataset import Dataset
 from mindspore.dataset.core.config import _config
+from mindspore.dataset.engine.datasets import ShuffleDataset
 from mindspore.dataset.transforms.py_transforms_util import Implementation
 
 from ms_gradaccum._checks import warn
@@ -38,13 +39,25 @@ class Sources:
         self.hosts = hosts
 
     @staticmethod
-    def now() -> "Sources":
-        """Return those of a pass that begins now. A seed that is not set is drawn here, so that it is known."""
+    def now(ranks: int) -> "Sources":
+        """Return those of a pass that begins now on so many ranks. A seed that is not set is drawn, to be known.
+
+        Not by several ranks: those that deal the samples among them follow a seed of MindSpore's own, which all have;
+        others shall go on to have a random one each.
+        """
         seed = ds.config.get_seed()
-        if seed == _UNSET:
+        if seed == _UNSET and ranks == 1:
             # From the system: that leaves the program's own random numbers alone.
             seed = secrets.randbelow(2**31)
         return Sources(seed, {"python": random.getstate(), "numpy": np.random.get_state()})
+
+    def check_known(self, data: Any, ranks: int) -> None:
+        """Warn if a resumed pass will have another order."""
+        if self.seed == _UNSET and ranks > 1 and isinstance(data, Dataset) and not _is_repeated(data):
+            warn(
+                "For 'save_state', the data is shuffled on each process for itself and without a seed, so that nobody "
+                "knows the order: a resumed pass will have another one. Call mindspore.dataset.config.set_seed()."
+            )
 
     def as_json(self) -> dict[str, Any]:
         """Return what `of_json` takes."""
@@ -80,6 +93,15 @@ def skipping(dataset: Dataset, batches: int) -> Iterator[None]:
     finally:
         dataset.set_init_step(0)
         ds.config.set_fast_recovery(before)
+
+
+def _is_repeated(dataset: Any) -> bool:
+    """Return whether a pipeline has the same order without a seed: in the order of its data, or dealt among ranks."""
+    if isinstance(dataset, ShuffleDataset):
+        return False
+    if dataset.children:
+        return all(map(_is_repeated, dataset.children))
+    return isinstance(getattr(dataset, "sampler", None), (ds.DistributedSampler, ds.SequentialSampler))
 
 
 def draws_in_python(dataset: Any) -> bool:
