@@ -21,6 +21,7 @@ EPOCHS, ROWS, BATCH = int(os.getenv("FAULT_EPOCHS", "6")), 48, 4
 folder = Path(sys.argv[1])
 ms.set_context(mode=ms.PYNATIVE_MODE)
 os.environ["MS_JIT"] = "0"  # what is compiled would take most of the time
+ms.runtime.launch_blocking()  # and what threads hand on to one another the rest
 ms.set_seed(1)
 rank, size = 0, 1
 if os.getenv("MS_ROLE"):
@@ -31,7 +32,7 @@ x = numbers.normal(size=(ROWS, 3)).astype(np.float32)
 y = numbers.normal(size=(ROWS, 1)).astype(np.float32)
 data = NumpySlicesDataset((x, y), shuffle=True, num_shards=size, shard_id=rank).batch(BATCH)
 network = nn.Dense(3, 1)
-optimizer = nn.Momentum(network.trainable_params(), nn.cosine_decay_lr(0.0, 0.05, 99, 99, 1), 0.9)
+optimizer = nn.Momentum(network.trainable_params(), nn.cosine_decay_lr(0.0, 0.05, 999, 999, 1), 0.9)
 
 
 class Diary(train.Callback):

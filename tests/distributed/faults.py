@@ -129,7 +129,7 @@ def main():
     with tempfile.TemporaryDirectory() as root:
         alone, struck = Path(root, "alone").resolve(), Path(root, "struck").resolve()
         alone.mkdir(), struck.mkdir()
-        length = {"FAULT_EPOCHS": str(max(6, args.kills))}
+        length = {"FAULT_EPOCHS": str(max(6, 2 * args.kills))}
         finish(alone, args.processes, **length)
         for kill in range(args.kills):
             fault = generator.choice(list(FAULTS))
