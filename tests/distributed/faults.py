@@ -49,17 +49,16 @@ def running(folder, processes, **variables):
             job.wait()
 
 
-def victim(fault, job, folder, processes):
+def victim(fault, job, folder):
     """The process id of what a fault kills, or None if it is not there."""
     if fault.startswith("run.sh"):
         return job.pid
-    for process, environment in processes_in(folder).items():
-        if fault == "worker" and {"MS_ROLE=MS_WORKER", f"MS_NODE_ID={random.randrange(processes)}"} <= set(environment):
-            return process
-        if fault == "msrun" and "MS_ROLE" not in {entry.partition("=")[0] for entry in environment}:
-            if "msrun" in _command(process):
-                return process
-    return None
+    found = processes_in(folder)
+    if fault == "worker":
+        workers = [process for process in found if "MS_ROLE=MS_WORKER" in found[process]]
+        return random.choice(workers) if workers else None
+    launchers = [process for process in found if not any(entry.startswith("MS_ROLE=") for entry in found[process])]
+    return next((process for process in launchers if "msrun" in _command(process)), None)
 
 
 def _command(process):
@@ -85,7 +84,7 @@ def strike(fault, folder, processes, generator, limit=60, **variables):
         while newest(folder) < goal and job.poll() is None:
             time.sleep(0.01)
         time.sleep(generator.uniform(0, 0.05))  # in the middle of a step, of a state, or between
-        process = victim(fault, job, folder, processes)
+        process = victim(fault, job, folder)
         if process is None or job.poll() is not None:
             job.wait()
             return None

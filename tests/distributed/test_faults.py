@@ -37,7 +37,7 @@ def test_a_worker_that_stands_still_for_a_while_is_waited_for(alone, tmp_path):
         while newest(tmp_path) < 2:
             assert job.poll() is None
             time.sleep(0.01)
-        process = victim("worker", job, tmp_path, PROCESSES)
+        process = victim("worker", job, tmp_path)
         os.kill(process, signal.SIGSTOP)
         time.sleep(2)
         state = newest(tmp_path)
