@@ -246,7 +246,7 @@ class Model(ms.Model):
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._train_network.events.listening(callbacks))
-                stack.enter_context(steps.in_order(bool(checkpoints)))
+                stack.enter_context(steps.in_order())
                 for checkpoint in checkpoints:
                     stack.enter_context(checkpoint.watching(self))
                 # By keyword: the wrappers around it, which save a last checkpoint, look for it there.

@@ -11,7 +11,7 @@ from mindspore.train.callback import Callback, LossMonitor
 from ms_gradaccum._checks import sentence
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.saved import random_state
-from ms_gradaccum.saved.data_order import PassPlace, Sources, draws_in_python, skipping
+from ms_gradaccum.saved.data_order import PassPlace, Sources, skipping
 from ms_gradaccum.state_checkpoint import StateCheckpoint, load_last
 from ms_gradaccum.step_output import StepOutput
 
@@ -67,18 +67,16 @@ class PassSteps(Callback):
         return True
 
     @contextmanager
-    def in_order(self, saves: bool) -> Iterator[None]:
+    def in_order(self) -> Iterator[None]:
         """Note what the order of the samples depends on, or begin with what it did when the state was saved."""
-        if self.resumed is not None or saves:
-            if self.sources is None:
-                self.sources = Sources.now(self.world.size)
-            self._until_first_batch.enter_context(self.sources.seeded())
-        if self.resumed is not None:
-            random_state.put_hosts(self.sources.hosts if self.sources is not None else {})
-            place = self.resumed
+        if self.sources is None:
+            self.sources = Sources.now(self.world.size)
+        place = self.resumed
+        begin = self.sources.begun(self.dataset, None if place is None else place.random_now)
+        self._until_first_batch.enter_context(begin)
+        if place is not None:
             taken = (place.next_epoch - place.first_epoch) * self.length + (place.batches or 0)
-            if taken:
-                self._until_first_batch.enter_context(skipping(self.dataset, taken))
+            self._until_first_batch.enter_context(skipping(self.dataset, taken))
         with self._until_first_batch:
             yield
 
@@ -116,10 +114,7 @@ class PassSteps(Callback):
         # The first batch is there.
         self._until_first_batch.close()
         if self.resumed is not None and self.resumed.random_now is not None:
-            if draws_in_python(self.dataset):
-                random_state.put_device(self.resumed.random_now)
-            else:
-                random_state.put(self.resumed.random_now)
+            random_state.put_device(self.resumed.random_now)
             self.resumed = None
 
     def on_train_step_end(self, run_context: Any) -> None:

@@ -10,8 +10,7 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPla
 
 from ms_gradaccum._checks import sentence
 from ms_gradaccum.parallel.world import current_world, gather_counts
-from ms_gradaccum.saved import random_state
-from ms_gradaccum.saved.data_order import PassPlace, Sources, draws_in_python, rest_of
+from ms_gradaccum.saved.data_order import PassPlace, Sources, rest_of
 
 _OWNER = "Accumulator"
 
@@ -76,13 +75,13 @@ class PreparedDataset:
         return getattr(self.dataset, name)
 
     def __iter__(self) -> Iterator[Any]:
-        place = self._begin()
+        begin = self._begin()
         passes = self.window.passes
         lengths = gather_counts(self._length() - self.batches) if self.several else [0]
         missing = max(lengths) - (self._length() - self.batches) if self.several else 0
         self.common = self.batches + min(lengths)
         try:
-            for batch, is_last in _look_ahead(self._batches(place)):
+            for batch, is_last in _look_ahead(self._batches(*begin)):
                 self.at_end = is_last and missing == 0
                 self.batches += 1
                 passes.enter(self)
@@ -95,30 +94,25 @@ class PreparedDataset:
             self.at_end, self.sources = False, None
             passes.leave(self)
 
-    def _begin(self) -> PassPlace | None:
-        """Begin a pass, or go on with one that a state was saved in."""
+    def _begin(self) -> tuple[Sources, dict[str, Any] | None]:
+        """Begin a pass, or go on with one that a state was saved in. Return its sources, and with what it goes on."""
         place = self.window.take_place(self.number)
         if place is not None:
             length = self._length() if place.length is not None else None
             place = place.among(length, current_world(_OWNER).size)
             self.epoch = place.next_epoch - 1
         self.epoch += 1
-        self.batches, self.sources = 0, None
-        if place is None or place.batches is None:
+        self.batches, self.sources, random_now = 0, None, None
+        if place is not None and place.batches is not None:
+            self.batches, self.sources, random_now = place.batches, place.sources, place.random_now
+        if self.sources is None:
             self.sources = Sources.now(current_world(_OWNER).size)
-            return None
-        self.batches, self.sources = place.batches, place.sources
-        return place
+        return self.sources, random_now
 
-    def _batches(self, place: PassPlace | None) -> Iterator[Any]:
-        sources = self.sources or Sources.now(current_world(_OWNER).size)
-        if place is not None:
-            random_state.put_hosts(sources.hosts)
-        with sources.seeded():
+    def _batches(self, sources: Sources, random_now: dict[str, Any] | None) -> Iterator[Any]:
+        with sources.begun(self.dataset, random_now):
             batches = iter(rest_of(self.dataset, self.batches))
             first = list(itertools.islice(batches, 1))
-        if place is not None and place.random_now is not None and not draws_in_python(self.dataset):
-            random_state.put_hosts(place.random_now)
         yield from first
         yield from batches
 

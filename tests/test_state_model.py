@@ -216,6 +216,28 @@ def test_a_state_loaded_by_hand_is_gone_on_with_too(tmp_path):
     save_state(model, tmp_path / "after")
 
 
+class Save(train.Callback):
+    """What saves a state by hand."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def on_train_step_end(self, run_context):
+        if run_context.original_args().cur_step_num == 7:
+            save_state(self.model, self.folder)
+
+
+def test_a_state_saved_by_hand_has_its_place_in_the_data(tmp_path):
+    straight, log, save = Log(), Log(), Save(tmp_path)
+    _, save.model = build()
+    save.model.train(2, in_memory(), callbacks=[save, straight])
+    _, model = build()
+    load_state(model, tmp_path)
+    model.train(2, in_memory(), callbacks=log, resume=True)
+    assert [step[:-1] for step in log.steps] == [step[:-1] for step in straight.steps[7:]]
+
+
 def test_what_cannot_be_resumed_is_told(tmp_path):
     _, model = toy()
     data = in_memory()

@@ -4,14 +4,12 @@ MindSpore's pipelines follow one seed, which is random unless the program sets i
 of Python and NumPy. Both are noted when a pass begins; a resumed pass begins with them and leaves out what was seen.
 """
 
-import random
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mindspore.dataset as ds
-import numpy as np
 from mindspore.dataset import Dataset
 from mindspore.dataset.core.config import _config
 from mindspore.dataset.engine.datasets import ShuffleDataset
@@ -49,7 +47,7 @@ class Sources:
         if seed == _UNSET and ranks == 1:
             # From the system: that leaves the program's own random numbers alone.
             seed = secrets.randbelow(2**31)
-        return Sources(seed, {"python": random.getstate(), "numpy": np.random.get_state()})
+        return Sources(seed, random_state.hosts())
 
     def check_known(self, data: Any, ranks: int) -> None:
         """Warn if a resumed pass will have another order."""
@@ -79,6 +77,20 @@ class Sources:
             yield
         finally:
             _config.set_seed(before)
+
+    @contextmanager
+    def begun(self, data: Any, random_now: dict[str, Any] | None = None) -> Iterator[None]:
+        """Enclose what takes the first batch of a pass over ``data``.
+
+        A pass that goes on begins with these sources, and the program has ``random_now`` after it; unless the data
+        draws from Python's and NumPy's generators itself, in threads that are ahead by then.
+        """
+        if random_now is not None:
+            random_state.put_hosts(self.hosts)
+        with self.seeded():
+            yield
+        if random_now is not None and not draws_in_python(data):
+            random_state.put_hosts(random_now)
 
 
 @contextmanager
@@ -168,7 +180,7 @@ class PassPlace(NamedTuple):
     @staticmethod
     def of_json(saved: Any, ranks: int) -> "PassPlace":
         """Return the place in a state that so many ranks have saved. Raise if there is none."""
-        if not isinstance(saved, dict) or not is_count(_plus_one(saved.get("epoch"))):
+        if not isinstance(saved, dict) or not is_count(saved.get("epoch"), least=-1):
             raise DamagedState("the state does not say how often its data was gone through")
         batches, length, first_epoch = saved.get("batches"), saved.get("length"), saved.get("first_epoch")
         if not all(value is None or is_count(value) for value in (batches, length)) or not is_count(first_epoch):
@@ -204,7 +216,3 @@ class PassPlace(NamedTuple):
                 f"each of {ranks}: the last samples before the state was saved are used once more."
             )
         return self._replace(batches=batches, length=length)
-
-
-def _plus_one(value: Any) -> Any:
-    return value + 1 if isinstance(value, int) else None

@@ -45,9 +45,9 @@ def another_program(what: str) -> DamagedState:
     return DamagedState(f"the state is one of another network, optimizer or setting: it {what}")
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any, least: int = 0) -> bool:
     """Return whether a value from a manifest is a number of things."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
 
 
 def states_in(directory: Path) -> list[Path]:

@@ -15,14 +15,18 @@ from ms_gradaccum.saved.files import DamagedState, is_count
 
 def take() -> dict[str, Any]:
     """Return the states, as JSON."""
-    hosts = as_json({"python": random.getstate(), "numpy": np.random.get_state()})
-    return {**hosts, "mindspore": ms.get_rng_state().asnumpy().tolist()}
+    return {**as_json(hosts()), "mindspore": ms.get_rng_state().asnumpy().tolist()}
 
 
-def as_json(hosts: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of Python and NumPy, as these give them, as JSON."""
-    kind, keys, position, has_gauss, gauss = hosts["numpy"]
-    return {"python": list(hosts["python"]), "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss]}
+def hosts() -> dict[str, Any]:
+    """Return the states of Python and NumPy, as these give them."""
+    return {"python": random.getstate(), "numpy": np.random.get_state()}
+
+
+def as_json(states: dict[str, Any]) -> dict[str, Any]:
+    """Return what `hosts` has returned, as JSON."""
+    kind, keys, position, has_gauss, gauss = states["numpy"]
+    return {"python": list(states["python"]), "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss]}
 
 
 def checked(saved: Any, what: str) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def checked_hosts(saved: Any, what: str) -> dict[str, Any]:
 
 
 def put(state: dict[str, Any]) -> None:
-    """Put states back."""
+    """Put back what `take` has returned."""
     put_hosts(state)
     put_device(state)
 
