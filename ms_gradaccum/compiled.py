@@ -6,14 +6,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn
-from mindspore.common.api import _pynative_executor
+from mindspore import JitConfig, Tensor, nn
+from mindspore.common.api import _cell_graph_executor, _pynative_executor
+
+# Not ms.get_context("mode"), which takes 25 times as long, and this is asked before every call.
+from mindspore.context import _get_mode
 
 from ms_gradaccum._checks import warn
 
 # Graphs compiled for fixed shapes before one graph for changing shapes takes over. A split that does not come
 # out even makes two shapes, the last batch of the data two more.
 MAX_FIXED_SHAPES = 4
+
+_DEFAULT_JIT_CONFIG = JitConfig().jit_config_dict
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -48,6 +53,8 @@ class Compiled:
         self.has_run = False
         # The shapes for which there is a graph of fixed shapes.
         self.fixed: set[Shapes] = set()
+        # What MindSpore calls the graphs that have run, by the cell's phase (training or not) and the shapes.
+        self.graphs: dict[tuple[str, Shapes], str] = {}
         # What fits all shapes so far: -1 for an axis whose length changes. None before the first call.
         self.general: Shapes | None = None
         # The cell whose graph takes changing shapes, once it is needed.
@@ -78,23 +85,38 @@ class Compiled:
             self._refuse_what_graphs_ignore()
             cell = self.cell if shapes in self.fixed else self._compiled_for(tensors, shapes)
         except Exception as error:
-            if ms.get_context("mode") == ms.GRAPH_MODE:
+            if _get_mode() == ms.GRAPH_MODE:
                 raise _without_call_stack(error) from error
             return self._fall_back(tensors, error)
         self.has_run = True
         try:
             with graph_mode():
-                return cell(*tensors)
+                return self._run(cell, tensors, shapes if cell is self.cell else self.general)
         except BaseException:
             # A graph that has failed while it ran, for example at a label out of range, runs never again.
             cell.compile_cache.clear()
             self.fixed.clear()
+            self.graphs.clear()
             self.general_cell = None
             raise
 
+    def _run(self, cell: nn.Cell, tensors: tuple[Tensor, ...], shapes: Any) -> Any:
+        """Run the graph for these shapes; by its name, if it has run before.
+
+        A call of a cell looks for its graph anew, which takes twice as long as a small graph itself. MindSpore goes
+        the same way in the phases of incremental inference.
+        """
+        name = self.graphs.get((cell.phase, shapes))
+        if name is None or any(tensor.const_arg or tensor.has_init for tensor in tensors):
+            output = cell(*tensors)
+            self.graphs[cell.phase, shapes] = cell.phase_cache[cell.phase]
+            return output
+        _cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
+        return _cell_graph_executor._exec_pip(cell, *tensors, phase=name)
+
     def _refuse_what_graphs_ignore(self) -> None:
         """A graph calls no hooks of a network that was written for PYNATIVE mode; they can come at any time."""
-        if ms.get_context("mode") != ms.PYNATIVE_MODE:
+        if _get_mode() != ms.PYNATIVE_MODE:
             return
         if self.why_not:
             raise RuntimeError(self.why_not)
@@ -151,7 +173,7 @@ class Compiled:
 @contextmanager
 def execution_mode(mode: int) -> Iterator[None]:
     """Switch to a mode and back; the switch costs 20 us and keeps what was compiled."""
-    before = ms.get_context("mode")
+    before = _get_mode()
     if before == mode:
         yield
         return

@@ -10,7 +10,7 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.bad_micro_batch import KeepFinite
 from ms_gradaccum.parallel.single import SingleProcess
-from ms_gradaccum.window import Window, open_window_output
+from ms_gradaccum.window import Window
 
 
 class AddGrads(nn.Cell):
@@ -65,9 +65,7 @@ class GraphWindow(nn.Cell):
         if batches == self.steps:
             output = self.window(weight)
         else:
-            mean_loss = ops.depend(self.buffer.mean_loss(), batches)
-            weight = ops.depend(self.buffer.weight + 0.0, batches)
-            output = open_window_output(mean_loss, weight, self.window.loss_scale.value())
+            output = self.window.open(batches)
         return output
 
 

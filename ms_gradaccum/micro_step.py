@@ -44,10 +44,10 @@ class MicroStep(nn.Cell):
         self._get_attr_from_cell(weighted_loss.network)
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        """Return the mean loss and the weight of the window so far, and the loss sum and the weight of this part."""
+        """Return the loss sum and the weight of this part, and what is there once they are added."""
         (loss_sum, weight), grads = self.loss_and_grads(rows, *tensors)
         added = self.add(0, loss_sum, weight, grads, ())
-        return (*self.window_so_far(added), loss_sum, weight)
+        return loss_sum, weight, self.done(added)
 
     def add(self, term: int, loss_sum: Tensor, weight: Tensor, grads: tuple[Any, ...], done: Any) -> Any:
         """Add the gradients of one term of the loss, after ``done``."""
@@ -58,10 +58,9 @@ class MicroStep(nn.Cell):
             done = buffer.add(loss_sum, weight, shared)
         return done
 
-    def window_so_far(self, added: Any) -> tuple[Tensor, Tensor]:
-        """Return the mean loss and the weight of the window after ``added``."""
-        mean_loss = ops.depend(self.buffer.mean_loss(), added)
-        return mean_loss, ops.depend(self.buffer.weight + 0.0, added)
+    def done(self, added: Any) -> Tensor:
+        """Return something that depends on ``added`` and, for the compiler's sake, on nothing of this micro batch."""
+        return ops.depend(self.buffer.weight + 0.0, added)
 
 
 class ScaledMicroStep(MicroStep):
@@ -136,7 +135,7 @@ class ScaledMicroStep(MicroStep):
         for term in range(self.terms):
             loss_sums += (values[2 * term],)
             weights += (values[2 * term + 1],)
-        return (*self.window_so_far(added), ops.stack(loss_sums), ops.stack(weights))
+        return ops.stack(loss_sums), ops.stack(weights), self.done(added)
 
 
 def make_micro_step(
@@ -246,10 +245,11 @@ class MicroSteps:
         rounds = self.parallels[0].rounds(len(micro_batches))
         outputs: list[Any] = []
         done, micro_step.has_run = self.events.micro_batches, False
+        counts = {rows: Tensor(rows, ms.float32) for rows in {part.rows for part in micro_batches}}
         try:
             for index, (rows, tensors) in enumerate(micro_batches):
                 self.events.micro_batch_begin(index, rows)
-                outputs.append(micro_step(Tensor(rows, ms.float32), *tensors))
+                outputs.append(micro_step(counts[rows], *tensors))
                 self.events.micro_batch_end(index, rows)
         except BaseException:
             self.has_added = bool(outputs) or micro_step.has_run

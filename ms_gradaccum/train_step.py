@@ -21,7 +21,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.precision import Precision, check_precision
 from ms_gradaccum.step_output import StepOutput
-from ms_gradaccum.window import Window, open_window_output
+from ms_gradaccum.window import Window
 
 _OWNER = "TrainOneStepCell"
 # Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a reshape.
@@ -186,13 +186,13 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         if self.semi_auto is not None:
             return self._run_partitioned(args, kwargs)
         try:
-            loss, weight = self.micro_steps.run(args, kwargs)[-1][:2]
+            self.micro_steps.run(args, kwargs)
         except BaseException:
             self.events.batches -= 1
             if self.micro_steps.has_added:
                 self._abandon()
             raise
-        return self._end_batch(loss, weight)
+        return self._end_batch()
 
     def _run_partitioned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         self.events.update_begin()
@@ -202,13 +202,13 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             self.events.update_end(output)
         return output
 
-    def _end_batch(self, loss: Tensor, weight: Tensor) -> StepOutput:
+    def _end_batch(self) -> StepOutput:
         """Count a batch, and end the window if it is the last one."""
         batches = self.open_batches()
         if batches + 1 == self.accumulation_steps:
             return self._close()
         self.buffer.batches.set_data(Tensor(batches + 1, ms.int32))
-        return StepOutput(*open_window_output(loss, weight, self.loss_scale.value()))
+        return self.window.so_far()
 
     def _close(self) -> StepOutput:
         try:
@@ -229,7 +229,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         """
         self.events.batches += 1
         self.micro_steps.join()
-        return self._end_batch(self.buffer.mean_loss(), self.buffer.weight.value())
+        return self._end_batch()
 
     def open_batches(self) -> int:
         """Return the number of batches in the unfinished window; 0 right after an update."""
@@ -271,11 +271,9 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         check_compiling(self.semi_auto is not None)
         if self.semi_auto is not None:
             return self.partitioned(*inputs)
-        done = loss = weight = Tensor(0.0, ms.float32)
+        done = Tensor(0.0, ms.float32)
         for part in self.network.split_in_graph(inputs):
-            output = self.micro_step(*part)
-            loss, weight = output[0], output[1]
-            done = ops.depend(loss, (done, weight))
+            done = ops.depend(self.micro_step(*part)[2], done)
         if self.accumulation_steps == 1:
             return self.window(done)
         # The counter includes this batch, so that the update is made at the last batch of the window.
@@ -283,5 +281,5 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         if batches == self.accumulation_steps:
             output = self.window(done)
         else:
-            output = open_window_output(loss, weight, self.loss_scale.value())
+            output = self.window.open(done)
         return output

@@ -23,7 +23,7 @@ from ms_gradaccum.parallel.data_parallel import DataParallel
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.precision import Precision
 from ms_gradaccum.step_output import StepOutput
-from ms_gradaccum.window import Window, open_window_output
+from ms_gradaccum.window import Window
 
 _OWNER = "Accumulator"
 
@@ -96,7 +96,7 @@ class TrainedNetwork:
                 self._abandon()
             raise
         self.is_open = self.has_batch = True
-        return _mean_loss([output[2:] for output in outputs])
+        return _mean_loss([output[:2] for output in outputs])
 
     def add_grads(self, grads: Any, weight: float, loss: Any, factor: float) -> None:
         """Add one batch of which the caller has taken the gradients."""
@@ -112,8 +112,7 @@ class TrainedNetwork:
 
     def so_far(self) -> StepOutput:
         """Return the report on a window that goes on."""
-        buffer = self.parallels[0].buffer
-        return StepOutput(*open_window_output(buffer.mean_loss(), buffer.weight.value(), self.loss_scale.value()))
+        return self.windows[0].so_far()
 
     def batches_in_buffer(self) -> int:
         """Return how many batches a compiled function has left in the buffer."""

@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.compiled import Compiled
-from ms_gradaccum.grad_buffer import reciprocal
+from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
 from ms_gradaccum.grad_clip import clip_of
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.optimizers import LearningRate, all_parameters
@@ -136,6 +136,22 @@ class Update(nn.Cell):
         return grads
 
 
+class OpenWindow(nn.Cell):
+    """What is reported of a window that goes on."""
+
+    def __init__(self, buffer: GradBuffer, loss_scale: NoLossScale) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = buffer
+        self.loss_scale = loss_scale
+
+    def construct(self, done: Any) -> tuple[Tensor, ...]:
+        """Return the items of a StepOutput, after ``done``."""
+        loss = ops.depend(self.buffer.mean_loss(), done)
+        weight = ops.depend(self.buffer.weight + 0.0, done)
+        unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
+        return (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight)
+
+
 class Window(nn.Cell):
     """The end of a window: one update from the sums in the buffer, then an empty buffer.
 
@@ -149,6 +165,8 @@ class Window(nn.Cell):
         self.loss_scale = loss_scale
         self.report = Report(optimizer, parallel, loss_scale)
         self.update = Update(optimizer, clip, parallel, loss_scale)
+        self.open = OpenWindow(parallel.buffer, loss_scale)
+        self.run_open = Compiled(lambda: self.open, "TrainOneStepCell", "the report on an open window")
         self.run_report = Compiled(lambda: self.report, "TrainOneStepCell", "the report")
         self.run_update = Compiled(lambda: self.update, "TrainOneStepCell", "the optimizer")
         # For clips that the caller chooses anew at each update, by kind.
@@ -159,7 +177,11 @@ class Window(nn.Cell):
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
-        return [self.report, self.update, self.loss_scale, *self.other_updates.values()]
+        return [self.open, self.report, self.update, self.loss_scale, *self.other_updates.values()]
+
+    def so_far(self) -> StepOutput:
+        """Report on the window that goes on."""
+        return StepOutput(*self.run_open(_NOTHING))
 
     def close(self) -> StepOutput:
         """End the window from the host, with the decision whether to update made in Python."""
@@ -238,9 +260,3 @@ class Window(nn.Cell):
             clipped_norm = ops.depend(norm, self.buffer.clear())
         clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
         return loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight
-
-
-def open_window_output(loss: Tensor, weight: Tensor, loss_scale: Tensor) -> tuple[Tensor, ...]:
-    """Return the items of a StepOutput for a batch after which the window goes on."""
-    unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
-    return (loss, no, loss_scale, no, unknown, unknown, unknown, weight)

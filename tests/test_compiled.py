@@ -37,8 +37,8 @@ def test_the_number_of_compilations_does_not_depend_on_micro_size():
         with compilations() as compiled:
             step(*BATCH)
         counts[micro_size] = len(compiled)
-    # Eight rows in three micro batches are two of three rows and one of two.
-    assert counts == {1: 1, 2: 1, 8: 1, 3: 2}
+    # One for the report on the open window. Eight rows in three micro batches are two of three rows and one of two.
+    assert counts == {1: 2, 2: 2, 8: 2, 3: 3}
 
 
 class SumOfTokens(nn.Cell):
@@ -61,7 +61,7 @@ def test_batches_of_thirty_sizes_and_lengths_share_a_few_graphs():
             step(Tensor(x))
             total += x.sum()
             assert number(step.buffer.sums[0]) == total
-    assert len(compiled) == MAX_FIXED_SHAPES + 1
+    assert compiled.count("MicroStep") == MAX_FIXED_SHAPES + 1
 
 
 class Scores(nn.Cell):
@@ -245,7 +245,7 @@ def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported(mo
             step.drop()
             step(Tensor(X), factor)
             assert number(step.buffer.sums[0]) == pytest.approx(36 * factor, nan_ok=True)
-    assert len(compiled) == 3
+    assert compiled.count("MicroStep") == 3
     monkeypatch.setenv("MS_JIT", "0")  # only to save the time of compiling the others
     with pytest.warns() as warned:
         for factor in range(9):
