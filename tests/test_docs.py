@@ -25,3 +25,18 @@ def test_documented_code_runs(code, tmp_path, monkeypatch):
     file = tmp_path / "block.py"  # GRAPH mode reads the source again and needs it in a file
     file.write_text(code)
     runpy.run_path(str(file), run_name="__main__")
+
+
+def test_the_tolerances_are_those_of_the_tests():
+    """What a row of the table calls the tolerance stands in the file that it names."""
+    rows = re.findall(
+        r"^\|.*\| `([^`]+)`[^|]* \| `(\w[\w/]+\.py)` \|$", (ROOT / "docs" / "numerics.md").read_text(), re.M
+    )
+    assert len(rows) > 5
+    assert [row for row in rows if row[0] not in (ROOT / row[1]).read_text()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_that_a_page_names_are_there(page):
+    files = re.findall(r"`((?:tests|benchmarks|ms_gradaccum|sample_code)/[\w/]+\.\w+)`", page.read_text())
+    assert [file for file in files if not (ROOT / file).exists()] == []
