@@ -11,6 +11,7 @@ usage() {
                    mixed_precision
 ./run.sh test      format, lint, types, then all tests; more arguments go to pytest
 ./run.sh check     format, lint and types alone
+./run.sh docs      the pages of docs/ and the reference of the API, into build/docs
 ./run.sh bench [NAME]
                    a program of benchmarks: step (the default), distributed, report, long_run; more arguments go
                    to it
@@ -102,6 +103,11 @@ case $command in
   check)
     prepare pinned,test
     check
+    ;;
+  docs)
+    prepare pinned,test
+    sphinx-build --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
+    echo "Built build/docs/README.html."
     ;;
   bench)
     prepare pinned

@@ -1,5 +1,6 @@
 """Every Python block in the documentation runs."""
 
+import ast
 import re
 import runpy
 from pathlib import Path
@@ -15,8 +16,14 @@ BLOCKS = [
 ]
 
 
-def test_the_readme_has_a_block():
-    assert any(block.id.startswith("README.md") for block in BLOCKS)
+def code_of(page):
+    """The code of the blocks of a page, without comments."""
+    return [ast.dump(ast.parse(*block.values)) for block in BLOCKS if block.id.rpartition("-")[0] == page]
+
+
+def test_both_readmes_have_the_same_code():
+    assert len(code_of("README.md")) > 1
+    assert code_of("README.md") == code_of("README_CN.md")
 
 
 @pytest.mark.parametrize("code", BLOCKS)
@@ -25,3 +32,18 @@ def test_documented_code_runs(code, tmp_path, monkeypatch):
     file = tmp_path / "block.py"  # GRAPH mode reads the source again and needs it in a file
     file.write_text(code)
     runpy.run_path(str(file), run_name="__main__")
+
+
+def test_the_tolerances_are_those_of_the_tests():
+    """What a row of the table calls the tolerance stands in the file that it names."""
+    rows = re.findall(
+        r"^\|.*\| `([^`]+)`[^|]* \| `(\w[\w/]+\.py)` \|$", (ROOT / "docs" / "numerics.md").read_text(), re.M
+    )
+    assert len(rows) > 5
+    assert [row for row in rows if row[0] not in (ROOT / row[1]).read_text()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_that_a_page_names_are_there(page):
+    files = re.findall(r"`((?:tests|benchmarks|ms_gradaccum|sample_code)/[\w/]+\.\w+)`", page.read_text())
+    assert [file for file in files if not (ROOT / file).exists()] == []

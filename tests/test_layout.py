@@ -1,6 +1,7 @@
 """The shape of the package: short files and functions, imports that run one way."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,12 @@ def test_there_is_no_import_cycle():
         assert free, f"a cycle among {sorted(imports)}"
         for name in free:
             del imports[name]
+
+
+def test_the_page_for_maintainers_has_the_same_order():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    rooms = re.findall(r"^\| [\w ]+ \| (`[\w` ]+`) \|", page, re.M)
+    assert re.findall(r"\w+", " ".join(rooms)) == ORDER
 
 
 def test_nothing_imports_torch():
