@@ -22,7 +22,8 @@ class TermSums(nn.Cell):
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...]) -> Any:
         """Add one micro batch."""
-        added = self.map(self.add_grad, self.sums, grads)
+        # The last gradient comes first out of a backward pass, and is let go once it is added.
+        added = self.map(self.add_grad, self.sums[::-1], grads[::-1])
         return added, ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
 
     def term_loss(self) -> Tensor:
