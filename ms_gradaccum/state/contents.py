@@ -1,17 +1,16 @@
 """What of a training step is state: tensors by name, and numbers."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum.accumulator import Accumulator
 from ms_gradaccum.loss_scale import ForeignLossScale, NoLossScale
 from ms_gradaccum.optimizers import all_parameters
 from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.parallel.world import digest
 from ms_gradaccum.saved import plain_state
 from ms_gradaccum.saved.files import DamagedState, another_program, is_count
 from ms_gradaccum.state.window_sums import Held, Steps, WindowSums, gathered
@@ -100,7 +99,7 @@ class Contents:
 
     def digests(self) -> dict[str, str]:
         """Return a hash of each tensor that might differ from rank to rank."""
-        return {name: _digest(held.value()) for name, held in self.tensors.items() if not held.is_gathered}
+        return {name: digest([held.parameter]) for name, held in self.tensors.items() if not held.is_gathered}
 
     def numbers(self) -> dict[str, Any]:
         """Return what is no tensor, as JSON."""
@@ -163,8 +162,3 @@ def _listed(verb: str, names: list[str]) -> str:
         return ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{verb} {', '.join(names[:3])}{more}"
-
-
-def _digest(value: Any) -> str:
-    array = np.asarray(value, order="C")
-    return hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.tobytes()).hexdigest()

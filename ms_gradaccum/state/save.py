@@ -121,19 +121,21 @@ class _Saving:
 
     def _begin(self) -> set[str]:
         """Agree about the name of the state, and return the names of the tensors that differ from rank to rank."""
+        is_partitioned = self.contents.is_partitioned
+        compares = self.ranks.world.size > 1 and not is_partitioned
 
         def first_words() -> Any:
             name = ""
             if self.ranks.is_first:
                 name = files.next_name(self.directory)
                 files.begin(self.directory, name)
-            return name, self.contents.digests() if self.ranks.world.size > 1 else {}
+            return name, self.contents.digests() if compares else {}
 
         words = self.ranks.exchange(lambda: self._explained(first_words))
         self.name = words[0][0]
+        if is_partitioned:
+            return set(self.contents.tensors)
         digests = [each for _, each in words]
-        if self.contents.is_partitioned:
-            return set(digests[0])
         differing = {name for name in digests[0] if any(each.get(name) != digests[0][name] for each in digests)}
         strangers = sorted(differing & set(self.contents.trained))
         if strangers:
