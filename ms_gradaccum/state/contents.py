@@ -13,7 +13,8 @@ from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.parallel.world import digest
 from ms_gradaccum.saved import plain_state
 from ms_gradaccum.saved.files import DamagedState, another_program, is_count
-from ms_gradaccum.state.window_sums import Held, Steps, WindowSums, gathered
+from ms_gradaccum.saved.plain_state import Steps
+from ms_gradaccum.state.window_sums import Held, WindowSums, gathered
 from ms_gradaccum.train_step import TrainOneStepCell
 from ms_gradaccum.window import Window
 

@@ -7,7 +7,7 @@ from ms_gradaccum.prepared import PreparedScheduler
 from ms_gradaccum.saved import plain_state
 from ms_gradaccum.saved.data_order import PassPlace
 from ms_gradaccum.saved.files import DamagedState, another_program, is_count
-from ms_gradaccum.state.window_sums import Steps
+from ms_gradaccum.saved.plain_state import Steps
 
 _COUNTS = ("batches", "updates", "steps")
 

@@ -9,8 +9,7 @@ from mindspore import Parameter, Tensor
 
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.saved.files import DamagedState, another_program, is_count
-
-Steps = list[Callable[[], None]]
+from ms_gradaccum.saved.plain_state import Steps
 
 
 class Held(NamedTuple):
