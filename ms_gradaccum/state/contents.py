@@ -1,7 +1,6 @@
 """What of a training step is state: tensors by name, and numbers."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from mindspore import Parameter, Tensor, nn
@@ -14,7 +13,7 @@ from ms_gradaccum.parallel.world import digest
 from ms_gradaccum.saved import plain_state
 from ms_gradaccum.saved.files import DamagedState, another_program, is_count
 from ms_gradaccum.saved.plain_state import Steps
-from ms_gradaccum.state.window_sums import Held, WindowSums, gathered
+from ms_gradaccum.state.window_sums import Held, WindowSums, hold
 from ms_gradaccum.train_step import TrainOneStepCell
 from ms_gradaccum.window import Window
 
@@ -82,8 +81,8 @@ class Contents:
             self._add(prefix, parameter, None)
 
     def _add(self, prefix: str, parameter: Parameter, parallel: SingleProcess | None) -> None:
-        shown = parameter if parallel is None else parallel.saved(parameter)
-        if shown is None or id(parameter) in self._seen:
+        is_hidden = parallel is not None and parallel.saved(parameter) is None
+        if is_hidden or id(parameter) in self._seen:
             return
         self._seen.add(id(parameter))
         name = f"{prefix}{parameter.name}"
@@ -92,11 +91,7 @@ class Contents:
                 f"For 'save_state', the parameters of a network must have names of their own, but got two {name!r}. "
                 f"Rename one: parameter.name = '...'."
             )
-        if parallel is None or shown is parameter:
-            self.tensors[name] = Held(parameter, parameter.asnumpy)
-        else:
-            gather = parallel.gathers[parameter.name]
-            self.tensors[name] = Held(shown, partial(gathered, gather, parameter), True)
+        self.tensors[name] = hold(parallel, parameter)
 
     def digests(self) -> dict[str, str]:
         """Return a hash of each tensor that might differ from rank to rank."""

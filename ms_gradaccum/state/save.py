@@ -146,7 +146,7 @@ class _Saving:
         return differing
 
     def _write(self, own_names: set[str]) -> dict[str, Any]:
-        sums = [item for each in self.contents.sums for item in each.tensors()]
+        sums = [item for each in self.contents.sums for item in each.tensors().items()]
         tensors = list(self.contents.tensors.items())
         own = [(name, held) for name, held in tensors if name in own_names]
         own += [(name, held) for name, held in sums if not held.is_gathered]
