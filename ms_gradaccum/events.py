@@ -8,6 +8,8 @@ from ms_gradaccum._checks import sentence
 from ms_gradaccum.step_output import StepOutput
 
 NAMES = ("on_micro_batch_begin", "on_micro_batch_end", "on_update_begin", "on_update_end")
+# The state of `Events`: what it counts, and at how many micro batches the last window ended.
+COUNTS = ("batches", "micro_batches", "window_micro_batches", "updates", "skipped_updates", "_before_window")
 
 
 class StepEvent(NamedTuple):

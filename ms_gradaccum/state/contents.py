@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum.accumulator import Accumulator
+from ms_gradaccum.events import COUNTS
 from ms_gradaccum.loss_scale import ForeignLossScale, NoLossScale
 from ms_gradaccum.optimizers import all_parameters
 from ms_gradaccum.parallel.single import SingleProcess
@@ -16,8 +17,6 @@ from ms_gradaccum.saved.plain_state import Steps
 from ms_gradaccum.state.window_sums import Held, WindowSums, hold
 from ms_gradaccum.train_step import TrainOneStepCell
 from ms_gradaccum.window import Window
-
-_EVENTS = ("batches", "micro_batches", "window_micro_batches", "updates", "skipped_updates", "_before_window")
 
 
 class Part(NamedTuple):
@@ -103,7 +102,7 @@ class Contents:
         choosers = [part.loss_scale.chooser for part in self.parts if isinstance(part.loss_scale, ForeignLossScale)]
         return {
             "buffers": [sums.numbers() for sums in self.sums],
-            "events": {name: getattr(self.step.events, name) for name in _EVENTS},
+            "events": {name: getattr(self.step.events, name) for name in COUNTS},
             "overflows_in_a_row": [window.overflows_in_a_row for window in windows],
             "loss_scales": [plain_state.take(chooser) for chooser in choosers],
         }
@@ -119,7 +118,7 @@ class Contents:
     def plan_numbers(self, numbers: dict[str, Any]) -> Steps:
         """Return what gives the step the numbers of a rank, but for those of its windows."""
         events = numbers.get("events")
-        if not isinstance(events, dict) or set(events) != set(_EVENTS) or not all(map(is_count, events.values())):
+        if not isinstance(events, dict) or set(events) != set(COUNTS) or not all(map(is_count, events.values())):
             raise DamagedState("the state has no counts of batches and updates")
         steps: Steps = [lambda: vars(self.step.events).update(events)]
         windows = [window for part in self.parts for window in part.windows]
