@@ -29,7 +29,7 @@ class Part(NamedTuple):
     loss_scale: NoLossScale
 
 
-def parts_of(step: TrainOneStepCell | Accumulator) -> list[Part]:
+def _parts_of(step: TrainOneStepCell | Accumulator) -> list[Part]:
     """Return the networks of a training step."""
     if isinstance(step, Accumulator):
         return [
@@ -54,14 +54,17 @@ class Contents:
 
     def __init__(self, step: TrainOneStepCell | Accumulator) -> None:
         self.step = step
-        self.parts = parts_of(step)
+        parts = _parts_of(step)
+        self.windows = [window for part in parts for window in part.windows]
+        scales = [part.loss_scale for part in parts]
+        self.choosers = [scale.chooser for scale in scales if isinstance(scale, ForeignLossScale)]
         self.is_partitioned = getattr(step, "semi_auto", None) is not None
         self.tensors: dict[str, Held] = {}
         self.sums: list[WindowSums] = []
         self._seen: set[int] = set()
-        for i, part in enumerate(self.parts):
+        for i, part in enumerate(parts):
             self._add_part(part, f"network{i}." if i else "")
-        trained = {id(weight) for part in self.parts for each in part.parallels for weight in each.replicas()}
+        trained = {id(weight) for part in parts for each in part.parallels for weight in each.replicas()}
         self.trained = [name for name, held in self.tensors.items() if id(held.parameter) in trained]
 
     def _add_part(self, part: Part, prefix: str) -> None:
@@ -98,13 +101,11 @@ class Contents:
 
     def numbers(self) -> dict[str, Any]:
         """Return what is no tensor, as JSON."""
-        windows = [window for part in self.parts for window in part.windows]
-        choosers = [part.loss_scale.chooser for part in self.parts if isinstance(part.loss_scale, ForeignLossScale)]
         return {
             "buffers": [sums.numbers() for sums in self.sums],
             "events": {name: getattr(self.step.events, name) for name in COUNTS},
-            "overflows_in_a_row": [window.overflows_in_a_row for window in windows],
-            "loss_scales": [plain_state.take(chooser) for chooser in choosers],
+            "overflows_in_a_row": [window.overflows_in_a_row for window in self.windows],
+            "loss_scales": [plain_state.take(chooser) for chooser in self.choosers],
         }
 
     def plan_tensors(self, tensors: dict[str, Any]) -> Steps:
@@ -121,11 +122,9 @@ class Contents:
         if not isinstance(events, dict) or set(events) != set(COUNTS) or not all(map(is_count, events.values())):
             raise DamagedState("the state has no counts of batches and updates")
         steps: Steps = [lambda: vars(self.step.events).update(events)]
-        windows = [window for part in self.parts for window in part.windows]
-        for window, count in zip(windows, same_length(numbers, "overflows_in_a_row", windows)):
+        for window, count in zip(self.windows, _same_length(numbers, "overflows_in_a_row", self.windows)):
             steps.append(_plan_count(window, count))
-        choosers = [part.loss_scale.chooser for part in self.parts if isinstance(part.loss_scale, ForeignLossScale)]
-        for chooser, saved in zip(choosers, same_length(numbers, "loss_scales", choosers)):
+        for chooser, saved in zip(self.choosers, _same_length(numbers, "loss_scales", self.choosers)):
             steps += plain_state.plan_to_put(chooser, saved, type(chooser).__name__)
         return steps
 
@@ -136,7 +135,7 @@ def _plan_count(window: Window, count: Any) -> Callable[[], None]:
     return lambda: setattr(window, "overflows_in_a_row", count)
 
 
-def same_length(numbers: dict[str, Any], name: str, expected: Sequence[Any]) -> list[Any]:
+def _same_length(numbers: dict[str, Any], name: str, expected: Sequence[Any]) -> list[Any]:
     """Return a list from a manifest, of as many items as there are here."""
     values = numbers.get(name)
     if not isinstance(values, list) or len(values) != len(expected):
