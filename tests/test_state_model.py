@@ -1,5 +1,6 @@
 """A Model that is stopped anywhere and goes on from its last state trains as the one that was never stopped."""
 
+import json
 import os
 import signal
 
@@ -236,6 +237,21 @@ def test_a_state_saved_by_hand_has_its_place_in_the_data(tmp_path):
     load_state(model, tmp_path)
     model.train(2, in_memory(), callbacks=log, resume=True)
     assert [step[:-1] for step in log.steps] == [step[:-1] for step in straight.steps[7:]]
+
+
+@pytest.mark.parametrize("place", [5, {}, {"epoch": "0", "batches": 2}])
+def test_a_step_takes_a_models_state_unless_its_place_is_damaged(place, tmp_path):
+    save = Save(tmp_path)
+    _, save.model = build()
+    save.model.train(2, in_memory(), callbacks=save)
+    _, model = build()
+    assert load_state(model.train_network, tmp_path).epoch == 1
+    manifest = tmp_path / "state-000001" / "manifest.json"
+    known = json.loads(manifest.read_text())
+    known["ranks"][0]["data"] = place
+    manifest.write_text(json.dumps(known))
+    with pytest.raises(ValueError, match="Nothing was changed."):
+        load_state(model.train_network, tmp_path)
 
 
 def test_what_cannot_be_resumed_is_told(tmp_path):

@@ -17,8 +17,7 @@ from ms_gradaccum.saved.plain_state import Steps
 from ms_gradaccum.state import loop_state
 from ms_gradaccum.state.contents import Contents
 from ms_gradaccum.state.ranks import Ranks
-from ms_gradaccum.state.save import epoch_of
-from ms_gradaccum.state.saved_state import SavedState, check_directory, step_of
+from ms_gradaccum.state.saved_state import SavedState, check_directory, epoch_of, step_of
 from ms_gradaccum.state.window_sums import batches_in
 
 _OWNER = "load_state"

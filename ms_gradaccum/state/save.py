@@ -14,7 +14,7 @@ from ms_gradaccum.saved import files, random_state
 from ms_gradaccum.state import loop_state
 from ms_gradaccum.state.contents import Contents
 from ms_gradaccum.state.ranks import Ranks
-from ms_gradaccum.state.saved_state import SavedState, check_directory, step_of
+from ms_gradaccum.state.saved_state import SavedState, check_directory, epoch_of, step_of
 from ms_gradaccum.state.window_sums import Held
 
 _OWNER = "save_state"
@@ -199,15 +199,6 @@ class _Saving:
                 f"For '{_OWNER}', the state cannot be written to {self.directory}: {error.strerror}. The states before "
                 f"it are whole. Make room, or give a folder that all processes can write to",
             ) from error
-
-
-def epoch_of(numbers: dict[str, Any]) -> int | None:
-    """Return the number of the pass over the data that comes next, if the numbers of a rank tell."""
-    data = numbers.get("data")
-    if data is not None:
-        return int(data["epoch"]) + (data["batches"] is None)
-    passes = (numbers.get("loop") or {}).get("datasets") or []
-    return int(passes[0]["epoch"]) + (passes[0]["batches"] is None) if passes else None
 
 
 def _check_extra(extra: Any) -> dict[str, Any]:
