@@ -135,7 +135,7 @@ class _Loading:
         steps: Steps = []
         for i, sums in enumerate(buffers):
             batches = max(each[i] for each in counts)
-            if limit is not None and batches >= max(limit, 1) and batches > 0:
+            if limit is not None and batches >= limit:
                 raise another_program(f"has {batches} batches in its window, where accumulation_steps is {limit}")
             steps += sums.plan_numbers([numbers[rank]["buffers"][i] for rank in mine], batches)
         return steps
