@@ -117,6 +117,19 @@ def check_choice(owner: str, name: str, value: Any, choices: Sequence[str], reme
     return value
 
 
+def check_path(owner: str, name: str, value: Any, remedy: str) -> str:
+    """Return ``value`` as text if it is a path that the system can have."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(sentence(owner, name, "a str or an os.PathLike", _typed(value), remedy))
+    try:
+        path = os.fsdecode(os.fsencode(value))
+    except UnicodeEncodeError:
+        path = ""
+    if not path or "\0" in path:
+        raise ValueError(sentence(owner, name, "a path that the system can have", repr(value), remedy))
+    return path
+
+
 def check_cell(owner: str, name: str, value: Any, remedy: str) -> nn.Cell:
     """Return ``value`` if it is an ``nn.Cell``."""
     if not isinstance(value, nn.Cell):

@@ -49,7 +49,8 @@ def load_state(step: Any, directory: str | os.PathLike[str]) -> SavedState:
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If there is no state, it is damaged, or it belongs to another program.
+        ValueError: If `directory` is no path that the system can have, there is no state, it is damaged, or it belongs
+            to another program.
         RuntimeError: If an Accumulator is in the middle of a batch.
 
     Supported Platforms:

@@ -53,7 +53,7 @@ def save_state(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `keep_checkpoint_max` is less than 1.
+        ValueError: If `directory` is no path that the system can have, or `keep_checkpoint_max` is less than 1.
         OSError: If the state cannot be written, for example on a full disk. Those before it are whole.
         RuntimeError: If an Accumulator is in the middle of a batch, or the processes' weights differ.
 

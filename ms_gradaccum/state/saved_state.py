@@ -1,12 +1,11 @@
 """What is told of a state that was saved or loaded, and of whom one is taken."""
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mindspore as ms
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import check_path, sentence
 from ms_gradaccum.accumulator import Accumulator
 from ms_gradaccum.saved.data_order import PassPlace
 from ms_gradaccum.train_step import TrainOneStepCell
@@ -51,8 +50,5 @@ def epoch_of(numbers: dict[str, Any]) -> int | None:
 
 
 def check_directory(owner: str, directory: Any) -> Path:
-    """Return a folder's path."""
-    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
-        got = f"{directory!r} of type {type(directory).__name__}"
-        raise TypeError(sentence(owner, "directory", "a path", got, "Give a folder for the states of this training."))
-    return Path(directory)
+    """Return the folder of the states."""
+    return Path(check_path(owner, "directory", directory, "Give a folder for the states of this training."))
