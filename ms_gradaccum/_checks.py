@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import nn
 
 # What MindSpore counts with, and the range of the numbers that it computes with.
-_INT32 = 2**31 - 1
+MAX_INT = 2**31 - 1
 _LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 # Where the frames between a warning and the user's line are.
 _LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
@@ -29,7 +29,7 @@ def _typed(value: object) -> str:
     return f"{value!r} of type {type(value).__name__}"
 
 
-def check_positive_int(owner: str, name: str, value: Any, remedy: str, most: int = _INT32) -> int:
+def check_positive_int(owner: str, name: str, value: Any, remedy: str, most: int = MAX_INT) -> int:
     """Return ``value`` if it is an int from 1 to ``most`` (a bool is not an int here)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(sentence(owner, name, "a positive int", _typed(value), remedy))
@@ -44,8 +44,8 @@ def check_int(owner: str, name: str, value: Any, remedy: str) -> int:
     """Return ``value`` if it is an int (a bool is not an int here) that an int32 can hold."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(sentence(owner, name, "an int", _typed(value), remedy))
-    if not -_INT32 - 1 <= value <= _INT32:
-        raise ValueError(sentence(owner, name, f"an int from {-_INT32 - 1} to {_INT32}", value, remedy))
+    if not -MAX_INT - 1 <= value <= MAX_INT:
+        raise ValueError(sentence(owner, name, f"an int from {-MAX_INT - 1} to {MAX_INT}", value, remedy))
     return value
 
 

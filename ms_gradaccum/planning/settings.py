@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from mindspore import Parameter
 
 from ms_gradaccum._checks import (
+    MAX_INT,
     check_bool,
     check_choice,
     check_last_window,
@@ -18,7 +19,8 @@ from ms_gradaccum.parallel.choose import choose_kind
 from ms_gradaccum.planning.windows import share_rows
 
 # What can be counted batch by batch.
-_MOST_RANKS, _MOST_BATCHES, _MOST_ROWS = 10**6, 10**8, 10**15
+_MOST_BATCHES, _MOST_ROWS = 10**8, 10**15
+_MOST = {"ranks": 10**6, "global_batch": _MOST_ROWS}
 _DEVICES = ("CPU", "GPU", "Ascend")
 _COUNTS = {
     "batch_size": "It counts the rows of one batch on one rank.",
@@ -43,8 +45,7 @@ def check_settings(owner: str, plan: Any) -> None:
     for name, remedy in _COUNTS.items():
         value = getattr(plan, name)
         if value is not None or name in ("batch_size", "ranks", "micro_size"):
-            most = {"ranks": {"most": _MOST_RANKS}, "global_batch": {"most": _MOST_ROWS}}.get(name, {})
-            check_positive_int(owner, name, value, remedy, **most)
+            check_positive_int(owner, name, value, remedy, _MOST.get(name, MAX_INT))
     if (plan.epochs is None) == (plan.steps is None):
         got = "neither" if plan.epochs is None else f"epochs={plan.epochs} and steps={plan.steps}"
         raise ValueError(f"For '{owner}', either epochs or steps must be given, but got {got}. Say how long it trains.")
