@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mindspore import nn
 
-from ms_gradaccum._checks import check_bool, check_positive_int, sentence
+from ms_gradaccum._checks import check_bool, check_positive_int, sentence, typed
 from ms_gradaccum.accumulator import Accumulator
 from ms_gradaccum.events import Events
 from ms_gradaccum.parallel.single import SingleProcess
@@ -260,7 +260,7 @@ def _look_at(train_step: Any, network: nn.Cell | None) -> _Trained:
             optimizer, parallels, loss_cell.weighted, train_step.events, lambda: train_step.open_batches() > 0
         )
     if not isinstance(train_step, Accumulator):
-        got, remedy = f"{train_step!r} of type {type(train_step).__name__}", "Of a Model, give model.train_network."
+        got, remedy = typed(train_step), "Of a Model, give model.train_network."
         raise TypeError(sentence(_OWNER, "train_step", "a TrainOneStepCell or an Accumulator", got, remedy))
     chosen = train_step.window.chosen(network)
     if len(chosen) > 1:

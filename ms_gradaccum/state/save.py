@@ -8,7 +8,7 @@ from typing import Any
 
 import mindspore as ms
 
-from ms_gradaccum._checks import check_positive_int, sentence, warn
+from ms_gradaccum._checks import check_positive_int, sentence, typed, warn
 from ms_gradaccum.accumulator import Accumulator
 from ms_gradaccum.saved import files, random_state
 from ms_gradaccum.state import loop_state
@@ -206,7 +206,7 @@ def _check_extra(extra: Any) -> dict[str, Any]:
     if extra is None:
         return {}
     if not isinstance(extra, dict):
-        got = f"{extra!r} of type {type(extra).__name__}"
+        got = typed(extra)
         raise TypeError(sentence(_OWNER, "extra", "a dict or None", got, remedy))
     try:
         text = json.dumps(extra)
