@@ -151,6 +151,12 @@ def check_dataset(owner: str, name: str, value: Any, remedy: str) -> None:
         raise TypeError(sentence(owner, name, "a dataset of mindspore.dataset", typed(value), remedy))
 
 
+def check_accumulation_steps(owner: str, value: Any) -> int:
+    """Return ``value`` if it is a number of batches of one update."""
+    remedy = "It counts the batches of one update; 1 means an update per batch."
+    return check_positive_int(owner, "accumulation_steps", value, remedy)
+
+
 def check_last_window(owner: str, value: Any) -> str:
     """Return ``value`` if it says what becomes of a window that is unfinished at the end of the data."""
     remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."

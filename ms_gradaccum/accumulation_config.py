@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ms_gradaccum._checks import check_bool, check_choice, check_positive_int, sentence, typed
+from ms_gradaccum._checks import check_accumulation_steps, check_bool, check_choice, check_positive_int, sentence, typed
 
 _OWNER = "AccumulationConfig"
 _SCHEDULE = "AccumulationSchedule"
@@ -107,8 +107,7 @@ class AccumulationConfig:
     schedule: Schedule | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        remedy = "It counts the batches of one update; 1 means an update per batch."
-        check_positive_int(_OWNER, "accumulation_steps", self.accumulation_steps, remedy)
+        check_accumulation_steps(_OWNER, self.accumulation_steps)
         check_bool(_OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over.")
         check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
         if isinstance(self.schedule, dict):
@@ -154,8 +153,7 @@ class AccumulationConfig:
 
 def merge_config(owner: str, accumulation_steps: Any, config: Any) -> AccumulationConfig:
     """Return the settings that a number and a config give together."""
-    remedy = "It counts the batches of one update; 1 means an update per batch."
-    check_positive_int(owner, "accumulation_steps", accumulation_steps, remedy)
+    check_accumulation_steps(owner, accumulation_steps)
     if config is None:
         return AccumulationConfig(accumulation_steps)
     if not isinstance(config, AccumulationConfig):

@@ -7,6 +7,7 @@ from mindspore import Parameter
 
 from ms_gradaccum._checks import (
     MAX_INT,
+    check_accumulation_steps,
     check_bool,
     check_choice,
     check_last_window,
@@ -26,7 +27,6 @@ _COUNTS = {
     "batch_size": "It counts the rows of one batch on one rank.",
     "ranks": "It counts the processes; 1 is a single one.",
     "micro_size": "It counts the micro batches of one batch; 1 means no split.",
-    "accumulation_steps": "It counts the batches of one update; 1 means an update per batch.",
     "global_batch": "It counts the rows of one update on all ranks together.",
     "epochs": "It counts the passes over the data.",
     "steps": "It counts the batches to train on.",
@@ -46,6 +46,8 @@ def check_settings(owner: str, plan: Any) -> None:
         value = getattr(plan, name)
         if value is not None or name in ("batch_size", "ranks", "micro_size"):
             check_positive_int(owner, name, value, remedy, _MOST.get(name, MAX_INT))
+    if plan.accumulation_steps is not None:
+        check_accumulation_steps(owner, plan.accumulation_steps)
     if (plan.epochs is None) == (plan.steps is None):
         got = "neither" if plan.epochs is None else f"epochs={plan.epochs} and steps={plan.steps}"
         raise ValueError(f"For '{owner}', either epochs or steps must be given, but got {got}. Say how long it trains.")
