@@ -19,7 +19,7 @@ _trainers: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[nn.Cell]]" = weakref.
 def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
     """Raise unless ``optimizer`` is one, updates parameters of ``network`` and is free."""
     if not isinstance(optimizer, (nn.Optimizer, ExperimentalOptimizer)):
-        got = f"{type(optimizer).__name__}"
+        got = type(optimizer).__name__
         rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
         raise TypeError(sentence(owner, "optimizer", rule, got, _OWN_REMEDY))
     if getattr(optimizer, "thor", False):

@@ -34,7 +34,7 @@ def step_of(owner: str, step: Any) -> TrainOneStepCell | Accumulator:
     if isinstance(step, ms.Model):
         step = step.train_network
     if not isinstance(step, (TrainOneStepCell, Accumulator)):
-        rule, got = "a TrainOneStepCell, an Accumulator or a Model", f"{type(step).__name__}"
+        rule, got = "a TrainOneStepCell, an Accumulator or a Model", type(step).__name__
         raise TypeError(sentence(owner, "step", rule, got, "Give what trains, with its optimizer."))
     if isinstance(step, Accumulator):
         step.window.check_between_batches(owner)
