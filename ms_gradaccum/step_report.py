@@ -10,6 +10,7 @@ from mindspore import nn
 from ms_gradaccum._checks import check_bool, check_positive_int, sentence, typed
 from ms_gradaccum.accumulator import Accumulator
 from ms_gradaccum.events import Events
+from ms_gradaccum.optimizers import inner_optimizer
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.step_costs import CommunicationTime, peak_memory, weight_norm_of
 from ms_gradaccum.step_output import StepOutput
@@ -255,7 +256,7 @@ class StepReporter:
 def _look_at(train_step: Any, network: nn.Cell | None) -> _Trained:
     if isinstance(train_step, TrainOneStepCell):
         parallels = None if train_step.semi_auto is not None else [train_step.parallel]
-        optimizer, loss_cell = _inner(train_step.optimizer), train_step.network
+        optimizer, loss_cell = inner_optimizer(train_step.optimizer), train_step.network
         return _Trained(
             optimizer, parallels, loss_cell.weighted, train_step.events, lambda: train_step.open_batches() > 0
         )
@@ -267,10 +268,5 @@ def _look_at(train_step: Any, network: nn.Cell | None) -> _Trained:
         remedy = "Build a reporter for each: StepReporter(accumulator, network=loss_cell)."
         raise ValueError(sentence(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
     trained = chosen[0]
-    optimizer = _inner(trained.optimizers[0])
+    optimizer = inner_optimizer(trained.optimizers[0])
     return _Trained(optimizer, trained.parallels, trained.network.weighted, train_step.events, lambda: trained.is_open)
-
-
-def _inner(optimizer: nn.Cell) -> Any:
-    """Return the optimizer that counts: LARS leaves it to the one that it wraps."""
-    return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
