@@ -13,7 +13,7 @@ from ms_gradaccum.events import Events
 from ms_gradaccum.optimizers import inner_optimizer
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.step_costs import CommunicationTime, peak_memory, weight_norm_of
-from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.step_output import StepOutput, check_output
 from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "StepReporter"
@@ -185,12 +185,8 @@ class StepReporter:
             TypeError: If `output` is something else.
             RuntimeError: If the time of the messages is to be measured, but the next window has begun.
         """
-        if output is None:
-            return None
-        if not isinstance(output, StepOutput):
-            got, remedy = type(output).__name__, "With several networks, give the output of one of them."
-            raise TypeError(sentence(_OWNER, "output", "a StepOutput or None", got, remedy))
-        if not output.ends_window:
+        check_output(_OWNER, output)
+        if output is None or not output.ends_window:
             return None
         updated = bool(output.updated.asnumpy())
         self._updates += updated
