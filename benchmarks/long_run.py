@@ -9,12 +9,12 @@ import os
 import platform
 import statistics
 import time
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank, init
+from step import status
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum.compiled import Compiled
@@ -27,12 +27,6 @@ def build() -> TrainOneStepCell:
     network = nn.SequentialCell(nn.Dense(FEATURES, 128), nn.ReLU(), nn.Dense(128, 1))
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
     return TrainOneStepCell(loss_cell, nn.Adam(network.trainable_params(), 1e-4), accumulation_steps=2)
-
-
-def resident() -> float:
-    """Return the resident memory of this process. Unit: MB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def graphs(step: TrainOneStepCell) -> int:
@@ -59,7 +53,7 @@ def run(windows: int, seed: int) -> list[tuple[int, float, float, int]]:
         float(output.loss.asnumpy())
         times.append(time.perf_counter() - begun)
         if window % max(1, windows // SLICES) == 0:
-            facts.append((window, resident(), statistics.median(times), graphs(step)))
+            facts.append((window, status("VmRSS"), statistics.median(times), graphs(step)))
             times = []
     return facts
 

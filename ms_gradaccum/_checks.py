@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import nn
 
 # What MindSpore counts with, and the range of the numbers that it computes with.
-_INT32 = 2**31 - 1
+MAX_INT = 2**31 - 1
 _LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 # Where the frames between a warning and the user's line are.
 _LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
@@ -25,14 +25,15 @@ def sentence(owner: str, name: str, rule: str, value: object, remedy: str) -> st
     return f"For '{owner}', the argument '{name}' must be {rule}, but got {value}. {remedy}"
 
 
-def _typed(value: object) -> str:
+def typed(value: object) -> str:
+    """Return a value of the wrong type as an error shows it."""
     return f"{value!r} of type {type(value).__name__}"
 
 
-def check_positive_int(owner: str, name: str, value: Any, remedy: str, most: int = _INT32) -> int:
+def check_positive_int(owner: str, name: str, value: Any, remedy: str, most: int = MAX_INT) -> int:
     """Return ``value`` if it is an int from 1 to ``most`` (a bool is not an int here)."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(sentence(owner, name, "a positive int", _typed(value), remedy))
+        raise TypeError(sentence(owner, name, "a positive int", typed(value), remedy))
     if value < 1:
         raise ValueError(sentence(owner, name, "a positive int", value, remedy))
     if value > most:
@@ -43,16 +44,16 @@ def check_positive_int(owner: str, name: str, value: Any, remedy: str, most: int
 def check_int(owner: str, name: str, value: Any, remedy: str) -> int:
     """Return ``value`` if it is an int (a bool is not an int here) that an int32 can hold."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(sentence(owner, name, "an int", _typed(value), remedy))
-    if not -_INT32 - 1 <= value <= _INT32:
-        raise ValueError(sentence(owner, name, f"an int from {-_INT32 - 1} to {_INT32}", value, remedy))
+        raise TypeError(sentence(owner, name, "an int", typed(value), remedy))
+    if not -MAX_INT - 1 <= value <= MAX_INT:
+        raise ValueError(sentence(owner, name, f"an int from {-MAX_INT - 1} to {MAX_INT}", value, remedy))
     return value
 
 
 def check_positive_float(owner: str, name: str, value: Any, remedy: str) -> float:
     """Return ``value`` as a float if it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(sentence(owner, name, "a positive number", _typed(value), remedy))
+        raise TypeError(sentence(owner, name, "a positive number", typed(value), remedy))
     number = _as_float(value)
     if not (math.isfinite(number) and number > 0):
         raise ValueError(sentence(owner, name, "a positive number", value, remedy))
@@ -73,7 +74,7 @@ def check_number(owner: str, name: str, value: Any, remedy: str) -> float:
     number = value.asnumpy() if isinstance(value, ms.Tensor) else value
     number = number.item() if isinstance(number, (np.ndarray, np.generic)) and number.size == 1 else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise TypeError(sentence(owner, name, "a number", _typed(value), remedy))
+        raise TypeError(sentence(owner, name, "a number", typed(value), remedy))
     if not (math.isfinite(_as_float(number)) and number >= 0):
         raise ValueError(sentence(owner, name, "a number of at least 0", number, remedy))
     return float(number)
@@ -91,7 +92,7 @@ def check_loss(owner: str, value: Any) -> float:
     """Return a loss that the caller reports as a float; NaN if there is none. An Inf or a NaN is a loss, too."""
     if value is None:
         return math.nan
-    got = _typed(value)
+    got = typed(value)
     if isinstance(value, (int, float, ms.Tensor, np.ndarray, np.generic)):
         try:
             return float(value)  # type: ignore[arg-type]
@@ -103,7 +104,7 @@ def check_loss(owner: str, value: Any) -> float:
 def check_bool(owner: str, name: str, value: Any, remedy: str) -> bool:
     """Return ``value`` if it is a bool."""
     if not isinstance(value, bool):
-        raise TypeError(sentence(owner, name, "a bool", _typed(value), remedy))
+        raise TypeError(sentence(owner, name, "a bool", typed(value), remedy))
     return value
 
 
@@ -111,30 +112,49 @@ def check_choice(owner: str, name: str, value: Any, choices: Sequence[str], reme
     """Return ``value`` if it is one of the strings in ``choices``."""
     rule = "one of " + ", ".join(repr(choice) for choice in choices)
     if not isinstance(value, str):
-        raise TypeError(sentence(owner, name, rule, _typed(value), remedy))
+        raise TypeError(sentence(owner, name, rule, typed(value), remedy))
     if value not in choices:
         raise ValueError(sentence(owner, name, rule, repr(value), remedy))
     return value
 
 
+def check_path(owner: str, name: str, value: Any, remedy: str) -> str:
+    """Return ``value`` as text if it is a path that the system can have."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(sentence(owner, name, "a str or an os.PathLike", typed(value), remedy))
+    try:
+        path = os.fsdecode(os.fsencode(value))
+    except UnicodeEncodeError:
+        path = ""
+    if not path or "\0" in path:
+        raise ValueError(sentence(owner, name, "a path that the system can have", repr(value), remedy))
+    return path
+
+
 def check_cell(owner: str, name: str, value: Any, remedy: str) -> nn.Cell:
     """Return ``value`` if it is an ``nn.Cell``."""
     if not isinstance(value, nn.Cell):
-        raise TypeError(sentence(owner, name, "an nn.Cell", _typed(value), remedy))
+        raise TypeError(sentence(owner, name, "an nn.Cell", typed(value), remedy))
     return value
 
 
 def check_tensor(owner: str, name: str, value: Any, remedy: str) -> ms.Tensor:
     """Return ``value`` if it is a tensor."""
     if not isinstance(value, ms.Tensor):
-        raise TypeError(sentence(owner, name, "a tensor", _typed(value), remedy))
+        raise TypeError(sentence(owner, name, "a tensor", typed(value), remedy))
     return value
 
 
 def check_dataset(owner: str, name: str, value: Any, remedy: str) -> None:
     """Raise unless ``value`` is a dataset of ``mindspore.dataset``, or a prepared one."""
     if not hasattr(value, "get_dataset_size"):
-        raise TypeError(sentence(owner, name, "a dataset of mindspore.dataset", _typed(value), remedy))
+        raise TypeError(sentence(owner, name, "a dataset of mindspore.dataset", typed(value), remedy))
+
+
+def check_accumulation_steps(owner: str, value: Any) -> int:
+    """Return ``value`` if it is a number of batches of one update."""
+    remedy = "It counts the batches of one update; 1 means an update per batch."
+    return check_positive_int(owner, "accumulation_steps", value, remedy)
 
 
 def check_last_window(owner: str, value: Any) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ms_gradaccum._checks import check_bool, check_choice, check_positive_int, sentence
+from ms_gradaccum._checks import check_accumulation_steps, check_bool, check_choice, check_positive_int, sentence, typed
 
 _OWNER = "AccumulationConfig"
 _SCHEDULE = "AccumulationSchedule"
@@ -45,13 +45,13 @@ class AccumulationSchedule:
     def __post_init__(self) -> None:
         rule, remedy = "a dict from counts to numbers of batches", "For example {0: 1, 4: 2}."
         if not isinstance(self.milestones, dict):
-            got = f"{self.milestones!r} of type {type(self.milestones).__name__}"
+            got = typed(self.milestones)
             raise TypeError(sentence(_SCHEDULE, "milestones", rule, got, remedy))
         if not self.milestones:
             raise ValueError(sentence(_SCHEDULE, "milestones", rule, "an empty one", remedy))
         for count, steps in self.milestones.items():
             if isinstance(count, bool) or not isinstance(count, int):
-                got = f"{count!r} of type {type(count).__name__}"
+                got = typed(count)
                 raise TypeError(sentence(_SCHEDULE, "milestones", "a dict whose keys are ints", got, remedy))
             if count < 0:
                 raise ValueError(sentence(_SCHEDULE, "milestones", "a dict whose keys are not negative", count, remedy))
@@ -61,7 +61,7 @@ class AccumulationSchedule:
     def steps_at(self, count: float) -> int:
         """Return the number of batches of a window that begins after ``count`` epochs, updates or tokens."""
         if isinstance(count, bool) or not isinstance(count, (int, float)):
-            got, remedy = f"{count!r} of type {type(count).__name__}", "It counts epochs, updates or tokens."
+            got, remedy = typed(count), "It counts epochs, updates or tokens."
             raise TypeError(sentence(_SCHEDULE, "count", "a number", got, remedy))
         reached = [milestone for milestone in self.milestones if milestone <= count]
         return self.milestones[max(reached)] if reached else 1
@@ -107,8 +107,7 @@ class AccumulationConfig:
     schedule: Schedule | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        remedy = "It counts the batches of one update; 1 means an update per batch."
-        check_positive_int(_OWNER, "accumulation_steps", self.accumulation_steps, remedy)
+        check_accumulation_steps(_OWNER, self.accumulation_steps)
         check_bool(_OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over.")
         check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
         if isinstance(self.schedule, dict):
@@ -116,7 +115,7 @@ class AccumulationConfig:
         elif self.schedule is not None and not (
             isinstance(self.schedule, AccumulationSchedule) or callable(self.schedule)
         ):
-            got = f"{self.schedule!r} of type {type(self.schedule).__name__}"
+            got = typed(self.schedule)
             remedy = "For example schedule={0: 1, 4: 2}."
             raise TypeError(
                 sentence(_OWNER, "schedule", "an AccumulationSchedule, a dict, a function or None", got, remedy)
@@ -154,12 +153,11 @@ class AccumulationConfig:
 
 def merge_config(owner: str, accumulation_steps: Any, config: Any) -> AccumulationConfig:
     """Return the settings that a number and a config give together."""
-    remedy = "It counts the batches of one update; 1 means an update per batch."
-    check_positive_int(owner, "accumulation_steps", accumulation_steps, remedy)
+    check_accumulation_steps(owner, accumulation_steps)
     if config is None:
         return AccumulationConfig(accumulation_steps)
     if not isinstance(config, AccumulationConfig):
-        got = f"{config!r} of type {type(config).__name__}"
+        got = typed(config)
         raise TypeError(sentence(owner, "config", "an AccumulationConfig or None", got, "Build one, or leave it out."))
     if accumulation_steps in (1, config.accumulation_steps):
         return config

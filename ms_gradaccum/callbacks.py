@@ -10,9 +10,9 @@ from mindspore import Tensor
 from mindspore.communication import GlobalComm, get_rank
 from mindspore.train import Callback
 
-from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int, sentence
+from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int
 from ms_gradaccum.progress_display import Bar, Display, Lines
-from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.step_output import StepOutput, check_output
 
 _OWNER = "ProgressBar"
 
@@ -120,9 +120,7 @@ class ProgressBar(Callback):
                 inside a window, count for nothing.
             epoch (int, optional): The epoch to show. Default: ``None``.
         """
-        if output is not None and not isinstance(output, StepOutput):
-            got, remedy = type(output).__name__, "With several networks, give the output of one of them."
-            raise TypeError(sentence(_OWNER, "output", "a StepOutput or None", got, remedy))
+        check_output(_OWNER, output)
         if output is None or not output.ends_window:
             return
         if not self._by_hand:

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import sentence, typed
 from ms_gradaccum.step_output import StepOutput
 
 NAMES = ("on_micro_batch_begin", "on_micro_batch_end", "on_update_begin", "on_update_end")
+# The state of `Events`: what it counts, and at how many micro batches the last window ended.
+COUNTS = ("batches", "micro_batches", "window_micro_batches", "updates", "skipped_updates", "_before_window")
 
 
 class StepEvent(NamedTuple):
@@ -81,7 +83,7 @@ class Events:
     def add(self, callback: Any) -> None:
         """Call those methods of ``callback`` that have the names of events, from now on."""
         if not is_listener(callback):
-            got = f"{callback!r} of type {type(callback).__name__}"
+            got = typed(callback)
             rule = f"an object with at least one of the methods {', '.join(NAMES)}"
             remedy = "Each takes one argument, a StepEvent."
             raise TypeError(sentence(self.owner, "callback", rule, got, remedy))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum._checks import check_path, sentence, warn
 
 _OWNER = "MetricsLogger"
 _number = itertools.count()
@@ -18,7 +18,7 @@ class JsonLines:
     """A file of JSON objects, one a line."""
 
     def __init__(self, path: str | os.PathLike[str], append: bool) -> None:
-        self.path = _as_path("path", path)
+        self.path = check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")
         self.unwritten = b""
         self.has_failed = False
         self.file: Any = None
@@ -95,7 +95,7 @@ class EventFile:
                 f"For '{_OWNER}', the argument 'tensorboard_dir' takes the package tensorboardX, but got: {error}. "
                 f"Install it with: pip install 'ms_gradaccum[logging]'."
             ) from None
-        self.folder = _as_path("tensorboard_dir", folder)
+        self.folder = check_path(_OWNER, "tensorboard_dir", folder, "For example 'log_output/events'.")
         self.make_writer = EventsWriter
         self.make_event, self.make_summary = Event, Summary
         self.has_failed = False
@@ -149,20 +149,6 @@ class Call:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def _as_path(name: str, path: Any) -> str:
-    """Return a path as text, if it can be one."""
-    remedy = "For example 'log_output/run.jsonl'." if name == "path" else "For example 'log_output/events'."
-    if not isinstance(path, (str, os.PathLike)):
-        got = f"{path!r} of type {type(path).__name__}"
-        raise TypeError(sentence(_OWNER, name, "a str or an os.PathLike", got, remedy))
-    try:
-        if b"\0" not in os.fsencode(path):
-            return os.fsdecode(path)
-    except UnicodeEncodeError:
-        pass
-    raise ValueError(sentence(_OWNER, name, "a path that the system can have", repr(path), remedy))
 
 
 def _not_writable(name: str, path: str, error: OSError) -> OSError:

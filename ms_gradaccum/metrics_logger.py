@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspore.train import Callback
 
-from ms_gradaccum._checks import check_bool, sentence
+from ms_gradaccum._checks import check_bool, sentence, typed
 from ms_gradaccum.events import StepEvent
 from ms_gradaccum.metric_sinks import Call, EventFile, JsonLines
 from ms_gradaccum.parallel.world import current_world
@@ -83,7 +83,7 @@ class MetricsLogger(Callback):
     ) -> None:
         super().__init__()
         if log is not None and not callable(log):
-            got = f"{log!r} of type {type(log).__name__}"
+            got = typed(log)
             raise TypeError(sentence(_OWNER, "log", "a function of a dict and a step, or None", got, "Give wandb.log."))
         check_bool(_OWNER, "append", append, "True goes on in a file that has lines.")
         self._costs = {"weight_norm": weight_norm, "communication_time": communication_time}
@@ -130,7 +130,7 @@ class MetricsLogger(Callback):
         for name, value in extra.items():
             if not _is_number(value):
                 remedy = "Metrics of several values take a name for each."
-                raise TypeError(sentence(_OWNER, name, "a number", f"{value!r} of type {type(value).__name__}", remedy))
+                raise TypeError(sentence(_OWNER, name, "a number", typed(value), remedy))
         extra = {name: value if isinstance(value, int) else float(value) for name, value in extra.items()}
         self._update = report.update
         epoch = {} if self._epoch is None else {"epoch": self._epoch}

@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import sentence, typed
 from ms_gradaccum.structure import take_apart
 
 # One axis for all inputs, or a tree with one entry per input (None: the input is not split).
@@ -52,7 +52,7 @@ def _checked_axis(axis: Any) -> BatchAxis:
     if isinstance(axis, dict):
         return {key: _checked_axis(item) for key, item in axis.items()}
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
-        got = f"{axis!r} of type {type(axis).__name__}"
+        got = typed(axis)
         raise TypeError(sentence(_OWNER, "batch_axis", "an int, None or one of these per input", got, _AXIS_REMEDY))
     return axis
 

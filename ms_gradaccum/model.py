@@ -21,13 +21,6 @@ from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "Model"
 _DATASET_REMEDY = "An Accumulator loops over anything."
-_NO_SETTINGS: dict[str, Any] = {
-    "accumulation_steps": 1,
-    "clip": None,
-    "mixed_precision": None,
-    "parallel": "auto",
-    "bad_micro_batch": "skip_window",
-}
 
 
 class Model(ms.Model):
@@ -173,7 +166,7 @@ class Model(ms.Model):
         if isinstance(self._network, AutoParallel) and is_semi_auto(self._network):
             got, remedy = "AutoParallel around a TrainOneStepCell", "Put AutoParallel inside that cell."
             raise ValueError(sentence(_OWNER, "network", "a loss cell in AutoParallel", got, remedy))
-        if self._step_settings != _NO_SETTINGS:
+        if self._step_settings != TrainOneStepCell.__init__.__kwdefaults__:
             remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
             raise ValueError(
                 sentence(_OWNER, "network", "a loss cell", "a TrainOneStepCell with its own settings", remedy)
@@ -275,6 +268,7 @@ class Model(ms.Model):
         return super()._check_network_mode(network, is_train)
 
     def _eval_during_train(self, valid_infos: Any, cb_params: Any, list_callback: Any) -> None:
+        # Called at the end of each pass, whether there is something to evaluate or not.
         if self._steps is not None:
             self._steps.end_pass(cb_params, list_callback)
         super()._eval_during_train(valid_infos, cb_params, list_callback)

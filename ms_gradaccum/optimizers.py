@@ -19,7 +19,7 @@ _trainers: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[nn.Cell]]" = weakref.
 def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
     """Raise unless ``optimizer`` is one, updates parameters of ``network`` and is free."""
     if not isinstance(optimizer, (nn.Optimizer, ExperimentalOptimizer)):
-        got = f"{type(optimizer).__name__}"
+        got = type(optimizer).__name__
         rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
         raise TypeError(sentence(owner, "optimizer", rule, got, _OWN_REMEDY))
     if getattr(optimizer, "thor", False):
@@ -75,13 +75,17 @@ def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
     return ParameterTuple(found.values())
 
 
+def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
+    """Return the optimizer that has the rate and the count of updates: LARS leaves both to the one that it wraps."""
+    return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
+
+
 class LearningRate(nn.Cell):
     """Learning rate of the next update: a float32 scalar, or one entry per parameter if groups differ."""
 
     def __init__(self, optimizer: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
-        # LARS has no rate of its own and wraps the optimizer that has.
-        self.optimizer = optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
+        self.optimizer = inner_optimizer(optimizer)
         self.groups = tuple(range(len(optimizer.lrs))) if isinstance(optimizer, ExperimentalOptimizer) else None
 
     def construct(self) -> Tensor:

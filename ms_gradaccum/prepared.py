@@ -8,7 +8,7 @@ from mindspore import nn
 from mindspore.dataset import Dataset
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import sentence, typed
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.saved.data_order import PassPlace, Sources, rest_of
 
@@ -181,4 +181,4 @@ def prepare(item: Any, window: Any) -> Any:
     if hasattr(item, "__iter__") and not isinstance(item, type):
         return PreparedDataset(item, window)
     rule, remedy = "a dataset, a learning rate scheduler or a Cell", "Give what the loop iterates over."
-    raise TypeError(sentence(_OWNER, "objects", rule, f"{item!r} of type {type(item).__name__}", remedy))
+    raise TypeError(sentence(_OWNER, "objects", rule, typed(item), remedy))

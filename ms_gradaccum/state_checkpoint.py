@@ -42,7 +42,7 @@ class StateCheckpoint(Callback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a number is not positive.
+        ValueError: If `directory` is no path that the system can have, or a number is not positive.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

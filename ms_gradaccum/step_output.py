@@ -1,9 +1,11 @@
 """What a training step reports."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from mindspore import Tensor
+
+from ms_gradaccum._checks import sentence
 
 
 class StepOutput(NamedTuple):
@@ -49,3 +51,10 @@ class StepOutput(NamedTuple):
         """Whether this call ended its window, with an update or with one that was skipped."""
         # Nothing waits for a device: inside a window they are constants of the host, at its end the step has read them.
         return bool(self.updated.asnumpy() or self.overflow.asnumpy() or np.isfinite(self.grad_norm.asnumpy()))
+
+
+def check_output(owner: str, output: Any) -> None:
+    """Raise unless ``output`` is that of a training step, or None."""
+    if output is not None and not isinstance(output, StepOutput):
+        got, remedy = type(output).__name__, "With several networks, give the output of one of them."
+        raise TypeError(sentence(owner, "output", "a StepOutput or None", got, remedy))

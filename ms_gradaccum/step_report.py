@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 from mindspore import nn
 
-from ms_gradaccum._checks import check_bool, check_positive_int, sentence
+from ms_gradaccum._checks import check_bool, check_positive_int, sentence, typed
 from ms_gradaccum.accumulator import Accumulator
 from ms_gradaccum.events import Events
+from ms_gradaccum.optimizers import inner_optimizer
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.step_costs import CommunicationTime, peak_memory, weight_norm_of
-from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.step_output import StepOutput, check_output
 from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "StepReporter"
@@ -184,12 +185,8 @@ class StepReporter:
             TypeError: If `output` is something else.
             RuntimeError: If the time of the messages is to be measured, but the next window has begun.
         """
-        if output is None:
-            return None
-        if not isinstance(output, StepOutput):
-            got, remedy = type(output).__name__, "With several networks, give the output of one of them."
-            raise TypeError(sentence(_OWNER, "output", "a StepOutput or None", got, remedy))
-        if not output.ends_window:
+        check_output(_OWNER, output)
+        if output is None or not output.ends_window:
             return None
         updated = bool(output.updated.asnumpy())
         self._updates += updated
@@ -255,22 +252,17 @@ class StepReporter:
 def _look_at(train_step: Any, network: nn.Cell | None) -> _Trained:
     if isinstance(train_step, TrainOneStepCell):
         parallels = None if train_step.semi_auto is not None else [train_step.parallel]
-        optimizer, loss_cell = _inner(train_step.optimizer), train_step.network
+        optimizer, loss_cell = inner_optimizer(train_step.optimizer), train_step.network
         return _Trained(
             optimizer, parallels, loss_cell.weighted, train_step.events, lambda: train_step.open_batches() > 0
         )
     if not isinstance(train_step, Accumulator):
-        got, remedy = f"{train_step!r} of type {type(train_step).__name__}", "Of a Model, give model.train_network."
+        got, remedy = typed(train_step), "Of a Model, give model.train_network."
         raise TypeError(sentence(_OWNER, "train_step", "a TrainOneStepCell or an Accumulator", got, remedy))
     chosen = train_step.window.chosen(network)
     if len(chosen) > 1:
         remedy = "Build a reporter for each: StepReporter(accumulator, network=loss_cell)."
         raise ValueError(sentence(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
     trained = chosen[0]
-    optimizer = _inner(trained.optimizers[0])
+    optimizer = inner_optimizer(trained.optimizers[0])
     return _Trained(optimizer, trained.parallels, trained.network.weighted, train_step.events, lambda: trained.is_open)
-
-
-def _inner(optimizer: nn.Cell) -> Any:
-    """Return the optimizer that counts: LARS leaves it to the one that it wraps."""
-    return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer

@@ -7,7 +7,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import check_positive_int, warn
+from ms_gradaccum._checks import check_accumulation_steps, warn
 from ms_gradaccum.bad_micro_batch import check_bad_micro_batch
 from ms_gradaccum.compiled import graph_mode
 from ms_gradaccum.events import Events, Observed
@@ -111,8 +111,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         check_optimizer(_OWNER, optimizer, network)
         drops = check_bad_micro_batch(_OWNER, bad_micro_batch)
         precision = check_precision(_OWNER, mixed_precision)
-        remedy = "It counts the batches of one update; 1 means an update per batch."
-        check_positive_int(_OWNER, "accumulation_steps", accumulation_steps, remedy)
+        check_accumulation_steps(_OWNER, accumulation_steps)
         clip = check_clip(_OWNER, clip)
         network = network.in_precision(_OWNER, precision)
         super().__init__(network, optimizer)

@@ -214,7 +214,7 @@ def _check_grads(grads: Any, weights: list[Any]) -> tuple[Tensor, ...]:
     if isinstance(grads, Tensor):
         grads = (grads,)
     if not isinstance(grads, (tuple, list)) or not all(isinstance(grad, Tensor) for grad in grads):
-        raise TypeError(sentence(_OWNER, "grads", "a tuple of tensors", f"{type(grads).__name__}", remedy))
+        raise TypeError(sentence(_OWNER, "grads", "a tuple of tensors", type(grads).__name__, remedy))
     found = [tuple(grad.shape) for grad in grads]
     expected = [tuple(weight.shape) for weight in weights]
     if found != expected:

@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, sentence
+from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, sentence, typed
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.micro_batch import BatchAxis, check_batch_axis
 from ms_gradaccum.verification.experiment import Experiment, Start
@@ -155,7 +155,7 @@ def _as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(batch), {}
     if isinstance(batch, (Tensor, np.ndarray)):
         return (batch,), {}
-    got = f"{batch!r} of type {type(batch).__name__}"
+    got = typed(batch)
     remedy = "Give the inputs of network in a tuple, or by name in a dict."
     raise TypeError(sentence(_OWNER, "batch", "a tensor, a tuple, a list or a dict", got, remedy))
 

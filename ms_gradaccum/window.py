@@ -211,9 +211,9 @@ class Window(nn.Cell):
 
     def adjust(self, output: StepOutput) -> None:
         """Choose the loss scale of the next window, after ``output`` of this one."""
-        bad = self.is_bad.asnumpy() or output.overflow.asnumpy()
-        self.loss_scale.adjust(output.updated, Tensor(bool(bad)))
-        self._count_overflow(bool(output.overflow.asnumpy()), bool(output.updated.asnumpy()))
+        overflow = bool(output.overflow.asnumpy())
+        self.loss_scale.adjust(output.updated, Tensor(overflow or bool(self.is_bad.asnumpy())))
+        self._count_overflow(overflow, bool(output.updated.asnumpy()))
 
     def _count_overflow(self, overflow: bool, updated: bool) -> None:
         """Stop a training that skips all its updates: no scale is small enough for a gradient that is broken."""

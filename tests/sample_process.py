@@ -17,14 +17,16 @@ import make_subset  # noqa: E402, F401
 
 
 @contextmanager
-def running_sample(folder, script=SAMPLE / "run.sh", limit=300, tools=None, arguments=(), **variables):
+def running_sample(
+    folder, script=SAMPLE / "run.sh", limit=300, tools=None, arguments=(), output=subprocess.PIPE, **variables
+):
     """A sample's run.sh, started in ``folder`` with this Python's environment; ended after ``limit`` seconds.
 
-    ``tools`` is a folder of programs that are found before any other.
+    ``tools`` is a folder of programs that are found before any other, ``output`` where it writes to.
     """
     folders = [*([tools] if tools else []), Path(sys.executable).parent, os.environ["PATH"]]
     environment = {**os.environ, **variables, "PATH": os.pathsep.join(map(str, folders))}
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "text": True}
     with subprocess.Popen(["bash", str(script), *arguments], cwd=folder, env=environment, **options) as sample:
         end = threading.Timer(limit, sample.terminate)
         end.start()

@@ -33,6 +33,17 @@ def keeping_step(loss_cell, micro_size=1, *, weighted=False, batch_axis=0, **set
     return TrainOneStepCell(network, KeepGradients(loss_cell.trainable_params()), **settings)
 
 
+class Around(nn.Cell):
+    """A larger program that the step is a part of."""
+
+    def __init__(self, step):
+        super().__init__(auto_prefix=False)
+        self.step = step
+
+    def construct(self, *inputs):
+        return self.step(*inputs)
+
+
 class Weights(nn.Cell):
     """One float32 weight per column; the loss is the mean over the rows of x @ weights, its gradient the mean row."""
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from linear_toy import whole
 from mindspore import Tensor, nn, ops
-from step_probe import KeepGradients, Weights, changed, number, values_of
+from step_probe import Around, KeepGradients, Weights, changed, number, values_of
 
 from ms_gradaccum import Accumulator, ClipByGlobalNorm, GradAccumulation, MixedPrecision, StepOutput, TrainOneStepCell
 
@@ -92,17 +92,6 @@ def test_on_compiled_graphs_in_both_modes(mode):
     rest = np.concatenate([without(data(), (1,)), data(1)])
     assert (number(output.updated), number(output.weight)) == (True, 12)
     np.testing.assert_allclose(cell.weight.asnumpy(), [0.5, -1, 2] - 0.1 * clipped(mean_gradient(rest)), rtol=1e-5)
-
-
-class Around(nn.Cell):
-    """A larger program that the step is a part of."""
-
-    def __init__(self, step):
-        super().__init__(auto_prefix=False)
-        self.step = step
-
-    def construct(self, x):
-        return self.step(x)
 
 
 def test_inside_a_larger_graph():

@@ -1,6 +1,5 @@
 """Batches and networks that are refused: every error is one sentence, the same in both modes, and changes nothing."""
 
-import re
 from collections import UserDict
 
 import mindspore as ms
@@ -9,17 +8,11 @@ import pytest
 from linear_toy import X, line
 from mindspore import Parameter, Tensor, nn, ops
 from step_probe import changed, keeping_step, values_of
+from test_errors import AXIS, raises
 
 from ms_gradaccum import GradAccumulation
 
-AXIS = "Give one axis for all inputs, or one entry per input with None for an input that is not split."
-
 TENSORS = "Give tensors, or tuples, lists and dicts of them; dict(batch) makes a dict of what is like one."
-
-
-def raises(error, sentence):
-    """Expect exactly this sentence, with nothing before or after it."""
-    return pytest.raises(error, match=f"^{re.escape(sentence)}$")
 
 
 EIGHT, FOUR, NO_ROWS = Tensor(X), Tensor(X[:4]), np.zeros((0, 1), np.float32)

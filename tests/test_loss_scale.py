@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from linear_toy import batches, descend, line, sgd, weight_of, whole
 from mindspore import Parameter, Tensor, amp, nn, ops
-from step_probe import KeepGradients, Weights, changed, keeping_step, number, values_of
+from step_probe import Around, KeepGradients, Weights, changed, keeping_step, number, values_of
 
 from ms_gradaccum import (
     Accumulator,
@@ -225,17 +225,6 @@ def test_a_checkpoint_holds_the_scale_and_its_counter(eager, tmp_path):
     for twin in (step, resumed):
         assert number(twin(rows()).loss_scale) == 32
     assert changed(values_of(step), values_of(resumed)) == set() and values_of(step)[SCALE] == 64
-
-
-class Around(nn.Cell):
-    """A larger program that the step is a part of."""
-
-    def __init__(self, step):
-        super().__init__(auto_prefix=False)
-        self.step = step
-
-    def construct(self, x):
-        return self.step(x)
 
 
 @pytest.mark.parametrize("chooser", [only_scaled(init_scale=4.0, growth_interval=2), amp.DynamicLossScaler(4.0, 2, 2)])

@@ -5,6 +5,7 @@ import pytest
 from linear_toy import line
 from mindspore import Tensor, nn
 from test_errors import new_step, raises
+from test_plan_settings import plan
 
 from ms_gradaccum import (
     ClipByGlobalNorm,
@@ -13,7 +14,6 @@ from ms_gradaccum import (
     MetricsLogger,
     MixedPrecision,
     TokenMeanLoss,
-    TrainingPlan,
     TrainOneStepCell,
 )
 
@@ -69,10 +69,6 @@ def test_the_label_of_padding_is_an_int32():
     )
     with raises(ValueError, f"{sentence}{2**32}. It is the label of padding."):
         TokenMeanLoss(line(), 2**32)
-
-
-def plan(**settings):
-    return TrainingPlan(**{"dataset_size": 100, "batch_size": 8, "epochs": 1, **settings})
 
 
 PLANS = [

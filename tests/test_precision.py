@@ -24,12 +24,6 @@ from ms_gradaccum import (
 NAMES = {"fp16": "O1", "fp16_apex": "O2", "fp16_naive": "O3", "O1": "O1", "O2": "O2", "O3": "O3", "auto": "auto"}
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Level O1 writes the network that it makes beside the program."""
-    monkeypatch.chdir(tmp_path)
-
-
 class Network(nn.Cell):
     """A matrix product, a normalisation and an operator of no class, each with a dtype that can be seen."""
 

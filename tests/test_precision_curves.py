@@ -23,12 +23,6 @@ TOLERANCE = 2e-3
 SMALL = 2.0**-22
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Level O1 writes the network that it makes beside the program."""
-    monkeypatch.chdir(tmp_path)
-
-
 class SmallLoss(nn.Cell):
     """The mean cross-entropy, times a factor."""
 

@@ -196,7 +196,7 @@ def test_a_path(name, tmp_path):
     for value in (3, b"run"):
         with raises(TypeError, f"{begin} a str or an os.PathLike, but got {typed(value)}. {remedy}"):
             MetricsLogger(**{"path": tmp_path / "run.jsonl", name: value})
-    for value in ("a\0b", "\ud800"):
+    for value in ("", "a\0b", "\ud800"):
         with raises(ValueError, f"{begin} a path that the system can have, but got {value!r}. {remedy}"):
             MetricsLogger(**{"path": tmp_path / "run.jsonl", name: value})
 

@@ -306,8 +306,12 @@ def test_wrong_arguments(call, tmp_path):
         TypeError, match=f"^For '{name}', the argument 'step' must be a TrainOneStepCell, an Accumulator"
     ):
         call(line(), tmp_path)
-    for directory in (None, 3, "", b"x"):
-        with pytest.raises(TypeError, match=f"^For '{name}', the argument 'directory' must be a path, but got "):
+    begin = f"^For '{name}', the argument 'directory' must be a "
+    for directory in (None, 3, b"x"):
+        with pytest.raises(TypeError, match=f"{begin}str or an os.PathLike, but got "):
+            call(new_step(), directory)
+    for directory in ("", "a\0b", "\ud800"):
+        with pytest.raises(ValueError, match=f"{begin}path that the system can have, but got "):
             call(new_step(), directory)
     with pytest.raises(TypeError, match="^For 'save_state', the argument 'keep_checkpoint_max' must be a positive int"):
         save_state(new_step(), tmp_path, keep_checkpoint_max="2")

@@ -1,5 +1,6 @@
 """A Model that is stopped anywhere and goes on from its last state trains as the one that was never stopped."""
 
+import json
 import os
 import signal
 
@@ -50,15 +51,15 @@ class Stop(train.Callback):
 class Log(train.Callback):
     """What the training has seen, with a random number of the program's for each step; it stops where it is told."""
 
-    def __init__(self, crash_at=None, signal_at=None):
+    def __init__(self, crash_at=None, signal_at=None, draws=True):
         super().__init__()
-        self.crash_at, self.signal_at = crash_at, signal_at
+        self.crash_at, self.signal_at, self.draws = crash_at, signal_at, draws
         self.steps = []
 
     def on_train_step_end(self, run_context):
         params = run_context.original_args()
         x, loss = params.train_dataset_element[0], params.net_outputs.loss
-        draw = float(np.random.rand())
+        draw = float(np.random.rand()) if self.draws else None
         step = [params.cur_epoch_num, params.cur_step_num, x.asnumpy().tolist(), float(loss.asnumpy()), draw]
         self.steps.append(step)
         if params.cur_step_num == self.crash_at:
@@ -85,24 +86,20 @@ def fit(make_data, epochs, callbacks, **settings):
     return [item.asnumpy().tobytes() for item in model.train_network.get_parameters()]
 
 
-def seen(steps, draws):
-    return steps if draws else [step[:-1] for step in steps]
-
-
 @pytest.mark.parametrize("crash_at", [2, 5, 9])
 @pytest.mark.parametrize("make_data", [in_memory, from_python, with_noise])
 def test_a_training_that_was_killed_goes_on_bit_for_bit(make_data, crash_at, tmp_path):
-    straight, first, second = Log(), Log(crash_at), Log()
+    # Where the pipeline draws in its threads, what the program draws beside it changes what these get.
+    draws = make_data is in_memory
+    straight, first, second = Log(draws=draws), Log(crash_at, draws=draws), Log(draws=draws)
     end = fit(make_data, 3, [straight, StateCheckpoint(tmp_path / "straight")])
     fit(make_data, 3, [first, StateCheckpoint(tmp_path / "states", save_checkpoint_steps=2)])
     # Of the step that has crashed nothing is saved.
     saved = {2: 0, 5: 4, 9: 8}[crash_at]
     assert saved == 0 or load_state(build()[1], tmp_path / "states").batches == saved
     assert fit(make_data, 3, [second, StateCheckpoint(tmp_path / "states")]) == end
-    # Where the pipeline draws in its threads, what the program draws beside it is no one's.
-    draws = make_data is in_memory
-    assert seen(first.steps, draws) == seen(straight.steps[: len(first.steps)], draws)
-    assert seen(second.steps, draws) == seen(straight.steps[saved:], draws)
+    assert first.steps == straight.steps[: len(first.steps)]
+    assert second.steps == straight.steps[saved:]
     assert straight.steps[0][2] != straight.steps[5][2]  # each pass has its own order
 
 
@@ -236,6 +233,21 @@ def test_a_state_saved_by_hand_has_its_place_in_the_data(tmp_path):
     load_state(model, tmp_path)
     model.train(2, in_memory(), callbacks=log, resume=True)
     assert [step[:-1] for step in log.steps] == [step[:-1] for step in straight.steps[7:]]
+
+
+@pytest.mark.parametrize("place", [5, {}, {"epoch": "0", "batches": 2}])
+def test_a_step_takes_a_models_state_unless_its_place_is_damaged(place, tmp_path):
+    save = Save(tmp_path)
+    _, save.model = build()
+    save.model.train(2, in_memory(), callbacks=save)
+    _, model = build()
+    assert load_state(model.train_network, tmp_path).epoch == 1
+    manifest = tmp_path / "state-000001" / "manifest.json"
+    known = json.loads(manifest.read_text())
+    known["ranks"][0]["data"] = place
+    manifest.write_text(json.dumps(known))
+    with pytest.raises(ValueError, match="Nothing was changed."):
+        load_state(model.train_network, tmp_path)
 
 
 def test_what_cannot_be_resumed_is_told(tmp_path):

@@ -7,20 +7,9 @@ import numpy as np
 import pytest
 from linear_toy import X, line, weight_of
 from mindspore import Tensor, nn
-from step_probe import changed, number, tensors, values_of
+from step_probe import Around, changed, number, tensors, values_of
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
-
-
-class Around(nn.Cell):
-    """A larger program that the step is a part of."""
-
-    def __init__(self, step):
-        super().__init__(auto_prefix=False)
-        self.step = step
-
-    def construct(self, x, y):
-        return self.step(x, y)
 
 
 def trained_step(micro_size, accumulation_steps):

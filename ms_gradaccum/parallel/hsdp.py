@@ -9,7 +9,7 @@ from typing import Any
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum._checks import check_bool, check_choice, sentence
+from ms_gradaccum._checks import check_bool, check_choice, sentence, typed
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.parallel.sharding import ShardedSums, Shards
 from ms_gradaccum.parallel.world import World
@@ -66,7 +66,7 @@ class HSDP:
             value = getattr(self, name)
             rule = f"an int of at least {lowest}" + (" or -1" if name == "shard_size" else "")
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(sentence(_OWNER, name, rule, f"{value!r} of type {type(value).__name__}", remedy))
+                raise TypeError(sentence(_OWNER, name, rule, typed(value), remedy))
             if value < lowest and not (name == "shard_size" and value == -1):
                 raise ValueError(sentence(_OWNER, name, rule, value, remedy))
         remedy = "Higher levels shard more and communicate more."

@@ -37,7 +37,7 @@ class PartitionedWindow(nn.Cell):
 
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, clip: nn.Cell, loss_scale: NoLossScale) -> None:
         super().__init__(auto_prefix=False)
-        self.sums = WindowSums(network)
+        self.sums = BatchSums(network)
         self.micro_size = network.micro_size
         self.optimizer = optimizer
         self.weights = optimizer.parameters
@@ -91,7 +91,7 @@ class PartitionedWindow(nn.Cell):
         return cleared
 
 
-class WindowSums(nn.Cell):
+class BatchSums(nn.Cell):
     """The loss sum and the weight of a batch, micro batch by micro batch, as one tensor of two elements.
 
     One tensor, since the compiler follows one output of the forward. Of two, it would leave the nodes of the second

@@ -91,10 +91,10 @@ def check_agreement(owner: str, settings: dict[str, Any]) -> None:
 
 
 def digest(parameters: Any) -> str:
-    """Return a hash of the names and values of ``parameters``."""
+    """Return a hash of ``parameters``: of their names, types, shapes and values."""
     total = hashlib.sha256()
     for parameter in parameters:
-        total.update(parameter.name.encode())
+        total.update(f"{parameter.name}{parameter.dtype}{parameter.shape}".encode())
         total.update(np.ascontiguousarray(parameter.asnumpy()).tobytes())
     return total.hexdigest()
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 from mindspore import Parameter
 
 from ms_gradaccum._checks import (
+    MAX_INT,
+    check_accumulation_steps,
     check_bool,
     check_choice,
     check_last_window,
@@ -18,13 +20,13 @@ from ms_gradaccum.parallel.choose import choose_kind
 from ms_gradaccum.planning.windows import share_rows
 
 # What can be counted batch by batch.
-_MOST_RANKS, _MOST_BATCHES, _MOST_ROWS = 10**6, 10**8, 10**15
+_MOST_BATCHES, _MOST_ROWS = 10**8, 10**15
+_MOST = {"ranks": 10**6, "global_batch": _MOST_ROWS}
 _DEVICES = ("CPU", "GPU", "Ascend")
 _COUNTS = {
     "batch_size": "It counts the rows of one batch on one rank.",
     "ranks": "It counts the processes; 1 is a single one.",
     "micro_size": "It counts the micro batches of one batch; 1 means no split.",
-    "accumulation_steps": "It counts the batches of one update; 1 means an update per batch.",
     "global_batch": "It counts the rows of one update on all ranks together.",
     "epochs": "It counts the passes over the data.",
     "steps": "It counts the batches to train on.",
@@ -43,8 +45,9 @@ def check_settings(owner: str, plan: Any) -> None:
     for name, remedy in _COUNTS.items():
         value = getattr(plan, name)
         if value is not None or name in ("batch_size", "ranks", "micro_size"):
-            most = {"ranks": {"most": _MOST_RANKS}, "global_batch": {"most": _MOST_ROWS}}.get(name, {})
-            check_positive_int(owner, name, value, remedy, **most)
+            check_positive_int(owner, name, value, remedy, _MOST.get(name, MAX_INT))
+    if plan.accumulation_steps is not None:
+        check_accumulation_steps(owner, plan.accumulation_steps)
     if (plan.epochs is None) == (plan.steps is None):
         got = "neither" if plan.epochs is None else f"epochs={plan.epochs} and steps={plan.steps}"
         raise ValueError(f"For '{owner}', either epochs or steps must be given, but got {got}. Say how long it trains.")

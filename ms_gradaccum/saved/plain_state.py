@@ -8,8 +8,9 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler
 
 from ms_gradaccum.saved.files import DamagedState
 
-_PLAIN = (bool, int, float, str)
+# What is to be done, once all of a state has been checked.
 Steps = list[Callable[[], None]]
+_PLAIN = (bool, int, float, str)
 
 
 def take(item: Any) -> dict[str, Any]:

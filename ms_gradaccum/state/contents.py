@@ -1,24 +1,22 @@
 """What of a training step is state: tensors by name, and numbers."""
 
-import hashlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum.accumulator import Accumulator
+from ms_gradaccum.events import COUNTS
 from ms_gradaccum.loss_scale import ForeignLossScale, NoLossScale
 from ms_gradaccum.optimizers import all_parameters
 from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.parallel.world import digest
 from ms_gradaccum.saved import plain_state
 from ms_gradaccum.saved.files import DamagedState, another_program, is_count
-from ms_gradaccum.state.window_sums import Held, Steps, WindowSums, gathered
+from ms_gradaccum.saved.plain_state import Steps
+from ms_gradaccum.state.window_sums import Held, WindowSums, hold
 from ms_gradaccum.train_step import TrainOneStepCell
 from ms_gradaccum.window import Window
-
-_EVENTS = ("batches", "micro_batches", "window_micro_batches", "updates", "skipped_updates", "_before_window")
 
 
 class Part(NamedTuple):
@@ -31,7 +29,7 @@ class Part(NamedTuple):
     loss_scale: NoLossScale
 
 
-def parts_of(step: TrainOneStepCell | Accumulator) -> list[Part]:
+def _parts_of(step: TrainOneStepCell | Accumulator) -> list[Part]:
     """Return the networks of a training step."""
     if isinstance(step, Accumulator):
         return [
@@ -56,14 +54,17 @@ class Contents:
 
     def __init__(self, step: TrainOneStepCell | Accumulator) -> None:
         self.step = step
-        self.parts = parts_of(step)
+        parts = _parts_of(step)
+        self.windows = [window for part in parts for window in part.windows]
+        scales = [part.loss_scale for part in parts]
+        self.choosers = [scale.chooser for scale in scales if isinstance(scale, ForeignLossScale)]
         self.is_partitioned = getattr(step, "semi_auto", None) is not None
         self.tensors: dict[str, Held] = {}
         self.sums: list[WindowSums] = []
         self._seen: set[int] = set()
-        for i, part in enumerate(self.parts):
+        for i, part in enumerate(parts):
             self._add_part(part, f"network{i}." if i else "")
-        trained = {id(weight) for part in self.parts for each in part.parallels for weight in each.replicas()}
+        trained = {id(weight) for part in parts for each in part.parallels for weight in each.replicas()}
         self.trained = [name for name, held in self.tensors.items() if id(held.parameter) in trained]
 
     def _add_part(self, part: Part, prefix: str) -> None:
@@ -82,8 +83,8 @@ class Contents:
             self._add(prefix, parameter, None)
 
     def _add(self, prefix: str, parameter: Parameter, parallel: SingleProcess | None) -> None:
-        shown = parameter if parallel is None else parallel.saved(parameter)
-        if shown is None or id(parameter) in self._seen:
+        is_hidden = parallel is not None and parallel.saved(parameter) is None
+        if is_hidden or id(parameter) in self._seen:
             return
         self._seen.add(id(parameter))
         name = f"{prefix}{parameter.name}"
@@ -92,25 +93,19 @@ class Contents:
                 f"For 'save_state', the parameters of a network must have names of their own, but got two {name!r}. "
                 f"Rename one: parameter.name = '...'."
             )
-        if parallel is None or shown is parameter:
-            self.tensors[name] = Held(parameter, parameter.asnumpy)
-        else:
-            gather = parallel.gathers[parameter.name]
-            self.tensors[name] = Held(shown, partial(gathered, gather, parameter), True)
+        self.tensors[name] = hold(parallel, parameter)
 
     def digests(self) -> dict[str, str]:
         """Return a hash of each tensor that might differ from rank to rank."""
-        return {name: _digest(held.value()) for name, held in self.tensors.items() if not held.is_gathered}
+        return {name: digest([held.parameter]) for name, held in self.tensors.items() if not held.is_gathered}
 
     def numbers(self) -> dict[str, Any]:
         """Return what is no tensor, as JSON."""
-        windows = [window for part in self.parts for window in part.windows]
-        choosers = [part.loss_scale.chooser for part in self.parts if isinstance(part.loss_scale, ForeignLossScale)]
         return {
             "buffers": [sums.numbers() for sums in self.sums],
-            "events": {name: getattr(self.step.events, name) for name in _EVENTS},
-            "overflows_in_a_row": [window.overflows_in_a_row for window in windows],
-            "loss_scales": [plain_state.take(chooser) for chooser in choosers],
+            "events": {name: getattr(self.step.events, name) for name in COUNTS},
+            "overflows_in_a_row": [window.overflows_in_a_row for window in self.windows],
+            "loss_scales": [plain_state.take(chooser) for chooser in self.choosers],
         }
 
     def plan_tensors(self, tensors: dict[str, Any]) -> Steps:
@@ -124,14 +119,12 @@ class Contents:
     def plan_numbers(self, numbers: dict[str, Any]) -> Steps:
         """Return what gives the step the numbers of a rank, but for those of its windows."""
         events = numbers.get("events")
-        if not isinstance(events, dict) or set(events) != set(_EVENTS) or not all(map(is_count, events.values())):
+        if not isinstance(events, dict) or set(events) != set(COUNTS) or not all(map(is_count, events.values())):
             raise DamagedState("the state has no counts of batches and updates")
         steps: Steps = [lambda: vars(self.step.events).update(events)]
-        windows = [window for part in self.parts for window in part.windows]
-        for window, count in zip(windows, same_length(numbers, "overflows_in_a_row", windows)):
+        for window, count in zip(self.windows, _same_length(numbers, "overflows_in_a_row", self.windows)):
             steps.append(_plan_count(window, count))
-        choosers = [part.loss_scale.chooser for part in self.parts if isinstance(part.loss_scale, ForeignLossScale)]
-        for chooser, saved in zip(choosers, same_length(numbers, "loss_scales", choosers)):
+        for chooser, saved in zip(self.choosers, _same_length(numbers, "loss_scales", self.choosers)):
             steps += plain_state.plan_to_put(chooser, saved, type(chooser).__name__)
         return steps
 
@@ -142,7 +135,7 @@ def _plan_count(window: Window, count: Any) -> Callable[[], None]:
     return lambda: setattr(window, "overflows_in_a_row", count)
 
 
-def same_length(numbers: dict[str, Any], name: str, expected: Sequence[Any]) -> list[Any]:
+def _same_length(numbers: dict[str, Any], name: str, expected: Sequence[Any]) -> list[Any]:
     """Return a list from a manifest, of as many items as there are here."""
     values = numbers.get(name)
     if not isinstance(values, list) or len(values) != len(expected):
@@ -163,8 +156,3 @@ def _listed(verb: str, names: list[str]) -> str:
         return ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{verb} {', '.join(names[:3])}{more}"
-
-
-def _digest(value: Any) -> str:
-    array = np.asarray(value, order="C")
-    return hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.tobytes()).hexdigest()

@@ -13,12 +13,12 @@ from ms_gradaccum.accumulator import Accumulator
 from ms_gradaccum.saved import files, random_state
 from ms_gradaccum.saved.data_order import PassPlace
 from ms_gradaccum.saved.files import DamagedState, another_program
+from ms_gradaccum.saved.plain_state import Steps
 from ms_gradaccum.state import loop_state
 from ms_gradaccum.state.contents import Contents
 from ms_gradaccum.state.ranks import Ranks
-from ms_gradaccum.state.save import epoch_of
-from ms_gradaccum.state.saved_state import SavedState, check_directory, step_of
-from ms_gradaccum.state.window_sums import Steps, batches_in
+from ms_gradaccum.state.saved_state import SavedState, check_directory, epoch_of, step_of
+from ms_gradaccum.state.window_sums import batches_in
 
 _OWNER = "load_state"
 
@@ -49,7 +49,8 @@ def load_state(step: Any, directory: str | os.PathLike[str]) -> SavedState:
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If there is no state, it is damaged, or it belongs to another program.
+        ValueError: If `directory` is no path that the system can have, there is no state, it is damaged, or it belongs
+            to another program.
         RuntimeError: If an Accumulator is in the middle of a batch.
 
     Supported Platforms:
@@ -135,7 +136,7 @@ class _Loading:
         steps: Steps = []
         for i, sums in enumerate(buffers):
             batches = max(each[i] for each in counts)
-            if limit is not None and batches >= max(limit, 1) and batches > 0:
+            if limit is not None and batches >= limit:
                 raise another_program(f"has {batches} batches in its window, where accumulation_steps is {limit}")
             steps += sums.plan_numbers([numbers[rank]["buffers"][i] for rank in mine], batches)
         return steps

@@ -7,7 +7,7 @@ from ms_gradaccum.prepared import PreparedScheduler
 from ms_gradaccum.saved import plain_state
 from ms_gradaccum.saved.data_order import PassPlace
 from ms_gradaccum.saved.files import DamagedState, another_program, is_count
-from ms_gradaccum.state.window_sums import Steps
+from ms_gradaccum.saved.plain_state import Steps
 
 _COUNTS = ("batches", "updates", "steps")
 
@@ -41,7 +41,8 @@ def plan_to_put(window: LoopWindow, saved: Any, ranks: int, random_now: dict[str
     flags = [saved.get("ends"), saved.get("updated"), *_list(saved, "open", len(window.networks))]
     if not all(isinstance(flag, bool) for flag in flags):
         raise DamagedState("the state does not say where its window stands")
-    places = [PassPlace.of_json(place, ranks)._replace(random_now=random_now) for place in _places(saved)]
+    datasets = _list(saved, "datasets", None)
+    places = [PassPlace.of_json(place, ranks)._replace(random_now=random_now) for place in datasets]
     steps: Steps = [
         lambda: vars(window.counter).update(counter, tokens=tokens),
         lambda: window.go_on(flags[0], flags[1], flags[2:], places),
@@ -63,10 +64,6 @@ def _list(saved: dict[str, Any], name: str, length: int | None) -> list[Any]:
     if not isinstance(values, list) or length not in (None, len(values)):
         raise another_program(f"has not {length} {'networks' if name == 'open' else name}")
     return values
-
-
-def _places(saved: dict[str, Any]) -> list[Any]:
-    return _list(saved, "datasets", None)
 
 
 def _plan_scheduler(scheduler: PreparedScheduler, saved: Any) -> Steps:

@@ -8,13 +8,13 @@ from typing import Any
 
 import mindspore as ms
 
-from ms_gradaccum._checks import check_positive_int, sentence, warn
+from ms_gradaccum._checks import check_positive_int, sentence, typed, warn
 from ms_gradaccum.accumulator import Accumulator
 from ms_gradaccum.saved import files, random_state
 from ms_gradaccum.state import loop_state
 from ms_gradaccum.state.contents import Contents
 from ms_gradaccum.state.ranks import Ranks
-from ms_gradaccum.state.saved_state import SavedState, check_directory, step_of
+from ms_gradaccum.state.saved_state import SavedState, check_directory, epoch_of, step_of
 from ms_gradaccum.state.window_sums import Held
 
 _OWNER = "save_state"
@@ -53,7 +53,7 @@ def save_state(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `keep_checkpoint_max` is less than 1.
+        ValueError: If `directory` is no path that the system can have, or `keep_checkpoint_max` is less than 1.
         OSError: If the state cannot be written, for example on a full disk. Those before it are whole.
         RuntimeError: If an Accumulator is in the middle of a batch, or the processes' weights differ.
 
@@ -121,19 +121,21 @@ class _Saving:
 
     def _begin(self) -> set[str]:
         """Agree about the name of the state, and return the names of the tensors that differ from rank to rank."""
+        is_partitioned = self.contents.is_partitioned
+        compares = self.ranks.world.size > 1 and not is_partitioned
 
         def first_words() -> Any:
             name = ""
             if self.ranks.is_first:
                 name = files.next_name(self.directory)
                 files.begin(self.directory, name)
-            return name, self.contents.digests() if self.ranks.world.size > 1 else {}
+            return name, self.contents.digests() if compares else {}
 
         words = self.ranks.exchange(lambda: self._explained(first_words))
         self.name = words[0][0]
+        if is_partitioned:
+            return set(self.contents.tensors)
         digests = [each for _, each in words]
-        if self.contents.is_partitioned:
-            return set(digests[0])
         differing = {name for name in digests[0] if any(each.get(name) != digests[0][name] for each in digests)}
         strangers = sorted(differing & set(self.contents.trained))
         if strangers:
@@ -144,7 +146,7 @@ class _Saving:
         return differing
 
     def _write(self, own_names: set[str]) -> dict[str, Any]:
-        sums = [item for each in self.contents.sums for item in each.tensors()]
+        sums = [item for each in self.contents.sums for item in each.tensors().items()]
         tensors = list(self.contents.tensors.items())
         own = [(name, held) for name, held in tensors if name in own_names]
         own += [(name, held) for name, held in sums if not held.is_gathered]
@@ -199,21 +201,12 @@ class _Saving:
             ) from error
 
 
-def epoch_of(numbers: dict[str, Any]) -> int | None:
-    """Return the number of the pass over the data that comes next, if the numbers of a rank tell."""
-    data = numbers.get("data")
-    if data is not None:
-        return int(data["epoch"]) + (data["batches"] is None)
-    passes = (numbers.get("loop") or {}).get("datasets") or []
-    return int(passes[0]["epoch"]) + (passes[0]["batches"] is None) if passes else None
-
-
 def _check_extra(extra: Any) -> dict[str, Any]:
     remedy = "Keep numbers, strings, lists and dicts of them."
     if extra is None:
         return {}
     if not isinstance(extra, dict):
-        got = f"{extra!r} of type {type(extra).__name__}"
+        got = typed(extra)
         raise TypeError(sentence(_OWNER, "extra", "a dict or None", got, remedy))
     try:
         text = json.dumps(extra)

@@ -1,13 +1,13 @@
 """What is told of a state that was saved or loaded, and of whom one is taken."""
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mindspore as ms
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import check_path, sentence
 from ms_gradaccum.accumulator import Accumulator
+from ms_gradaccum.saved.data_order import PassPlace
 from ms_gradaccum.train_step import TrainOneStepCell
 
 
@@ -34,16 +34,21 @@ def step_of(owner: str, step: Any) -> TrainOneStepCell | Accumulator:
     if isinstance(step, ms.Model):
         step = step.train_network
     if not isinstance(step, (TrainOneStepCell, Accumulator)):
-        rule, got = "a TrainOneStepCell, an Accumulator or a Model", f"{type(step).__name__}"
+        rule, got = "a TrainOneStepCell, an Accumulator or a Model", type(step).__name__
         raise TypeError(sentence(owner, "step", rule, got, "Give what trains, with its optimizer."))
     if isinstance(step, Accumulator):
         step.window.check_between_batches(owner)
     return step
 
 
+def epoch_of(numbers: dict[str, Any]) -> int | None:
+    """Return the number of the pass over the data that comes next, if the numbers of a rank tell."""
+    place = numbers.get("data")
+    if place is None and "loop" in numbers:
+        place = next(iter(numbers["loop"]["datasets"]), None)
+    return None if place is None else PassPlace.of_json(place, 1).next_epoch
+
+
 def check_directory(owner: str, directory: Any) -> Path:
-    """Return a folder's path."""
-    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
-        got = f"{directory!r} of type {type(directory).__name__}"
-        raise TypeError(sentence(owner, "directory", "a path", got, "Give a folder for the states of this training."))
-    return Path(directory)
+    """Return the folder of the states."""
+    return Path(check_path(owner, "directory", directory, "Give a folder for the states of this training."))

@@ -1,7 +1,6 @@
 """The open window in a state: on each rank the sums of its own micro batches, which can be added to any other's."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,8 +8,7 @@ from mindspore import Parameter, Tensor
 
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.saved.files import DamagedState, another_program, is_count
-
-Steps = list[Callable[[], None]]
+from ms_gradaccum.saved.plain_state import Steps
 
 
 class Held(NamedTuple):
@@ -22,6 +20,14 @@ class Held(NamedTuple):
     is_gathered: bool = False
 
 
+def hold(parallel: SingleProcess | None, parameter: Parameter) -> Held:
+    """Return a parameter as a state has it: the whole, if this rank has a part of it alone."""
+    if parallel is None or parameter.name not in parallel.gathers:
+        return Held(parameter, parameter.asnumpy)
+    gather = parallel.gathers[parameter.name]
+    return Held(parallel.saved(parameter), lambda: gather(parameter).asnumpy(), True)
+
+
 class WindowSums:
     """The buffer of an optimizer.
 
@@ -31,21 +37,13 @@ class WindowSums:
     """
 
     def __init__(self, parallel: SingleProcess, prefix: str) -> None:
-        self.parallel = parallel
         self.buffer = parallel.buffer
         self.terms = [self.buffer, *self.buffer.others]
-        self.held = {f"{prefix}{total.name}": total for total in self.buffer.all_sums()}
+        self.held = {f"{prefix}{total.name}": hold(parallel, total) for total in self.buffer.all_sums()}
 
-    def tensors(self) -> Iterator[tuple[str, Held]]:
-        """Give the sums, if the window is open. Of what the ranks share, each gives the whole."""
-        if int(self.buffer.batches.asnumpy()) == 0:
-            return
-        for name, total in self.held.items():
-            gather = self.parallel.gathers.get(total.name)
-            if gather is None:
-                yield name, Held(total, total.asnumpy)
-            else:
-                yield name, Held(total, partial(gathered, gather, total), True)
+    def tensors(self) -> dict[str, Held]:
+        """Return the sums by name, if the window is open."""
+        return self.held if int(self.buffer.batches.asnumpy()) > 0 else {}
 
     def numbers(self) -> dict[str, Any]:
         """Return what is no tensor, as JSON."""
@@ -81,20 +79,12 @@ class WindowSums:
             ranks: Number of saving ranks.
         """
         steps: Steps = []
-        for name, total in self.held.items():
-            shown = self.parallel.saved(total)
-            view = total if shown is None else shown
-            is_shared = view is not total
-            parts = [own_of(rank).get(name) for rank in (range(ranks) if is_shared else mine)]
-            if is_shared or 0 in mine:
+        for name, (parameter, _, is_gathered) in self.held.items():
+            parts = [own_of(rank).get(name) for rank in (range(ranks) if is_gathered else mine)]
+            if is_gathered or 0 in mine:
                 parts.append(common.get(name))
-            steps.append(_set(view, _sum(name, parts, tuple(view.shape))))
+            steps.append(_set(parameter, _sum(name, parts, tuple(parameter.shape))))
         return steps
-
-
-def gathered(gather: Callable[[Parameter], Tensor], part: Parameter) -> Any:
-    """Return the whole of what this rank has a part of. Collective."""
-    return gather(part).asnumpy()
 
 
 def batches_in(saved: list[Any], number: int) -> list[int]:

@@ -1,6 +1,5 @@
 """Windows and whole batches, run from one start as often as a diagnosis asks for them."""
 
-import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from ms_gradaccum.micro_batch import MicroBatch, leaf_axes, split_batch
 from ms_gradaccum.micro_step import make_micro_step
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.precision import check_precision
+from ms_gradaccum.saved import random_state
 from ms_gradaccum.structure import named_tuple_in
 from ms_gradaccum.verification.comparison import Run
 
@@ -39,7 +39,7 @@ class Start:
         # In training mode already: what in it is not has been frozen. Otherwise no training has begun.
         inside = {id(inner) for _, inner in network.cells_and_names()} if network.training else set()
         self.trained = [cell.training or id(cell) not in inside for cell in self.cells]
-        self.random = _random_state()
+        self.random, self.kernel_seeds = random_state.take(), dict(_KERNEL_SEED)
         # Whether the network could not be compiled, so that it need not be tried again.
         self.eager = False
 
@@ -55,12 +55,9 @@ class Start:
 
     def rewind_random(self) -> None:
         """Give the generators the state that they had. Those inside kernels cannot be reached."""
-        numpy_state, python_state, generator, seeds = self.random
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
-        ms.set_rng_state(Tensor(generator))
+        random_state.put(self.random)
         _KERNEL_SEED.clear()
-        _KERNEL_SEED.update(seeds)
+        _KERNEL_SEED.update(self.kernel_seeds)
 
     def train(self, frozen: Sequence[nn.Cell] = ()) -> None:
         """Set the cells in training mode, but for those that were frozen before and the ``frozen`` ones."""
@@ -260,11 +257,6 @@ def _set_mode(cell: nn.Cell, training: bool, statistics: bool | None) -> None:
     cell.add_flags(training=training)  # Not `set_train`, which sets the cells inside, too.
     if _STATISTICS in vars(cell):
         setattr(cell, _STATISTICS, statistics)
-
-
-def _random_state() -> tuple[Any, ...]:
-    generator = ms.get_rng_state().asnumpy().copy()
-    return np.random.get_state(), random.getstate(), generator, dict(_KERNEL_SEED)
 
 
 def _take(tensor: Tensor, axis: int | None, places: Sequence[int]) -> Tensor:

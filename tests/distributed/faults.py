@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from sample_process import SAMPLE, processes_in  # noqa: E402
+from sample_process import processes_in, running_sample  # noqa: E402
 
 from ms_gradaccum.saved.files import number_of, states_in  # noqa: E402
 
@@ -37,16 +36,10 @@ FAULTS = {
 @contextmanager
 def running(folder, processes, **variables):
     """The job, started in ``folder``."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    environment |= {"WORKER_NUM": str(processes), **variables}
-    command = ["bash", str(SAMPLE / "run.sh"), str(PROGRAM), str(folder)]
+    settings = {"limit": 900, "arguments": (str(PROGRAM), str(folder)), "OMP_NUM_THREADS": "1"}
     with (folder / "job.log").open("a") as log:
-        job = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-        try:
+        with running_sample(folder, output=log, WORKER_NUM=str(processes), **settings, **variables) as job:
             yield job
-        finally:
-            job.kill()
-            job.wait()
 
 
 def victim(fault, job, folder):

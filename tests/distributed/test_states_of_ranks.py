@@ -95,7 +95,8 @@ def test_ranks_that_have_parted_save_nothing(two):
     for report in two:
         rule = "RuntimeError: For 'save_state', the processes must have the same weights, but got different ones of "
         assert report["strangers"].startswith(rule + "'0.weight'.")
-        assert report["strangers left"] == []
+    # Rank 0 clears up, while the other one may look.
+    assert two[0]["strangers left"] == []
 
 
 def test_a_damaged_file_of_one_rank_is_refused_by_all(two):
