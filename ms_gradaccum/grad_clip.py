@@ -29,7 +29,8 @@ def squares_of(grads: Grads, groups: Groups) -> Tensor:
     for group in groups:
         total = Tensor(0.0, ms.float32)
         for i in group:
-            total = total + sum_of_squares(grads[i])
+            # One after the other, or there would be the squares of all of them at a time.
+            total = total + sum_of_squares(ops.depend(grads[i], total))
         totals += (total,)
     return ops.stack(totals)
 
@@ -225,8 +226,32 @@ class ClipByGroupNorm:
         return groups
 
 
+class EachClip(nn.Cell):
+    """Clips gradients one at a time, so that no copy of all of them is needed.
+
+    Args:
+        clip: What clips each gradient by itself, given the norm of all.
+    """
+
+    def __init__(self, clip: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.clip = clip
+
+    def decide(self, sums: Grads, factor: Tensor, norm: Tensor, *limit: Tensor) -> Any:
+        """Return what `clipped` needs to know of all gradients, which are ``sums`` times ``factor``."""
+        return (norm, *limit)
+
+    def clipped(self, index: int, grad: Tensor, decision: Any) -> Tensor:
+        """Return gradient number ``index`` after clipping."""
+        return self.clip((grad,), *decision)[0]
+
+    def norm_after(self, norm: Tensor, *limit: Tensor) -> Any:
+        """Return the norm after clipping, or None if it takes a pass of its own."""
+        return self.clip.norm_after(norm, *limit)
+
+
 class GroupClip(nn.Cell):
-    """What `ClipByGroupNorm` does to the gradients of an optimizer.
+    """The same for `ClipByGroupNorm`.
 
     Args:
         groups: The number of each gradient's group, -1 for none.
@@ -243,13 +268,14 @@ class GroupClip(nn.Cell):
         self.limits = Tensor(limits, ms.float32)
         self.parallel = parallel
 
-    def construct(self, grads: Grads, norm: Tensor) -> Grads:
-        norms = ops.sqrt(self.parallel.squares(grads, self.members))
-        factors = self.limits / ops.maximum(norms, self.limits)
-        clipped: Grads = ()
-        for i, grad in enumerate(grads):
-            clipped += (grad if self.groups[i] < 0 else grad * factors[self.groups[i]],)
-        return clipped
+    def decide(self, sums: Grads, factor: Tensor, norm: Tensor) -> Tensor:
+        """Return the factor of each group."""
+        norms = ops.sqrt(self.parallel.squares(sums, self.members)) * factor
+        return self.limits / ops.maximum(norms, self.limits)
+
+    def clipped(self, index: int, grad: Tensor, decision: Tensor) -> Tensor:
+        """Return gradient number ``index`` after clipping."""
+        return grad if self.groups[index] < 0 else grad * decision[self.groups[index]]
 
     def norm_after(self, norm: Tensor) -> None:
         """Return None: the norm after clipping takes a pass of its own."""
@@ -270,4 +296,4 @@ def clip_of(clip: Any, names: Sequence[str], parallel: Any) -> nn.Cell:
     """Return the cell that clips the gradients of parameters of these names."""
     if isinstance(clip, ClipByGroupNorm):
         return GroupClip(clip.groups_of(names), list(clip.limits.values()), parallel)
-    return clip
+    return EachClip(clip)

@@ -145,7 +145,7 @@ class TrainedNetwork:
         except BaseException:
             self.drop()
             raise
-        return outputs[0] if len(outputs) == 1 else _as_one_report(outputs, clip or self.windows[0].update.clip)
+        return outputs[0] if len(outputs) == 1 else _as_one_report(outputs, clip or self.windows[0].update.clip.clip)
 
     def drop(self) -> None:
         """Throw the window away."""

@@ -105,34 +105,39 @@ class Update(nn.Cell):
 
         A ``limit`` is what it is clipped to, if not what the clip says.
         """
-        norm = self.touch(norm)
-        grads = self.clip(self.mean_grads(), norm, *limit)
+        grads = self.clipped_means(norm, *limit)
         clipped_norm = self.clip.norm_after(norm, *limit)
         if clipped_norm is None:
             clipped_norm = self.parallel.norm(grads)
         typed: tuple[Tensor, ...] = ()
         for grad, weight in zip(self.parallel.for_optimizer(grads), self.parallel.weights):
-            typed += (ops.cast(grad, weight.dtype),)
+            typed += (grad if weight.dtype == ms.float32 else ops.cast(grad, weight.dtype),)
         ready = ops.depend(typed, self.parallel.before_update())
         updated = self.parallel.after_update(self.optimizer(ready))
-        return ops.depend(clipped_norm, self.buffer.clear(updated))
+        return self.touch(ops.depend(clipped_norm, self.buffer.clear(updated)))
 
     def touch(self, value: Tensor) -> Tensor:
         """Return ``value``, having looked at all parameters of the optimizer.
 
-        One that a graph uses in a branch alone, as some optimizers do, keeps its old storage when a
-        checkpoint is loaded.
+        One that a graph uses in a branch alone, as some optimizers do, keeps its old storage when a checkpoint is
+        loaded. After the update: the compiler copies what is looked at before it changes.
         """
         for parameter in self.parameters:
-            value = ops.depend(value, ops.expand_dims(parameter, 0))
+            value = ops.depend(value, ops.expand_dims(ops.depend(parameter, value), 0))
         return value
 
-    def mean_grads(self) -> tuple[Tensor, ...]:
-        """Return the window's mean gradient in float32, without the loss scale."""
+    def clipped_means(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, ...]:
+        """Return the window's mean gradient in float32, without the loss scale and clipped.
+
+        It takes the place of the sums, one after the other: a copy would need as much memory as all of them.
+        """
         factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
+        decision = self.clip.decide(tuple(self.parallel.sums), factor, norm, *limit)
+        done: Any = (decision,)
         grads: tuple[Tensor, ...] = ()
-        for total in self.parallel.sums:
-            grads += (total * factor,)
+        for i, total in enumerate(self.parallel.sums):
+            done = ops.assign(total, self.clip.clipped(i, ops.depend(total, done) * factor, decision))
+            grads += (done,)
         return grads
 
 
@@ -253,10 +258,10 @@ class Window(nn.Cell):
         A plain tuple: strict graph syntax knows no NamedTuple.
         """
         loss, overflow, scale, updated, norm, learning_rate, weight, bad = self.report(done)
-        norm = self.update.touch(norm)
         if updated:
             clipped_norm = self.update(norm)
         else:
             clipped_norm = ops.depend(norm, self.buffer.clear())
+        clipped_norm = self.update.touch(clipped_norm)
         clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
         return loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight
