@@ -21,10 +21,10 @@ class TermSums(nn.Cell):
         self.add_grad = _add_dense_only if dense_only else _add
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...]) -> Any:
-        """Add one micro batch."""
+        """Add one micro batch. Return the sums, the loss and the weight with it."""
         # The last gradient comes first out of a backward pass, and is let go once it is added.
         added = self.map(self.add_grad, self.sums[::-1], grads[::-1])
-        return added, ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
+        return added[::-1], ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
 
     def term_loss(self) -> Tensor:
         """Return the weighted mean of the term so far."""

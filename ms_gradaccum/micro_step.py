@@ -30,6 +30,9 @@ class MicroStep(nn.Cell):
         weights: One per optimizer: the parameters that it updates.
     """
 
+    # Whether it is the last one of its window and the ranks add up the sums with it.
+    reduces = False
+
     def __init__(
         self, weighted_loss: WeightedLoss, parallels: Sequence[SingleProcess], weights: Sequence[ParameterTuple]
     ) -> None:
@@ -60,6 +63,8 @@ class MicroStep(nn.Cell):
 
     def done(self, added: Any) -> Tensor:
         """Return something that depends on ``added`` and, for the compiler's sake, on nothing of this micro batch."""
+        if self.reduces:
+            added = self.parallels[0].reduce(added)
         return ops.depend(self.buffer.weight + 0.0, added)
 
 
@@ -223,8 +228,8 @@ class MicroSteps:
         self.weights = weights
         # For a larger graph, which takes inputs as they are.
         self.cell = self._build(network.weighted_loss)
-        # One per structure of the inputs: nearly always one.
-        self.by_structure: dict[Hashable, Compiled] = {}
+        # One per structure of the inputs, nearly always one, and per whether the sums are reduced with it.
+        self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         self.empty_step = EmptyStep(parallels)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         # Whether the last batch may have added something before it failed.
@@ -236,19 +241,22 @@ class MicroSteps:
         """Return what has a mode and settings of its own."""
         return [self.cell, self.empty_step, *self.by_structure.values()]
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Add one batch and return what each of its micro steps returned."""
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
+        """Add one batch and return what each of its micro steps returned; the last one may reduce the sums too."""
         self.has_added = False
         structure, micro_batches = self.network.split(*args, **kwargs)
         micro_step = self._for(structure)
         # Before any of them: the messages of all ranks must come in one order.
         rounds = self.parallels[0].rounds(len(micro_batches))
         outputs: list[Any] = []
-        done, micro_step.has_run = self.events.micro_batches, False
+        done = self.events.micro_batches
         counts = {rows: Tensor(rows, ms.float32) for rows in {part.rows for part in micro_batches}}
         try:
             for index, (rows, tensors) in enumerate(micro_batches):
                 self.events.micro_batch_begin(index, rows)
+                if reduces and index == len(micro_batches) - 1:
+                    micro_step = self._for(structure, reduces)
+                micro_step.has_run = False
                 outputs.append(micro_step(counts[rows], *tensors))
                 self.events.micro_batch_end(index, rows)
         except BaseException:
@@ -266,26 +274,28 @@ class MicroSteps:
         for _ in range(micro_batches):
             self.run_empty_step(_NOTHING)
 
-    def _for(self, structure: Hashable) -> Compiled:
-        if structure not in self.by_structure:
+    def _for(self, structure: Hashable, reduces: bool = False) -> Compiled:
+        key = (structure, reduces)
+        if key not in self.by_structure:
             named = named_tuple_in(structure)
             why_not = f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
-            self.by_structure[structure] = Compiled(
-                lambda: self._build(self.network.loss_of(structure)),
+            self.by_structure[key] = Compiled(
+                lambda: self._build(self.network.loss_of(structure), reduces),
                 self.owner,
                 "the network",
                 why_not,
                 takes_gradient=True,
             )
-            if len(self.by_structure) == _MANY_STRUCTURES:
+            if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
                 warn(
                     f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
                     f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors.",
                 )
-        return self.by_structure[structure]
+        return self.by_structure[key]
 
-    def _build(self, weighted_loss: WeightedLoss) -> MicroStep:
+    def _build(self, weighted_loss: WeightedLoss, reduces: bool = False) -> MicroStep:
         cell = make_micro_step(weighted_loss, self.parallels, self.weights, self.precision, self.drops)
+        cell.reduces = reduces
         if hasattr(self, "cell"):
             cell.set_train(self.cell.training)
             cell._get_attr_from_cell(self.cell)  # What `set_jit_config` has said.

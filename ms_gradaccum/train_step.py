@@ -184,14 +184,17 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         self.events.batches += 1
         if self.semi_auto is not None:
             return self._run_partitioned(args, kwargs)
+        batches = self.open_batches()
+        # Whether the last micro batch of the window adds up the sums over the ranks.
+        reduces = self.parallel.overlaps and batches + 1 == self.accumulation_steps
         try:
-            self.micro_steps.run(args, kwargs)
+            self.micro_steps.run(args, kwargs, reduces)
         except BaseException:
             self.events.batches -= 1
             if self.micro_steps.has_added:
                 self._abandon()
             raise
-        return self._end_batch()
+        return self._end_batch(batches, reduces)
 
     def _run_partitioned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
         self.events.update_begin()
@@ -201,22 +204,21 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             self.events.update_end(output)
         return output
 
-    def _end_batch(self) -> StepOutput:
-        """Count a batch, and end the window if it is the last one."""
-        batches = self.open_batches()
+    def _end_batch(self, batches: int, reduced: bool = False) -> StepOutput:
+        """Count a batch after so many, and end the window if it is the last one."""
         if batches + 1 == self.accumulation_steps:
-            return self._close()
+            return self._close(reduced)
         self.buffer.batches.set_data(Tensor(batches + 1, ms.int32))
         return self.window.so_far()
 
-    def _close(self) -> StepOutput:
+    def _close(self, reduced: bool = False) -> StepOutput:
         try:
             self.events.update_begin()
         except BaseException:
             # As after a failure in the update itself: its rows would be in the next window too.
             self.buffer.clear()
             raise
-        output = self.window.close()
+        output = self.window.close(reduced)
         self.events.update_end(output)
         return output
 
@@ -228,7 +230,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         """
         self.events.batches += 1
         self.micro_steps.join()
-        return self._end_batch()
+        return self._end_batch(self.open_batches())
 
     def open_batches(self) -> int:
         """Return the number of batches in the unfinished window; 0 right after an update."""

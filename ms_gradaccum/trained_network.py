@@ -61,6 +61,9 @@ class TrainedNetwork:
     ) -> None:
         _check_groups(clip, optimizers)
         kind = _with_sync(check_parallel(_OWNER, parallel, network), sync_each_batch)
+        if isinstance(kind, DataParallel) and kind.overlap:
+            remedy = "Its step() adds up the gradients; overlap is for TrainOneStepCell and Model."
+            raise ValueError(sentence(_OWNER, "parallel", "one without overlap", repr(kind), remedy))
         self.network = as_grad_accumulation(_OWNER, network)
         for optimizer in optimizers:
             check_optimizer(_OWNER, optimizer, self.network)

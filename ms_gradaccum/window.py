@@ -55,11 +55,15 @@ class FoldTerms(nn.Cell):
 class Report(nn.Cell):
     """First half of the end of a window: reduce over ranks, divide by the weight, unscale, finite?, norm."""
 
-    def __init__(self, optimizer: nn.Cell, parallel: SingleProcess, loss_scale: NoLossScale) -> None:
+    def __init__(
+        self, optimizer: nn.Cell, parallel: SingleProcess, loss_scale: NoLossScale, reduces: bool = True
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
         self.parallel = parallel
         self.loss_scale = loss_scale
+        # Otherwise the last micro step has done it.
+        self.reduces = reduces
         self.fold_terms = FoldTerms(parallel) if len(parallel.buffer.others) > 0 else None
         self.learning_rate = LearningRate(optimizer)
 
@@ -70,7 +74,7 @@ class Report(nn.Cell):
         """
         if self.fold_terms is not None:
             done = ops.depend(done, self.fold_terms())
-        reduced = ops.depend(self.parallel.reduce(), done)
+        reduced = ops.depend(self.parallel.reduce(), done) if self.reduces else done
         loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
         # Of the sums, then divided: that saves a pass over the gradient.
@@ -169,6 +173,8 @@ class Window(nn.Cell):
         self.parallel = parallel
         self.loss_scale = loss_scale
         self.report = Report(optimizer, parallel, loss_scale)
+        self.report_reduced = Report(optimizer, parallel, loss_scale, reduces=False)
+        self.run_report_reduced = Compiled(lambda: self.report_reduced, "TrainOneStepCell", "the report")
         self.update = Update(optimizer, clip, parallel, loss_scale)
         self.open = OpenWindow(parallel.buffer, loss_scale)
         self.run_open = Compiled(lambda: self.open, "TrainOneStepCell", "the report on an open window")
@@ -182,22 +188,25 @@ class Window(nn.Cell):
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
-        return [self.open, self.report, self.update, self.loss_scale, *self.other_updates.values()]
+        return [self.open, self.report, self.report_reduced, self.update, self.loss_scale, *self.other_updates.values()]
 
     def so_far(self) -> StepOutput:
         """Report on the window that goes on."""
         return StepOutput(*self.run_open(_NOTHING))
 
-    def close(self) -> StepOutput:
+    def close(self, reduced: bool = False) -> StepOutput:
         """End the window from the host, with the decision whether to update made in Python."""
-        output = self.finish(self.measure())
+        output = self.finish(self.measure(reduced))
         self.adjust(output)
         return output
 
-    def measure(self) -> StepOutput:
-        """Do the first half of the end of the window: all but clip, optimizer and clear."""
+    def measure(self, reduced: bool = False) -> StepOutput:
+        """Do the first half of the end of the window: all but clip, optimizer and clear.
+
+        ``reduced`` is whether the sums are those of all ranks already.
+        """
         with self._emptied_if_it_fails():
-            *items, self.is_bad = self.run_report(_NOTHING)
+            *items, self.is_bad = (self.run_report_reduced if reduced else self.run_report)(_NOTHING)
         loss, overflow, scale, updated, norm, learning_rate, weight = items
         return StepOutput(loss, overflow, scale, updated, norm, norm, learning_rate, weight)
 

@@ -33,6 +33,13 @@ LEVEL = "For 'HSDP', the argument 'optimizer_level' must be one of 'level1', 'le
         ),
         (
             DataParallel,
+            {"sync_each_batch": True, "overlap": True},
+            ValueError,
+            "For 'DataParallel', the argument 'overlap' must be False with sync_each_batch, but got True. Each micro "
+            "batch sends its gradients already.",
+        ),
+        (
+            DataParallel,
             {"check_weights": None},
             TypeError,
             "For 'DataParallel', the argument 'check_weights' must be a bool, but got None",

@@ -100,6 +100,9 @@ def build_parallel(
     check_agreement(owner, {**settings, "parallel": repr(kind), "the optimizer's parameters": shapes})
     if isinstance(kind, HSDP):
         check_shardable(optimizer)
+    elif kind.overlap and network.terms > 1:
+        remedy = "Each term is divided by its weight over all ranks before the terms are added up."
+        raise ValueError(sentence(owner, "parallel", "one without overlap for several terms", repr(kind), remedy))
     _start_alike(owner, network, optimizer)
     world = current_world(owner)
     layout = layout_for(kind, weights, world.size)

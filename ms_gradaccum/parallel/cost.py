@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ms_gradaccum.grad_clip import ClipByGroupNorm, ClipByValue
 from ms_gradaccum.parallel.choose import layout_for
 from ms_gradaccum.parallel.collectives import has_all_gather, has_reduce_scatter
-from ms_gradaccum.parallel.layout import ShardLayout, sum_buckets
+from ms_gradaccum.parallel.layout import ShardLayout, all_backwards, sum_buckets
 
 # Sums are float32, and so is all that is sent.
 _ITEMSIZE = 4
@@ -66,7 +66,7 @@ def traffic_of(kind: Any, weights: Any, ranks: int, clip: Any, device_target: st
     layout = layout_for(kind, weights, ranks)
     if layout is None:
         sizes = [math.prod(weight.shape) for weight in weights]
-        return Traffic(per_update=_sums(range(len(sizes)), sizes, ranks))
+        return Traffic(per_update=_sums(all_backwards(sizes), sizes, ranks))
     scatter = _scatter(layout, ranks, device_target)
     # The norm of the shards; of those of the clipped gradient once more if the limit does not tell.
     norms = (Message("AllReduce", ranks, _ITEMSIZE),) * (2 if isinstance(clip, ClipByValue) else 1)

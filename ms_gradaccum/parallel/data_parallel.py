@@ -5,8 +5,9 @@ from typing import Any
 
 from mindspore import ParameterTuple, Tensor
 
-from ms_gradaccum._checks import check_bool
+from ms_gradaccum._checks import check_bool, sentence
 from ms_gradaccum.grad_buffer import GradBuffer
+from ms_gradaccum.parallel.layout import all_backwards
 from ms_gradaccum.parallel.several import SeveralProcesses, SumOverRanks
 from ms_gradaccum.parallel.sharding import ShardedSums
 from ms_gradaccum.parallel.world import World
@@ -23,11 +24,16 @@ class DataParallel:
         sync_each_batch (bool): Whether to add up the gradients of each micro batch over the ranks instead. Each rank
             then keeps 1 / ranks of the sums, in exchange for a message per micro batch. The name is that of Hugging
             Face Accelerate's ``GradientAccumulationPlugin``. Default: ``False``.
+        overlap (bool): Whether the last micro batch of a window adds up its gradients over the ranks while its backward
+            pass goes on, as PyTorch's DistributedDataParallel does, where a device computes and communicates at a
+            time. That takes one more graph of the network to be compiled. Default: ``False``.
         check_weights (bool): Whether to compare a hash of the weights over the ranks after each update and raise a
             RuntimeError if they differ; for debugging. Default: ``False``.
 
     Raises:
         TypeError: If an argument is not a bool.
+        ValueError: If `overlap` is set together with `sync_each_batch`; later, if the loss has several terms, or an
+            :class:`Accumulator` gets it, which adds up in `step()`.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -35,15 +41,19 @@ class DataParallel:
     Examples:
         >>> from ms_gradaccum import DataParallel
         >>> print(DataParallel(sync_each_batch=True))
-        DataParallel(sync_each_batch=True, check_weights=False)
+        DataParallel(sync_each_batch=True, overlap=False, check_weights=False)
     """
 
     sync_each_batch: bool = False
+    overlap: bool = False
     check_weights: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("sync_each_batch", "check_weights"):
+        for name in ("sync_each_batch", "overlap", "check_weights"):
             check_bool("DataParallel", name, getattr(self, name), "The default is False.")
+        if self.sync_each_batch and self.overlap:
+            remedy = "Each micro batch sends its gradients already."
+            raise ValueError(sentence("DataParallel", "overlap", "False with sync_each_batch", True, remedy))
 
 
 class DataParallelSum(SeveralProcesses):
@@ -54,10 +64,11 @@ class DataParallelSum(SeveralProcesses):
     ) -> None:
         super().__init__(weights, buffer, world, settings)
         sizes = [weight.size for weight in weights]
-        self.sum_over_ranks = SumOverRanks(buffer, range(len(sizes)), sizes, world, dtype)
+        self.sum_over_ranks = SumOverRanks(buffer, all_backwards(sizes), sizes, world, dtype)
+        self.overlaps = settings.overlap
 
-    def reduce(self) -> Any:
-        return self.sum_over_ranks()
+    def reduce(self, added: Any = ()) -> Any:
+        return self.sum_over_ranks(added)
 
 
 class DataParallelShards(ShardedSums):

@@ -53,6 +53,11 @@ def shard_layout(tensors: Any, size: int, threshold: int) -> ShardLayout:
     return ShardLayout(size, is_sharded, sharded, kept, whole_shapes, shapes, sizes, fill_buckets(sharded[::-1], sizes))
 
 
+def all_backwards(sizes: Any) -> range:
+    """Return all indices, from the last to the first: the order in which a backward pass makes gradients."""
+    return range(len(sizes) - 1, -1, -1)
+
+
 def sum_buckets(indices: Any, sizes: Any) -> Buckets:
     """Return the messages in which tensors are summed over all ranks, at least one.
 

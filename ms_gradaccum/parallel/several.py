@@ -33,24 +33,29 @@ class SumOverRanks(nn.Cell):
         self.dtype = dtype
         self.in_float32 = dtype == ms.float32
 
-    def construct(self) -> Any:
-        done: Any = None
+    def construct(self, added: Any = ()) -> Any:
+        """Add them up, with what the buffer's `add` has returned if that is part of the same graph."""
+        sums = self.sums if len(added) == 0 else added[0]
+        done: Any = ()
+        last: Any = None
         factor = weight = Tensor(1.0, ms.float32)
         if not self.in_float32:
             # The weight must be exact, and a sum over many rows can be no 16-bit number where its mean is one.
-            done = self._put_totals(self.sum(self._flat_totals()), 0)
-            weight = ops.depend(self.buffer.weight + 0.0, done)
+            done = self._put_totals(self.sum(self._flat_totals(added)), 0)
+            last = weight = ops.depend(self.buffer.weight + 0.0, done)
             factor = reciprocal(weight)
         for number, bucket in enumerate(self.buckets):
             # They go with the first message, so that they cost none of their own.
             with_totals = number == 0 and self.in_float32
             flat: tuple[Tensor, ...] = ()
             for i in bucket:
-                flat += (self.sums[i].reshape(-1) if self.in_float32 else _rounded(self.sums[i], factor, self.dtype),)
+                flat += (sums[i].reshape(-1) if self.in_float32 else _rounded(sums[i], factor, self.dtype),)
             if with_totals:
-                flat += (self._flat_totals(),)
+                flat += (self._flat_totals(added),)
             if len(flat) > 0:
-                done = self._put(bucket, self.sum(after(ops.concat(flat), done)), weight, with_totals)
+                # After the last message, but not after what has come of it is in its place.
+                last = self.sum(after(ops.concat(flat), last))
+                done += self._put(bucket, last, weight, with_totals)
         return done
 
     def _put(self, bucket: tuple[int, ...], total: Tensor, weight: Tensor, with_totals: bool) -> Any:
@@ -65,10 +70,11 @@ class SumOverRanks(nn.Cell):
             begin += size
         return done + self._put_totals(total, begin) if with_totals else done
 
-    def _flat_totals(self) -> Tensor:
+    def _flat_totals(self, added: Any) -> Tensor:
         flat: tuple[Tensor, ...] = ()
-        for value in self.totals:
-            flat += (value.reshape(1),)
+        for i, value in enumerate(self.totals):
+            # Of the loss and the weight there is a newer value.
+            flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(1),)
         return ops.concat(flat)
 
     def _put_totals(self, total: Tensor, begin: int) -> Any:

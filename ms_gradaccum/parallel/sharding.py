@@ -179,7 +179,7 @@ class ShardedSums(SeveralProcesses):
         # By no weight: that of a micro batch is its own on each rank.
         return self.shards.scatter(grads, Tensor(1.0, ms.float32), None) if self.every_batch else grads
 
-    def reduce(self) -> Any:
+    def reduce(self, added: Any = ()) -> Any:
         done = self.sum_kept()
         if not self.every_batch:
             weight = ops.depend(self.buffer.weight + 0.0, done)

@@ -22,6 +22,8 @@ class SingleProcess(nn.Cell):
         self.sums = buffer.sums
         self.buffer = buffer
         self.all = (tuple(range(len(buffer.sums))),)
+        # Whether the ranks add up the sums while the last micro batch's backward pass goes on.
+        self.overlaps = False
         # By name, what makes the whole of a parameter of which this rank has a part.
         self.gathers: dict[str, Any] = {}
 
@@ -37,8 +39,11 @@ class SingleProcess(nn.Cell):
         """Return the sum of a few numbers over the ranks."""
         return values
 
-    def reduce(self) -> Any:
-        """Add the buffer's loss and weight and its sums over the ranks, the latter into `sums`."""
+    def reduce(self, added: Any = ()) -> Any:
+        """Add the buffer's loss and weight and its sums over the ranks, the latter into `sums`.
+
+        ``added`` is what the buffer's last `add` has returned, if that is part of the same graph.
+        """
         return ()
 
     def norm(self, grads: tuple[Tensor, ...]) -> Tensor:

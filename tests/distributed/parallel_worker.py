@@ -34,6 +34,7 @@ from scenarios import (  # noqa: E402
 
 from ms_gradaccum import (  # noqa: E402
     HSDP,
+    Accumulator,
     ClipByValue,
     DataParallel,
     GradAccumulation,
@@ -50,6 +51,7 @@ rank, size = get_rank(), get_group_size()
 results = {}
 KINDS = {
     "data parallel": DataParallel(),
+    "data parallel, overlapping": DataParallel(overlap=True),
     "data parallel, each batch": DataParallel(sync_each_batch=True),
     "all shards": HSDP(threshold=0),
     "two shards": HSDP(2, 0),
@@ -70,7 +72,7 @@ def record(name, network, optimizer, output):
 
 # Of these the messages of a window are counted, for some micro_size.
 COUNTED = {
-    2: ["data parallel", "data parallel, each batch", "all shards", "all shards, level2"],
+    2: ["data parallel", "data parallel, overlapping", "data parallel, each batch", "all shards", "all shards, level2"],
     4: ["two shards", "two shards, level2"],
 }
 
@@ -193,7 +195,7 @@ def disagree():
 
 def run_out_of_data_early():
     """Rank 0 has three batches of two rows, the others two."""
-    for name in ("data parallel", "two shards, level2"):
+    for name in ("data parallel", "data parallel, overlapping", "two shards, level2"):
         for last_window in ("apply", "drop"):
             network = build_network()
             optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
@@ -274,6 +276,28 @@ def look_rows_up():
         results["lookup refused"] = str(error).splitlines()[0]
 
 
+def overlap():
+    kind = KINDS["data parallel, overlapping"]
+    _, step = build_step(parallel=kind, accumulation_steps=2)
+    train_batches(step, (0, 1), rank, size)
+    reports = (step.window.run_report, step.window.run_report_reduced)
+    results["reports of an overlapping window"] = [len(report.graphs) for report in reports]
+    network = build_network()
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    cell = nn.WithLossCell(network, nn.MSELoss())
+    for name, build in (
+        (
+            "terms",
+            lambda: TrainOneStepCell(GradAccumulation(cell, 2, terms=2, weighted=True), optimizer, parallel=kind),
+        ),
+        ("loop", lambda: Accumulator(cell, optimizer, 2, parallel=kind)),
+    ):
+        try:
+            build()
+        except ValueError as error:
+            results[f"overlap refused, {name}"] = str(error)
+
+
 def warn_about_level3():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -286,7 +310,7 @@ PARTS += [train_on_from_another_world] if size == 4 else [save_at_an_update, not
 PARTS += (
     []
     if size == 4
-    else [look_rows_up, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
+    else [look_rows_up, overlap, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
 )
 PARTS += [count_messages] if size == 4 else [train_in_pynative_mode, count_messages]
 # What is not about the compiler: it would take most of the time.

@@ -30,6 +30,7 @@ from scenarios import (  # noqa: E402
 WORKER = Path(__file__).with_name("parallel_worker.py")
 KINDS = [
     "data parallel",
+    "data parallel, overlapping",
     "data parallel, each batch",
     "all shards",
     "two shards",
@@ -126,7 +127,7 @@ def test_optimizer_state_is_divided_by_the_shard_size(four):
         assert four[0][f"{name}, norm"]["state"] == expected
 
 
-@pytest.mark.parametrize("name,messages", [("data parallel", 1), ("all shards", 4)])
+@pytest.mark.parametrize("name,messages", [("data parallel", 1), ("data parallel, overlapping", 1), ("all shards", 4)])
 def test_a_window_costs_the_same_messages_for_any_micro_size(name, messages, two):
     one, sixteen = [counted["sent"] for counted in two[0][f"messages {name}"]]
     # All sums, the loss and the weight in one. Shards: what stays whole, the sums, the norm, the weights.
@@ -146,6 +147,7 @@ def test_ranks_that_share_the_sums_send_one_message_per_micro_batch(name, two):
     "processes,name",
     [
         ("two", "data parallel"),
+        ("two", "data parallel, overlapping"),
         ("two", "data parallel, each batch"),
         ("two", "all shards"),
         ("two", "all shards, level2"),
@@ -160,6 +162,20 @@ def test_the_messages_and_the_sums_are_those_that_were_planned(processes, name, 
         for counted in report[f"messages {name}"]:
             assert counted["sent"] == counted["planned"]
             assert counted["kept"] == counted["planned to keep"]
+
+
+def test_the_last_micro_batch_reduces_the_sums_where_that_overlaps(two):
+    # One graph that reports without reducing, and none that reduces.
+    assert [report["reports of an overlapping window"] for report in two] == [[0, 1]] * 2
+    got = "but got DataParallel(sync_each_batch=False, overlap=True, check_weights=False)."
+    assert two[0]["overlap refused, terms"] == (
+        f"For 'TrainOneStepCell', the argument 'parallel' must be one without overlap for several terms, {got} Each "
+        f"term is divided by its weight over all ranks before the terms are added up."
+    )
+    assert two[1]["overlap refused, loop"] == (
+        f"For 'Accumulator', the argument 'parallel' must be one without overlap, {got} Its step() adds up the "
+        f"gradients; overlap is for TrainOneStepCell and Model."
+    )
 
 
 def test_shared_sums_take_their_part_of_the_memory(two):
@@ -252,7 +268,7 @@ def test_settings_that_differ_raise_on_every_rank(four):
     assert [report["disagreement"] for report in four] == [sentence] * 4
 
 
-@pytest.mark.parametrize("name", ["data parallel", "two shards, level2"])
+@pytest.mark.parametrize("name", ["data parallel", "data parallel, overlapping", "two shards, level2"])
 @pytest.mark.parametrize("last_window,updates", [("apply", 4), ("drop", 2)])
 def test_a_process_that_runs_out_of_data_joins_the_others(last_window, updates, name, two):
     assert [report[f"updates {name} {last_window}"] for report in two] == [updates] * 2
