@@ -256,6 +256,10 @@ class GroupClip(nn.Cell):
         return None
 
 
+# What a face takes as `clip`.
+Clip = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | None
+
+
 def check_clip(owner: str, clip: Any) -> Any:
     """Return ``clip``, or for None what clips nothing."""
     if clip is None:
