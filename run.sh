@@ -10,6 +10,8 @@ usage() {
                    another one of sample_code: linear_toy, causal_lm, resnet18, transformer_lm,
                    mixed_precision
 ./run.sh test      format, lint, types, then all tests; more arguments go to pytest
+./run.sh quick     the tests that tests/quick.txt lists, in 3 to 4 minutes on one core; more arguments go to pytest.
+                   With PYTHON=python3.12 or MINDSPORE=2.7.2 or both: in an environment of its own, with these
 ./run.sh check     format, lint and types alone
 ./run.sh docs      the pages of docs/ and the reference of the API, into build/docs
 ./run.sh bench [NAME]
@@ -51,22 +53,37 @@ find_python() {
   fail "no Python 3.10, 3.11 or 3.12 found. Install one with its venv module (Debian: apt install python3.11-venv)."
 }
 
-# prepare EXTRAS: .venv with the package and these extras. Quick when pyproject.toml is as it was last time.
+# prepare EXTRAS [REQUIREMENT]: an environment with the package, these extras and what else is required. Quick when
+# pyproject.toml is as it was last time.
 prepare() {
-  local wanted stamp=.venv/installed-$1
-  if ! .venv/bin/python -m pip --version &>/dev/null; then
+  local wanted stamp=$venv/installed-$1
+  if ! "$venv/bin/python" -m pip --version &>/dev/null; then
     local python
-    python=$(find_python)
-    echo "Creating .venv with $("$python" --version)."
-    "$python" -m venv --clear .venv
+    python=${PYTHON:-$(find_python)}
+    echo "Creating $venv with $("$python" --version)."
+    "$python" -m venv --clear "$venv"
   fi
   wanted=$(cksum <pyproject.toml)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
-    echo "Installing MindSpore and what else is needed into .venv. This takes a few minutes, once."
-    PYTHONWARNINGS=ignore .venv/bin/python -m pip install --no-input --disable-pip-version-check --quiet -e ".[$1]"
+    echo "Installing MindSpore and what else is needed into $venv. This takes a few minutes, once."
+    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --quiet \
+      -e ".[$1]" "${@:2}"
     echo "$wanted" >"$stamp"
   fi
-  export PATH=$PWD/.venv/bin:$PATH
+  export PATH=$PWD/$venv/bin:$PATH
+}
+
+# prepare_versions: for PYTHON and MINDSPORE an environment of their own, without them the one that all else uses.
+prepare_versions() {
+  if [[ -z ${PYTHON:-}${MINDSPORE:-} ]]; then
+    prepare pinned,test
+    return
+  fi
+  local version
+  PYTHON=${PYTHON:-$(find_python)}
+  version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+  venv=.venv-$version-${MINDSPORE:-pinned}
+  if [[ -z ${MINDSPORE:-} ]]; then prepare pinned,test; else prepare test "mindspore==$MINDSPORE"; fi
 }
 
 check() {
@@ -91,7 +108,7 @@ run_sample() {
   exec python "$folder/train.py" "${@:2}"
 }
 
-command=${1:-sample}
+command=${1:-sample} venv=.venv
 [[ $# -eq 0 ]] || shift
 case $command in
   sample) run_sample "$@" ;;
@@ -99,6 +116,11 @@ case $command in
     prepare pinned,test
     check
     run_tests "$@"
+    ;;
+  quick)
+    prepare_versions
+    # One core, as in the other tests.
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec pytest @tests/quick.txt "$@"
     ;;
   check)
     prepare pinned,test

@@ -7,12 +7,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 
+# What becomes of a window that is unfinished at the end of the data.
+LastWindow = Literal["apply", "drop", "carry"]
 # What MindSpore counts with, and the range of the numbers that it computes with.
 MAX_INT = 2**31 - 1
 _LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -160,7 +162,7 @@ def check_accumulation_steps(owner: str, value: Any) -> int:
 def check_last_window(owner: str, value: Any) -> str:
     """Return ``value`` if it says what becomes of a window that is unfinished at the end of the data."""
     remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
-    return check_choice(owner, "last_window", value, ("apply", "drop", "carry"), remedy)
+    return check_choice(owner, "last_window", value, get_args(LastWindow), remedy)
 
 
 def warn(message: str) -> None:

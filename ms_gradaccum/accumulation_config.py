@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ms_gradaccum._checks import check_accumulation_steps, check_bool, check_choice, check_positive_int, sentence, typed
 
 _OWNER = "AccumulationConfig"
 _SCHEDULE = "AccumulationSchedule"
-_UNITS = ("epoch", "update", "token")
+_Unit = Literal["epoch", "update", "token"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AccumulationSchedule:
     """
 
     milestones: dict[int, int] = field(hash=False)
-    unit: str = "epoch"
+    unit: _Unit = "epoch"
 
     def __post_init__(self) -> None:
         rule, remedy = "a dict from counts to numbers of batches", "For example {0: 1, 4: 2}."
@@ -56,7 +56,7 @@ class AccumulationSchedule:
             if count < 0:
                 raise ValueError(sentence(_SCHEDULE, "milestones", "a dict whose keys are not negative", count, remedy))
             check_positive_int(_SCHEDULE, f"milestones[{count}]", steps, "It counts the batches of one update.")
-        check_choice(_SCHEDULE, "unit", self.unit, _UNITS, "It says what the milestones count.")
+        check_choice(_SCHEDULE, "unit", self.unit, get_args(_Unit), "It says what the milestones count.")
 
     def steps_at(self, count: float) -> int:
         """Return the number of batches of a window that begins after ``count`` epochs, updates or tokens."""

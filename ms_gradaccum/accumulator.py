@@ -1,6 +1,6 @@
 """Gradient accumulation for loops that users write themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -8,14 +8,15 @@ from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import check_choice, check_number, check_tensor
 from ms_gradaccum.accumulation_config import AccumulationConfig, merge_config
-from ms_gradaccum.bad_micro_batch import check_bad_micro_batch
+from ms_gradaccum.bad_micro_batch import BadMicroBatch, check_bad_micro_batch
 from ms_gradaccum.events import Observed
 from ms_gradaccum.given_grads import GraphWindow, NoGraphWindow
-from ms_gradaccum.grad_clip import ClipByGlobalNorm, ClipByValue, check_clip
+from ms_gradaccum.grad_clip import Clip, ClipByGlobalNorm, ClipByValue, check_clip
 from ms_gradaccum.loop_window import LoopWindow
 from ms_gradaccum.optimizers import claim_optimizer
+from ms_gradaccum.parallel.choose import ParallelChoice
 from ms_gradaccum.parallel.world import gather_counts
-from ms_gradaccum.precision import check_precision, check_scale_of_each
+from ms_gradaccum.precision import PrecisionChoice, check_precision, check_scale_of_each
 from ms_gradaccum.prepared import prepare
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.trained_network import TrainedNetwork, pair_networks
@@ -108,10 +109,10 @@ class Accumulator(nn.Cell, Observed):
         accumulation_steps: int = 1,
         *,
         config: AccumulationConfig | None = None,
-        clip: Any = None,
-        mixed_precision: Any = None,
-        parallel: Any = "auto",
-        bad_micro_batch: str = "skip_window",
+        clip: Clip = None,
+        mixed_precision: PrecisionChoice = None,
+        parallel: ParallelChoice = "auto",
+        bad_micro_batch: BadMicroBatch = "skip_window",
     ) -> None:
         super().__init__(auto_prefix=False)
         self.config = merge_config(_OWNER, accumulation_steps, config)
@@ -135,7 +136,7 @@ class Accumulator(nn.Cell, Observed):
         first, steps = self._networks[0], self.config.accumulation_steps
         simple = len(self._networks) == len(first.windows) == 1 and self.config.schedule is None
         window = GraphWindow(first.add_grads_cell, first.windows[0], steps) if simple else NoGraphWindow(_OWNER)
-        self.in_graph = window
+        self.in_graph: Callable[..., tuple[Tensor, ...]] = window
 
     @property
     def sync_gradients(self) -> bool:

@@ -1,6 +1,6 @@
 """Leave out the micro batch whose gradients are not finite, and its weight with it."""
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -8,13 +8,14 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import check_choice, sentence
 from ms_gradaccum.grad_clip import sum_of_squares
 
-CHOICES = ("skip_window", "drop")
+# What a face takes as `bad_micro_batch`.
+BadMicroBatch = Literal["skip_window", "drop"]
 
 
 def check_bad_micro_batch(owner: str, bad_micro_batch: Any) -> bool:
     """Return whether a micro batch that is not finite is left out; else its window makes no update."""
     remedy = "'skip_window' makes no update in a window with an Inf or a NaN, 'drop' leaves out its micro batch alone."
-    return check_choice(owner, "bad_micro_batch", bad_micro_batch, CHOICES, remedy) == "drop"
+    return check_choice(owner, "bad_micro_batch", bad_micro_batch, get_args(BadMicroBatch), remedy) == "drop"
 
 
 def check_dense(owner: str, lookup: str | None) -> None:

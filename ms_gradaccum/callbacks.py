@@ -131,9 +131,9 @@ class ProgressBar(Callback):
             self._epoch = "" if epoch is None else f"epoch {epoch}"
             self._count(self._step + bool(output.updated.asnumpy()), output)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> "ProgressBar":
         self._entered += 1
-        return super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         self._entered -= 1

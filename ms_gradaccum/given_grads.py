@@ -63,7 +63,7 @@ class GraphWindow(nn.Cell):
         added = self.add_grads(loss * factor, weight, factor, *grads)
         batches = ops.depend(self.buffer.count_batch(), added)
         if batches == self.steps:
-            output = self.window(weight)
+            output: tuple[Tensor, ...] = self.window(weight)
         else:
             output = self.window.open(batches)
         return output

@@ -93,7 +93,7 @@ class EventFile:
         except ImportError as error:
             raise ImportError(
                 f"For '{_OWNER}', the argument 'tensorboard_dir' takes the package tensorboardX, but got: {error}. "
-                f"Install it with: pip install 'ms_gradaccum[logging]'."
+                f"Install it with: pip install 'ms_gradaccum[tensorboard]'."
             ) from None
         self.folder = check_path(_OWNER, "tensorboard_dir", folder, "For example 'log_output/events'.")
         self.make_writer = EventsWriter

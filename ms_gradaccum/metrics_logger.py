@@ -7,6 +7,7 @@ from typing import Any
 from mindspore.train import Callback
 
 from ms_gradaccum._checks import check_bool, sentence, typed
+from ms_gradaccum.accumulator import Accumulator
 from ms_gradaccum.events import StepEvent
 from ms_gradaccum.metric_sinks import Call, EventFile, JsonLines
 from ms_gradaccum.parallel.world import current_world
@@ -74,7 +75,7 @@ class MetricsLogger(Callback):
         tensorboard_dir: str | os.PathLike[str] | None = None,
         log: Callable[[dict[str, float], int], Any] | None = None,
         *,
-        train_step: Any = None,
+        train_step: TrainOneStepCell | Accumulator | None = None,
         append: bool = False,
         every: int = 1,
         weight_norm: bool = False,

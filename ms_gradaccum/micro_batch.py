@@ -194,4 +194,5 @@ def _cut_on_host(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]
 
 
 def _rows(tensor: Tensor, axis: int, begin: int, end: int) -> tuple[slice, ...]:
-    return (slice(None),) * (axis % tensor.ndim) + (slice(begin, end),)
+    before: int = axis % tensor.ndim
+    return (slice(None),) * before + (slice(begin, end),)

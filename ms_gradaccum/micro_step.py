@@ -11,6 +11,7 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.bad_micro_batch import KeepFinite
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.events import Events
+from ms_gradaccum.half_precision import computes_in_16_bits
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.parallel.single import SingleProcess
@@ -151,7 +152,9 @@ def make_micro_step(
     drops: bool = False,
 ) -> MicroStep:
     """Return the micro step that the network needs."""
-    half = uses_half_precision(weighted_loss.network) or not precision.is_full
+    network = weighted_loss.network
+    cells = [cell for _, cell in network.cells_and_names()]
+    half = computes_in_16_bits(network.trainable_params(), cells) or not precision.is_full
     if half or drops or parallels[0].buffer.others:
         return ScaledMicroStep(weighted_loss, parallels, weights, half, precision.loss_scale, drops)
     return MicroStep(weighted_loss, parallels, weights)
@@ -168,19 +171,6 @@ def _scale_dense(factor: Tensor, grad: Tensor) -> Tensor:
 @_scale.register("Tensor", "RowTensor")
 def _scale_rows(factor: Tensor, grad: Any) -> Any:
     return RowTensorInner(grad.indices, ops.cast(grad.values, ms.float32) * factor, grad.dense_shape)
-
-
-def uses_half_precision(network: nn.Cell) -> bool:
-    """Return whether ``network`` has 16-bit weights, or cells that were told to compute in 16 bits."""
-    half = (ms.float16, ms.bfloat16)
-    if any(parameter.dtype in half for parameter in network.trainable_params()):
-        return True
-    cells = [cell for _, cell in network.cells_and_names()]
-    if any(
-        getattr(cell, "_amp_level", "") not in ("", "O0", None) for cell in cells
-    ):  # as amp.auto_mixed_precision leaves it
-        return True
-    return any(cell.get_flags().get("fp16") or cell.get_flags().get("bf16") for cell in cells)
 
 
 class EmptyStep(nn.Cell):

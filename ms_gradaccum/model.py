@@ -9,12 +9,22 @@ from mindspore import nn
 from mindspore.parallel._utils import _clear_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import check_bool, check_cell, check_choice, check_dataset, check_last_window, sentence
+from ms_gradaccum._checks import (
+    LastWindow,
+    check_bool,
+    check_cell,
+    check_choice,
+    check_dataset,
+    check_last_window,
+    sentence,
+)
+from ms_gradaccum.bad_micro_batch import BadMicroBatch
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
+from ms_gradaccum.grad_clip import Clip
 from ms_gradaccum.model_steps import PassSteps
-from ms_gradaccum.parallel.choose import check_parallel
+from ms_gradaccum.parallel.choose import ParallelChoice, check_parallel
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
-from ms_gradaccum.precision import combined
+from ms_gradaccum.precision import PrecisionChoice, combined
 from ms_gradaccum.saved.data_order import PassPlace
 from ms_gradaccum.state_checkpoint import StateCheckpoint
 from ms_gradaccum.train_step import TrainOneStepCell
@@ -106,11 +116,11 @@ class Model(ms.Model):
         boost_level: str = "O0",
         *,
         accumulation_steps: int = 1,
-        clip: Any = None,
-        mixed_precision: Any = None,
-        parallel: Any = "auto",
-        last_window: str = "apply",
-        bad_micro_batch: str = "skip_window",
+        clip: Clip = None,
+        mixed_precision: PrecisionChoice = None,
+        parallel: ParallelChoice = "auto",
+        last_window: LastWindow = "apply",
+        bad_micro_batch: BadMicroBatch = "skip_window",
         loss_scale_manager: Any = None,
         **kwargs: Any,
     ) -> None:

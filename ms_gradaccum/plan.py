@@ -7,7 +7,9 @@ from typing import Any
 
 import mindspore as ms
 
-from ms_gradaccum.parallel.choose import choose_kind
+from ms_gradaccum._checks import LastWindow
+from ms_gradaccum.grad_clip import Clip
+from ms_gradaccum.parallel.choose import ParallelChoice, choose_kind
 from ms_gradaccum.parallel.cost import Message, Traffic, sum_bytes, traffic_of
 from ms_gradaccum.planning.rates import LearningRate, check_learning_rate, rates_at
 from ms_gradaccum.planning.settings import check_dataset_size, check_parameters, check_settings, window_batches
@@ -104,9 +106,9 @@ class TrainingPlan:
     accumulation_steps: int | None = None
     global_batch: int | None = None
     round_global_batch: bool = False
-    last_window: str = "apply"
-    clip: Any = None
-    parallel: Any = "auto"
+    last_window: LastWindow = "apply"
+    clip: Clip = None
+    parallel: ParallelChoice = "auto"
     tokens_per_row: float | None = None
     learning_rate: LearningRate | None = field(default=None, repr=False, compare=False)
     parameters: Any = field(default=None, repr=False)

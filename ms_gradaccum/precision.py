@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import mindspore as ms
 from mindspore import Tensor, amp, nn, ops
@@ -10,12 +10,14 @@ from mindspore.ops import functional as F
 
 from ms_gradaccum._checks import check_choice, check_positive_float32, check_positive_int, sentence
 from ms_gradaccum.compiled import execution_mode
+from ms_gradaccum.half_precision import levels_of
 from ms_gradaccum.loss_scale import FixedLossScale, LossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 from ms_gradaccum.rewriting import rewriting
 from ms_gradaccum.token_mean_loss import TokenMeanLoss
 
 _OWNER = "MixedPrecision"
-LEVELS = ("O0", "O1", "O2", "O3", "auto")
+Level = Literal["O0", "O1", "O2", "O3", "auto"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 _CHOOSERS = (amp.LossScaler, amp.LossScaleManager)
 _DTYPES = {"float16": ms.float16, "fp16": ms.float16, "bfloat16": ms.bfloat16, "bf16": ms.bfloat16}
 _DTYPES |= {"float32": ms.float32, "fp32": ms.float32}
@@ -80,7 +82,7 @@ class MixedPrecision:
     """
 
     dtype: Any = ms.float16
-    level: str = "O1"
+    level: Level = "O1"
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -116,8 +118,10 @@ class MixedPrecision:
         object.__setattr__(self, name, dtype)
 
 
+# What a face takes as `mixed_precision`.
+PrecisionChoice = str | MixedPrecision | amp.LossScaler | amp.LossScaleManager | None
 # The first four are Colossal-AI's, the others MindSpore's.
-NAMES = {
+NAMES: dict[str, MixedPrecision] = {
     "fp16": MixedPrecision(ms.float16, "O1"),
     "fp16_apex": MixedPrecision(ms.float16, "O2"),
     "fp16_naive": MixedPrecision(ms.float16, "O3"),
@@ -149,7 +153,7 @@ class Precision(NamedTuple):
         return self.level == "O0" and type(self.loss_scale) is NoLossScale
 
 
-def combined(owner: str, mixed_precision: Any, amp_level: str, loss_scale_manager: Any) -> MixedPrecision | None:
+def combined(owner: str, mixed_precision: Any, amp_level: Any, loss_scale_manager: Any) -> MixedPrecision | None:
     """Return what ``mixed_precision`` and the two arguments of MindSpore's Model say together; None if nothing."""
     check_choice(owner, "amp_level", amp_level, LEVELS, "mixed_precision has more names and settings.")
     if loss_scale_manager is not None and mixed_precision is not None:
@@ -268,7 +272,7 @@ def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cel
 
 def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
     level = precision.level
-    found = {cell._amp_level for _, cell in network.cells_and_names()} - {"", "O0", None}
+    found = levels_of(cell for _, cell in network.cells_and_names())
     if found - {level}:
         rule = f"the level that the network has been converted to, {' and '.join(sorted(found))}"
         remedy = "A network cannot be converted twice: give that level, or another network."

@@ -48,7 +48,7 @@ def named_tuple_in(structure: Any) -> str:
     if structure[0] not in ("sequence", "dict"):
         return ""
     if hasattr(structure[1], "_fields"):
-        return structure[1].__name__
+        return str(structure[1].__name__)
     return next((name for child in structure[2] if (name := named_tuple_in(child))), "")
 
 

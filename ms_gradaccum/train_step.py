@@ -8,18 +8,18 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_accumulation_steps, warn
-from ms_gradaccum.bad_micro_batch import check_bad_micro_batch
+from ms_gradaccum.bad_micro_batch import BadMicroBatch, check_bad_micro_batch
 from ms_gradaccum.compiled import graph_mode
 from ms_gradaccum.events import Events, Observed
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
-from ms_gradaccum.grad_clip import check_clip
+from ms_gradaccum.grad_clip import Clip, check_clip
 from ms_gradaccum.micro_step import MicroSteps
 from ms_gradaccum.optimizers import check_optimizer, claim_optimizer
-from ms_gradaccum.parallel.choose import build_parallel, check_parallel
+from ms_gradaccum.parallel.choose import ParallelChoice, build_parallel, check_parallel
 from ms_gradaccum.parallel.partitioned import PartitionedWindow
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.parallel.world import gather_counts
-from ms_gradaccum.precision import Precision, check_precision
+from ms_gradaccum.precision import Precision, PrecisionChoice, check_precision
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.window import Window
 
@@ -101,10 +101,10 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         optimizer: nn.Cell,
         *,
         accumulation_steps: int = 1,
-        clip: Any = None,
-        mixed_precision: Any = None,
-        parallel: Any = "auto",
-        bad_micro_batch: str = "skip_window",
+        clip: Clip = None,
+        mixed_precision: PrecisionChoice = None,
+        parallel: ParallelChoice = "auto",
+        bad_micro_batch: BadMicroBatch = "skip_window",
     ) -> None:
         kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
@@ -271,12 +271,14 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         """The whole window as part of one graph. Return the items of a StepOutput."""
         check_compiling(self.semi_auto is not None)
         if self.semi_auto is not None:
-            return self.partitioned(*inputs)
+            partitioned: tuple[Tensor, ...] = self.partitioned(*inputs)
+            return partitioned
         done = Tensor(0.0, ms.float32)
         for part in self.network.split_in_graph(inputs):
             done = ops.depend(self.micro_step(*part)[2], done)
         if self.accumulation_steps == 1:
-            return self.window(done)
+            output: tuple[Tensor, ...] = self.window(done)
+            return output
         # The counter includes this batch, so that the update is made at the last batch of the window.
         batches = self.buffer.count_batch()
         if batches == self.accumulation_steps:

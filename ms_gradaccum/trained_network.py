@@ -61,9 +61,6 @@ class TrainedNetwork:
     ) -> None:
         _check_groups(clip, optimizers)
         kind = _with_sync(check_parallel(_OWNER, parallel, network), sync_each_batch)
-        if isinstance(kind, DataParallel) and kind.overlap:
-            remedy = "Its step() adds up the gradients; overlap is for TrainOneStepCell and Model."
-            raise ValueError(sentence(_OWNER, "parallel", "one without overlap", repr(kind), remedy))
         self.network = as_grad_accumulation(_OWNER, network)
         for optimizer in optimizers:
             check_optimizer(_OWNER, optimizer, self.network)
@@ -177,6 +174,9 @@ def _with_sync(kind: Any, sync_each_batch: bool) -> Any:
             "Use TrainOneStepCell or Model: the compiler partitions a whole step.",
         )
         raise ValueError(sentence(_OWNER, "network", "for a loop whose micro batches are run one by one", got, remedy))
+    if isinstance(kind, DataParallel) and kind.overlap:
+        remedy = "Its step() adds up the gradients; overlap is for TrainOneStepCell and Model."
+        raise ValueError(sentence(_OWNER, "parallel", "one without overlap", repr(kind), remedy))
     if not sync_each_batch or kind is None:
         return kind
     if isinstance(kind, DataParallel):

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, sentence, typed
 from ms_gradaccum.grad_accumulation import GradAccumulation
+from ms_gradaccum.half_precision import computes_in_16_bits
 from ms_gradaccum.micro_batch import BatchAxis, check_batch_axis
 from ms_gradaccum.verification.experiment import Experiment, Start
 from ms_gradaccum.verification.report import VerifyReport, run_and_report
@@ -162,7 +162,4 @@ def _as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _default_rtol(start: Start) -> float:
     """Return the tolerance for float32, or that for a network of which something computes in 16 bits."""
-    small = any(parameter.dtype in (ms.float16, ms.bfloat16) for parameter in start.parameters)
-    mixed = any(getattr(cell, "fp16", False) or getattr(cell, "bf16", False) for cell in start.cells)
-    mixed = mixed or any(cell._amp_level not in ("", "O0", None) for cell in start.cells)
-    return _RTOL_16_BIT if small or mixed else _RTOL
+    return _RTOL_16_BIT if computes_in_16_bits(start.parameters, start.cells) else _RTOL

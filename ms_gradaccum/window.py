@@ -10,11 +10,11 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
-from ms_gradaccum.grad_clip import clip_of
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.optimizers import LearningRate, all_parameters
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.window_clip import clip_of
 
 _NOTHING = Tensor(0.0, ms.float32)
 # Windows that may be skipped one after the other. The largest scale in use is 1 after 24 halvings.

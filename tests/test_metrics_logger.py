@@ -273,7 +273,7 @@ def test_without_tensorboardx_the_error_says_what_to_install(tmp_path, monkeypat
     assert str(raised.value) == (
         "For 'MetricsLogger', the argument 'tensorboard_dir' takes the package tensorboardX, but got: import of "
         "tensorboardX.event_file_writer halted; None in sys.modules. "
-        "Install it with: pip install 'ms_gradaccum[logging]'."
+        "Install it with: pip install 'ms_gradaccum[tensorboard]'."
     )
 
 

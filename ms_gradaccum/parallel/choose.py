@@ -1,6 +1,6 @@
 """From the setting ``parallel`` and the world to what reduces the sums of a window."""
 
-from typing import Any
+from typing import Any, Literal
 
 import mindspore as ms
 from mindspore import nn
@@ -20,6 +20,8 @@ from ms_gradaccum.parallel.sharding import Shards
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.parallel.world import World, check_agreement, current_world, unify
 
+# What a face takes as `parallel`.
+ParallelChoice = Literal["auto"] | DataParallel | HSDP
 _REMEDY = "'auto' looks at the number of processes."
 
 
@@ -134,7 +136,7 @@ def sparse_lookup(network: nn.Cell) -> str | None:
     """Return the name of a cell whose gradient is sparse, or None."""
     for _, cell in network.cells_and_names():
         if any(isinstance(operator, SparseGatherV2) for operator in vars(cell).values()):
-            return cell.cls_name
+            return str(cell.cls_name)
     return None
 
 

@@ -49,10 +49,10 @@ class Traffic:
 def sum_bytes(kind: Any, weights: Any, ranks: int) -> int:
     """Return the bytes of the sums that each rank keeps, of gradients of tensors with a `shape` and an `itemsize`."""
     layout = layout_for(kind, weights, ranks)
-    whole = sum(math.prod(weight.shape) for weight in weights)
+    whole: int = sum(math.prod(weight.shape) for weight in weights)
     if layout is None:
         return _ITEMSIZE * whole
-    parts = [math.prod(shape) for shape in layout.shapes]
+    parts: list[int] = [math.prod(shape) for shape in layout.shapes]
     if kind.sync_each_batch:
         return _ITEMSIZE * sum(parts)
     # The sums of the rank's own rows beside those of all rows.

@@ -5,7 +5,7 @@ stage 1, with the hybrid groups of PyTorch's HSDP.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
@@ -15,6 +15,7 @@ from ms_gradaccum.parallel.sharding import ShardedSums, Shards
 from ms_gradaccum.parallel.world import World
 
 _OWNER = "HSDP"
+_Level = Literal["level1", "level2", "level3"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class HSDP:
 
     shard_size: int = -1
     threshold: int = 64
-    optimizer_level: str = "level1"
+    optimizer_level: _Level = "level1"
     check_weights: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class HSDP:
             if value < lowest and not (name == "shard_size" and value == -1):
                 raise ValueError(sentence(_OWNER, name, rule, value, remedy))
         remedy = "Higher levels shard more and communicate more."
-        check_choice(_OWNER, "optimizer_level", self.optimizer_level, ("level1", "level2", "level3"), remedy)
+        check_choice(_OWNER, "optimizer_level", self.optimizer_level, get_args(_Level), remedy)
         check_bool(_OWNER, "check_weights", self.check_weights, "True is for debugging.")
 
     @property

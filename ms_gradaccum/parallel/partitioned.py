@@ -69,11 +69,21 @@ class PartitionedWindow(nn.Cell):
         mean = self.clip(mean, norm)
         if not self.clips_by_value:
             clipped_norm = self.clip.norm_after(norm)
-        report = (sums[0] * factor, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
+        report: tuple[Tensor, ...] = (
+            sums[0] * factor,
+            overflow,
+            scale,
+            updated,
+            norm,
+            clipped_norm,
+            learning_rate,
+            weight,
+        )
         if updated:
             report = ops.depend(report, self.optimizer(mean))
         report = ops.depend(report, self.clear(report))
-        return ops.depend(report, self.loss_scale(updated, overflow, report))
+        report = ops.depend(report, self.loss_scale(updated, overflow, report))
+        return report
 
     def mean_of(self, grads: tuple[Tensor, ...], factor: Tensor) -> tuple[Tensor, ...]:
         """Return the window's mean gradient in the dtype of each weight, on each device its part of it."""

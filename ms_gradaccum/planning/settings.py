@@ -95,10 +95,11 @@ def _check_batches(owner: str, plan: Any, shares: tuple[int, ...]) -> None:
 
 def window_batches(owner: str, plan: Any) -> int:
     """Return the number of batches of a window."""
-    given, wanted = plan.accumulation_steps, plan.global_batch
+    given: int | None = plan.accumulation_steps
+    wanted: int | None = plan.global_batch
     if wanted is None:
         return given or 1
-    rows = plan.batch_size * plan.ranks
+    rows: int = plan.batch_size * plan.ranks
     if wanted % rows and not plan.round_global_batch:
         nearest = [
             f"{rows * steps} (accumulation_steps={steps})" for steps in (wanted // rows, wanted // rows + 1) if steps

@@ -135,15 +135,20 @@ def rest_of(data: Any, batches: int) -> Iterable[Any]:
     """Return what is left of a pass over ``data`` after so many batches."""
     if isinstance(data, Dataset):
         if batches == 0:
-            return data.create_tuple_iterator(num_epochs=1)
+            return _tuples(data)
         if batches >= data.get_dataset_size():
             return ()
         with skipping(data, batches):
-            return data.create_tuple_iterator(num_epochs=1)
-    iterator = iter(data)
+            return _tuples(data)
+    iterator: Iterator[Any] = iter(data)
     for _ in range(batches):
         next(iterator, None)
     return iterator
+
+
+def _tuples(data: Dataset) -> Iterable[Any]:
+    batches: Iterable[Any] = data.create_tuple_iterator(num_epochs=1)
+    return batches
 
 
 class PassPlace(NamedTuple):

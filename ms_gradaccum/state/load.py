@@ -19,11 +19,12 @@ from ms_gradaccum.state.contents import Contents
 from ms_gradaccum.state.ranks import Ranks
 from ms_gradaccum.state.saved_state import SavedState, check_directory, epoch_of, step_of
 from ms_gradaccum.state.window_sums import batches_in
+from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "load_state"
 
 
-def load_state(step: Any, directory: str | os.PathLike[str]) -> SavedState:
+def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str | os.PathLike[str]) -> SavedState:
     r"""Give a training step the state that :func:`save_state` has saved, and return what is known of it.
 
     The step is built as it was: the same network, optimizer and settings. What is saved is checked first, all of it: a

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mindspore as ms
 
@@ -16,13 +16,19 @@ from ms_gradaccum.state.contents import Contents
 from ms_gradaccum.state.ranks import Ranks
 from ms_gradaccum.state.saved_state import SavedState, check_directory, epoch_of, step_of
 from ms_gradaccum.state.window_sums import Held
+from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "save_state"
 Named = list[tuple[str, Held]]
+_Result = TypeVar("_Result")
 
 
 def save_state(
-    step: Any, directory: str | os.PathLike[str], *, keep_checkpoint_max: int = 5, extra: Any = None
+    step: TrainOneStepCell | Accumulator | ms.Model,
+    directory: str | os.PathLike[str],
+    *,
+    keep_checkpoint_max: int = 5,
+    extra: dict[str, Any] | None = None,
 ) -> SavedState:
     r"""Save everything that a training needs to go on as if it had not stopped, also in the middle of a window.
 
@@ -190,7 +196,7 @@ class _Saving:
         except OSError as error:
             warn(f"For '{_OWNER}', the state is saved, but an old one cannot be removed ({error}).")
 
-    def _explained(self, work: Callable[[], Any]) -> Any:
+    def _explained(self, work: Callable[[], _Result]) -> _Result:
         try:
             return work()
         except OSError as error:
@@ -212,4 +218,5 @@ def _check_extra(extra: Any) -> dict[str, Any]:
         text = json.dumps(extra)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(sentence(_OWNER, "extra", "one that JSON holds", f"{error}", remedy)) from None
-    return json.loads(text)
+    held: dict[str, Any] = json.loads(text)
+    return held

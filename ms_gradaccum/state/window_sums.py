@@ -87,7 +87,7 @@ class WindowSums:
         return steps
 
 
-def batches_in(saved: list[Any], number: int) -> list[int]:
+def batches_in(saved: Any, number: int) -> list[int]:
     """Return the numbers of batches in the windows of a rank's buffers."""
     if not isinstance(saved, list) or len(saved) != number or not all(isinstance(each, dict) for each in saved):
         raise another_program(f"has not {number} buffers")

@@ -174,7 +174,7 @@ def _acts(cell: nn.Cell) -> bool:
     if getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1:
         return False
     statistics = getattr(cell, "use_batch_statistics", None)
-    return cell.training if statistics is None else statistics
+    return bool(cell.training if statistics is None else statistics)
 
 
 def _listed(names: Iterable[str]) -> str:
