@@ -47,7 +47,8 @@ class _Pickler(dill.Pickler):
         if isinstance(thing, Primitive):
             return _make_primitive, (type(thing), thing.init_attrs, _added(thing))
         if isinstance(thing, MultitypeFuncGraph):
-            return _make_multitype, (type(thing), thing.entries, thing.default_func)
+            entries = [([str(kind) for kind in types], function) for types, function in thing.entries]
+            return _make_multitype, (type(thing), entries, thing.default_func)
         for kind, names in _MADE_OF:
             if isinstance(thing, kind):
                 return type(thing), tuple(getattr(thing, name) for name in names)
@@ -96,7 +97,7 @@ def _make_primitive(kind: type[Primitive], arguments: dict[str, Any], added: dic
 
 def _make_multitype(kind: type[MultitypeFuncGraph], entries: Any, default: Any) -> MultitypeFuncGraph:
     graph = kind("sent")
-    for types, function in entries:
-        graph.register(*types)(function)
+    for names, function in entries:
+        graph.register(*names)(function)
     graph.default_func = default
     return graph
