@@ -10,6 +10,7 @@ from ms_gradaccum.grad_clip import ClipByGlobalNorm as ClipByGlobalNorm
 from ms_gradaccum.grad_clip import ClipByGroupNorm as ClipByGroupNorm
 from ms_gradaccum.grad_clip import ClipByValue as ClipByValue
 from ms_gradaccum.metrics_logger import MetricsLogger as MetricsLogger
+from ms_gradaccum.micro_size_finder import find_micro_size as find_micro_size
 from ms_gradaccum.model import Model as Model
 from ms_gradaccum.parallel.data_parallel import DataParallel as DataParallel
 from ms_gradaccum.parallel.hsdp import HSDP as HSDP

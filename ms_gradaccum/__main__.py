@@ -1,4 +1,4 @@
-"""``python -m ms_gradaccum``: pictures of trainings, and facts for a bug report."""
+"""``python -m ms_gradaccum``: pictures of trainings, how many micro batches fit, and facts for a bug report."""
 
 import argparse
 import sys
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ms_gradaccum.environment import describe
+from ms_gradaccum.micro_size_finder import find_for_script
 from ms_gradaccum.run_plot import draw
 
 _PROGRAM = "python -m ms_gradaccum"
@@ -19,17 +20,40 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     plot = commands.add_parser("plot", help="draw loss, learning rate and norms of MetricsLogger's files into a PNG")
     plot.add_argument("runs", nargs="+", metavar="run.jsonl", help="files that MetricsLogger has written")
     plot.add_argument("-o", "--output", help="the PNG; by default the first file's name with .png")
+    micro_size = commands.add_parser("micro-size", help="print the smallest micro_size that fits into a memory limit")
+    micro_size.add_argument(
+        "script", metavar="script.py:function", help="what returns (network, optimizer, batch); or module:function"
+    )
+    micro_size.add_argument("--memory-limit", required=True, metavar="4GiB", help="of one process, on its device")
+    micro_size.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one measurement")
     commands.add_parser("env", help="print versions, device, modes, and what this machine can and cannot do")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status: 2 with one sentence after an error."""
+    """Run a command and return the exit status: 2 with one sentence after an error, 1 if nothing fits."""
     args = parse(arguments)
     if args.command == "env":
         for name, value in describe().items():
             print(f"{name:28}{value}")
         return 0
+    return _micro_size(args) if args.command == "micro-size" else _plot(args)
+
+
+def _micro_size(args: argparse.Namespace) -> int:
+    """Print the measurements as they come, and the answer alone on the standard output."""
+    try:
+        answer = find_for_script(
+            args.script, args.memory_limit, timeout=args.timeout, report=lambda probe: print(probe, file=sys.stderr)
+        )
+    except (MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+        print(f"{_PROGRAM} micro-size: {error}", file=sys.stderr)
+        return 1 if isinstance(error, MemoryError) else 2
+    print(answer)
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
     output = args.output or Path(args.runs[0]).with_suffix(".png")
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -117,9 +117,7 @@ class GradAccumulation(nn.Cell):
 
     def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
         """Return a cell with these settings around another network."""
-        return GradAccumulation(
-            network, self.micro_size, weighted=self.weighted, batch_axis=batch_axis, terms=self.terms
-        )
+        return type(self)(network, self.micro_size, weighted=self.weighted, batch_axis=batch_axis, terms=self.terms)
 
     def in_precision(self, owner: str, precision: Precision) -> "GradAccumulation":
         """Return this cell around a network that computes in half precision, with the same parameters."""

@@ -11,6 +11,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from ms_gradaccum._checks import sentence
+
 
 def take_apart(inputs: Any, leaves: list[Tensor]) -> Hashable:
     """Append the tensors in ``inputs`` to ``leaves`` and return what is left: the structure around them.
@@ -124,3 +126,16 @@ class _Dict(nn.Cell):
         for key, child in zip(self.keys, self.children):
             items[key] = child(leaves)
         return items
+
+
+def as_call(owner: str, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a network that a batch stands for."""
+    if isinstance(batch, dict):
+        return (), batch
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return (batch,), {}
+    got = f"{batch!r} of type {type(batch).__name__}"
+    remedy = "Give the inputs of network in a tuple, or by name in a dict."
+    raise TypeError(sentence(owner, "batch", "a tensor, a tuple, a list or a dict", got, remedy))

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import numpy as np
-from mindspore import Tensor, nn
+from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, sentence, typed
+from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, sentence
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.half_precision import computes_in_16_bits
 from ms_gradaccum.micro_batch import BatchAxis, check_batch_axis
+from ms_gradaccum.structure import as_call
 from ms_gradaccum.verification.experiment import Experiment, Start
 from ms_gradaccum.verification.report import VerifyReport, run_and_report
 
@@ -93,7 +93,7 @@ def verify(
     _check_reference(reference, loss_cell)
     if rtol is not None:
         check_positive_float(_OWNER, "rtol", rtol, "None means 1e-4, or 2e-2 for 16 bits.")
-    args, kwargs = _as_call(batch)
+    args, kwargs = as_call(_OWNER, batch)
     inputs = grad_accumulation.positional(args, kwargs)
     grad_accumulation.bind(inputs, {})
     start = Start(loss_cell, reference)
@@ -145,19 +145,6 @@ def _check_reference(reference: Any, loss_cell: nn.Cell) -> None:
         got = f"one without {len(missing)} of them, first {missing[0]!r}"
         remedy = "Build it around the same network."
         raise ValueError(sentence(_OWNER, "reference", "a loss cell of the parameters of network", got, remedy))
-
-
-def _as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments."""
-    if isinstance(batch, dict):
-        return (), batch
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    if isinstance(batch, (Tensor, np.ndarray)):
-        return (batch,), {}
-    got = typed(batch)
-    remedy = "Give the inputs of network in a tuple, or by name in a dict."
-    raise TypeError(sentence(_OWNER, "batch", "a tensor, a tuple, a list or a dict", got, remedy))
 
 
 def _default_rtol(start: Start) -> float:

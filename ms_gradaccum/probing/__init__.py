@@ -1,0 +1,1 @@
+"""How much memory a training takes, measured in a process of its own."""

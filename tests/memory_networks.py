@@ -1,0 +1,102 @@
+"""Networks for `find_micro_size`, in a file that a child process can import, and what measures them another way.
+
+``python memory_networks.py MICRO_SIZE`` trains two whole windows and prints the most bytes that it has had.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+ROWS, WIDTH = 8, 256
+
+
+class Wide(nn.Cell):
+    """Has activations of 16 MiB per row, and few weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(WIDTH, WIDTH)
+
+    def construct(self, x):
+        x = self.dense(x)
+        for _ in range(4):
+            x = ops.tanh(x)
+        return ops.square(x).mean()
+
+
+class Misbehaving(nn.Cell):
+    """Does something in Python, op by op, instead of training."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.dense = nn.Dense(2, 1)
+        self.what = what
+
+    def construct(self, x):
+        blocks = []
+        while self.what == "grow":
+            blocks.append(np.ones(2**21))
+        if self.what == "hang":
+            time.sleep(1000)
+        if self.what in ("SIGSEGV", "SIGKILL"):
+            os.kill(os.getpid(), getattr(signal, self.what))
+        if self.what == "raise":
+            raise ArithmeticError("the network's own error")
+        if self.what == "device":
+            raise RuntimeError("Device(id:0) memory isn't enough and alloc failed, kernel name: Add")
+        return self.dense(x).mean()
+
+
+def wide(mode=ms.GRAPH_MODE):
+    """Return a network, its optimizer and a batch."""
+    ms.set_context(mode=mode)
+    ms.set_seed(1)
+    network = Wide()
+    optimizer = nn.Adam(network.trainable_params(), 0.01)
+    return network, optimizer, Tensor(np.ones((ROWS, 4096, WIDTH), np.float32))
+
+
+def misbehaving(what, rows=1):
+    """Return a network that does not train, its optimizer and a batch."""
+    network = Misbehaving(what)
+    return network, nn.SGD(network.trainable_params(), 0.1), Tensor(np.ones((rows, 2), np.float32))
+
+
+def clipped_script():
+    """What a script offers to ``python -m ms_gradaccum micro-size``."""
+    from ms_gradaccum import ClipByValue
+
+    return *misbehaving("nothing"), {"clip": ClipByValue(1.0)}
+
+
+def three_things():
+    """Not what it should offer."""
+    return [1, 2, 3]
+
+
+def with_unknown_setting():
+    """A setting that no training step has."""
+    return *misbehaving("nothing"), {"micro_size": 2}
+
+
+def train(micro_size):
+    """Train two whole windows and return the peak of this process's memory."""
+    from ms_gradaccum import GradAccumulation, TrainOneStepCell
+
+    network, optimizer, batch = wide()
+    step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer)
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(2):
+        assert step(batch).updated.asnumpy()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+if __name__ == "__main__":
+    print(train(int(sys.argv[1])))

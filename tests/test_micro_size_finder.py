@@ -1,0 +1,267 @@
+"""`find_micro_size` with child processes. Each takes seconds, so few do much."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import memory_networks
+import mindspore as ms
+import numpy as np
+import pytest
+from memory_networks import ROWS, misbehaving, wide
+from test_errors import raises
+
+from ms_gradaccum import GradAccumulation, find_micro_size
+from ms_gradaccum.__main__ import main
+from ms_gradaccum.compiled import execution_mode
+
+FOLDER = Path(__file__).parent
+MIB = 2**20
+
+
+def peak_of_a_program(micro_size):
+    """What a process that trains in this way takes, by its own account."""
+    command = [sys.executable, memory_networks.__file__, str(micro_size)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), os.getenv("PYTHONPATH", "")])}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return int(result.stdout.splitlines()[-1])
+
+
+def everything(network, optimizer, batch):
+    """What a measurement must leave as it is."""
+    parameters = [*network.get_parameters(), *optimizer.get_parameters()]
+    modes = [(cell.training, cell.phase) for cell in (network, *network.cells(), optimizer)]
+    generators = random.getstate(), np.random.get_state()[1].tobytes(), ms.get_rng_state().asnumpy().tobytes()
+    context = [ms.get_context(name) for name in ("mode", "device_target", "device_id")]
+    values = [(item.name, id(item), item.asnumpy().tobytes()) for item in parameters]
+    return values, modes, generators, context, batch.asnumpy().tobytes(), dict(os.environ)
+
+
+def test_the_answer_fits_and_its_neighbour_does_not():
+    # Of 8 rows the largest micro batches have 8, 4, 3, 2 and 1 rows: the largest takes 32 MiB or so for each.
+    too_much, fits = peak_of_a_program(2), peak_of_a_program(3)
+    assert too_much - fits > 20 * MIB
+    limit = (too_much + fits) // 2
+    network, optimizer, batch = wide()
+    before = everything(network, optimizer, batch)
+    probes = []
+    answer = find_micro_size(GradAccumulation(network, ROWS), optimizer, batch, limit, report=probes.append)
+    assert answer == 3
+    assert everything(network, optimizer, batch) == before
+    tried = {probe.micro_size: probe for probe in probes}
+    assert [probe.micro_size for probe in probes] == [1, 2, 4, 3]
+    assert [tried[count].fits for count in (1, 2, 3, 4)] == [False, False, True, True]
+    assert [tried[count].rows for count in (1, 2, 3, 4)] == [8, 4, 3, 2]
+    # It measures what the program measures, and was stopped early where that is too much.
+    assert tried[3].peak == pytest.approx(fits, abs=12 * MIB) and tried[4].peak < tried[3].peak
+    assert tried[1].peak is None
+    text = f"{tried[3].peak / MIB:.1f} MiB"
+    assert re.fullmatch(rf"micro_size     3      3 rows  {text:>11}  fits       +\d+\.\d s", str(tried[3]))
+    assert re.fullmatch(r"micro_size     1      8 rows        ended  too much   +\d+\.\d s", str(tried[1]))
+
+
+@pytest.fixture
+def by_hand(eager):
+    """Children run op by op, so that a network can do something in Python."""
+
+
+def test_a_child_that_allocates_without_end_is_ended(by_hand):
+    probes = []
+    sentence = (
+        r"For 'find_micro_size', the argument 'memory_limit' must be more than the 1\.61 GiB that single rows "
+        r"\(micro_size=2\) take, but got 624\.0 MiB\. \d+\.\d MiB of it are in use before the first row: shrink "
+        r"network, optimizer or batch\."
+    )
+    with pytest.raises(MemoryError, match=f"^{sentence}$"):
+        find_micro_size(*misbehaving("grow", rows=2), "624MiB", report=probes.append)
+    assert [(probe.micro_size, probe.peak, probe.fits) for probe in probes] == [(1, None, False), (2, None, False)]
+
+
+def test_an_error_says_what_single_rows_take(by_hand):
+    probes = []
+    with pytest.raises(MemoryError, match="must be at least the ") as raised:
+        find_micro_size(*misbehaving("nothing"), "64MiB", report=probes.append)
+    (probe,) = probes
+    assert f"at least the {probe.peak / MIB:.1f} MiB that single rows (micro_size=1) take, but got 64.0" in str(
+        raised.value
+    )
+    assert not probe.fits and 200 * MIB < probe.peak < 1000 * MIB
+
+
+def test_an_error_of_the_network_is_not_taken_for_missing_memory(by_hand):
+    with raises(
+        RuntimeError,
+        "For 'find_micro_size', the training must run, but with micro_size=1 got ArithmeticError: the network's own "
+        "error",
+    ) as raised:
+        find_micro_size(*misbehaving("raise", rows=2), "1GiB")
+    assert "in construct" in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize("what", ["SIGKILL", "device"])
+def test_memory_that_the_machine_lacks_is_not_an_error_of_the_network(what, by_hand):
+    """As the system ends a process without memory, and as MindSpore says it."""
+    with raises(
+        MemoryError,
+        "For 'find_micro_size', single rows (micro_size=1) must fit into this machine, but got no memory for them. "
+        "Use less of it.",
+    ):
+        find_micro_size(*misbehaving(what), "1GiB")
+
+
+def test_a_crash_is_told(by_hand):
+    with pytest.raises(RuntimeError, match="with micro_size=1 its process ended with SIGSEGV. Its last words: "):
+        find_micro_size(*misbehaving("SIGSEGV"), "1GiB")
+
+
+def children():
+    """The processes that this one has started and that still run."""
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def test_a_child_that_hangs_is_ended(by_hand):
+    before = children()
+    with raises(
+        TimeoutError,
+        "For 'find_micro_size', the argument 'timeout' must be more than what two windows of micro_size=1 take, but "
+        "got 2 s. Give it more time.",
+    ):
+        find_micro_size(*misbehaving("hang"), "1GiB", timeout=2)
+    assert children() == before
+
+
+MAIN = """
+import linecache, sys
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from ms_gradaccum import find_micro_size
+
+FACTOR = 2.0
+
+def scaled(x):
+    return x * FACTOR
+
+# As a notebook does: the code is in no file.
+cell = '''
+class Net(nn.Cell):
+    def __init__(self):
+        super(Net, self).__init__()
+        self.dense = nn.Dense(2, 1)
+
+    def construct(self, x):
+        return scaled(self.dense(x)).mean()
+'''
+linecache.cache["<cell 1>"] = (len(cell), None, cell.splitlines(True), "<cell 1>")
+exec(compile(cell, "<cell 1>", "exec"))
+ms.set_context(mode=ms.GRAPH_MODE)
+network = Net()
+optimizer = nn.Adam(network.trainable_params())
+print(find_micro_size(network, optimizer, Tensor(np.ones((4, 2), np.float32)), "4GiB"))
+"""
+
+
+def run_script(tmp_path, text):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER)])}
+    return subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_classes_of_the_main_program_and_of_notebooks_are_compiled_in_the_child(tmp_path):
+    with run_script(tmp_path, MAIN) as program:
+        assert program.communicate(timeout=300)[0].splitlines()[-1] == "1"
+
+
+HANGING = """
+import os
+os.environ["MS_JIT"] = "0"
+from memory_networks import misbehaving
+from ms_gradaccum import find_micro_size
+print("begun", flush=True)
+find_micro_size(*misbehaving("hang"), "1GiB")
+"""
+
+
+def test_a_child_ends_with_its_parent(tmp_path):
+    with run_script(tmp_path, HANGING) as program:
+        assert program.stdout.readline() == "begun\n"
+        tasks, deadline = Path(f"/proc/{program.pid}/task/{program.pid}/children"), time.monotonic() + 60
+        while not tasks.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (child,) = map(int, tasks.read_text().split())
+        # It says itself that it depends on its parent, early.
+        while time.monotonic() < deadline and Path(f"/proc/{child}/oom_score_adj").read_text() != "1000\n":
+            time.sleep(0.05)
+        program.send_signal(signal.SIGKILL)
+    while time.monotonic() < deadline and runs(child):
+        time.sleep(0.05)
+    assert not runs(child)
+
+
+def runs(process):
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def micro_size(function, *arguments):
+    return main(["micro-size", f"{memory_networks.__file__}:{function}", *arguments])
+
+
+def test_the_command_prints_the_answer_alone_and_the_table_beside_it(by_hand, capsys):
+    assert micro_size("clipped_script", "--memory-limit", "4GiB") == 0
+    output = capsys.readouterr()
+    assert output.out == "1\n"
+    assert re.fullmatch(r"micro_size     1       1 row +\d+\.\d MiB  fits +\d+\.\d s\n", output.err)
+
+
+def test_the_command_ends_with_status_1_if_nothing_fits(by_hand, capsys):
+    assert micro_size("clipped_script", "--memory-limit", "64MiB") == 1
+    output = capsys.readouterr()
+    assert output.out == "" and "micro-size: For 'find_micro_size', the argument 'memory_limit' must be" in output.err
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        (
+            f"{memory_networks.__file__}:three_things",
+            "For 'find_micro_size', the argument 'script' must be such that three_things() returns (network, "
+            "optimizer, batch) or (network, optimizer, batch, dict), but got list. The dict has settings of "
+            "TrainOneStepCell.",
+        ),
+        (
+            "memory_networks:with_unknown_setting",
+            "For 'find_micro_size', the argument 'settings' must be one of 'clip', 'mixed_precision', "
+            "'bad_micro_batch', but got 'micro_size'. It is what TrainOneStepCell is given.",
+        ),
+        (
+            "memory_networks.py",
+            "For 'find_micro_size', the argument 'script' must be script.py:function or module:function, but got "
+            "'memory_networks.py'. For example train.py:build.",
+        ),
+    ],
+)
+def test_the_command_ends_with_status_2_after_an_error(name, sentence, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    assert main(["micro-size", name, "--memory-limit", "1GiB"]) == 2
+    assert capsys.readouterr().err == f"python -m ms_gradaccum micro-size: {sentence}\n"
+
+
+def test_the_child_computes_as_the_caller_does():
+    """A network that can only run op by op is measured op by op."""
+    from ms_gradaccum.probing.training import Context
+
+    for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
+        with execution_mode(mode):
+            context = Context.current()
+        context.enter()
+        assert ms.get_context("mode") == mode and context.device_target == ms.get_context("device_target")
+    assert json.loads(json.dumps(context)) == list(context)
