@@ -6,19 +6,17 @@ python benchmarks/distributed.py    # 6 x (Dense(512), GELU), batch 1024 per ran
 import argparse
 import gc
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("GLOG_v", "3")
-
 import mindspore as ms
+from figures import reset_peak, status
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank, init
-from step import make_batch, make_network, reset_peak, run_window, status
+from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, make_batch, make_network, run_window, versions
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, TrainOneStepCell
 from ms_gradaccum.parallel import sharding
@@ -85,42 +83,6 @@ class Row(NamedTuple):
     memory: Memory | None
 
 
-class NaiveMicroStep(nn.Cell):
-    """Forward, backward and the messages of one micro batch: one per parameter."""
-
-    def __init__(self, network: nn.Cell, weights: ms.ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss_and_grads = ops.value_and_grad(network, None, weights)
-        self.all_reduce = ops.AllReduce()
-        self.sums = weights.clone("sums", "zeros")
-
-    def construct(self, x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
-        loss, grads = self.loss_and_grads(x, y)
-        done = loss
-        for total, grad in zip(self.sums, grads):
-            # In one order on all ranks, or they would wait for each other for ever.
-            done = ops.assign_add(total, self.all_reduce(ops.depend(grad, done)))
-        return ops.depend(loss, done)
-
-
-class NaiveUpdate(nn.Cell):
-    """The update from the sums, which are cleared."""
-
-    def __init__(self, optimizer: nn.Cell, sums: ms.ParameterTuple, parts: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.optimizer, self.sums, self.parts = optimizer, sums, parts
-
-    def construct(self) -> Any:
-        grads = ()
-        for total in self.sums:
-            grads += (total / self.parts,)
-        updated = self.optimizer(grads)
-        done = ()
-        for total in self.sums:
-            done += (ops.assign(total, ops.depend(ops.zeros_like(total), updated)),)
-        return done
-
-
 class Counter:
     """Stands in for a collective operator and notes the bytes of each message."""
 
@@ -134,15 +96,9 @@ class Counter:
 
 def build_naive(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Program:
     """Return what a user writes without this package, compiled as far as it goes."""
-    micro_step = NaiveMicroStep(network.set_train(), optimizer.parameters)
-    update = NaiveUpdate(optimizer, micro_step.sums, micro_size * get_group_size())
-
-    def step(x: ms.Tensor, y: ms.Tensor) -> None:
-        rows = len(x) // micro_size
-        for begin in range(0, len(x), rows):
-            micro_step(x[begin : begin + rows], y[begin : begin + rows])
-        update()
-
+    micro_step = AddingMicroStep(network.set_train(), optimizer.parameters, ops.AllReduce())
+    update = UpdateFromSums(optimizer, micro_step.sums, micro_size * get_group_size())
+    step = adding_loop_by_hand(micro_step, update, micro_size)
     return Program(step, micro_step, network, optimizer, tuple(micro_step.sums))
 
 
@@ -252,8 +208,7 @@ def most(ranks: Iterable[Any]) -> Iterator[Any]:
 
 
 def print_heading(args: argparse.Namespace) -> None:
-    versions = f"MindSpore {ms.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
-    print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch} per rank, Adam; {versions}")
+    print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch} per rank, Adam; {versions()}")
     print(
         f"{'ranks':5}{'micro_size':>11}  {'window':44}{'calls':>5}{'sent':>11}{'time':>12}{'':5}"
         f"{'memory':>10}{'with build':>11}{'state':>10}{'sums':>10}{'weights':>10}"

@@ -6,7 +6,6 @@ msrun --worker_num=2 --local_worker_num=2 --join=True benchmarks/report.py    # 
 
 import argparse
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 from mindspore.communication import get_group_size, get_rank, init
+from windows import versions
 
 from ms_gradaccum import GradAccumulation, MetricsLogger, ProgressBar, StepOutput, StepReporter, TrainOneStepCell
 from ms_gradaccum.events import Events
@@ -114,9 +114,8 @@ def main() -> None:
         window, medians = measure(args, Path(folder))
     if rank:
         return
-    versions = f"MindSpore {ms.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch} in {args.micro_size} micro batches, Adam")
-    print(f"{size} process(es); {versions}")
+    print(f"{size} process(es); {versions()}")
     print(f"{'a window':28}{window * 1e6:9.0f} us")
     for name, seconds in medians.items():
         print(f"{name:28}{seconds * 1e6:9.0f} us{seconds / window:9.2%}")

@@ -6,23 +6,18 @@ python benchmarks/step.py --small    # 2 x (Dense(8), GELU), batch 64
 
 import argparse
 import json
-import math
-import os
-import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
-
-os.environ.setdefault("GLOG_v", "3")
 
 import mindspore as ms
 import numpy as np
+from figures import print_target, reset_peak, status
 from mindspore import nn
 from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
+from windows import loop_by_hand, make_batch, make_network, run_window, versions
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
@@ -46,15 +41,6 @@ class Program(NamedTuple):
         """Run one window to its end and return the seconds that it took."""
         ms.set_context(mode=self.mode)
         return run_window(self.step, self.network, batch)
-
-
-def run_window(step: Callable[..., Any], network: nn.Cell, batch: tuple[ms.Tensor, ...]) -> float:
-    """Run one window to its end and return the seconds that it took."""
-    start = time.perf_counter()
-    step(*batch)
-    for parameter in network.trainable_params():
-        parameter.asnumpy()  # waits for the update
-    return time.perf_counter() - start
 
 
 class Cost(NamedTuple):
@@ -84,35 +70,6 @@ class Outer(nn.Cell):
         return self.train_step(x, y)[0]
 
 
-def make_network(args: argparse.Namespace) -> nn.Cell:
-    ms.set_seed(0)
-    layers = [layer for _ in range(args.layers) for layer in (nn.Dense(args.width, args.width), nn.GELU())]
-    return nn.WithLossCell(nn.SequentialCell(*layers), nn.MSELoss())
-
-
-def make_batch(args: argparse.Namespace) -> tuple[ms.Tensor, ...]:
-    random = np.random.default_rng(0)
-    shape = (args.batch, args.width)
-    return tuple(ms.Tensor.from_numpy(random.standard_normal(shape, np.float32)) for _ in range(2))
-
-
-def loop_by_hand(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Callable[..., Any]:
-    """Return what a user writes without this package."""
-    loss_and_grads = ms.value_and_grad(network, None, optimizer.parameters)
-
-    def step(x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
-        rows = len(x) // micro_size
-        loss = sums = None
-        for begin in range(0, len(x), rows):
-            part_loss, grads = loss_and_grads(x[begin : begin + rows], y[begin : begin + rows])
-            loss = part_loss if loss is None else loss + part_loss
-            sums = grads if sums is None else [a + b for a, b in zip(sums, grads)]
-        optimizer(tuple(total / micro_size for total in sums))
-        return loss / micro_size
-
-    return step
-
-
 def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
     ms.set_context(mode=ms.PYNATIVE_MODE if name in (LOOP, OURS_PYNATIVE) else ms.GRAPH_MODE)
     network = make_network(args)
@@ -120,7 +77,8 @@ def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
     if name == FULL:
         step = nn.TrainOneStepCell(network, optimizer)
     elif name == LOOP:
-        step = loop_by_hand(network.set_train(), optimizer, micro_size)
+        loss_and_grads = ms.value_and_grad(network.set_train(), None, optimizer.parameters)
+        step = loop_by_hand(loss_and_grads, optimizer, micro_size)
     elif name == STOCK:
         # What MindSpore's own Model builds. Its step applies accumulators that only semi-auto-parallel fills.
         step = ms.amp.build_train_network(StockGradAccumulation(network, micro_size), optimizer)
@@ -149,19 +107,6 @@ def measure_child(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
     after = [parameter.asnumpy() for parameter in program.network.trainable_params()]
     trains = any(np.any(a != b) for a, b in zip(after, before))
     return Cost(peak - resident, first - second, trains)
-
-
-def status(key: str) -> float:
-    """Return a figure of this process in MB: VmRSS is now, VmHWM the peak. NaN on systems other than Linux."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(key)), math.nan)
-
-
-def reset_peak() -> None:
-    """Set VmHWM back to what is resident now."""
-    if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def run_child(name: str, micro_size: int, args: argparse.Namespace, batch: int) -> Cost:
@@ -221,20 +166,15 @@ def print_targets(rows: list[Row], small: bool) -> None:
     ours, loop = found.get((OURS_PYNATIVE, 16)), found.get((LOOP, 16))
     if ours and loop:
         wanted = 20 if small else 3
-        _print_target("PYNATIVE loop by hand / ours in PYNATIVE, time", loop.seconds / ours.seconds, wanted, ">=")
+        print_target("PYNATIVE loop by hand / ours in PYNATIVE, time", loop.seconds / ours.seconds, wanted, ">=")
     ours, many, few = (found.get((OURS, micro_size)) for micro_size in (16, 64, 2))
     if many and few:
         compiling = many.cost.compile_s / few.cost.compile_s
-        _print_target("ours, compile time of micro_size 64 / micro_size 2", compiling, 1.1, "<=")
+        print_target("ours, compile time of micro_size 64 / micro_size 2", compiling, 1.1, "<=")
     if ours and not small:
-        _print_target("ours / full batch, time", ours.time_ratio, 0.75, "<=")
+        print_target("ours / full batch, time", ours.time_ratio, 0.75, "<=")
         memory = ours.cost.megabytes / rows[0].cost.megabytes
-        _print_target("ours / full batch, memory", memory, 0.3, "<=")
-
-
-def _print_target(what: str, reached: float, wanted: float, sign: str) -> None:
-    met = reached >= wanted if sign == ">=" else reached <= wanted
-    print(f"{what:52} target {sign} {wanted:5.2f}  reached {reached:6.2f}  {'yes' if met else 'NO'}")
+        print_target("ours / full batch, memory", memory, 0.3, "<=")
 
 
 def parse_args() -> argparse.Namespace:
@@ -259,8 +199,7 @@ def main() -> None:
         print(json.dumps(measure_child(args.child, args.micro_sizes[0], args)))
         return
     rows = measure(args)
-    versions = f"MindSpore {ms.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
-    print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch}, Momentum; {versions}")
+    print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch}, Momentum; {versions()}")
     print_table(rows)
     print_targets(rows, args.small)
 

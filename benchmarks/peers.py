@@ -1,0 +1,171 @@
+"""One window, ours beside all others, in turns. Prints tables and targets; never fails.
+
+python benchmarks/peers.py               # four networks, micro_size 4, 16 and 64
+python benchmarks/peers.py --networks transformer --micro-sizes 16
+python benchmarks/peers.py --overhead    # micro steps of about 10 ms: what a window adds to its parts
+python benchmarks/peers.py --small       # a tiny net: what a micro step adds
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from figures import print_target
+from worker import Worker
+from workload import ACCELERATE, BARE, FULL, MINDSPORE_ROWS, OURS, STOCK, TORCH, TORCH_ROWS, WORKLOADS
+
+ROOT = Path(__file__).resolve().parents[1]
+# The networks and micro sizes of each run.
+DEFAULT = ("mlp_relu", "mlp_gelu", "transformer", "conv"), (4, 16, 64)
+OVERHEAD = ("step_256", "step_512", "step_1024"), (16,)
+SMALL = ("tiny",), (16,)
+# Beyond it the stock cell, whose graph holds all micro batches, takes minutes to compile.
+MAX_UNROLLED = 4
+# A slow row takes no more turns once it has had these seconds, but three turns at least.
+SECONDS_PER_ROW = 6.0
+# The largest difference from the full batch in what a window adds to the weights, relative to the largest entry of
+# the same tensor, that float32 rounding causes.
+ROUNDING = 1e-3
+
+
+class Result(NamedTuple):
+    """What became of one row: an error, or the seconds of its windows and whether its first is that of the others."""
+
+    seconds: float
+    same: str
+    error: str = ""
+
+
+Results = dict[str, Result]
+
+
+def start_workers(args: argparse.Namespace) -> tuple[dict[str, Worker], str]:
+    """Return the process of each row, and why some are missing."""
+    mindspore, torch = ([n for n in names if n in (args.rows or names)] for names in (MINDSPORE_ROWS, TORCH_ROWS))
+    workers = dict.fromkeys(mindspore, Worker(sys.executable, "peers_mindspore.py", args.threads))
+    if not torch:
+        return workers, ""
+    try:
+        workers |= dict.fromkeys(torch, Worker(args.peers_python, "peers_torch.py", args.threads))
+    except (OSError, RuntimeError) as error:
+        return workers, f"Without PyTorch and Accelerate: {error}"
+    return workers, ""
+
+
+def measure(workers: dict[str, Worker], network: str, micro_size: int, args: argparse.Namespace) -> Results:
+    """Return the results of all rows, each the best of its turns after two to warm up."""
+    print(f"measuring {network}, micro_size {micro_size} ...", file=sys.stderr, flush=True)
+    names = [name for name in workers if name != STOCK or micro_size <= MAX_UNROLLED]
+    for worker in dict.fromkeys(workers.values()):
+        worker.ask("build", network, micro_size, [name for name in names if workers[name] is worker])
+    results = run_first_windows({name: workers[name] for name in names})
+    seconds: dict[str, list[float]] = {name: [] for name, result in results.items() if not result.error}
+    for turn in range(1 + args.repeat):
+        for name, runs in seconds.items():
+            if turn <= 3 or sum(runs) < SECONDS_PER_ROW:
+                runs.append(workers[name].ask("run", name)[0])
+    return results | {name: Result(min(runs[1:]), results[name].same) for name, runs in seconds.items()}
+
+
+def run_first_windows(workers: dict[str, Worker]) -> Results:
+    """Run one window of each row and compare it with that of the full batch."""
+    firsts: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, worker) in enumerate(workers.items()):
+            file = Path(folder) / f"{number}.npz"
+            firsts[name] = worker.ask("run", name, str(file))
+            if file.exists():
+                with np.load(file) as added:
+                    firsts[name] += (list(added.values()),)
+    results = {}
+    for name, first in firsts.items():
+        failed = isinstance(first, str)
+        results[name] = Result(0.0, "", first) if failed else Result(first[0], compare(first, firsts.get(FULL)))
+    return results
+
+
+def compare(first: Any, full: Any) -> str:
+    """Say whether a window has the loss of the full batch and adds the same to the weights."""
+    _, loss, added = first
+    if loss is None:
+        return "-"
+    if not any(np.any(part) for part in added):
+        return "does not train"
+    if not isinstance(full, list):
+        return "?"
+    _, full_loss, full_added = full
+    off = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(added, full_added))
+    loss_off = abs(loss / full_loss - 1)
+    if max(off, loss_off) <= ROUNDING:
+        return f"yes ({off:.0e})"
+    return f"NO: weights by {off:.0e}, loss by {loss_off:.0e}"
+
+
+def print_table(results: Results) -> None:
+    ours = results[OURS].seconds if OURS in results else next(iter(results.values())).seconds
+    print(f"{'window':34}{'time':>12}{'ours = 1':>10}  same result")
+    for name, result in results.items():
+        if result.error:
+            print(f"{name:34}{'-':>12}{'':10}  {result.error[:120]}")
+        else:
+            print(f"{name:34}{result.seconds * 1e3:9.2f} ms{result.seconds / ours:10.2f}  {result.same}")
+
+
+def print_targets(results: Results, micro_size: int, network: str) -> None:
+    seconds = {name: result.seconds for name, result in results.items() if not result.error}
+    if {OURS, BARE} <= seconds.keys():
+        extra = (seconds[OURS] - seconds[BARE]) / micro_size * 1e3
+        if network == "tiny":
+            print_target("ours - bare parts, ms per micro step", extra, 0.15, "<=")
+        else:
+            print_target("ours / bare parts", seconds[OURS] / seconds[BARE], 1.03, "<=")
+    if {OURS, BARE, TORCH, ACCELERATE} <= seconds.keys():
+        theirs = seconds[ACCELERATE] / seconds[TORCH] - 1
+        print_target("our overhead / Accelerate's", (seconds[OURS] / seconds[BARE] - 1) / theirs, 0.5, "<=")
+    if {OURS, ACCELERATE} <= seconds.keys():
+        print_target("ours / Accelerate", seconds[OURS] / seconds[ACCELERATE], 1.0, "<=")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    preset = parser.add_mutually_exclusive_group()
+    preset.add_argument("--small", dest="preset", action="store_const", const=SMALL, help="a tiny net")
+    preset.add_argument("--overhead", dest="preset", action="store_const", const=OVERHEAD, help="micro steps of 10 ms")
+    parser.add_argument("--networks", nargs="+", choices=WORKLOADS)
+    parser.add_argument("--micro-sizes", type=int, nargs="+")
+    parser.add_argument("--rows", nargs="+", choices=MINDSPORE_ROWS + TORCH_ROWS, help="default: all")
+    parser.add_argument("--repeat", type=int, default=7, help="turns of each row, after two to warm up")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each framework; default: all cores")
+    parser.add_argument(
+        "--peers-python", default=str(ROOT / ".venv-peers/bin/python"), help="a Python with requirements.txt"
+    )
+    args = parser.parse_args()
+    networks, micro_sizes = args.preset or DEFAULT
+    args.networks, args.micro_sizes = args.networks or networks, args.micro_sizes or micro_sizes
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    workers, missing = start_workers(args)
+    processes: Iterable[Worker] = dict.fromkeys(workers.values())
+    print("; ".join(worker.versions for worker in processes), f"; SGD with momentum, {args.threads} threads each")
+    if missing:
+        print(missing)
+    for network in args.networks:
+        for micro_size in args.micro_sizes:
+            results = measure(workers, network, micro_size, args)
+            print(f"\n{network}: {WORKLOADS[network]}, micro_size {micro_size}")
+            print_table(results)
+            print_targets(results, micro_size, network)
+    for worker in processes:
+        worker.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The rows of MindSpore, ours among them; peers.py starts it."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import boost, nn, ops
+from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
+from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, loop_by_hand, versions
+from worker import Row, serve
+from workload import (
+    ADDING,
+    BARE,
+    BOOST,
+    FULL,
+    MOMENTUM,
+    OURS,
+    OURS_PYNATIVE,
+    PYNATIVE,
+    STOCK,
+    TO_PYTHON,
+    Workload,
+    first_weights,
+)
+
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "sample_code" / "transformer_lm"))
+from transformer import Transformer
+
+Step = Callable[[ms.Tensor, ms.Tensor], Any]
+
+
+class TokenLoss(nn.Cell):
+    """The mean cross-entropy over all tokens."""
+
+    def __init__(self, network: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, tokens: ms.Tensor, labels: ms.Tensor) -> ms.Tensor:
+        logits = self.network(tokens)
+        return ops.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+def make_network(workload: Workload) -> nn.Cell:
+    """Return the network with its loss and its first weights."""
+    width = workload.width
+    if workload.kind == "transformer":
+        backbone = Transformer(workload.vocabulary, workload.length, width, workload.heads, workload.layers)
+        network = TokenLoss(backbone)
+    elif workload.kind == "mlp":
+        kind = getattr(nn, workload.activation)
+        backbone = nn.SequentialCell(
+            [cell for _ in range(workload.layers) for cell in (nn.Dense(width, width), kind())]
+        )
+        network = nn.WithLossCell(backbone, nn.MSELoss())
+    else:
+        channels = [3, *(width * 2**i for i in range(workload.layers))]
+        cells = []
+        for inputs, outputs in zip(channels, channels[1:]):
+            cells += [nn.Conv2d(inputs, outputs, 3, pad_mode="pad", padding=1, has_bias=True), nn.ReLU()]
+            cells += [nn.MaxPool2d(2, 2)]
+        cells += [nn.Flatten(), nn.Dense(channels[-1] * (32 >> workload.layers) ** 2, 10)]
+        network = nn.WithLossCell(nn.SequentialCell(cells), nn.CrossEntropyLoss())
+    parameters = network.trainable_params()
+    arrays = first_weights((parameter.name, tuple(parameter.shape)) for parameter in parameters)
+    for parameter, array in zip(parameters, arrays):
+        parameter.set_data(ms.Tensor(array))
+    return network.set_train()
+
+
+class GivingGrads(nn.Cell):
+    """Forward and backward of one micro batch, whose gradients are given back."""
+
+    def __init__(self, network: nn.Cell, weights: ms.ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.loss_and_grads = ops.value_and_grad(network, None, weights)
+
+    def construct(self, x: ms.Tensor, y: ms.Tensor) -> Any:
+        return self.loss_and_grads(x, y)
+
+
+class DroppingGrads(GivingGrads):
+    """The same, whose gradients are dropped."""
+
+    def construct(self, x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
+        loss, grads = self.loss_and_grads(x, y)
+        return ops.depend(loss, grads)
+
+
+class Boosted(GivingGrads):
+    """The step that MindSpore's boost gives a network, in its simplest form: it counts its calls by itself."""
+
+    def __init__(self, network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> None:
+        super().__init__(network, optimizer.parameters)
+        self.accumulate = boost.GradientAccumulation(micro_size, optimizer)
+
+    def construct(self, x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
+        loss, grads = self.loss_and_grads(x, y)
+        return self.accumulate(loss, grads)
+
+
+class Given(nn.Cell):
+    """The update from gradients."""
+
+    def __init__(self, optimizer: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer = optimizer
+
+    def construct(self, *grads: ms.Tensor) -> Any:
+        return self.optimizer(grads)
+
+
+def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
+    step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer)
+    return lambda x, y: step(x, y).loss
+
+
+def full(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
+    return nn.TrainOneStepCell(network, optimizer)
+
+
+def stock(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
+    # What MindSpore's own Model builds. Its step applies accumulators that only semi-auto-parallel fills.
+    return ms.amp.build_train_network(StockGradAccumulation(network, micro_size), optimizer)
+
+
+def boosted(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
+    return adding_loop_by_hand(Boosted(network, optimizer, micro_size), lambda: None, micro_size)
+
+
+def to_python(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
+    update = Given(optimizer)
+    return loop_by_hand(GivingGrads(network, optimizer.parameters), lambda grads: update(*grads), micro_size)
+
+
+def adding(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
+    micro_step = AddingMicroStep(network, optimizer.parameters)
+    return adding_loop_by_hand(micro_step, UpdateFromSums(optimizer, micro_step.sums, micro_size), micro_size)
+
+
+def pynative(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
+    return loop_by_hand(ms.value_and_grad(network, None, optimizer.parameters), optimizer, micro_size)
+
+
+def bare(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
+    """Return the parts of a window and nothing between them: nothing is split or added, no loss is kept."""
+    forward_backward, update = DroppingGrads(network, optimizer.parameters), Given(optimizer)
+    zeros = [ms.Tensor(np.zeros(parameter.shape, np.float32)) for parameter in optimizer.parameters]
+    parts: list[tuple[ms.Tensor, ms.Tensor]] = []
+
+    def step(x: ms.Tensor, y: ms.Tensor) -> None:
+        if not parts:
+            pieces = (np.split(tensor.asnumpy(), micro_size) for tensor in (x, y))
+            parts.extend(tuple(ms.Tensor(piece) for piece in pair) for pair in zip(*pieces))
+        for part in parts:
+            forward_backward(*part).asnumpy()
+        update(*zeros)
+
+    return step
+
+
+BUILDERS = {
+    OURS: ours,
+    OURS_PYNATIVE: ours,
+    FULL: full,
+    STOCK: stock,
+    BOOST: boosted,
+    TO_PYTHON: to_python,
+    ADDING: adding,
+    PYNATIVE: pynative,
+    BARE: bare,
+}
+
+
+def build_row(name: str, workload: Workload, micro_size: int) -> Row:
+    mode = ms.PYNATIVE_MODE if name in (PYNATIVE, OURS_PYNATIVE) else ms.GRAPH_MODE
+    ms.set_context(mode=mode)
+    network = make_network(workload)
+    weights = network.trainable_params()
+    batch = tuple(ms.Tensor(array) for array in workload.batch(micro_size))
+    step = BUILDERS[name](network, nn.Momentum(weights, workload.learning_rate, MOMENTUM), micro_size)
+
+    def run() -> float | None:
+        ms.set_context(mode=mode)
+        loss = step(*batch)
+        weights[0].asnumpy()  # waits for the update
+        return None if loss is None else float(loss.asnumpy())
+
+    return Row(run, lambda: [weight.asnumpy() for weight in weights])
+
+
+def build(workload: Workload, micro_size: int, names: list[str]) -> dict[str, Row]:
+    return {name: build_row(name, workload, micro_size) for name in names}
+
+
+if __name__ == "__main__":
+    serve(build, versions())

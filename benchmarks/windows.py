@@ -1,0 +1,117 @@
+"""What the benchmarks share: the network, how a window is timed, and the loops that are written by hand."""
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+os.environ.setdefault("GLOG_v", "3")
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+
+def make_network(args: argparse.Namespace) -> nn.Cell:
+    ms.set_seed(0)
+    layers = [layer for _ in range(args.layers) for layer in (nn.Dense(args.width, args.width), nn.GELU())]
+    return nn.WithLossCell(nn.SequentialCell(*layers), nn.MSELoss())
+
+
+def make_batch(args: argparse.Namespace) -> tuple[ms.Tensor, ...]:
+    random = np.random.default_rng(0)
+    shape = (args.batch, args.width)
+    return tuple(ms.Tensor.from_numpy(random.standard_normal(shape, np.float32)) for _ in range(2))
+
+
+def run_window(step: Callable[..., Any], network: nn.Cell, batch: tuple[ms.Tensor, ...]) -> float:
+    """Run one window to its end and return the seconds that it took."""
+    start = time.perf_counter()
+    step(*batch)
+    for parameter in network.trainable_params():
+        parameter.asnumpy()  # waits for the update
+    return time.perf_counter() - start
+
+
+def loop_by_hand(
+    loss_and_grads: Callable[..., Any], update: Callable[[tuple[ms.Tensor, ...]], Any], micro_size: int
+) -> Callable[..., Any]:
+    """Return what a user writes without this package: gradients come back to Python and are added there."""
+
+    def step(x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
+        loss = sums = None
+        for part_x, part_y in micro_batches(x, y, micro_size):
+            part_loss, grads = loss_and_grads(part_x, part_y)
+            loss = part_loss if loss is None else loss + part_loss
+            sums = grads if sums is None else [a + b for a, b in zip(sums, grads)]
+        update(tuple(total / micro_size for total in sums))
+        return loss / micro_size
+
+    return step
+
+
+def micro_batches(x: ms.Tensor, y: ms.Tensor, micro_size: int) -> Iterable[tuple[ms.Tensor, ms.Tensor]]:
+    rows = len(x) // micro_size
+    return ((x[begin : begin + rows], y[begin : begin + rows]) for begin in range(0, len(x), rows))
+
+
+class AddingMicroStep(nn.Cell):
+    """Forward and backward of one micro batch, added into sums in the same graph, by hand.
+
+    ``all_reduce`` is what adds up a gradient over several processes.
+    """
+
+    def __init__(self, network: nn.Cell, weights: ms.ParameterTuple, all_reduce: ops.Primitive | None = None) -> None:
+        super().__init__(auto_prefix=False)
+        self.loss_and_grads = ops.value_and_grad(network, None, weights)
+        self.all_reduce = all_reduce
+        self.sums = weights.clone("sums", "zeros")
+
+    def construct(self, x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
+        loss, grads = self.loss_and_grads(x, y)
+        done = loss
+        for total, grad in zip(self.sums, grads):
+            # In one order on all ranks, or they would wait for each other for ever.
+            part = ops.depend(grad, done)
+            if self.all_reduce is not None:
+                part = self.all_reduce(part)
+            done = ops.assign_add(total, part)
+        return ops.depend(loss, done)
+
+
+class UpdateFromSums(nn.Cell):
+    """The update from the sums, which are cleared."""
+
+    def __init__(self, optimizer: nn.Cell, sums: ms.ParameterTuple, parts: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer, self.sums, self.parts = optimizer, sums, parts
+
+    def construct(self) -> Any:
+        grads = ()
+        for total in self.sums:
+            grads += (total / self.parts,)
+        updated = self.optimizer(grads)
+        done = ()
+        for total in self.sums:
+            done += (ops.assign(total, ops.depend(ops.zeros_like(total), updated)),)
+        return done
+
+
+def adding_loop_by_hand(micro_step: nn.Cell, update: nn.Cell, micro_size: int) -> Callable[..., Any]:
+    """Return what a user writes without this package, compiled as far as it goes."""
+
+    def step(x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
+        loss = None
+        for part_x, part_y in micro_batches(x, y, micro_size):
+            part_loss = micro_step(part_x, part_y)
+            loss = part_loss if loss is None else loss + part_loss
+        update()
+        return loss / micro_size
+
+    return step
+
+
+def versions() -> str:
+    return f"MindSpore {ms.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
