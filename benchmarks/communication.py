@@ -5,7 +5,6 @@ python benchmarks/communication.py    # 6 x (Dense(512), GELU), 1024 rows per ra
 
 import argparse
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,9 +16,10 @@ os.environ.setdefault("GLOG_v", "3")
 import mindspore as ms
 import numpy as np
 from distributed import launch, report
+from figures import print_target
 from mindspore import nn, ops
 from mindspore.communication import get_group_size, get_rank, init
-from step import make_batch, make_network, run_window
+from windows import make_batch, make_network, run_window, versions
 
 from ms_gradaccum import DataParallel, GradAccumulation, TrainOneStepCell
 from ms_gradaccum.parallel.world import gather_counts
@@ -106,8 +106,7 @@ def print_windows(ranks: list[Any], micro_size: int) -> None:
     for name, seconds in times.items():
         print(f"{name:30}{seconds * 1e3:9.1f} ms{seconds / bare:7.2f}")
     reached = times["a window"] / bare
-    what = f"window of {micro_size} micro batches / (computing + one message)"
-    print(f"{what:56} target <=  1.10  reached {reached:6.2f}  {'yes' if reached <= 1.1 else 'NO'}")
+    print_target(f"window of {micro_size} micro batches / (computing + one message)", reached, 1.1, "<=")
 
 
 def parse_args() -> argparse.Namespace:
@@ -131,8 +130,7 @@ def main() -> None:
     arguments += [f"--micro-size={args.micro_size}"]
     with tempfile.TemporaryDirectory() as folder:
         ranks = launch(Path(__file__).resolve(), args.processes, Path(folder), arguments=arguments)
-    versions = f"MindSpore {ms.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
-    print(f"{args.processes} processes, AllReduce of float32; {versions}")
+    print(f"{args.processes} processes, AllReduce of float32; {versions()}")
     print_messages(ranks)
     print(f"{args.layers} x (Dense({args.width}), GELU), {args.batch} rows per rank, Momentum")
     print_windows(ranks, args.micro_size)

@@ -12,9 +12,9 @@ import time
 
 import mindspore as ms
 import numpy as np
+from figures import status
 from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank, init
-from step import status
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum.compiled import Compiled
