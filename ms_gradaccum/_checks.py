@@ -171,3 +171,16 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or the name of its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def warn_of_dropped(owner: str, batches: int) -> None:
+    """Warn if batches before one that has failed go with it."""
+    if batches:
+        warn(
+            f"For '{owner}', the batch failed in mid-window: the {batches} batches before it are dropped with it.",
+        )

@@ -12,13 +12,16 @@ from mindspore.common.api import _cell_graph_executor, _pynative_executor
 # Not ms.get_context("mode"), which takes 25 times as long, and this is asked before every call.
 from mindspore.context import _get_mode
 
-from ms_gradaccum._checks import warn
+from ms_gradaccum._checks import first_line, warn
 
 # Graphs compiled for fixed shapes before one graph for changing shapes takes over. A split that does not come
 # out even makes two shapes, the last batch of the data two more.
 MAX_FIXED_SHAPES = 4
 
 _DEFAULT_JIT_CONFIG = JitConfig().jit_config_dict
+
+# The input of a graph that needs none.
+NOTHING = Tensor(0.0, ms.float32)
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -165,7 +168,7 @@ class Compiled:
         self.eager = True
         warn(
             f"For '{self.owner}', {self.what} cannot be compiled and runs eagerly, which is slower: "
-            f"{_first_line(error)}",
+            f"{first_line(error)}",
         )
         return output
 
@@ -206,11 +209,7 @@ def _widen(general: Shapes, shapes: Shapes) -> Shapes:
     return tuple(tuple(a if a == b else -1 for a, b in zip(*pair)) for pair in zip(general, shapes))
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def _without_call_stack(error: Exception) -> Exception:
     """Return an error of ours as it was raised, without the compiler's call stack below the sentence."""
-    text = _first_line(error)
+    text = first_line(error)
     return type(error)(text) if text.startswith("For 'GradAccumulation'") else error

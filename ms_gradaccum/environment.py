@@ -11,6 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from ms_gradaccum._checks import first_line
 from ms_gradaccum.compiled import execution_mode
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.train_step import TrainOneStepCell
@@ -60,8 +61,7 @@ def _tried(run: Callable[[], None]) -> str:
     try:
         run()
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        return f"no: {next(filter(None, lines), type(error).__name__)}"
+        return f"no: {first_line(error)}"
     return "yes"
 
 

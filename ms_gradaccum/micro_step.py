@@ -9,16 +9,15 @@ from mindspore.common.sparse_tensor import RowTensorInner
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.bad_micro_batch import KeepFinite
-from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.compiled import NOTHING, Compiled
 from ms_gradaccum.events import Events
 from ms_gradaccum.half_precision import computes_in_16_bits
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.precision import Precision
-from ms_gradaccum.structure import named_tuple_in
+from ms_gradaccum.structure import why_no_graph
 
-_NOTHING = Tensor(0.0, ms.float32)
 _MANY_STRUCTURES = 8
 
 
@@ -262,18 +261,16 @@ class MicroSteps:
 
     def _add_nothing(self, micro_batches: int) -> None:
         for _ in range(micro_batches):
-            self.run_empty_step(_NOTHING)
+            self.run_empty_step(NOTHING)
 
     def _for(self, structure: Hashable, reduces: bool = False) -> Compiled:
         key = (structure, reduces)
         if key not in self.by_structure:
-            named = named_tuple_in(structure)
-            why_not = f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
             self.by_structure[key] = Compiled(
                 lambda: self._build(self.network.loss_of(structure), reduces),
                 self.owner,
                 "the network",
-                why_not,
+                why_no_graph(structure),
                 takes_gradient=True,
             )
             if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:

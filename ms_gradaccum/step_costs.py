@@ -8,14 +8,13 @@ from typing import Any
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.compiled import NOTHING, Compiled
 from ms_gradaccum.grad_clip import global_norm
 from ms_gradaccum.micro_step import EmptyStep
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.parallel.world import gather_counts
 
 _OWNER = "StepReporter"
-_NOTHING = Tensor(0.0, ms.float32)
 
 
 class WeightNorm(nn.Cell):
@@ -33,7 +32,7 @@ def weight_norm_of(parallels: Sequence[SingleProcess]) -> Callable[[], float]:
     """Return what computes the norm now."""
     cell = WeightNorm(parallels)
     run = Compiled(lambda: cell, _OWNER, "the norm of the weights")
-    return lambda: float(run(_NOTHING).asnumpy())
+    return lambda: float(run(NOTHING).asnumpy())
 
 
 class UpdateMessages(nn.Cell):
@@ -101,7 +100,7 @@ def _compile(cell: nn.Cell) -> Compiled:
 
 def _seconds_of(run: Compiled) -> float:
     start = time.perf_counter()
-    run(_NOTHING).asnumpy()
+    run(NOTHING).asnumpy()
     return time.perf_counter() - start
 
 

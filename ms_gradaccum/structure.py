@@ -45,13 +45,19 @@ def _tensor(array: Any) -> Tensor:
         ) from None
 
 
-def named_tuple_in(structure: Any) -> str:
+def why_no_graph(structure: Any) -> str:
+    """Say why no graph can take inputs of ``structure`` in PYNATIVE mode; an empty string if one can."""
+    named = _named_tuple_in(structure)
+    return f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
+
+
+def _named_tuple_in(structure: Any) -> str:
     """Return the name of a NamedTuple type in ``structure``, or an empty string."""
     if structure[0] not in ("sequence", "dict"):
         return ""
     if hasattr(structure[1], "_fields"):
         return str(structure[1].__name__)
-    return next((name for child in structure[2] if (name := named_tuple_in(child))), "")
+    return next((name for child in structure[2] if (name := _named_tuple_in(child))), "")
 
 
 class _HashedByValue:

@@ -7,7 +7,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import check_accumulation_steps, warn
+from ms_gradaccum._checks import check_accumulation_steps, warn_of_dropped
 from ms_gradaccum.bad_micro_batch import BadMicroBatch, check_bad_micro_batch
 from ms_gradaccum.compiled import graph_mode
 from ms_gradaccum.events import Events, Observed
@@ -262,10 +262,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         """Take back what a failed batch has added: the sums cannot be parted, so an open window goes with it."""
         batches = self.open_batches()
         self.buffer.clear()
-        if batches:
-            warn(
-                f"For '{_OWNER}', the batch failed in mid-window: the {batches} batches before it are dropped with it.",
-            )
+        warn_of_dropped(_OWNER, batches)
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""

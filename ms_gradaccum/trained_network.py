@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import check_loss, sentence, warn
+from ms_gradaccum._checks import check_loss, sentence, warn_of_dropped
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.given_grads import AddGrads
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
@@ -157,10 +157,7 @@ class TrainedNetwork:
         """Take back what a failed batch has added: the sums cannot be parted, so an open window goes with it."""
         batches = self.batches_in_buffer() if self.is_open else 0
         self.drop()
-        if batches:
-            warn(
-                f"For '{_OWNER}', the batch failed in mid-window: the {batches} batches before it are dropped with it.",
-            )
+        warn_of_dropped(_OWNER, batches)
 
     def _close(self) -> None:
         self.is_open, self.outputs, self.clip = False, None, None

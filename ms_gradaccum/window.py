@@ -8,7 +8,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.compiled import NOTHING, Compiled
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.optimizers import LearningRate, all_parameters
@@ -16,7 +16,6 @@ from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.window_clip import clip_of
 
-_NOTHING = Tensor(0.0, ms.float32)
 # Windows that may be skipped one after the other. The largest scale in use is 1 after 24 halvings.
 MAX_OVERFLOWS = 100
 
@@ -192,7 +191,7 @@ class Window(nn.Cell):
 
     def so_far(self) -> StepOutput:
         """Report on the window that goes on."""
-        return StepOutput(*self.run_open(_NOTHING))
+        return StepOutput(*self.run_open(NOTHING))
 
     def close(self, reduced: bool = False) -> StepOutput:
         """End the window from the host, with the decision whether to update made in Python."""
@@ -206,7 +205,7 @@ class Window(nn.Cell):
         ``reduced`` is whether the sums are those of all ranks already.
         """
         with self._emptied_if_it_fails():
-            *items, self.is_bad = (self.run_report_reduced if reduced else self.run_report)(_NOTHING)
+            *items, self.is_bad = (self.run_report_reduced if reduced else self.run_report)(NOTHING)
         loss, overflow, scale, updated, norm, learning_rate, weight = items
         return StepOutput(loss, overflow, scale, updated, norm, norm, learning_rate, weight)
 

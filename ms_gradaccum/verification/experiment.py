@@ -17,7 +17,7 @@ from ms_gradaccum.micro_step import make_micro_step
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.precision import check_precision
 from ms_gradaccum.saved import random_state
-from ms_gradaccum.structure import named_tuple_in
+from ms_gradaccum.structure import why_no_graph
 from ms_gradaccum.verification.comparison import Run
 
 _OWNER = "verify"
@@ -166,9 +166,8 @@ class Experiment:
         # One for each shape: it is known beforehand that none of them changes.
         key = (kind, tuple(tensor.shape for tensor in tensors))
         if key not in self._compiled:
-            named = named_tuple_in(self.structure)
-            why_not = f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
             make = self._make_micro_step if kind == "micro step" else lambda: self._make_whole(kind)
+            why_not = why_no_graph(self.structure)
             self._compiled[key] = Compiled(make, _OWNER, "the network", why_not, takes_gradient=True)
         step = self._compiled[key]
         step.eager = self.start.eager
