@@ -255,13 +255,17 @@ def test_the_command_ends_with_status_2_after_an_error(name, sentence, capsys, m
     assert capsys.readouterr().err == f"python -m ms_gradaccum micro-size: {sentence}\n"
 
 
-def test_the_child_computes_as_the_caller_does():
+def test_the_child_computes_as_the_caller_does(monkeypatch):
     """A network that can only run op by op is measured op by op."""
     from ms_gradaccum.probing.training import Context
 
+    devices = []
+    # A process that has computed something already cannot choose any more.
+    monkeypatch.setattr(ms, "set_device", lambda *device: devices.append(device))
     for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
         with execution_mode(mode):
             context = Context.current()
         context.enter()
         assert ms.get_context("mode") == mode and context.device_target == ms.get_context("device_target")
+    assert devices == [("CPU",)] * 2
     assert json.loads(json.dumps(context)) == list(context)
