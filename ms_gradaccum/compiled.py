@@ -7,12 +7,16 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import JitConfig, Tensor, nn
-from mindspore.common.api import _cell_graph_executor, _pynative_executor
 
 # Not ms.get_context("mode"), which takes 25 times as long, and this is asked before every call.
 from mindspore.context import _get_mode
 
 from ms_gradaccum._checks import first_line, warn
+
+try:
+    from mindspore.graph.api import _cell_graph_executor, _pynative_executor
+except ImportError:  # before MindSpore 2.9
+    from mindspore.common.api import _cell_graph_executor, _pynative_executor
 
 # Graphs compiled for fixed shapes before one graph for changing shapes takes over. A split that does not come
 # out even makes two shapes, the last batch of the data two more.
