@@ -4,7 +4,9 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 from mindspore import nn
@@ -22,6 +24,9 @@ _OTHER_WAY = (
     "Write a function that returns (network, optimizer, batch) and run: "
     "python -m ms_gradaccum micro-size script.py:function --memory-limit LIMIT"
 )
+_FOLDER = "ms_gradaccum_"
+# Seconds between two messages of the ranks.
+_MOMENT = 1.0
 
 
 class Probe(NamedTuple):
@@ -67,7 +72,7 @@ def find_micro_size(
     weights, optimizer state, random state and settings stay as they are.
 
     On CPU the memory is all that the process has (the peak of its resident memory, from the first window on):
-    MindSpore itself, about 180 MiB, the weights, the optimizer's state, the batch, the float32 sums and the
+    MindSpore itself, about 400 MiB, the weights, the optimizer's state, the batch, the float32 sums and the
     activations. On Ascend and GPU it is what MindSpore has allocated on the device.
 
     Args:
@@ -118,21 +123,27 @@ def find_micro_size(
     """
     settings = {"clip": clip, "mixed_precision": mixed_precision, "bad_micro_batch": bad_micro_batch}
 
-    def answer() -> int:
+    def search(folder: str) -> _Search:
         training = check_training(network, optimizer, batch, settings)
-        return _search(training, Context.current(), memory_limit, timeout, report)
+        return _search(folder, training, Context.current(), memory_limit, timeout, report)
 
-    return _agreed(answer)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+        if current_world(OWNER).size == 1:
+            return search(folder).run()
+        return _agreed(lambda: search(folder))
 
 
 def find_for_script(
     name: str, memory_limit: int | str, *, timeout: float = 600.0, report: Callable[[Probe], Any] | None = None
 ) -> int:
     """Return the same for what a function of a script returns, which each child process calls itself."""
-    return _search(Script(name), None, memory_limit, timeout, report)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+        return _search(folder, Script(name), None, memory_limit, timeout, report).run()
 
 
-def _search(job: Training | Script, context: Context | None, memory_limit: Any, timeout: float, report: Any) -> int:
+def _search(
+    folder: str, job: Training | Script, context: Context | None, memory_limit: Any, timeout: float, report: Any
+) -> "_Search":
     limit = check_memory_limit(OWNER, memory_limit)
     check_positive_float(OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
     if report is not None and not callable(report):
@@ -143,10 +154,9 @@ def _search(job: Training | Script, context: Context | None, memory_limit: Any, 
             f"For '{OWNER}', a process that it has started must not measure in turn, but got here by importing the "
             f"script. Call it under: if __name__ == '__main__'"
         )
-    with tempfile.TemporaryDirectory(prefix="ms_gradaccum_") as folder:
-        path = Path(folder) / "job"
-        _write(job, context, path)
-        return _Search(path, limit, timeout, report).run()
+    path = Path(folder) / "job"
+    _write(job, context, path)
+    return _Search(path, limit, timeout, report)
 
 
 def _write(job: Training | Script, context: Context | None, path: Path) -> None:
@@ -167,6 +177,8 @@ class _Search:
     """The measurements of one call."""
 
     def __init__(self, job: Path, limit: int, timeout: float, report: Callable[[Probe], Any] | None) -> None:
+        # Set from elsewhere when nobody waits for the answer any more.
+        self.stop = Event()
         self.job = job
         self.limit = limit
         self.timeout = timeout
@@ -187,7 +199,7 @@ class _Search:
     def _fits(self, micro_size: int) -> bool:
         begin = time.monotonic()
         with Child(self.job, micro_size, self.limit, self.timeout) as child:
-            self.last = child.watch()
+            self.last = child.watch(self.stop)
         rows, _, peak, _ = self.last
         fits = peak is not None and peak <= self.limit
         if self.report is not None and rows is not None:
@@ -207,21 +219,43 @@ class _Search:
         return sentence(OWNER, "memory_limit", rule, as_text(self.limit), remedy)
 
 
-def _agreed(answer: Callable[[], int]) -> int:
+def _agreed(prepare: Callable[[], _Search]) -> int:
     """Return the largest of the ranks' answers, or raise on all of them what one has raised. Collective."""
-    if current_world(OWNER).size == 1:
-        return answer()
+    search, error = None, None
     try:
-        mine: Any = answer()
-        error: Exception | None = None
+        search = prepare()
     except Exception as raised:
-        mine, error = [type(raised).__name__, str(raised)], raised
-    answers = gather_values(mine)
-    failed = next((rank for rank, theirs in enumerate(answers) if not isinstance(theirs, int)), None)
-    if error is not None:
-        raise error
-    if failed is not None:
-        kind, text = answers[failed]
-        raise error_of(kind, f"Rank {failed} has failed. {text}")
-    largest: int = max(answers)
-    return largest
+        error = raised
+    with ThreadPoolExecutor(1) as pool:
+        # The ranks talk meanwhile: a message that one of them waits for too long (30 s on CPU) would fail.
+        answer: Future[int] = pool.submit(search.run) if search else Future()
+        if error is not None:
+            answer.set_exception(error)
+        try:
+            answers = gather_values(_said(answer))
+            while None in answers and _failed(answers) is None:
+                answers = gather_values(_said(answer))
+        finally:
+            if search is not None:
+                search.stop.set()
+    failed = _failed(answers)
+    if failed is None:
+        largest: int = max(answers)
+        return largest
+    if isinstance(answers[current_world(OWNER).rank], list):
+        answer.result()  # Raises what this rank has raised.
+    kind, text = answers[failed]
+    raise error_of(kind, f"Rank {failed} has failed. {text}")
+
+
+def _failed(answers: list[Any]) -> int | None:
+    """Return the first rank that has told an error."""
+    return next((rank for rank, theirs in enumerate(answers) if isinstance(theirs, list)), None)
+
+
+def _said(answer: "Future[int]") -> Any:
+    """Return what this rank tells the others after a moment: None, its answer, or the error in its place."""
+    if not wait([answer], timeout=_MOMENT).done:
+        return None
+    error = answer.exception()
+    return answer.result() if error is None else [type(error).__name__, str(error)]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 from ms_gradaccum.probing import memory
@@ -88,10 +89,12 @@ class Child:
         os.close(self.reader)
         self.words.close()
 
-    def watch(self) -> Measured:
+    def watch(self, stop: Event) -> Measured:
         """Return what it has found, at its end or when it has passed the limit; raise if it failed otherwise."""
         deadline = time.monotonic() + self.timeout
         while self._listen():
+            if stop.is_set():
+                raise InterruptedError
             if self.facts.get("on_host") and memory.peak(self.process.pid) > self.cap:
                 return Measured(self.facts["rows"], self.facts["loaded"], None, self.cap)
             if time.monotonic() > deadline:

@@ -1,0 +1,37 @@
+"""`find_micro_size` on several processes: one answer, and one error."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import launch  # noqa: E402
+
+WORKER = Path(__file__).with_name("micro_size_worker.py")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launch(WORKER, 2, tmp_path_factory.mktemp("micro_size"))
+
+
+def test_the_ranks_have_the_largest_of_their_answers(two):
+    assert two[0]["probes"] == [[1, True]]
+    fitting = min(count for count, fits in two[1]["probes"] if fits)
+    assert fitting > 1 and [report["answer"] for report in two] == [fitting] * 2
+
+
+def test_a_rank_that_fails_fails_on_all(two):
+    error = (
+        "For 'find_micro_size', the training must run, but with micro_size=1 got ArithmeticError: the network's own "
+        "error"
+    )
+    refused = (
+        "For 'find_micro_size', the argument 'batch' must be a tensor, a tuple, a list or a dict, but got 'no batch' "
+        "of type str. Give the inputs of network in a tuple, or by name in a dict."
+    )
+    assert two[1]["child fails"] == f"RuntimeError: {error}" and two[1]["refused"] == f"TypeError: {refused}"
+    assert two[0]["child fails"] == f"RuntimeError: Rank 1 has failed. {error}"
+    assert two[0]["refused"] == f"TypeError: Rank 1 has failed. {refused}"
+    assert [report["after"] for report in two] == [[0, 1]] * 2
