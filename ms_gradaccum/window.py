@@ -91,6 +91,14 @@ class Report(nn.Cell):
         return loss, overflow, self.loss_scale.value(), updated, norm, self.learning_rate(), weight, bad
 
 
+_look_at = ops.MultitypeFuncGraph("look_at")
+
+
+@_look_at.register("Tensor", "Tensor")
+def _look_at_one(value: Tensor, parameter: Tensor) -> Tensor:
+    return ops.expand_dims(ops.depend(parameter, value), 0)
+
+
 class Update(nn.Cell):
     """Second half of the end of a window: clip, optimizer, clear."""
 
@@ -102,6 +110,7 @@ class Update(nn.Cell):
         self.clip = clip_of(clip, parallel.buffer.names, parallel)
         self.parallel = parallel
         self.parameters = all_parameters(optimizer)
+        self.map = ops.HyperMap()
 
     def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
         """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping.
@@ -112,12 +121,21 @@ class Update(nn.Cell):
         clipped_norm = self.clip.norm_after(norm, *limit)
         if clipped_norm is None:
             clipped_norm = self.parallel.norm(grads)
-        typed: tuple[Tensor, ...] = ()
-        for grad, weight in zip(self.parallel.for_optimizer(grads), self.parallel.weights):
-            typed += (grad if weight.dtype == ms.float32 else ops.cast(grad, weight.dtype),)
-        ready = ops.depend(typed, self.parallel.before_update())
+        ready = ops.depend(self.as_weights(self.parallel.for_optimizer(grads)), self.parallel.before_update())
         updated = self.parallel.after_update(self.optimizer(ready))
         return self.touch(ops.depend(clipped_norm, self.buffer.clear(updated)))
+
+    def as_weights(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return gradients in the dtypes of their weights.
+
+        A function of its own, as each loop here: what follows a loop the compiler sees as deep inside it, and it gives
+        up at a depth of 1000.
+        """
+        typed: tuple[Tensor, ...] = ()
+        for grad, weight in zip(grads, self.parallel.weights):
+            # Not a cast that changes nothing: the compiler would copy for it.
+            typed += (grad if weight.dtype == ms.float32 else ops.cast(grad, weight.dtype),)
+        return typed
 
     def touch(self, value: Tensor) -> Tensor:
         """Return ``value``, having looked at all parameters of the optimizer.
@@ -125,9 +143,8 @@ class Update(nn.Cell):
         One that a graph uses in a branch alone, as some optimizers do, keeps its old storage when a checkpoint is
         loaded. After the update: the compiler copies what is looked at before it changes.
         """
-        for parameter in self.parameters:
-            value = ops.depend(value, ops.expand_dims(ops.depend(parameter, value), 0))
-        return value
+        # By no loop: there can be many.
+        return ops.depend(value, self.map(ops.partial(_look_at, value), self.parameters))
 
     def clipped_means(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, ...]:
         """Return the window's mean gradient in float32, without the loss scale and clipped.
