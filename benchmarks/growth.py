@@ -17,12 +17,12 @@ from typing import Any
 
 os.environ.setdefault("GLOG_v", "3")
 
-import mindspore as ms
 from growth_paper import paper_table
 from growth_plots import Rows, draw
 from growth_ranks import rows_of
 from growth_windows import BARE, in_child, part_seconds, peak_memory, window_seconds
 from step import FULL, OURS, run_child
+from windows import versions
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 MICRO_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
@@ -122,8 +122,8 @@ def keep(theme: str, rows: Rows) -> None:
     """Write what was measured, and on what, beside the picture."""
     facts = {
         "command": f"OMP_NUM_THREADS={os.getenv('OMP_NUM_THREADS', '')} python benchmarks/growth.py {theme}",
-        "versions": f"MindSpore {ms.__version__}, Python {platform.python_version()}",
-        "hardware": f"{_processor()}, {os.cpu_count()} cores",
+        "versions": versions(),
+        "hardware": _processor(),
         "date": datetime.date.today().isoformat(),
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in facts.items()]

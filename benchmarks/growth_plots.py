@@ -130,7 +130,8 @@ def _parts() -> Iterable[tuple[str, str, str]]:
 
 def _lines(axes: Axes, rows: Rows, places: list[int], lines: Iterable[tuple[str, str, str]]) -> None:
     for key, label, style in lines:
-        axes.plot(places, [row[key] for row in rows], style, label=label)
+        shown = [(place, row[key]) for place, row in zip(places, rows) if row[key] is not None]
+        axes.plot(*zip(*shown), style, label=label)
 
 
 def _finish(axes: Axes, x: str, y: str, ticks: list[int] | None, base: int) -> None:

@@ -13,7 +13,7 @@ from distributed import KINDS, OURS, build, launch, report, what_is_kept
 from growth_paper import held, make_plan
 from growth_windows import Stopwatch
 from mindspore.communication import get_group_size, get_rank, init
-from step import make_batch
+from windows import make_batch
 
 NAMES = (OURS, "ours, HSDP level1", "ours, HSDP level2")
 MICRO_SIZE = 4

@@ -10,7 +10,8 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import nn, ops
-from step import FULL, OURS, Program, build, make_batch, make_network, reset_peak, status
+from step import FULL, OURS, Program, build, reset_peak, status
+from windows import make_batch, make_network, micro_batches
 
 # A window of it makes MindSpore load what it loads once in a process.
 TINY = {"width": 8, "layers": 1, "batch": 4}
@@ -74,37 +75,45 @@ def window_seconds(settings: dict[str, int], micro_sizes: list[int], repeat: int
     return {name: runs[2:] for name, runs in seconds.items()}
 
 
-def part_seconds(settings: dict[str, int], repeat: int) -> dict[str, float]:
-    """Return the best seconds of the parts of a window of two micro batches, and of the same by MindSpore alone."""
+def part_seconds(settings: dict[str, int], repeat: int) -> dict[str, Any]:
+    """Return the best seconds of the parts of a window of two micro batches, and of the same by MindSpore alone.
+
+    None for ours, if it fails: then ``error`` says why.
+    """
     args = argparse.Namespace(**settings)
     batch = make_batch(args)
     half = tuple(ms.Tensor(values.asnumpy()[: args.batch // 2].copy()) for values in batch)
     ours = build(OURS, 2, args)
     watch = Stopwatch(ours.step)
-    bare = make_network(args).set_train()
-    optimizer = nn.Momentum(bare.trainable_params(), 0.1, 0.9)
-    micro_step = ForwardBackward(bare, optimizer.parameters)
-    windows, alone = [], []
+    bare = _build_bare(args)
+    optimizer = nn.Momentum(bare.network.trainable_params(), 0.1, 0.9)
+    windows, alone, error = [], [], ""
     for _ in range(2 + repeat):
-        windows.append(ours.run(batch))
+        if not error:
+            try:
+                windows.append(ours.run(batch))
+            except RuntimeError as failure:
+                error = str(failure).splitlines()[0]
         start = time.perf_counter()
-        loss, grads = micro_step(*half)
+        loss, grads = bare.step(*half)
         loss.asnumpy()
         middle = time.perf_counter()
         optimizer(grads)
         optimizer.parameters[0].asnumpy()
         alone.append((middle - start, time.perf_counter() - middle))
-    (micro_seconds, end), (bare_seconds, bare_end) = (map(min, zip(*runs[2:])) for runs in (watch.windows, alone))
+    micro_step, end = (None, None) if error else map(min, zip(*watch.windows[2:]))
+    bare_micro_step, bare_end = map(min, zip(*alone[2:]))
     return {
-        "parameters": sum(weight.size for weight in bare.trainable_params()),
-        "tensors": len(bare.trainable_params()),
-        "micro_step_s": micro_seconds,
-        "bare_micro_step_s": bare_seconds,
+        "parameters": sum(weight.size for weight in optimizer.parameters),
+        "tensors": len(optimizer.parameters),
+        "micro_step_s": micro_step,
+        "bare_micro_step_s": bare_micro_step,
         "end_s": end,
         "bare_end_s": bare_end,
         # The first window takes longer than the next ones by that.
-        "compile_s": windows[0] - windows[1],
-        "bare_compile_s": sum(alone[0]) - sum(alone[1]),
+        "compile_s": None if error else windows[0] - min(windows),
+        "bare_compile_s": sum(alone[0]) - bare_micro_step - bare_end,
+        "error": error,
     }
 
 
@@ -141,11 +150,10 @@ def _build_bare(args: argparse.Namespace) -> Program:
 def _build_bare_window(args: argparse.Namespace, micro_size: int) -> Program:
     micro_step = _build_bare(args)
     optimizer = nn.Momentum(micro_step.network.trainable_params(), 0.1, 0.9)
-    rows = args.batch // micro_size
 
     def step(x: ms.Tensor, y: ms.Tensor) -> None:
-        for begin in range(0, len(x), rows):
-            _, grads = micro_step.step(x[begin : begin + rows], y[begin : begin + rows])
+        for part in micro_batches(x, y, micro_size):
+            _, grads = micro_step.step(*part)
         optimizer(grads)
 
     return Program(ms.GRAPH_MODE, step, micro_step.network)
