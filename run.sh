@@ -15,8 +15,8 @@ usage() {
 ./run.sh check     format, lint and types alone
 ./run.sh docs      the pages of docs/ and the reference of the API, into build/docs
 ./run.sh bench [NAME]
-                   a program of benchmarks: step (the default), distributed, report, long_run; more arguments go
-                   to it
+                   a program of benchmarks: step (the default), distributed, growth, report, long_run; more
+                   arguments go to it
 ./run.sh faults    kill a training 50 times and see that nothing is lost; --kills N for another number
 ./run.sh help      this text
 
@@ -132,12 +132,13 @@ case $command in
     echo "Built build/docs/README.html."
     ;;
   bench)
-    prepare pinned
-    benchmark=step
+    benchmark=step extras=pinned
     if [[ -f benchmarks/${1:-}.py ]]; then
       benchmark=$1
       shift
     fi
+    ! grep -q '\.png' "benchmarks/$benchmark.py" || extras=pinned,plot
+    prepare "$extras"
     exec python "benchmarks/$benchmark.py" "$@"
     ;;
   faults)
