@@ -15,8 +15,8 @@ usage() {
 ./run.sh check     format, lint and types alone
 ./run.sh docs      the pages of docs/ and the reference of the API, into build/docs
 ./run.sh bench [NAME]
-                   a program of benchmarks: step (the default), distributed, growth, report, long_run; more
-                   arguments go to it
+                   a program of benchmarks: peers (the default; installs PyTorch and Accelerate into .venv-peers),
+                   step, distributed, communication, growth, report, long_run; more arguments go to it
 ./run.sh faults    kill a training 50 times and see that nothing is lost; --kills N for another number
 ./run.sh help      this text
 
@@ -53,16 +53,20 @@ find_python() {
   fail "no Python 3.10, 3.11 or 3.12 found. Install one with its venv module (Debian: apt install python3.11-venv)."
 }
 
+# make_venv FOLDER: an environment with pip, if there is none.
+make_venv() {
+  ! "$1/bin/python" -m pip --version &>/dev/null || return 0
+  local python
+  python=${PYTHON:-$(find_python)}
+  echo "Creating $1 with $("$python" --version)."
+  "$python" -m venv --clear "$1"
+}
+
 # prepare EXTRAS [REQUIREMENT]: an environment with the package, these extras and what else is required. Quick when
 # pyproject.toml is as it was last time.
 prepare() {
   local wanted stamp=$venv/installed-$1
-  if ! "$venv/bin/python" -m pip --version &>/dev/null; then
-    local python
-    python=${PYTHON:-$(find_python)}
-    echo "Creating $venv with $("$python" --version)."
-    "$python" -m venv --clear "$venv"
-  fi
+  make_venv "$venv"
   wanted=$(cksum <pyproject.toml)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing MindSpore and what else is needed into $venv. This takes a few minutes, once."
@@ -84,6 +88,18 @@ prepare_versions() {
   version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
   venv=.venv-$version-${MINDSPORE:-pinned}
   if [[ -z ${MINDSPORE:-} ]]; then prepare pinned,test; else prepare test "mindspore==$MINDSPORE"; fi
+}
+
+# What the benchmark compares with has an environment of its own, and is left out if it cannot be installed.
+prepare_peers() {
+  local wanted stamp=.venv-peers/installed
+  make_venv .venv-peers
+  wanted=$(cksum <benchmarks/requirements.txt)
+  if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
+    echo "Installing PyTorch and Accelerate into .venv-peers. This takes a few minutes, once."
+    .venv-peers/bin/python -m pip install --no-input --disable-pip-version-check --quiet \
+      -r benchmarks/requirements.txt && echo "$wanted" >"$stamp"
+  fi
 }
 
 check() {
@@ -132,13 +148,14 @@ case $command in
     echo "Built build/docs/README.html."
     ;;
   bench)
-    benchmark=step extras=pinned
+    benchmark=peers extras=pinned
     if [[ -f benchmarks/${1:-}.py ]]; then
       benchmark=$1
       shift
     fi
     ! grep -q '\.png' "benchmarks/$benchmark.py" || extras=pinned,plot
     prepare "$extras"
+    [[ $benchmark != peers ]] || prepare_peers || echo "They cannot be installed, see above: their rows are missing."
     exec python "benchmarks/$benchmark.py" "$@"
     ;;
   faults)

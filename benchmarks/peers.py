@@ -17,7 +17,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from figures import print_target
 from worker import Worker
-from workload import ACCELERATE, BARE, FULL, MINDSPORE_ROWS, OURS, STOCK, TORCH, TORCH_ROWS, WORKLOADS
+from workload import (
+    ACCELERATE,
+    BARE,
+    FULL,
+    MINDSPORE_ROWS,
+    OURS,
+    OURS_OTHER_KERNELS,
+    STOCK,
+    TORCH,
+    TORCH_ROWS,
+    WORKLOADS,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 # The networks and micro sizes of each run.
@@ -26,18 +37,19 @@ OVERHEAD = ("step_256", "step_512", "step_1024"), (16,)
 SMALL = ("tiny",), (16,)
 # Beyond it the stock cell, whose graph holds all micro batches, takes minutes to compile.
 MAX_UNROLLED = 4
-# A slow row takes no more turns once it has had these seconds, but three turns at least.
-SECONDS_PER_ROW = 6.0
+# Turns of a row that is slow.
+MIN_TURNS = 3
 # The largest difference from the full batch in what a window adds to the weights, relative to the largest entry of
 # the same tensor, that float32 rounding causes.
 ROUNDING = 1e-3
 
 
 class Result(NamedTuple):
-    """What became of one row: an error, or the seconds of its windows and whether its first is that of the others."""
+    """What became of one row: an error, or the seconds of a window, those of all cores, and what its first one did."""
 
-    seconds: float
-    same: str
+    seconds: float = 0.0
+    core_seconds: float = 0.0
+    same: str = ""
     error: str = ""
 
 
@@ -58,47 +70,52 @@ def start_workers(args: argparse.Namespace) -> tuple[dict[str, Worker], str]:
 
 
 def measure(workers: dict[str, Worker], network: str, micro_size: int, args: argparse.Namespace) -> Results:
-    """Return the results of all rows, each the best of its turns after two to warm up."""
+    """Return the results of all rows, each the lower quartile of its turns after two to warm up."""
     print(f"measuring {network}, micro_size {micro_size} ...", file=sys.stderr, flush=True)
-    names = [name for name in workers if name != STOCK or micro_size <= MAX_UNROLLED]
+    left_out = set() if micro_size <= MAX_UNROLLED else {STOCK}
+    if not WORKLOADS[network].has_slow_kernels:
+        left_out.add(OURS_OTHER_KERNELS)
+    names = [name for name in workers if name not in left_out]
     for worker in dict.fromkeys(workers.values()):
-        worker.ask("build", network, micro_size, [name for name in names if workers[name] is worker])
-    results = run_first_windows({name: workers[name] for name in names})
-    seconds: dict[str, list[float]] = {name: [] for name, result in results.items() if not result.error}
+        worker.ask("forget")
+    results = run_first_windows({name: workers[name] for name in names}, network, micro_size)
+    runs: dict[str, list[Any]] = {name: [] for name, result in results.items() if not result.error}
     for turn in range(1 + args.repeat):
-        for name, runs in seconds.items():
-            if turn <= 3 or sum(runs) < SECONDS_PER_ROW:
-                runs.append(workers[name].ask("run", name)[0])
-    return results | {name: Result(min(runs[1:]), results[name].same) for name, runs in seconds.items()}
+        for name, done in runs.items():
+            if turn <= MIN_TURNS or sum(seconds for seconds, *_ in done) < args.seconds:
+                done.append(workers[name].ask("run", name))
+    for name, done in runs.items():
+        seconds, of_cores = (float(np.quantile(figures, 0.25)) for figures in list(zip(*done[1:]))[:2])
+        results[name] = Result(seconds, of_cores, results[name].same)
+    return results
 
 
-def run_first_windows(workers: dict[str, Worker]) -> Results:
-    """Run one window of each row and compare it with that of the full batch."""
+def run_first_windows(workers: dict[str, Worker], network: str, micro_size: int) -> Results:
+    """Build each row, run one window of it and compare that with the full batch's."""
     firsts: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, worker) in enumerate(workers.items()):
             file = Path(folder) / f"{number}.npz"
-            firsts[name] = worker.ask("run", name, str(file))
+            firsts[name] = worker.ask("build", network, micro_size, name) or worker.ask("run", name, str(file))
             if file.exists():
                 with np.load(file) as added:
                     firsts[name] += (list(added.values()),)
-    results = {}
-    for name, first in firsts.items():
-        failed = isinstance(first, str)
-        results[name] = Result(0.0, "", first) if failed else Result(first[0], compare(first, firsts.get(FULL)))
-    return results
+    return {
+        name: Result(error=first) if isinstance(first, str) else Result(same=compare(first, firsts.get(FULL)))
+        for name, first in firsts.items()
+    }
 
 
 def compare(first: Any, full: Any) -> str:
     """Say whether a window has the loss of the full batch and adds the same to the weights."""
-    _, loss, added = first
+    *_, loss, added = first
     if loss is None:
         return "-"
     if not any(np.any(part) for part in added):
         return "does not train"
     if not isinstance(full, list):
         return "?"
-    _, full_loss, full_added = full
+    *_, full_loss, full_added = full
     off = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(added, full_added))
     loss_off = abs(loss / full_loss - 1)
     if max(off, loss_off) <= ROUNDING:
@@ -108,12 +125,13 @@ def compare(first: Any, full: Any) -> str:
 
 def print_table(results: Results) -> None:
     ours = results[OURS].seconds if OURS in results else next(iter(results.values())).seconds
-    print(f"{'window':34}{'time':>12}{'ours = 1':>10}  same result")
+    print(f"{'window':34}{'time':>12}{'ours = 1':>10}{'cores':>7}  same result")
     for name, result in results.items():
         if result.error:
-            print(f"{name:34}{'-':>12}{'':10}  {result.error[:120]}")
-        else:
-            print(f"{name:34}{result.seconds * 1e3:9.2f} ms{result.seconds / ours:10.2f}  {result.same}")
+            print(f"{name:34}{'-':>12}{'':17}  {result.error[:120]}")
+            continue
+        ratio, cores = result.seconds / ours, result.core_seconds / result.seconds
+        print(f"{name:34}{result.seconds * 1e3:9.2f} ms{ratio:10.2f}{cores:7.1f}  {result.same}")
 
 
 def print_targets(results: Results, micro_size: int, network: str) -> None:
@@ -129,6 +147,9 @@ def print_targets(results: Results, micro_size: int, network: str) -> None:
         print_target("our overhead / Accelerate's", (seconds[OURS] / seconds[BARE] - 1) / theirs, 0.5, "<=")
     if {OURS, ACCELERATE} <= seconds.keys():
         print_target("ours / Accelerate", seconds[OURS] / seconds[ACCELERATE], 1.0, "<=")
+    if {OURS_OTHER_KERNELS, ACCELERATE} <= seconds.keys():
+        other = seconds[OURS_OTHER_KERNELS] / seconds[ACCELERATE]
+        print_target("ours with other kernels / Accelerate", other, 1.0, "<=")
 
 
 def parse_args() -> argparse.Namespace:
@@ -139,7 +160,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--networks", nargs="+", choices=WORKLOADS)
     parser.add_argument("--micro-sizes", type=int, nargs="+")
     parser.add_argument("--rows", nargs="+", choices=MINDSPORE_ROWS + TORCH_ROWS, help="default: all")
-    parser.add_argument("--repeat", type=int, default=7, help="turns of each row, after two to warm up")
+    parser.add_argument("--repeat", type=int, default=30, help="most turns of each row, after two to warm up")
+    parser.add_argument("--seconds", type=float, default=2.5, help=f"after these and {MIN_TURNS} turns a row rests")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each framework; default: all cores")
     parser.add_argument(
         "--peers-python", default=str(ROOT / ".venv-peers/bin/python"), help="a Python with requirements.txt"
@@ -152,6 +174,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    sys.stdout.reconfigure(line_buffering=True)
     workers, missing = start_workers(args)
     processes: Iterable[Worker] = dict.fromkeys(workers.values())
     print("; ".join(worker.versions for worker in processes), f"; SGD with momentum, {args.threads} threads each")

@@ -18,6 +18,7 @@ from workload import (
     FULL,
     MOMENTUM,
     OURS,
+    OURS_OTHER_KERNELS,
     OURS_PYNATIVE,
     PYNATIVE,
     STOCK,
@@ -29,6 +30,7 @@ from workload import (
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "sample_code" / "transformer_lm"))
+from other_kernels import use_other_kernels
 from transformer import Transformer
 
 Step = Callable[[ms.Tensor, ms.Tensor], Any]
@@ -40,10 +42,11 @@ class TokenLoss(nn.Cell):
     def __init__(self, network: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
+        self.loss = nn.CrossEntropyLoss()
 
     def construct(self, tokens: ms.Tensor, labels: ms.Tensor) -> ms.Tensor:
         logits = self.network(tokens)
-        return ops.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+        return self.loss(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 def make_network(workload: Workload) -> nn.Cell:
@@ -167,6 +170,7 @@ def bare(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
 BUILDERS = {
     OURS: ours,
     OURS_PYNATIVE: ours,
+    OURS_OTHER_KERNELS: ours,
     FULL: full,
     STOCK: stock,
     BOOST: boosted,
@@ -177,10 +181,12 @@ BUILDERS = {
 }
 
 
-def build_row(name: str, workload: Workload, micro_size: int) -> Row:
+def build(workload: Workload, micro_size: int, name: str) -> Row:
     mode = ms.PYNATIVE_MODE if name in (PYNATIVE, OURS_PYNATIVE) else ms.GRAPH_MODE
     ms.set_context(mode=mode)
     network = make_network(workload)
+    if name == OURS_OTHER_KERNELS:
+        use_other_kernels(network)
     weights = network.trainable_params()
     batch = tuple(ms.Tensor(array) for array in workload.batch(micro_size))
     step = BUILDERS[name](network, nn.Momentum(weights, workload.learning_rate, MOMENTUM), micro_size)
@@ -192,10 +198,6 @@ def build_row(name: str, workload: Workload, micro_size: int) -> Row:
         return None if loss is None else float(loss.asnumpy())
 
     return Row(run, lambda: [weight.asnumpy() for weight in weights])
-
-
-def build(workload: Workload, micro_size: int, names: list[str]) -> dict[str, Row]:
-    return {name: build_row(name, workload, micro_size) for name in names}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The rows of PyTorch and Accelerate; peers.py starts it with the Python of an environment that has them."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import accelerate
 import torch
@@ -14,7 +14,7 @@ from workload import ACCELERATE, MOMENTUM, TORCH, Workload, first_weights
 # MindSpore's own.
 EPSILON = 1e-7
 
-Batches = Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
+Batches = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]
 
 
 def activation(workload: Workload) -> nn.Module:
@@ -126,22 +126,15 @@ def weights_of(network: nn.Module) -> list:
 BUILDERS = {TORCH: bare_row, ACCELERATE: accelerate_row}
 
 
-def build(workload: Workload, micro_size: int, names: list[str]) -> dict[str, Row]:
+def build(workload: Workload, micro_size: int, name: str) -> Row:
     x, y = (torch.from_numpy(array) for array in workload.batch(micro_size))
     y = y if workload.kind == "mlp" else y.long()
-
-    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(x.chunk(micro_size), y.chunk(micro_size))
-
-    rows = {}
-    for name in names:
-        network = make_network(workload)
-        arrays = first_weights((name, tuple(parameter.shape)) for name, parameter in network.named_parameters())
-        with torch.no_grad():
-            for parameter, array in zip(network.parameters(), arrays):
-                parameter.copy_(torch.from_numpy(array))
-        rows[name] = BUILDERS[name](network, workload, micro_size, batches)
-    return rows
+    network = make_network(workload)
+    arrays = first_weights((name, tuple(parameter.shape)) for name, parameter in network.named_parameters())
+    with torch.no_grad():
+        for parameter, array in zip(network.parameters(), arrays):
+            parameter.copy_(torch.from_numpy(array))
+    return BUILDERS[name](network, workload, micro_size, lambda: zip(x.chunk(micro_size), y.chunk(micro_size)))
 
 
 if __name__ == "__main__":

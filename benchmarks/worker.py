@@ -22,8 +22,8 @@ class Row(NamedTuple):
     weights: Callable[[], Sequence[np.ndarray]]
 
 
-# Returns the rows of these names.
-Builder = Callable[[Workload, int, list[str]], dict[str, Row]]
+# Returns the row of a name.
+Builder = Callable[[Workload, int, str], Row]
 
 
 def serve(build: Builder, versions: str) -> None:
@@ -35,38 +35,36 @@ def serve(build: Builder, versions: str) -> None:
     print(json.dumps(versions), file=answers, flush=True)
     for line in sys.stdin:
         question, *arguments = json.loads(line)
-        if question == "build":
-            name, micro_size, names = arguments
-            rows.clear()
-            rows.update(build(WORKLOADS[name], micro_size, names))
-            answer: Any = list(rows)
-        else:
-            answer = _try_window(rows[arguments[0]], *arguments[1:])
+        try:
+            answer: Any = None
+            if question == "forget":
+                rows.clear()
+            elif question == "build":
+                network, micro_size, name = arguments
+                rows[name] = build(WORKLOADS[network], micro_size, name)
+            else:
+                answer = _run_window(rows[arguments[0]], *arguments[1:])
+        except Exception as error:
+            answer = f"{type(error).__name__}: {' '.join(str(error).split())}"
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _try_window(row: Row, file: str | None = None) -> Any:
-    """Return the seconds and the loss of a window, or the error; leave what it adds to the weights in ``file``."""
-    try:
-        before = [weight.copy() for weight in row.weights()] if file else []
-        start = time.perf_counter()
-        loss = row.run()
-        seconds = time.perf_counter() - start
-        if file:
-            np.savez(file, *(after - first for after, first in zip(row.weights(), before)))
-        return seconds, loss
-    except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _run_window(row: Row, file: str | None = None) -> tuple[float, float, float | None]:
+    """Return the seconds of a window, those of all cores, and its loss. ``file`` gets what it adds to the weights."""
+    before = [weight.copy() for weight in row.weights()] if file else []
+    start, start_of_cores = time.perf_counter(), time.process_time()
+    loss = row.run()
+    seconds, of_cores = time.perf_counter() - start, time.process_time() - start_of_cores
+    if file:
+        np.savez(file, *(after - first for after, first in zip(row.weights(), before)))
+    return seconds, of_cores, loss
 
 
 class Worker:
     """The other end of the pipe."""
 
     def __init__(self, python: str, program: str, threads: int) -> None:
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(threads),
-            "GLOG_v": "3",
-        }
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLOG_v": "3"}
         command = [python, str(Path(__file__).with_name(program)), str(threads)]
         self.process = subprocess.Popen(
             command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -74,6 +72,7 @@ class Worker:
         self.versions = self._answer()
 
     def ask(self, *question: Any) -> Any:
+        """Return the answer; an error is a string."""
         print(json.dumps(question), file=self.process.stdin, flush=True)
         return self._answer()
 
@@ -84,5 +83,5 @@ class Worker:
     def _answer(self) -> Any:
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.process.args[1]} ended with status {self.process.wait()}")
+            raise RuntimeError(f"{Path(self.process.args[1]).name} ended with status {self.process.wait()}, see above")
         return json.loads(line)
