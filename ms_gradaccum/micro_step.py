@@ -239,13 +239,14 @@ class MicroSteps:
         rounds = self.parallels[0].rounds(len(micro_batches))
         outputs: list[Any] = []
         done = self.events.micro_batches
+        # A callback may raise before its first run.
+        micro_step.has_run = False
         counts = {rows: Tensor(rows, ms.float32) for rows in {part.rows for part in micro_batches}}
         try:
             for index, (rows, tensors) in enumerate(micro_batches):
                 self.events.micro_batch_begin(index, rows)
                 if reduces and index == len(micro_batches) - 1:
                     micro_step = self._for(structure, reduces)
-                micro_step.has_run = False
                 outputs.append(micro_step(counts[rows], *tensors))
                 self.events.micro_batch_end(index, rows)
         except BaseException:

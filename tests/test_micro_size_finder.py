@@ -15,6 +15,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from memory_networks import ROWS, misbehaving, wide
+from mindspore import nn
 from test_errors import raises
 
 from ms_gradaccum import GradAccumulation, find_micro_size
@@ -253,6 +254,13 @@ def test_the_command_ends_with_status_2_after_an_error(name, sentence, capsys, m
     monkeypatch.syspath_prepend(FOLDER)
     assert main(["micro-size", name, "--memory-limit", "1GiB"]) == 2
     assert capsys.readouterr().err == f"python -m ms_gradaccum micro-size: {sentence}\n"
+
+
+def test_folders_that_mindspore_searches_first_do_not_hide_modules_of_python(by_hand, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    ms.amp.auto_mixed_precision(nn.Dense(2, 2), "O1")
+    assert any(place.endswith("mindspore/nn/layer") for place in sys.path)
+    assert micro_size("clipped_script", "--memory-limit", "4GiB") == 0
 
 
 def test_the_child_computes_as_the_caller_does(monkeypatch):

@@ -12,6 +12,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
+import mindspore
+
 from ms_gradaccum.probing import memory
 from ms_gradaccum.probing.child import IN_CHILD, died_of_memory
 from ms_gradaccum.probing.search import largest_part
@@ -51,6 +53,16 @@ def error_of(kind: str, text: str) -> Exception:
     return _KINDS.get(kind, RuntimeError)(text)
 
 
+def _import_path() -> list[str]:
+    """Return where this process looks for modules, but not inside MindSpore.
+
+    Its ``amp.auto_mixed_precision`` puts the folders of its layers first, where their ``math.py`` hides Python's from a
+    process that begins.
+    """
+    inside = str(Path(mindspore.__file__).parent)
+    return [place for place in sys.path if not place.startswith(inside)]
+
+
 class Child:
     """A process that trains a job in ``micro_size`` micro batches. A context manager, which ends it."""
 
@@ -65,7 +77,7 @@ class Child:
         self.reader, writer = os.pipe()
         self.poller = select.poll()
         self.poller.register(self.reader)
-        start = f"import sys; sys.path[:] = {sys.path!r}; from ms_gradaccum.probing.child import main; main()"
+        start = f"import sys; sys.path[:] = {_import_path()!r}; from ms_gradaccum.probing.child import main; main()"
         arguments = (str(job), str(micro_size), str(writer), str(os.getpid()))
         environment = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
         try:
