@@ -7,6 +7,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
+from ms_gradaccum.runs import runs_of
+
 
 class TermSums(nn.Cell):
     """The sums of one term of a loss: of its gradients, its values and its weights."""
@@ -17,6 +19,7 @@ class TermSums(nn.Cell):
         self.sums = ParameterTuple(zeros(f"{prefix}{weight.name}", shape) for weight, shape in zip(weights, shapes))
         self.loss = zeros(f"{prefix}window_loss", ())
         self.weight = zeros(f"{prefix}window_weight", ())
+        self.runs = runs_of([total.size for total in self.sums])
         self.map = ops.HyperMap()
         self.add_grad = _add_dense_only if dense_only else _add
 
@@ -32,9 +35,9 @@ class TermSums(nn.Cell):
 
     def clear_term(self, done: Any) -> Any:
         """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
-        for total in self.sums:
-            # One after the other, or there would be zeros for all of them at a time.
-            done = ops.assign(total, zeros_after(done, self.weight, total.shape))
+        for begin, end in self.runs:
+            zero = zero_after(done, self.weight)
+            done = self.map(ops.partial(_fill, zero), self.sums[begin:end])
         return done, _assign_zero(self.loss), _assign_zero(self.weight)
 
 
@@ -81,7 +84,7 @@ class GradBuffer(TermSums):
         """Return the gradients of no rows."""
         grads: tuple[Tensor, ...] = ()
         for shape in self.whole_shapes:
-            grads += (zeros_after((), self.weight, shape),)
+            grads += (ops.BroadcastTo(shape)(zero_after((), self.weight)),)
         return grads
 
     def count_batch(self) -> Tensor:
@@ -162,11 +165,18 @@ def reciprocal(weight: Tensor) -> Tensor:
     return ops.select(empty, ops.zeros_like(weight), inverse)
 
 
-def zeros_after(done: Any, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return zeros that are made when they are needed: constants of a graph take memory for ever."""
-    never = ops.less(ops.abs(ops.depend(weight, done)), 0.0)  # The compiler does not know that.
+def zero_after(done: Any, weight: Tensor) -> Tensor:
+    """Return 0 after ``done``, as a number that the compiler does not know: constants of a graph stay for ever."""
+    return ops.cast(ops.less(ops.abs(ops.depend(weight, done)), 0.0), ms.float32)
+
+
+_fill = ops.MultitypeFuncGraph("fill")
+
+
+@_fill.register("Tensor", "Tensor")
+def _fill_one(value: Tensor, total: Parameter) -> Tensor:
     # Not ops.broadcast_to, which takes the compiler 6 times as long.
-    return ops.BroadcastTo(shape)(ops.cast(never, ms.float32))
+    return ops.assign(total, ops.BroadcastTo(total.shape)(value))
 
 
 def _assign_zero(scalar: Parameter) -> Tensor:

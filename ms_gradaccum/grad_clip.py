@@ -9,9 +9,11 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_positive_float32, sentence
+from ms_gradaccum.runs import Runs, once
 
 Grads = tuple[Tensor, ...]
-Groups = tuple[tuple[int, ...], ...]
+
+_map = ops.HyperMap()
 
 
 def sum_of_squares(grad: Tensor) -> Tensor:
@@ -23,21 +25,45 @@ def sum_of_squares(grad: Tensor) -> Tensor:
     return ops.sum(squares)
 
 
-def squares_of(grads: Grads, groups: Groups) -> Tensor:
-    """Return the sums of the squares of groups of gradients, a float32 tensor. A group is some indices."""
-    totals: tuple[Tensor, ...] = ()
-    for group in groups:
-        total = Tensor(0.0, ms.float32)
-        for i in group:
-            # One after the other, or there would be the squares of all of them at a time.
-            total = total + sum_of_squares(ops.depend(grads[i], total))
-        totals += (total,)
-    return ops.stack(totals)
+_squares_after = ops.MultitypeFuncGraph("squares_after")
 
 
-def global_norm(tensors: Grads) -> Tensor:
+@_squares_after.register("Tensor", "Tensor")
+def _squares_of_one(done: Tensor, grad: Tensor) -> Tensor:
+    return sum_of_squares(ops.depend(grad, done))
+
+
+def squares_of(grads: Grads, runs: Runs) -> Tensor:
+    """Return the sum of the squares of each gradient: a float32 tensor, as long as ``grads``."""
+    done = Tensor(0.0, ms.float32)
+    squares: tuple[Tensor, ...] = ()
+    for begin, end in runs:
+        some = _map(ops.partial(_squares_after, done), grads[begin:end])
+        squares += some
+        done = once(done, some)
+    return ops.stack(squares)
+
+
+def global_norm(tensors: Grads, runs: Runs) -> Tensor:
     """Return the L2 norm of ``tensors`` taken as one vector, a float32 scalar."""
-    return ops.sqrt(ops.sum(squares_of(tensors, (tuple(range(len(tensors))),))))
+    return ops.sqrt(ops.sum(squares_of(tensors, runs)))
+
+
+_scale = ops.MultitypeFuncGraph("scale")
+
+
+@_scale.register("Tensor", "Tensor")
+def _scale_one(factor: Tensor, grad: Tensor) -> Tensor:
+    # In float32: a small factor is no float16 number.
+    return ops.cast(ops.cast(grad, ms.float32) * factor, grad.dtype)
+
+
+_limit = ops.MultitypeFuncGraph("limit")
+
+
+@_limit.register("Tensor", "Tensor")
+def _limit_one(limit: Tensor, grad: Tensor) -> Tensor:
+    return ops.minimum(ops.maximum(grad, -limit), limit)
 
 
 class NoClip(nn.Cell):
@@ -98,11 +124,7 @@ class ClipByGlobalNorm(nn.Cell):
 
     def construct(self, grads: Grads, norm: Tensor, max_norm: Tensor | None = None) -> Grads:
         limit = self.limit_or(max_norm)
-        factor = limit / ops.maximum(norm, limit)
-        clipped: Grads = ()
-        for grad in grads:
-            # In float32: a small factor is no float16 number.
-            clipped += (ops.cast(ops.cast(grad, ms.float32) * factor, grad.dtype),)
+        clipped: Grads = _map(ops.partial(_scale, limit / ops.maximum(norm, limit)), grads)
         return clipped
 
     def limit_or(self, max_norm: Tensor | None) -> Tensor:
@@ -157,9 +179,7 @@ class ClipByValue(nn.Cell):
 
     def construct(self, grads: Grads, norm: Tensor, limit: Tensor | None = None) -> Grads:
         limit = Tensor(self.limit, ms.float32) if limit is None else limit
-        clipped: Grads = ()
-        for grad in grads:
-            clipped += (ops.minimum(ops.maximum(grad, -limit), limit),)
+        clipped: Grads = _map(ops.partial(_limit, limit), grads)
         return clipped
 
     def norm_after(self, norm: Tensor, limit: Tensor | None = None) -> None:

@@ -75,6 +75,12 @@ def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
     return ParameterTuple(found.values())
 
 
+def may_have_branches(optimizer: nn.Cell) -> bool:
+    """Return whether the update may have branches that depend on values, which those of mindspore.nn have not."""
+    parts = {optimizer, inner_optimizer(optimizer)}
+    return any(not type(part).__module__.startswith("mindspore.nn.") or isinstance(part, nn.ASGD) for part in parts)
+
+
 def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
     """Return the optimizer that has the rate and the count of updates: LARS leaves both to the one that it wraps."""
     return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer

@@ -13,6 +13,7 @@ from ms_gradaccum.grad_clip import global_norm
 from ms_gradaccum.micro_step import EmptyStep
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.parallel.world import gather_counts
+from ms_gradaccum.runs import runs_of
 
 _OWNER = "StepReporter"
 
@@ -23,9 +24,10 @@ class WeightNorm(nn.Cell):
     def __init__(self, parallels: Sequence[SingleProcess]) -> None:
         super().__init__(auto_prefix=False)
         self.weights = ParameterTuple(weight for parallel in parallels for weight in parallel.replicas())
+        self.runs = runs_of([weight.size for weight in self.weights])
 
     def construct(self, nothing: Tensor) -> Tensor:
-        return global_norm(tuple(self.weights)) + nothing
+        return global_norm(tuple(self.weights), self.runs) + nothing
 
 
 def weight_norm_of(parallels: Sequence[SingleProcess]) -> Callable[[], float]:

@@ -11,8 +11,9 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum.compiled import NOTHING, Compiled
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
 from ms_gradaccum.loss_scale import NoLossScale
-from ms_gradaccum.optimizers import LearningRate, all_parameters
+from ms_gradaccum.optimizers import LearningRate, all_parameters, may_have_branches
 from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.runs import once
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.window_clip import clip_of
 
@@ -99,6 +100,15 @@ def _look_at_one(value: Tensor, parameter: Tensor) -> Tensor:
     return ops.expand_dims(ops.depend(parameter, value), 0)
 
 
+_as_weight = ops.MultitypeFuncGraph("as_weight")
+
+
+@_as_weight.register("Tensor", "Tensor")
+def _as_one_weight(grad: Tensor, weight: Tensor) -> Tensor:
+    # Not a cast that changes nothing: the compiler would copy for it.
+    return grad if weight.dtype == grad.dtype else ops.cast(grad, weight.dtype)
+
+
 class Update(nn.Cell):
     """Second half of the end of a window: clip, optimizer, clear."""
 
@@ -110,6 +120,7 @@ class Update(nn.Cell):
         self.clip = clip_of(clip, parallel.buffer.names, parallel)
         self.parallel = parallel
         self.parameters = all_parameters(optimizer)
+        self.has_branches = may_have_branches(optimizer)
         self.map = ops.HyperMap()
 
     def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
@@ -117,48 +128,26 @@ class Update(nn.Cell):
 
         A ``limit`` is what it is clipped to, if not what the clip says.
         """
-        grads = self.clipped_means(norm, *limit)
+        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
+        grads = self.clip(factor, norm, *limit)
         clipped_norm = self.clip.norm_after(norm, *limit)
         if clipped_norm is None:
             clipped_norm = self.parallel.norm(grads)
-        ready = ops.depend(self.as_weights(self.parallel.for_optimizer(grads)), self.parallel.before_update())
+        ready = self.map(_as_weight, self.parallel.for_optimizer(grads), self.parallel.weights)
+        ready = ops.depend(ready, self.parallel.before_update())
         updated = self.parallel.after_update(self.optimizer(ready))
-        return self.touch(ops.depend(clipped_norm, self.buffer.clear(updated)))
-
-    def as_weights(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return gradients in the dtypes of their weights.
-
-        A function of its own, as each loop here: what follows a loop the compiler sees as deep inside it, and it gives
-        up at a depth of 1000.
-        """
-        typed: tuple[Tensor, ...] = ()
-        for grad, weight in zip(grads, self.parallel.weights):
-            # Not a cast that changes nothing: the compiler would copy for it.
-            typed += (grad if weight.dtype == ms.float32 else ops.cast(grad, weight.dtype),)
-        return typed
+        clipped_norm = ops.depend(clipped_norm, self.buffer.clear(updated))
+        return self.touch(clipped_norm) if self.has_branches else clipped_norm
 
     def touch(self, value: Tensor) -> Tensor:
         """Return ``value``, having looked at all parameters of the optimizer.
 
         One that a graph uses in a branch alone, as some optimizers do, keeps its old storage when a checkpoint is
-        loaded. After the update: the compiler copies what is looked at before it changes.
+        loaded. After the update: the compiler copies what is looked at before it changes. Each look waits for each
+        change, so this takes the square of the parameters.
         """
-        # By no loop: there can be many.
+        value = once(value, ())
         return ops.depend(value, self.map(ops.partial(_look_at, value), self.parameters))
-
-    def clipped_means(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, ...]:
-        """Return the window's mean gradient in float32, without the loss scale and clipped.
-
-        It takes the place of the sums, one after the other: a copy would need as much memory as all of them.
-        """
-        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
-        decision = self.clip.decide(tuple(self.parallel.sums), factor, norm, *limit)
-        done: Any = (decision,)
-        grads: tuple[Tensor, ...] = ()
-        for i, total in enumerate(self.parallel.sums):
-            done = ops.assign(total, self.clip.clipped(i, ops.depend(total, done) * factor, decision))
-            grads += (done,)
-        return grads
 
 
 class OpenWindow(nn.Cell):

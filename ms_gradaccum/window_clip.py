@@ -1,72 +1,106 @@
-"""Clipping of the mean gradients of a window one at a time, so that no copy of all of them is needed."""
+"""The mean gradients of a window, clipped run by run, so that no copy of all of them is needed."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.grad_clip import ClipByGroupNorm, Grads
+from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.runs import once
+
+_multiply = ops.MultitypeFuncGraph("multiply")
+
+
+@_multiply.register("Tensor", "Tensor")
+def _multiply_one(factor: Tensor, grad: Tensor) -> Tensor:
+    return grad * factor
 
 
 class EachClip(nn.Cell):
-    """Does what a clip does, gradient by gradient.
+    """Means that are clipped as a clip does it, which takes each by itself.
 
     Args:
-        clip: What clips each gradient by itself, given the norm of all.
+        clip: What clips gradients, given the norm of all.
+        parallel: What has the sums.
     """
 
-    def __init__(self, clip: nn.Cell) -> None:
+    def __init__(self, clip: Any, parallel: SingleProcess) -> None:
         super().__init__(auto_prefix=False)
         self.clip = clip
+        self.parallel = parallel
+        self.runs = parallel.buffer.runs
+        self.map = ops.HyperMap()
 
-    def decide(self, sums: Grads, factor: Tensor, norm: Tensor, *limit: Tensor) -> Any:
-        """Return what `clipped` needs to know of all gradients, which are ``sums`` times ``factor``."""
+    def construct(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
+        """Return the sums times ``factor``, whose norm is ``norm``, clipped; they take the place of the sums.
+
+        A ``limit`` is what they are clipped to, if not what the clip says.
+        """
+        decision = self.decide(factor, norm, *limit)
+        factor = ops.depend(factor, decision)
+        means: Grads = ()
+        for begin, end in self.runs:
+            sums = self.parallel.sums[begin:end]
+            clipped = self.clipped(begin, self.map(ops.partial(_multiply, factor), sums), decision)
+            stored = self.map(ops.assign, sums, clipped)
+            means += stored
+            factor = once(factor, stored)
+        return means
+
+    def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Any:
+        """Return what `clipped` needs to know of all gradients."""
         return (norm, *limit)
 
-    def clipped(self, index: int, grad: Tensor, decision: Any) -> Tensor:
-        """Return gradient number ``index`` after clipping."""
-        return self.clip((grad,), *decision)[0]
+    def clipped(self, begin: int, grads: Grads, decision: Any) -> Grads:
+        """Return gradients after clipping, of which the first is number ``begin``."""
+        clipped: Grads = self.clip(grads, *decision)
+        return clipped
 
     def norm_after(self, norm: Tensor, *limit: Tensor) -> Any:
         """Return the norm after clipping, or None if it takes a pass of its own."""
         return self.clip.norm_after(norm, *limit)
 
 
-class GroupClip(nn.Cell):
+class GroupClip(EachClip):
     """The same for `ClipByGroupNorm`.
 
     Args:
         groups: The number of each gradient's group, -1 for none.
         limits: The largest norm of each group.
-        parallel: What takes the norms over all shards.
+        parallel: What has the sums, and takes their squares over all shards.
     """
 
-    def __init__(self, groups: tuple[int, ...], limits: Sequence[float], parallel: Any) -> None:
-        super().__init__(auto_prefix=False)
-        self.groups = groups
-        self.members = tuple(
-            tuple(i for i, group in enumerate(groups) if group == number) for number in range(len(limits))
-        )
+    def __init__(self, groups: tuple[int, ...], limits: Sequence[float], parallel: SingleProcess) -> None:
+        super().__init__(None, parallel)
+        # Which gradients each group has, and the group of each gradient; the last one has those of none.
+        self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
+        self.groups = Tensor([group % (len(limits) + 1) for group in groups], ms.int32)
         self.limits = Tensor(limits, ms.float32)
-        self.parallel = parallel
 
-    def decide(self, sums: Grads, factor: Tensor, norm: Tensor) -> Tensor:
-        """Return the factor of each group."""
-        norms = ops.sqrt(self.parallel.squares(sums, self.members)) * factor
-        return self.limits / ops.maximum(norms, self.limits)
+    def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
+        """Return the factor of each gradient."""
+        squares = ops.broadcast_to(self.parallel.squares(tuple(self.parallel.sums)), self.members.shape)
+        # No product with 0, which would take the NaN of one group to all.
+        norms = ops.sqrt(ops.sum(ops.select(self.members, squares, ops.zeros_like(squares)), (1,))) * factor
+        factors = ops.concat((self.limits / ops.maximum(norms, self.limits), ops.ones((1,), ms.float32)))
+        each: Grads = ops.unstack(ops.gather(factors, self.groups, 0))
+        return each
 
-    def clipped(self, index: int, grad: Tensor, decision: Tensor) -> Tensor:
-        """Return gradient number ``index`` after clipping."""
-        return grad if self.groups[index] < 0 else grad * decision[self.groups[index]]
+    def clipped(self, begin: int, grads: Grads, decision: Grads) -> Grads:
+        """Return gradients after clipping, of which the first is number ``begin``."""
+        clipped: Grads = self.map(_multiply, decision[begin : begin + len(grads)], grads)
+        return clipped
 
-    def norm_after(self, norm: Tensor) -> None:
+    def norm_after(self, norm: Tensor, *limit: Tensor) -> None:
         """Return None: the norm after clipping takes a pass of its own."""
         return None
 
 
-def clip_of(clip: Any, names: Sequence[str], parallel: Any) -> nn.Cell:
-    """Return the cell that clips the gradients of parameters of these names."""
+def clip_of(clip: Any, names: Sequence[str], parallel: SingleProcess) -> EachClip:
+    """Return the cell that clips the means of gradients of parameters of these names."""
     if isinstance(clip, ClipByGroupNorm):
         return GroupClip(clip.groups_of(names), list(clip.limits.values()), parallel)
-    return EachClip(clip)
+    return EachClip(clip, parallel)

@@ -3,6 +3,8 @@
 import math
 from typing import Any, NamedTuple
 
+from ms_gradaccum.runs import fill_buckets
+
 # Elements of one message: fewer messages cost less latency, larger ones more memory for the copy.
 BUCKET_SIZE = 4 * 1024 * 1024
 
@@ -50,7 +52,8 @@ def shard_layout(tensors: Any, size: int, threshold: int) -> ShardLayout:
     sharded = tuple(i for i, part in enumerate(is_sharded) if part)
     kept = tuple(i for i, part in enumerate(is_sharded) if not part)
     # From the last to the first: the order in which a backward pass makes gradients.
-    return ShardLayout(size, is_sharded, sharded, kept, whole_shapes, shapes, sizes, fill_buckets(sharded[::-1], sizes))
+    buckets = fill_buckets(sharded[::-1], sizes, BUCKET_SIZE)
+    return ShardLayout(size, is_sharded, sharded, kept, whole_shapes, shapes, sizes, buckets)
 
 
 def all_backwards(sizes: Any) -> range:
@@ -63,17 +66,4 @@ def sum_buckets(indices: Any, sizes: Any) -> Buckets:
 
     The loss and the weight go with the first message, so that they cost none of their own.
     """
-    return fill_buckets(indices, sizes) or ((),)
-
-
-def fill_buckets(indices: Any, sizes: Any, limit: int = BUCKET_SIZE) -> Buckets:
-    """Return ``indices`` in groups of at most ``limit`` elements, at least one index each."""
-    buckets: list[list[int]] = []
-    filled = limit + 1
-    for i in indices:
-        if filled + sizes[i] > limit:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(i)
-        filled += sizes[i]
-    return tuple(tuple(bucket) for bucket in buckets)
+    return fill_buckets(indices, sizes, BUCKET_SIZE) or ((),)

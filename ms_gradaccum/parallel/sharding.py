@@ -9,11 +9,12 @@ from mindspore.nn.utils import no_init_parameters
 
 from ms_gradaccum.compiled import graph_mode
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal, zeros
-from ms_gradaccum.grad_clip import Groups, squares_of
+from ms_gradaccum.grad_clip import squares_of
 from ms_gradaccum.parallel.collectives import Gather, Group, ScatterSum, Sum, after
 from ms_gradaccum.parallel.layout import ShardLayout
 from ms_gradaccum.parallel.several import SeveralProcesses, SumOverRanks
 from ms_gradaccum.parallel.world import World, gather_counts
+from ms_gradaccum.runs import Runs
 
 
 class Shards(nn.Cell):
@@ -33,6 +34,7 @@ class Shards(nn.Cell):
         self.size, self.index, self.groups = size, group.index, world.size // size
         # As its own, because a graph knows the attributes of a cell alone.
         self.is_sharded, self.sharded, self.kept = layout.is_sharded, layout.sharded, layout.kept
+        self.is_part = Tensor(layout.is_sharded)
         self.whole_shapes, self.shapes, self.sizes = layout.whole_shapes, layout.shapes, layout.sizes
         self.buckets = layout.buckets
         self.scatter_sum, self.all_gather = ScatterSum(group), Gather(group)
@@ -91,22 +93,12 @@ class Shards(nn.Cell):
                 merged += (other,)
         return merged
 
-    def squares(self, shards: tuple[Tensor, ...], groups: Groups) -> Tensor:
-        """Return the sums of the squares of groups of what the shards are parts of, a float32 tensor."""
-        parts: Groups = ()
-        kept: Groups = ()
-        for group in groups:
-            parts += (self._some(group, True),)
-            kept += (self._some(group, False),)
+    def squares(self, shards: tuple[Tensor, ...], runs: Runs) -> Tensor:
+        """Return the sum of the squares of each tensor that the shards are parts of, a float32 tensor."""
+        squares = squares_of(shards, runs)
         # Over all ranks, though each group has all shards: so every rank gets the same bits.
-        return self.sum_over_world(squares_of(shards, parts)) / self.groups + squares_of(shards, kept)
-
-    def _some(self, group: tuple[int, ...], sharded: bool) -> tuple[int, ...]:
-        some: tuple[int, ...] = ()
-        for i in group:
-            if self.is_sharded[i] == sharded:
-                some += (i,)
-        return some
+        wholes = self.sum_over_world(ops.select(self.is_part, squares, ops.zeros_like(squares))) / self.groups
+        return ops.select(self.is_part, wholes, squares)
 
     def cut(self, values: Any) -> Any:
         """Return this rank's rows of a whole array or tensor."""
@@ -188,5 +180,5 @@ class ShardedSums(SeveralProcesses):
                 done += (ops.assign(self.sums[i], shards[i]),)
         return done
 
-    def squares(self, grads: tuple[Tensor, ...], groups: Groups) -> Tensor:
-        return self.shards.squares(grads, groups)
+    def squares(self, grads: tuple[Tensor, ...]) -> Tensor:
+        return self.shards.squares(grads, self.buffer.runs)

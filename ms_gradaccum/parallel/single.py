@@ -5,7 +5,7 @@ from typing import Any
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.grad_clip import Groups, squares_of
+from ms_gradaccum.grad_clip import squares_of
 
 
 class SingleProcess(nn.Cell):
@@ -21,7 +21,6 @@ class SingleProcess(nn.Cell):
         self.weights = weights
         self.sums = buffer.sums
         self.buffer = buffer
-        self.all = (tuple(range(len(buffer.sums))),)
         # Whether the ranks add up the sums while the last micro batch's backward pass goes on.
         self.overlaps = False
         # By name, what makes the whole of a parameter of which this rank has a part.
@@ -48,12 +47,11 @@ class SingleProcess(nn.Cell):
 
     def norm(self, grads: tuple[Tensor, ...]) -> Tensor:
         """Return the L2 norm of the whole gradient taken as one vector, a float32 scalar."""
-        # The sum of one number: an index takes the compiler 8 times as long.
-        return ops.sqrt(ops.sum(self.squares(grads, self.all)))
+        return ops.sqrt(ops.sum(self.squares(grads)))
 
-    def squares(self, grads: tuple[Tensor, ...], groups: Groups) -> Tensor:
-        """Return the sums of the squares of groups of whole gradients, a float32 tensor. A group is some indices."""
-        return squares_of(grads, groups)
+    def squares(self, grads: tuple[Tensor, ...]) -> Tensor:
+        """Return the sum of the squares of each whole gradient, a float32 tensor."""
+        return squares_of(grads, self.buffer.runs)
 
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the gradients as the optimizer takes them."""

@@ -1,0 +1,45 @@
+"""Many tensors some at a time, in a way that the compiler takes well.
+
+A loop in a graph nests: what follows an iteration, the compiler sees as deep inside it. That takes more and more time,
+and it gives up at a depth of 1000. So a graph maps a function over a run of tensors, and loops over runs. It takes one
+run after the other, or there would be the temporary tensors of all of them at a time.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspore import Tensor, ops
+
+# Of all elements, how many a run may have.
+_SHARE = 1 / 32
+# Or this many elements, which take 1 MB.
+_FEW = 256 * 1024
+
+Runs = tuple[tuple[int, int], ...]
+
+
+def runs_of(sizes: Sequence[int]) -> Runs:
+    """Return where runs of neighbours begin and end: no more elements than a few, or than the largest tensor has."""
+    limit = max(*sizes, int(sum(sizes) * _SHARE), _FEW)
+    return tuple((run[0], run[-1] + 1) for run in fill_buckets(range(len(sizes)), sizes, limit))
+
+
+def once(number: Tensor, done: Any) -> Tensor:
+    """Return ``number`` after ``done``, as what a kernel has made.
+
+    Otherwise each of n tensors that wait for it would wait for each of ``done`` by itself: n times n messages.
+    """
+    return ops.depend(number, done) + 0.0
+
+
+def fill_buckets(indices: Any, sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Return ``indices`` in groups of at most ``limit`` elements, at least one index each."""
+    buckets: list[list[int]] = []
+    filled = limit + 1
+    for i in indices:
+        if filled + sizes[i] > limit:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(i)
+        filled += sizes[i]
+    return tuple(tuple(bucket) for bucket in buckets)
