@@ -11,6 +11,7 @@ from mindspore.nn.utils import no_init_parameters
 from ms_gradaccum import (
     HSDP,
     ClipByGlobalNorm,
+    ClipByGroupNorm,
     ClipByValue,
     DataParallel,
     GradAccumulation,
@@ -195,7 +196,8 @@ def test_sums_that_ranks_share_take_their_part_of_the_memory(kind, whole_sums, p
     assert costs(kind, (8, 4), (3,)).buffer_bytes == 4 * (whole_sums + parts)
 
 
-NORM, COUNT, KEPT = ("AllReduce", 4, 4), ("AllGather", 4, 4), ("AllReduce", 4, 4 * (3 + 2))
+# A square per tensor, the number of micro batches, and the second tensor with the loss and the weight.
+NORM, COUNT, KEPT = ("AllReduce", 4, 2 * 4), ("AllGather", 4, 4), ("AllReduce", 4, 4 * (3 + 2))
 
 
 @pytest.mark.parametrize("device_target", ["CPU", "GPU", "Ascend"])
@@ -224,9 +226,9 @@ def test_shards_are_reduced_and_gathered(kind, device_target, scatter, gather):
     assert (traffic.per_micro_batch, traffic.per_batch) == (tuple(scatter), (COUNT,))
 
 
-def test_a_limit_of_the_values_takes_another_norm():
-    for clip, norms in ((None, 1), (ClipByGlobalNorm(1.0), 1), (ClipByValue(1.0), 2)):
-        assert costs(HSDP(-1, 0), (8, 4), clip=clip).traffic.per_update.count(NORM) == norms
+def test_a_limit_of_the_values_or_of_groups_takes_more_norms():
+    for clip, norms in ((None, 1), (ClipByGlobalNorm(1.0), 1), (ClipByValue(1.0), 2), (ClipByGroupNorm({"*": 1.0}), 3)):
+        assert costs(HSDP(-1, 0), (8, 4), (3,), clip=clip).traffic.per_update.count(NORM) == norms
 
 
 def test_large_gradients_go_in_several_messages():

@@ -68,10 +68,9 @@ def traffic_of(kind: Any, weights: Any, ranks: int, clip: Any, device_target: st
         sizes = [math.prod(weight.shape) for weight in weights]
         return Traffic(per_update=_sums(all_backwards(sizes), sizes, ranks))
     scatter = _scatter(layout, ranks, device_target)
-    # The norm of the shards; of those of the clipped gradient once more if the limit does not tell.
-    norms = (Message("AllReduce", ranks, _ITEMSIZE),) * (2 if isinstance(clip, ClipByValue) else 1)
-    if isinstance(clip, ClipByGroupNorm):
-        norms = (norms[0], Message("AllReduce", ranks, _ITEMSIZE * len(clip.limits)), norms[0])
+    # The squares of each gradient, for the norm; once more for what the limit does not tell, and for each group's.
+    passes = 2 if isinstance(clip, ClipByValue) else 3 if isinstance(clip, ClipByGroupNorm) else 1
+    norms = (Message("AllReduce", ranks, _ITEMSIZE * len(layout.sizes)),) * passes
     kept, gather = _sums(layout.kept, layout.sizes, ranks), _gather(layout, ranks, device_target)
     if kind.sync_each_batch:
         return Traffic(scatter, (Message("AllGather", ranks, _ITEMSIZE),), kept + norms + gather)
