@@ -32,6 +32,25 @@ def once(number: Tensor, done: Any) -> Tensor:
     return ops.depend(number, done) + 0.0
 
 
+_pick = ops.MultitypeFuncGraph("pick")
+
+
+@_pick.register("Tuple", "Number")
+def _pick_one(items: tuple[Any, ...], index: int) -> Any:
+    return items[index]
+
+
+_map = ops.HyperMap()
+
+
+def pick(items: tuple[Any, ...], indices: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return the items of a tuple that have these indices."""
+    picked: tuple[Any, ...] = ()
+    if len(indices) > 0:
+        picked = _map(ops.partial(_pick, items), indices)
+    return picked
+
+
 def fill_buckets(indices: Any, sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
     """Return ``indices`` in groups of at most ``limit`` elements, at least one index each."""
     buckets: list[list[int]] = []

@@ -7,11 +7,11 @@ stage 1, with the hybrid groups of PyTorch's HSDP.
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import check_bool, check_choice, sentence, typed
 from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.parallel.sharding import ShardedSums, Shards
+from ms_gradaccum.parallel.sharding import ShardedSums, Shards, assign_some
 from ms_gradaccum.parallel.world import World
 
 _OWNER = "HSDP"
@@ -100,17 +100,11 @@ class ShardedUpdate(ShardedSums):
 
     def before_update(self) -> Any:
         # The network's weights are the truth: a checkpoint may have been loaded into them since the last update.
-        done: tuple[Any, ...] = ()
-        for i in self.shards.sharded:
-            done += (ops.assign(self.weights[i], self.shards.cut(self.whole[i])),)
-        return done
+        return self.shards.assign_own(tuple(self.weights), tuple(self.whole))
 
     def after_update(self, updated: Any) -> Any:
         gathered = self.shards.gather(tuple(self.weights), updated)
-        done: tuple[Any, ...] = ()
-        for i in self.shards.sharded:
-            done += (ops.assign(self.whole[i], gathered[i]),)
-        return done, updated
+        return assign_some(tuple(self.whole), gathered, self.shards.sharded), updated
 
 
 def check_shardable(optimizer: nn.Cell) -> None:

@@ -1,6 +1,7 @@
 """Which tensors are sharded, and which of them go together in a message. Nothing here communicates."""
 
 import math
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ms_gradaccum.runs import fill_buckets
@@ -54,6 +55,12 @@ def shard_layout(tensors: Any, size: int, threshold: int) -> ShardLayout:
     # From the last to the first: the order in which a backward pass makes gradients.
     buckets = fill_buckets(sharded[::-1], sizes, BUCKET_SIZE)
     return ShardLayout(size, is_sharded, sharded, kept, whole_shapes, shapes, sizes, buckets)
+
+
+def places(buckets: Buckets, sizes: Any) -> tuple[Buckets, tuple[int, ...]]:
+    """Return where each tensor begins in its message, and where the last one of each message ends."""
+    ends = tuple(tuple(accumulate((sizes[i] for i in bucket), initial=0)) for bucket in buckets)
+    return tuple(bucket[:-1] for bucket in ends), tuple(bucket[-1] for bucket in ends)
 
 
 def all_backwards(sizes: Any) -> range:

@@ -3,13 +3,14 @@
 from typing import Any
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
 from ms_gradaccum.parallel.collectives import Group, Sum, after
-from ms_gradaccum.parallel.layout import sum_buckets
+from ms_gradaccum.parallel.layout import places, sum_buckets
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.parallel.world import World, check_equal
+from ms_gradaccum.runs import pick
 
 
 class SumOverRanks(nn.Cell):
@@ -29,13 +30,15 @@ class SumOverRanks(nn.Cell):
         self.sums = buffer.sums
         self.totals = ParameterTuple(buffer.totals())
         self.buckets = sum_buckets(indices, sizes)
+        self.begins, self.ends = places(self.buckets, sizes)
         self.sum = Sum(Group(0, world.size, 1, world.rank, world.size))
-        self.dtype = dtype
+        self.like = Tensor(0.0, dtype)
         self.in_float32 = dtype == ms.float32
+        self.map = ops.HyperMap()
 
     def construct(self, added: Any = ()) -> Any:
         """Add them up, with what the buffer's `add` has returned if that is part of the same graph."""
-        sums = self.sums if len(added) == 0 else added[0]
+        sums = tuple(self.sums) if len(added) == 0 else added[0]
         done: Any = ()
         last: Any = None
         factor = weight = Tensor(1.0, ms.float32)
@@ -47,28 +50,25 @@ class SumOverRanks(nn.Cell):
         for number, bucket in enumerate(self.buckets):
             # They go with the first message, so that they cost none of their own.
             with_totals = number == 0 and self.in_float32
-            flat: tuple[Tensor, ...] = ()
-            for i in bucket:
-                flat += (sums[i].reshape(-1) if self.in_float32 else _rounded(sums[i], factor, self.dtype),)
+            as_sent = _flat if self.in_float32 else ops.partial(_rounded, factor, self.like)
+            flat = self.map(as_sent, pick(sums, bucket))
             if with_totals:
                 flat += (self._flat_totals(added),)
             if len(flat) > 0:
                 # After the last message, but not after what has come of it is in its place.
                 last = self.sum(after(ops.concat(flat), last))
-                done += self._put(bucket, last, weight, with_totals)
+                done += self._put(number, last, weight, with_totals)
         return done
 
-    def _put(self, bucket: tuple[int, ...], total: Tensor, weight: Tensor, with_totals: bool) -> Any:
+    def _put(self, number: int, total: Tensor, weight: Tensor, with_totals: bool) -> Any:
         """Assign what has come of a message."""
-        done: Any = ()
-        begin = 0
         if not self.in_float32:
             total = ops.cast(total, ms.float32) * weight
-        for i in bucket:
-            size = self.sums[i].size
-            done += (ops.assign(self.sums[i], total[begin : begin + size].reshape(self.sums[i].shape)),)
-            begin += size
-        return done + self._put_totals(total, begin) if with_totals else done
+        done: Any = ()
+        if len(self.buckets[number]) > 0:
+            sums = pick(tuple(self.sums), self.buckets[number])
+            done = self.map(ops.partial(_assign_part, total), sums, self.begins[number])
+        return done + self._put_totals(total, self.ends[number]) if with_totals else done
 
     def _flat_totals(self, added: Any) -> Tensor:
         flat: tuple[Tensor, ...] = ()
@@ -84,8 +84,28 @@ class SumOverRanks(nn.Cell):
         return done
 
 
-def _rounded(total: Tensor, factor: Tensor, dtype: Any) -> Tensor:
-    return ops.cast(total.reshape(-1) * factor, dtype)
+_flat = ops.MultitypeFuncGraph("flat")
+
+
+@_flat.register("Tensor")
+def _flat_one(total: Tensor) -> Tensor:
+    return total.reshape(-1)
+
+
+_rounded = ops.MultitypeFuncGraph("rounded")
+
+
+@_rounded.register("Tensor", "Tensor", "Tensor")
+def _rounded_one(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
+    return ops.cast(total.reshape(-1) * factor, like.dtype)
+
+
+_assign_part = ops.MultitypeFuncGraph("assign_part")
+
+
+@_assign_part.register("Tensor", "Tensor", "Number")
+def _assign_one_part(message: Tensor, total: Parameter, begin: int) -> Tensor:
+    return ops.assign(total, message[begin : begin + total.size].reshape(total.shape))
 
 
 class SeveralProcesses(SingleProcess):

@@ -1,5 +1,6 @@
 """Shards: each rank of a group holds its rows of the tensors that divide, and all of the others."""
 
+import math
 from typing import Any
 
 import mindspore as ms
@@ -11,10 +12,10 @@ from ms_gradaccum.compiled import graph_mode
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal, zeros
 from ms_gradaccum.grad_clip import squares_of
 from ms_gradaccum.parallel.collectives import Gather, Group, ScatterSum, Sum, after
-from ms_gradaccum.parallel.layout import ShardLayout
+from ms_gradaccum.parallel.layout import ShardLayout, places
 from ms_gradaccum.parallel.several import SeveralProcesses, SumOverRanks
 from ms_gradaccum.parallel.world import World, gather_counts
-from ms_gradaccum.runs import Runs
+from ms_gradaccum.runs import Runs, pick
 
 
 class Shards(nn.Cell):
@@ -29,6 +30,7 @@ class Shards(nn.Cell):
     def __init__(self, layout: ShardLayout, world: World, dtype: Any = ms.float32) -> None:
         super().__init__(auto_prefix=False)
         self.dtype, self.in_float32 = dtype, dtype == ms.float32
+        self.like = Tensor(0.0, dtype)
         size = layout.size
         group = Group(world.rank // size * size, size, 1, world.rank, world.size)
         self.size, self.index, self.groups = size, group.index, world.size // size
@@ -37,6 +39,13 @@ class Shards(nn.Cell):
         self.is_part = Tensor(layout.is_sharded)
         self.whole_shapes, self.shapes, self.sizes = layout.whole_shapes, layout.shapes, layout.sizes
         self.buckets = layout.buckets
+        self.begins, _ = places(layout.buckets, [math.prod(shape) for shape in layout.shapes])
+        # Of each tensor, in a tuple of those that were moved and then all of them.
+        order = [i for bucket in layout.buckets for i in bucket]
+        self.places_among = tuple(
+            order.index(i) if part else len(order) + i for i, part in enumerate(layout.is_sharded)
+        )
+        self.map = ops.HyperMap()
         self.scatter_sum, self.all_gather = ScatterSum(group), Gather(group)
         self.sum_over_groups = Sum(Group(group.index, self.groups, size, world.rank, world.size))
         self.sum_over_world = Sum(Group(0, world.size, 1, world.rank, world.size))
@@ -47,51 +56,40 @@ class Shards(nn.Cell):
         Sent in 16 bits, they are divided by ``weight`` for so long.
         """
         factor = weight if self.in_float32 else reciprocal(weight)
+        last: Any = done
         shards: tuple[Tensor, ...] = ()
-        for bucket in self.buckets:
-            rows: tuple[Tensor, ...] = ()
-            for i in bucket:
-                whole = ops.cast(wholes[i], ms.float32).reshape(self.size, -1)
-                rows += (whole if self.in_float32 else ops.cast(whole * factor, self.dtype),)
-            total = self.sum_over_groups(self.scatter_sum(after(ops.concat(rows, 1), done)))
+        for number, bucket in enumerate(self.buckets):
+            bucket_wholes = pick(wholes, bucket)
+            rows = self.map(ops.partial(_as_rows, self.size), bucket_wholes)
+            if not self.in_float32:
+                rows = self.map(ops.partial(_rounded, factor, self.like), rows)
+            total = last = self.sum_over_groups(self.scatter_sum(after(ops.concat(rows, 1), last)))
             if not self.in_float32:
                 total = ops.cast(total, ms.float32) * weight
-            begin = 0
-            for i in bucket:
-                end = begin + self.sizes[i] // self.size
-                shards += (total[begin:end].reshape(self.shapes[i]),)
-                begin = end
-            done = shards
+            shards += self.map(ops.partial(_own_part, total, self.size), bucket_wholes, self.begins[number])
         return self._among(shards, wholes)
 
     def gather(self, shards: tuple[Tensor, ...], done: Any) -> tuple[Tensor, ...]:
         """Return the whole tensors of which each rank of the group has a shard, with their dtypes."""
+        last: Any = done
         wholes: tuple[Tensor, ...] = ()
-        for bucket in self.buckets:
-            flat: tuple[Tensor, ...] = ()
-            for i in bucket:
-                # As float32, which every backend sends and which holds 16-bit values exactly.
-                flat += (ops.cast(shards[i], ms.float32).reshape(-1),)
-            rows = self.all_gather(after(ops.concat(flat), done))
-            begin = 0
-            for i in bucket:
-                end = begin + self.sizes[i] // self.size
-                wholes += (ops.cast(rows[:, begin:end].reshape(self.whole_shapes[i]), shards[i].dtype),)
-                begin = end
-            done = wholes
+        for number, bucket in enumerate(self.buckets):
+            bucket_shards = pick(shards, bucket)
+            rows = last = self.all_gather(after(ops.concat(self.map(_as_flat, bucket_shards)), last))
+            wholes += self.map(ops.partial(_whole, rows), bucket_shards, self.begins[number])
         return self._among(wholes, shards)
 
     def _among(self, moved: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return ``others`` with the sharded ones replaced by ``moved``, which are in the order of the buckets."""
-        merged: tuple[Tensor, ...] = ()
-        number = len(self.sharded)
-        for i, other in enumerate(others):
-            if self.is_sharded[i]:
-                number -= 1
-                merged += (moved[number],)
-            else:
-                merged += (other,)
-        return merged
+        return pick(moved + others, self.places_among)
+
+    def assign_own(self, shards: tuple[Parameter, ...], wholes: tuple[Tensor, ...]) -> Any:
+        """Assign this rank's rows of the whole tensors."""
+        done: Any = ()
+        if len(self.sharded) > 0:
+            own = ops.partial(_assign_rows, self.index)
+            done = self.map(own, pick(shards, self.sharded), pick(wholes, self.sharded))
+        return done
 
     def squares(self, shards: tuple[Tensor, ...], runs: Runs) -> Tensor:
         """Return the sum of the squares of each tensor that the shards are parts of, a float32 tensor."""
@@ -130,6 +128,69 @@ class Shards(nn.Cell):
 
     def _whole_shape(self, shard: Parameter) -> tuple[int, ...]:
         return (shard.shape[0] * self.size, *shard.shape[1:])
+
+
+_as_rows = ops.MultitypeFuncGraph("as_rows")
+
+
+@_as_rows.register("Number", "Tensor")
+def _rows_of_one(size: int, whole: Tensor) -> Tensor:
+    return ops.cast(whole, ms.float32).reshape(size, -1)
+
+
+_rounded = ops.MultitypeFuncGraph("rounded")
+
+
+@_rounded.register("Tensor", "Tensor", "Tensor")
+def _rounded_one(factor: Tensor, like: Tensor, rows: Tensor) -> Tensor:
+    return ops.cast(rows * factor, like.dtype)
+
+
+_own_part = ops.MultitypeFuncGraph("own_part")
+
+
+@_own_part.register("Tensor", "Number", "Tensor", "Number")
+def _own_part_of_one(message: Tensor, size: int, whole: Tensor, begin: int) -> Tensor:
+    part = message[begin : begin + whole.size // size]
+    return part.reshape((whole.shape[0] // size, *whole.shape[1:]))
+
+
+_as_flat = ops.MultitypeFuncGraph("as_flat")
+
+
+@_as_flat.register("Tensor")
+def _one_as_flat(shard: Tensor) -> Tensor:
+    # As float32, which every backend sends and which holds 16-bit values exactly.
+    return ops.cast(shard, ms.float32).reshape(-1)
+
+
+_whole = ops.MultitypeFuncGraph("whole")
+
+
+@_whole.register("Tensor", "Tensor", "Number")
+def _whole_of_one(rows: Tensor, shard: Tensor, begin: int) -> Tensor:
+    whole = rows[:, begin : begin + shard.size].reshape((-1, *shard.shape[1:]))
+    return ops.cast(whole, shard.dtype)
+
+
+_assign_rows = ops.MultitypeFuncGraph("assign_rows")
+
+
+@_assign_rows.register("Number", "Tensor", "Tensor")
+def _assign_rows_of_one(index: int, shard: Parameter, whole: Tensor) -> Tensor:
+    rows = shard.shape[0]
+    return ops.assign(shard, whole[index * rows : (index + 1) * rows])
+
+
+_map = ops.HyperMap()
+
+
+def assign_some(targets: tuple[Parameter, ...], values: tuple[Tensor, ...], indices: tuple[int, ...]) -> Any:
+    """Assign those of ``values`` that have these indices."""
+    done: Any = ()
+    if len(indices) > 0:
+        done = _map(ops.assign, pick(targets, indices), pick(values, indices))
+    return done
 
 
 class ShardedSums(SeveralProcesses):
@@ -176,8 +237,7 @@ class ShardedSums(SeveralProcesses):
         if not self.every_batch:
             weight = ops.depend(self.buffer.weight + 0.0, done)
             shards = self.shards.scatter(tuple(self.buffer.sums), weight, done)
-            for i in self.shards.sharded:
-                done += (ops.assign(self.sums[i], shards[i]),)
+            done += assign_some(tuple(self.sums), shards, self.shards.sharded)
         return done
 
     def squares(self, grads: tuple[Tensor, ...]) -> Tensor:
