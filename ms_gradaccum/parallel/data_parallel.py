@@ -75,4 +75,4 @@ class DataParallelShards(ShardedSums):
     """What data parallelism does with ``sync_each_batch``: only the buffer is sharded."""
 
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.shards.gather(grads, None)
+        return self.shards.gather(grads, tuple(self.weights), None)

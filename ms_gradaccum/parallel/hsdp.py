@@ -103,7 +103,7 @@ class ShardedUpdate(ShardedSums):
         return self.shards.assign_own(tuple(self.weights), tuple(self.whole))
 
     def after_update(self, updated: Any) -> Any:
-        gathered = self.shards.gather(tuple(self.weights), updated)
+        gathered = self.shards.gather(tuple(self.weights), tuple(self.whole), updated)
         return assign_some(tuple(self.whole), gathered, self.shards.sharded), updated
 
 
