@@ -18,6 +18,42 @@ class SigmoidGELU(nn.Cell):
         return x * ops.sigmoid(x * (1.5957691216 + 0.0713548162 * ops.square(x)))
 
 
+class Linear(nn.Cell):
+    """What nn.Dense() computes, with other operators for its gradients.
+
+    The product of a matrix and a transposed one is faster than the others, even with transposing before it; and summing
+    rows is 5 times as fast as BiasAddGrad.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = ops.MatMul(transpose_b=True)
+        self.add_bias = ops.BiasAdd()
+        self.sum_rows = ops.ReduceSum()
+
+    def construct(self, x: ms.Tensor, weight: ms.Tensor, bias: ms.Tensor) -> ms.Tensor:
+        return self.add_bias(self.product(x, weight), bias)
+
+    def bprop(
+        self, x: ms.Tensor, weight: ms.Tensor, bias: ms.Tensor, out: ms.Tensor, dout: ms.Tensor
+    ) -> tuple[ms.Tensor, ...]:
+        weight_grad = self.product(dout.swapaxes(0, 1), x.swapaxes(0, 1))
+        return self.product(dout, weight.swapaxes(0, 1)), weight_grad, self.sum_rows(dout, 0)
+
+
+class OtherDense(nn.Cell):
+    """A Dense with a bias, by `Linear`."""
+
+    def __init__(self, dense: nn.Dense) -> None:
+        super().__init__(auto_prefix=False)
+        self.dense = dense
+        self.linear = Linear()
+
+    def construct(self, x: ms.Tensor) -> ms.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return self.linear(rows, self.dense.weight, self.dense.bias).reshape((*x.shape[:-1], -1))
+
+
 class SplitAttention(nn.Cell):
     """The sample's attention with query, key and value split before they are transposed, not picked by an index."""
 
@@ -50,6 +86,7 @@ class SparseCrossEntropy(nn.Cell):
 
 
 REPLACED = {
+    nn.Dense: lambda cell: OtherDense(cell) if cell.has_bias else cell,
     nn.GELU: lambda cell: SigmoidGELU(),
     # With this setting MindSpore takes another kernel.
     nn.MaxPool2d: lambda cell: nn.MaxPool2d(cell.kernel_size, cell.stride, pad_mode="pad"),
