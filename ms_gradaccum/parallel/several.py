@@ -50,8 +50,9 @@ class SumOverRanks(nn.Cell):
         for number, bucket in enumerate(self.buckets):
             # They go with the first message, so that they cost none of their own.
             with_totals = number == 0 and self.in_float32
-            as_sent = _flat if self.in_float32 else ops.partial(_rounded, factor, self.like)
-            flat = self.map(as_sent, pick(sums, bucket))
+            flat = self.map(_flat, pick(sums, bucket))
+            if not self.in_float32:
+                flat = self.map(ops.partial(rounded, factor, self.like), flat)
             if with_totals:
                 flat += (self._flat_totals(added),)
             if len(flat) > 0:
@@ -92,12 +93,17 @@ def _flat_one(total: Tensor) -> Tensor:
     return total.reshape(-1)
 
 
-_rounded = ops.MultitypeFuncGraph("rounded")
+rounded = ops.MultitypeFuncGraph("rounded")
 
 
-@_rounded.register("Tensor", "Tensor", "Tensor")
+@rounded.register("Tensor", "Tensor", "Tensor")
 def _rounded_one(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
-    return ops.cast(total.reshape(-1) * factor, like.dtype)
+    return ops.cast(total * factor, like.dtype)
+
+
+def part_of(message: Tensor, like: Tensor, begin: int) -> Tensor:
+    """Return the part of a flat message that begins there and has the shape of another tensor."""
+    return message[begin : begin + like.size].reshape(like.shape)
 
 
 _assign_part = ops.MultitypeFuncGraph("assign_part")
@@ -105,7 +111,7 @@ _assign_part = ops.MultitypeFuncGraph("assign_part")
 
 @_assign_part.register("Tensor", "Tensor", "Number")
 def _assign_one_part(message: Tensor, total: Parameter, begin: int) -> Tensor:
-    return ops.assign(total, message[begin : begin + total.size].reshape(total.shape))
+    return ops.assign(total, part_of(message, total, begin))
 
 
 class SeveralProcesses(SingleProcess):

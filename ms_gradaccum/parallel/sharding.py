@@ -13,7 +13,7 @@ from ms_gradaccum.grad_buffer import GradBuffer, reciprocal, zeros
 from ms_gradaccum.grad_clip import squares_of
 from ms_gradaccum.parallel.collectives import Gather, Group, ScatterSum, Sum, after
 from ms_gradaccum.parallel.layout import ShardLayout, places
-from ms_gradaccum.parallel.several import SeveralProcesses, SumOverRanks
+from ms_gradaccum.parallel.several import SeveralProcesses, SumOverRanks, part_of, rounded
 from ms_gradaccum.parallel.world import World, gather_counts
 from ms_gradaccum.runs import Runs, pick
 
@@ -37,7 +37,7 @@ class Shards(nn.Cell):
         # As its own, because a graph knows the attributes of a cell alone.
         self.is_sharded, self.sharded, self.kept = layout.is_sharded, layout.sharded, layout.kept
         self.is_part = Tensor(layout.is_sharded)
-        self.whole_shapes, self.shapes, self.sizes = layout.whole_shapes, layout.shapes, layout.sizes
+        self.shapes, self.sizes = layout.shapes, layout.sizes
         self.buckets = layout.buckets
         self.begins, _ = places(layout.buckets, [math.prod(shape) for shape in layout.shapes])
         # Of each tensor, in a tuple of those that were moved and then all of them.
@@ -64,7 +64,7 @@ class Shards(nn.Cell):
         for number, bucket in enumerate(self.buckets):
             rows = self.map(ops.partial(_as_rows, self.size), pick(wholes, bucket))
             if not self.in_float32:
-                rows = self.map(ops.partial(_rounded, factor, self.like), rows)
+                rows = self.map(ops.partial(rounded, factor, self.like), rows)
             total = last = self.sum_over_groups(self.scatter_sum(after(ops.concat(rows, 1), last)))
             if not self.in_float32:
                 total = ops.cast(total, ms.float32) * weight
@@ -143,20 +143,12 @@ def _rows_of_one(size: int, whole: Tensor) -> Tensor:
     return ops.cast(whole, ms.float32).reshape(size, -1)
 
 
-_rounded = ops.MultitypeFuncGraph("rounded")
-
-
-@_rounded.register("Tensor", "Tensor", "Tensor")
-def _rounded_one(factor: Tensor, like: Tensor, rows: Tensor) -> Tensor:
-    return ops.cast(rows * factor, like.dtype)
-
-
 _own_part = ops.MultitypeFuncGraph("own_part")
 
 
 @_own_part.register("Tensor", "Tensor", "Number")
 def _own_part_of_one(message: Tensor, like: Tensor, begin: int) -> Tensor:
-    return message[begin : begin + like.size].reshape(like.shape)
+    return part_of(message, like, begin)
 
 
 _as_flat = ops.MultitypeFuncGraph("as_flat")
