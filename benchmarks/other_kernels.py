@@ -19,16 +19,14 @@ class SigmoidGELU(nn.Cell):
 
 
 class Linear(nn.Cell):
-    """What nn.Dense() computes, with other operators for its gradients.
-
-    The product of a matrix and a transposed one is faster than the others, even with transposing before it; and summing
-    rows is 5 times as fast as BiasAddGrad.
-    """
+    """What nn.Dense() computes; the gradient of its bias by ReduceSum, which is 5 times as fast as BiasAddGrad."""
 
     def __init__(self) -> None:
         super().__init__()
         self.product = ops.MatMul(transpose_b=True)
         self.add_bias = ops.BiasAdd()
+        self.input_grad = ops.MatMul()
+        self.weight_grad = ops.MatMul(transpose_a=True)
         self.sum_rows = ops.ReduceSum()
 
     def construct(self, x: ms.Tensor, weight: ms.Tensor, bias: ms.Tensor) -> ms.Tensor:
@@ -37,8 +35,7 @@ class Linear(nn.Cell):
     def bprop(
         self, x: ms.Tensor, weight: ms.Tensor, bias: ms.Tensor, out: ms.Tensor, dout: ms.Tensor
     ) -> tuple[ms.Tensor, ...]:
-        weight_grad = self.product(dout.swapaxes(0, 1), x.swapaxes(0, 1))
-        return self.product(dout, weight.swapaxes(0, 1)), weight_grad, self.sum_rows(dout, 0)
+        return self.input_grad(dout, weight), self.weight_grad(dout, x), self.sum_rows(dout, 0)
 
 
 class OtherDense(nn.Cell):

@@ -12,8 +12,8 @@ from mindspore import Tensor, ops
 
 # Of all elements, how many a run may have.
 _SHARE = 1 / 32
-# Or this many elements, which take 1 MB.
-_FEW = 256 * 1024
+# Or this many elements, which take 4 MB.
+_FEW = 1024 * 1024
 
 Runs = tuple[tuple[int, int], ...]
 
