@@ -9,24 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import nn
 from step import FULL, OURS, Program, build, reset_peak, status
-from windows import make_batch, make_network, micro_batches
+from windows import ForwardBackward, make_batch, make_network, micro_batches
 
 # A window of it makes MindSpore load what it loads once in a process.
 TINY = {"width": 8, "layers": 1, "batch": 4}
 BARE = "bare"
-
-
-class ForwardBackward(nn.Cell):
-    """Forward and backward of one micro batch by MindSpore alone. The gradients are outputs."""
-
-    def __init__(self, network: nn.Cell, weights: ms.ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss_and_grads = ops.value_and_grad(network, None, weights)
-
-    def construct(self, x: ms.Tensor, y: ms.Tensor) -> Any:
-        return self.loss_and_grads(x, y)
 
 
 class Stopwatch:

@@ -9,7 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import boost, nn, ops
 from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
-from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, loop_by_hand, versions
+from windows import AddingMicroStep, ForwardBackward, UpdateFromSums, adding_loop_by_hand, loop_by_hand, versions
 from worker import Row, serve
 from workload import (
     ADDING,
@@ -76,26 +76,15 @@ def make_network(workload: Workload) -> nn.Cell:
     return network.set_train()
 
 
-class GivingGrads(nn.Cell):
-    """Forward and backward of one micro batch, whose gradients are given back."""
-
-    def __init__(self, network: nn.Cell, weights: ms.ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss_and_grads = ops.value_and_grad(network, None, weights)
-
-    def construct(self, x: ms.Tensor, y: ms.Tensor) -> Any:
-        return self.loss_and_grads(x, y)
-
-
-class DroppingGrads(GivingGrads):
-    """The same, whose gradients are dropped."""
+class DroppingGrads(ForwardBackward):
+    """Forward and backward of one micro batch, whose gradients are dropped."""
 
     def construct(self, x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
         loss, grads = self.loss_and_grads(x, y)
         return ops.depend(loss, grads)
 
 
-class Boosted(GivingGrads):
+class Boosted(ForwardBackward):
     """The step that MindSpore's boost gives a network, in its simplest form: it counts its calls by itself."""
 
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> None:
@@ -138,7 +127,7 @@ def boosted(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
 
 def to_python(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
     update = Given(optimizer)
-    return loop_by_hand(GivingGrads(network, optimizer.parameters), lambda grads: update(*grads), micro_size)
+    return loop_by_hand(ForwardBackward(network, optimizer.parameters), lambda grads: update(*grads), micro_size)
 
 
 def adding(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:

@@ -59,15 +59,25 @@ def micro_batches(x: ms.Tensor, y: ms.Tensor, micro_size: int) -> Iterable[tuple
     return ((x[begin : begin + rows], y[begin : begin + rows]) for begin in range(0, len(x), rows))
 
 
-class AddingMicroStep(nn.Cell):
+class ForwardBackward(nn.Cell):
+    """Forward and backward of one micro batch by MindSpore alone. The gradients are outputs."""
+
+    def __init__(self, network: nn.Cell, weights: ms.ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.loss_and_grads = ops.value_and_grad(network, None, weights)
+
+    def construct(self, x: ms.Tensor, y: ms.Tensor) -> Any:
+        return self.loss_and_grads(x, y)
+
+
+class AddingMicroStep(ForwardBackward):
     """Forward and backward of one micro batch, added into sums in the same graph, by hand.
 
     ``all_reduce`` is what adds up a gradient over several processes.
     """
 
     def __init__(self, network: nn.Cell, weights: ms.ParameterTuple, all_reduce: ops.Primitive | None = None) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss_and_grads = ops.value_and_grad(network, None, weights)
+        super().__init__(network, weights)
         self.all_reduce = all_reduce
         self.sums = weights.clone("sums", "zeros")
 
