@@ -1,12 +1,13 @@
 """Leave out the micro batch whose gradients are not finite, and its weight with it."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import check_choice, sentence
-from ms_gradaccum.grad_clip import sum_of_squares
+from ms_gradaccum.grad_clip import squares_of
+from ms_gradaccum.runs import runs_of
 
 # What a face takes as `bad_micro_batch`.
 BadMicroBatch = Literal["skip_window", "drop"]
@@ -25,24 +26,35 @@ def check_dense(owner: str, lookup: str | None) -> None:
         raise ValueError(sentence(owner, "bad_micro_batch", rule, got, "Use nn.Embedding."))
 
 
-class KeepFinite(nn.Cell):
-    """Put zeros in place of what a micro batch adds, if any of it is Inf or NaN."""
+_keep = ops.MultitypeFuncGraph("keep")
 
-    def is_finite(self, numbers: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Tensor:
-        """Return whether all of ``grads`` and ``numbers`` are finite. One pass over the gradients.
+
+@_keep.register("Tensor", "Tensor")
+def _keep_one(finite: Tensor, value: Tensor) -> Tensor:
+    # A product with 0 would keep NaN.
+    return ops.select(finite, value, ops.zeros_like(value))
+
+
+class KeepFinite(nn.Cell):
+    """Put zeros in place of what a micro batch adds, if any of it is Inf or NaN.
+
+    Args:
+        weights: What the gradients belong to.
+    """
+
+    def __init__(self, weights: Sequence[Parameter]) -> None:
+        super().__init__(auto_prefix=False)
+        self.runs = runs_of([weight.size for weight in weights])
+        self.map = ops.HyperMap()
+
+    def is_finite(self, grads: tuple[Tensor, ...]) -> Tensor:
+        """Return whether all of ``grads`` are finite. One pass over them.
 
         As for the norm of a window, a gradient whose square is too large for a float32 is not.
         """
-        total = Tensor(0.0, ms.float32)
-        for number in numbers:
-            total = total + number
-        for grad in grads:
-            total = total + sum_of_squares(grad)
-        return ops.isfinite(total)
+        return ops.isfinite(ops.sum(squares_of(grads, self.runs)))
 
     def kept(self, finite: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the values, or zeros; a product with 0 would keep NaN."""
-        kept: tuple[Tensor, ...] = ()
-        for value in values:
-            kept += (ops.select(finite, value, ops.zeros_like(value)),)
+        """Return the values, or zeros."""
+        kept: tuple[Tensor, ...] = self.map(ops.partial(_keep, finite), values)
         return kept

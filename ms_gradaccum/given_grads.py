@@ -9,8 +9,18 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.bad_micro_batch import KeepFinite
+from ms_gradaccum.loss_weight import scalar
 from ms_gradaccum.parallel.single import SingleProcess
+from ms_gradaccum.runs import run_of
 from ms_gradaccum.window import Window
+
+_times = ops.MultitypeFuncGraph("times")
+
+
+@_times.register("Tensor", "Tensor", "Tensor")
+def _times_one(empty: Tensor, factor: Tensor, grad: Tensor) -> Tensor:
+    grad = ops.cast(grad, ms.float32)
+    return ops.select(empty, ops.zeros_like(grad), grad * factor)
 
 
 class AddGrads(nn.Cell):
@@ -19,7 +29,8 @@ class AddGrads(nn.Cell):
     def __init__(self, parallels: Sequence[SingleProcess], drops: bool) -> None:
         super().__init__(auto_prefix=False)
         self.parallels = nn.CellList(parallels, auto_prefix=False)
-        self.keep = KeepFinite() if drops else None
+        self.keep = KeepFinite([weight for each in parallels for weight in each.weights]) if drops else None
+        self.map = ops.HyperMap()
 
     def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> Any:
         """Add ``factor`` times the gradients, unless they are left out; nothing if it is 0, whatever they are."""
@@ -28,7 +39,7 @@ class AddGrads(nn.Cell):
         done: Any = ()
         if self.keep is not None:
             # Not looking at the loss, which is NaN where the caller does not say it.
-            finite = ops.logical_or(empty, self.keep.is_finite((), grads))
+            finite = ops.logical_or(empty, self.keep.is_finite(grads))
             grads = self.keep.kept(finite, grads)
             loss_sum, weight = self.keep.kept(finite, (loss_sum, weight))
             for parallel in self.parallels:
@@ -36,12 +47,10 @@ class AddGrads(nn.Cell):
         begin = 0
         loss_sum = ops.select(empty, ops.zeros_like(loss_sum), loss_sum)
         for parallel in self.parallels:
-            own: tuple[Tensor, ...] = ()
-            for grad in grads[begin : begin + len(parallel.weights)]:
-                grad = ops.cast(ops.depend(grad, done), ms.float32)
-                own += (ops.select(empty, ops.zeros_like(grad), grad * factor),)
-            begin += len(parallel.weights)
+            end = begin + len(parallel.weights)
+            own = self.map(ops.partial(_times, empty, factor), ops.depend(run_of(grads, begin, end), done))
             done = parallel.buffer.add(loss_sum, weight, parallel.share(own))
+            begin = end
         return done
 
 
@@ -57,9 +66,9 @@ class GraphWindow(nn.Cell):
 
     def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> tuple[Tensor, ...]:
         """Return the items of a StepOutput."""
-        weight = ops.cast(weight, ms.float32).reshape(())
+        weight = scalar(weight)
         factor = weight if reduction == "mean" else ops.ones_like(weight)
-        loss = Tensor(math.nan, ms.float32) if loss is None else ops.cast(loss, ms.float32).reshape(())
+        loss = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
         added = self.add_grads(loss * factor, weight, factor, *grads)
         batches = ops.depend(self.buffer.count_batch(), added)
         if batches == self.steps:

@@ -7,7 +7,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.runs import runs_of
+from ms_gradaccum.runs import run_of, runs_of
 
 
 class TermSums(nn.Cell):
@@ -21,13 +21,13 @@ class TermSums(nn.Cell):
         self.weight = zeros(f"{prefix}window_weight", ())
         self.runs = runs_of([total.size for total in self.sums])
         self.map = ops.HyperMap()
-        self.add_grad = _add_dense_only if dense_only else _add
+        # The last gradient comes first out of a backward pass, and is let go once it is added.
+        self.add_grads = ops.HyperMap(_add_dense_only if dense_only else _add, reverse=True)
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...]) -> Any:
         """Add one micro batch. Return the sums, the loss and the weight with it."""
-        # The last gradient comes first out of a backward pass, and is let go once it is added.
-        added = self.map(self.add_grad, self.sums[::-1], grads[::-1])
-        return added[::-1], ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
+        added = self.add_grads(self.sums, grads)
+        return added, ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
 
     def term_loss(self) -> Tensor:
         """Return the weighted mean of the term so far."""
@@ -37,7 +37,7 @@ class TermSums(nn.Cell):
         """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
         for begin, end in self.runs:
             zero = zero_after(done, self.weight)
-            done = self.map(ops.partial(_fill, zero), self.sums[begin:end])
+            done = self.map(ops.partial(_fill, zero), run_of(self.sums, begin, end))
         return done, _assign_zero(self.loss), _assign_zero(self.weight)
 
 
@@ -64,11 +64,9 @@ class GradBuffer(TermSums):
         counts_dropped: bool = False,
     ) -> None:
         self.names = tuple(weight.name for weight in weights)
-        # What one micro batch has.
-        whole_shapes = tuple(tuple(weight.shape) for weight in weights)
-        shapes = whole_shapes if shapes is None else shapes
+        if shapes is None:
+            shapes = tuple(tuple(weight.shape) for weight in weights)
         super().__init__(weights, dense_only, shapes)
-        self.whole_shapes = whole_shapes
         others = [TermSums(weights, dense_only, shapes, f"accu_grads.term{i}.") for i in range(1, terms)]
         self.others = nn.CellList(others, auto_prefix=False)
         # Calls that the open window has taken in. 0 from an update to the next batch.
@@ -80,11 +78,9 @@ class GradBuffer(TermSums):
         """Return the sums of all terms."""
         return [total for term in (self, *self.others) for total in term.sums]
 
-    def no_grads(self) -> tuple[Tensor, ...]:
-        """Return the gradients of no rows."""
-        grads: tuple[Tensor, ...] = ()
-        for shape in self.whole_shapes:
-            grads += (ops.BroadcastTo(shape)(zero_after((), self.weight)),)
+    def no_grads(self, weights: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
+        """Return the gradients of no rows, after ``done``."""
+        grads: tuple[Tensor, ...] = self.map(ops.partial(_spread, zero_after(done, self.weight)), weights)
         return grads
 
     def count_batch(self) -> Tensor:
@@ -170,13 +166,21 @@ def zero_after(done: Any, weight: Tensor) -> Tensor:
     return ops.cast(ops.less(ops.abs(ops.depend(weight, done)), 0.0), ms.float32)
 
 
+_spread = ops.MultitypeFuncGraph("spread")
+
+
+@_spread.register("Tensor", "Tensor")
+def _spread_one(number: Tensor, like: Parameter) -> Tensor:
+    # Not ops.broadcast_to, which takes the compiler 6 times as long.
+    return ops.BroadcastTo(like.shape)(number)
+
+
 _fill = ops.MultitypeFuncGraph("fill")
 
 
 @_fill.register("Tensor", "Tensor")
 def _fill_one(value: Tensor, total: Parameter) -> Tensor:
-    # Not ops.broadcast_to, which takes the compiler 6 times as long.
-    return ops.assign(total, ops.BroadcastTo(total.shape)(value))
+    return ops.assign(total, _spread_one(value, total))
 
 
 def _assign_zero(scalar: Parameter) -> Tensor:

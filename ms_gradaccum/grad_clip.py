@@ -9,16 +9,21 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_positive_float32, sentence
-from ms_gradaccum.runs import Runs, once
+from ms_gradaccum.runs import Runs, once, run_of
 
 Grads = tuple[Tensor, ...]
 
 _map = ops.HyperMap()
 
 
+def as_dtype(value: Tensor, dtype: Any) -> Tensor:
+    """Return ``value`` in this dtype. No cast that changes nothing: the compiler would copy for it."""
+    return value if value.dtype == dtype else ops.cast(value, dtype)
+
+
 def sum_of_squares(grad: Tensor) -> Tensor:
     """Return the sum of the squares of ``grad``, a float32 scalar."""
-    squares = ops.square(ops.cast(grad, ms.float32))
+    squares = ops.square(as_dtype(grad, ms.float32))
     if squares.ndim > 1:
         # Row by row first: on CPU a reduction over all axes at once takes 7 times as long.
         squares = ops.sum(ops.Flatten()(squares), (1,))
@@ -38,7 +43,7 @@ def squares_of(grads: Grads, runs: Runs) -> Tensor:
     done = Tensor(0.0, ms.float32)
     squares: tuple[Tensor, ...] = ()
     for begin, end in runs:
-        some = _map(ops.partial(_squares_after, done), grads[begin:end])
+        some = _map(ops.partial(_squares_after, done), run_of(grads, begin, end))
         squares += some
         done = once(done, some)
     return ops.stack(squares)
@@ -55,7 +60,7 @@ _scale = ops.MultitypeFuncGraph("scale")
 @_scale.register("Tensor", "Tensor")
 def _scale_one(factor: Tensor, grad: Tensor) -> Tensor:
     # In float32: a small factor is no float16 number.
-    return ops.cast(ops.cast(grad, ms.float32) * factor, grad.dtype)
+    return as_dtype(as_dtype(grad, ms.float32) * factor, grad.dtype)
 
 
 _limit = ops.MultitypeFuncGraph("limit")

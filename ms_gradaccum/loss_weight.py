@@ -51,6 +51,13 @@ def _refuse_terms(terms: int, got: int) -> None:
     )
 
 
+def scalar(value: Any) -> Tensor:
+    """Return a number, or a tensor of one element, as a float32 scalar."""
+    value = ops.cast(value, ms.float32)
+    # The compiler takes its time for a reshape.
+    return value if value.ndim == 0 else value.reshape(())
+
+
 class WeightedLoss(nn.Cell):
     """The loss of a network as (sum, weight), from the tensors of one micro batch.
 
@@ -78,7 +85,7 @@ class WeightedLoss(nn.Cell):
             _check_loss(True, outputs.shape, outputs.dtype, what, remedy)
         else:
             _check_loss(False, (), None, what, remedy)
-        return ops.cast(outputs.reshape(()), ms.float32)
+        return scalar(outputs)
 
 
 class RowWeight(WeightedLoss):
@@ -105,7 +112,7 @@ class OwnWeight(WeightedLoss):
             _check_weight(True, weight.shape)
         else:
             _check_weight(False, ())
-        return loss_sum, ops.stop_gradient(ops.cast(weight.reshape(()), ms.float32))
+        return loss_sum, ops.stop_gradient(scalar(weight))
 
 
 class OwnWeights(OwnWeight):

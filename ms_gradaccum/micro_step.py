@@ -16,6 +16,7 @@ from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.precision import Precision
+from ms_gradaccum.runs import run_of
 from ms_gradaccum.structure import why_no_graph
 
 _MANY_STRUCTURES = 8
@@ -57,7 +58,7 @@ class MicroStep(nn.Cell):
         for parallel, (begin, end) in zip(self.parallels, self.bounds):
             buffer = parallel.buffer if term == 0 else parallel.buffer.others[term - 1]
             # One after the other: the messages of all ranks must come in one order.
-            shared = parallel.share(ops.depend(grads[begin:end], done))
+            shared = parallel.share(ops.depend(run_of(grads, begin, end), done))
             done = buffer.add(loss_sum, weight, shared)
         return done
 
@@ -93,7 +94,7 @@ class ScaledMicroStep(MicroStep):
         self.terms = 1 + len(self.buffer.others)
         self.half = half
         self.loss_scale = loss_scale
-        self.keep: Any = KeepFinite() if drops else None
+        self.keep: Any = KeepFinite(self.weights) if drops else None
         self.map = ops.HyperMap()
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
@@ -119,10 +120,10 @@ class ScaledMicroStep(MicroStep):
     def add_finite(self, values: tuple[Tensor, ...], backward: Any) -> tuple[Tensor, ...]:
         """Add the micro batch if all of it is finite: one decision for all terms."""
         all_grads: tuple[Any, ...] = ()
-        finite = self.keep.is_finite(values, ())
+        finite = ops.isfinite(ops.sum(ops.stack(values)))
         for term in range(self.terms):
             grads = self.grads_of(term, values, backward)
-            finite = ops.logical_and(finite, self.keep.is_finite((), grads))
+            finite = ops.logical_and(finite, self.keep.is_finite(grads))
             all_grads += (grads,)
         kept = self.keep.kept(finite, values)
         added: Any = ()
@@ -184,7 +185,8 @@ class EmptyStep(nn.Cell):
         for parallel in self.parallels:
             buffer = parallel.buffer
             for term in (buffer, *buffer.others):
-                done = term.add(nothing, nothing, parallel.share(ops.depend(buffer.no_grads(), done)))
+                grads = buffer.no_grads(parallel.replicas(), done)
+                done = term.add(nothing, nothing, parallel.share(grads))
         return done
 
 

@@ -4,11 +4,11 @@ import gc
 import weakref
 from typing import Any
 
-import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
 from ms_gradaccum._checks import sentence
+from ms_gradaccum.loss_weight import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
 
@@ -100,7 +100,7 @@ class LearningRate(nn.Cell):
         else:
             rates = tuple([self.optimizer.lrs[i] for i in self.groups])
         if isinstance(rates, (tuple, list)):
-            rates = tuple([ops.cast(rate, ms.float32).reshape(()) for rate in rates])
+            rates = tuple([scalar(rate) for rate in rates])
             return ops.stack(rates) if len(rates) > 1 else rates[0] + 0.0
         # + 0.0: a copy, since the report outlives the next change of the parameter.
-        return ops.cast(rates, ms.float32).reshape(()) + 0.0
+        return scalar(rates) + 0.0

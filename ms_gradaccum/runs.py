@@ -24,6 +24,11 @@ def runs_of(sizes: Sequence[int]) -> Runs:
     return tuple((run[0], run[-1] + 1) for run in fill_buckets(range(len(sizes)), sizes, limit))
 
 
+def run_of(items: tuple[Any, ...], begin: int, end: int) -> tuple[Any, ...]:
+    """Return the items of a run. All of them as they are: the compiler takes its time for a slice."""
+    return items[begin:end] if end - begin < len(items) else items
+
+
 def once(number: Tensor, done: Any) -> Tensor:
     """Return ``number`` after ``done``, as what a kernel has made.
 

@@ -6,19 +6,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum.compiled import NOTHING, Compiled
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
+from ms_gradaccum.grad_clip import as_dtype
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.optimizers import LearningRate, all_parameters, may_have_branches
 from ms_gradaccum.parallel.single import SingleProcess
-from ms_gradaccum.runs import once
+from ms_gradaccum.runs import once, run_of
 from ms_gradaccum.step_output import StepOutput
 from ms_gradaccum.window_clip import clip_of
 
 # Windows that may be skipped one after the other. The largest scale in use is 1 after 24 halvings.
 MAX_OVERFLOWS = 100
+
+
+_add_part = ops.MultitypeFuncGraph("add_part")
+
+
+@_add_part.register("Tensor", "Tensor", "Tensor")
+def _add_one_part(factor: Tensor, total: Parameter, part: Parameter) -> Tensor:
+    return ops.assign_add(total, part * factor)
 
 
 class FoldTerms(nn.Cell):
@@ -31,24 +40,28 @@ class FoldTerms(nn.Cell):
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
         self.parallel = parallel
+        self.map = ops.HyperMap()
 
     def construct(self) -> Any:
         buffer = self.buffer
         weights: tuple[Tensor, ...] = (buffer.weight + 0.0,)
         for other in buffer.others:
             weights += (other.weight + 0.0,)
-        totals = self.parallel.total(ops.stack(weights))
+        totals = ops.unstack(self.parallel.total(ops.stack(weights)))
         weightless = totals[0] == 0.0
         scale = ops.select(weightless, ops.ones_like(totals[0]), totals[0])
         done: Any = ()
         for i, other in enumerate(buffer.others):
             factor = reciprocal(totals[i + 1]) * scale
-            for total, part in zip(buffer.sums, other.sums):
-                done = ops.assign_add(total, ops.depend(part, done) * factor)
-            done = ops.assign_add(buffer.loss, ops.depend(other.loss, done) * factor)
+            for begin, end in buffer.runs:
+                factor = once(factor, done)
+                done = self.map(
+                    ops.partial(_add_part, factor), run_of(buffer.sums, begin, end), run_of(other.sums, begin, end)
+                )
+            done = ops.assign_add(buffer.loss, other.loss * once(factor, done))
             done = other.clear_term(done)
         # One process stands in for the missing weight.
-        stand_in = ops.cast(ops.greater(ops.sum(totals), 0.0), ms.float32) * self.parallel.is_first
+        stand_in = ops.cast(ops.greater(ops.addn(totals), 0.0), ms.float32) * self.parallel.is_first
         return ops.assign(buffer.weight, ops.select(weightless, stand_in, ops.depend(weights[0], done)))
 
 
@@ -105,8 +118,7 @@ _as_weight = ops.MultitypeFuncGraph("as_weight")
 
 @_as_weight.register("Tensor", "Tensor")
 def _as_one_weight(grad: Tensor, weight: Tensor) -> Tensor:
-    # Not a cast that changes nothing: the compiler would copy for it.
-    return grad if weight.dtype == grad.dtype else ops.cast(grad, weight.dtype)
+    return as_dtype(grad, weight.dtype)
 
 
 class Update(nn.Cell):

@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.grad_clip import ClipByGroupNorm, Grads
 from ms_gradaccum.parallel.single import SingleProcess
-from ms_gradaccum.runs import once
+from ms_gradaccum.runs import once, run_of
 
 _multiply = ops.MultitypeFuncGraph("multiply")
 
@@ -43,7 +43,7 @@ class EachClip(nn.Cell):
         factor = ops.depend(factor, decision)
         means: Grads = ()
         for begin, end in self.runs:
-            sums = self.parallel.sums[begin:end]
+            sums = run_of(self.parallel.sums, begin, end)
             clipped = self.clipped(begin, self.map(ops.partial(_multiply, factor), sums), decision)
             stored = self.map(ops.assign, sums, clipped)
             means += stored
@@ -91,7 +91,7 @@ class GroupClip(EachClip):
 
     def clipped(self, begin: int, grads: Grads, decision: Grads) -> Grads:
         """Return gradients after clipping, of which the first is number ``begin``."""
-        clipped: Grads = self.map(_multiply, decision[begin : begin + len(grads)], grads)
+        clipped: Grads = self.map(_multiply, run_of(decision, begin, begin + len(grads)), grads)
         return clipped
 
     def norm_after(self, norm: Tensor, *limit: Tensor) -> None:

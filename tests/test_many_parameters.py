@@ -5,9 +5,12 @@ import numpy as np
 import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
-from ms_gradaccum import ClipByGlobalNorm, ClipByGroupNorm, TrainOneStepCell
+from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByGroupNorm, TrainOneStepCell
 from ms_gradaccum.compiled import execution_mode
+from ms_gradaccum.grad_buffer import GradBuffer
+from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.runs import runs_of
+from ms_gradaccum.window import FoldTerms
 
 MANY = 400
 LIMIT = 3.0
@@ -41,6 +44,37 @@ def test_an_update_of_400_parameters_is_compiled(clip):
     expected = np.arange(MANY) - 0.5 * sums / 4 * (LIMIT / norm)
     np.testing.assert_allclose([float(part.asnumpy()[0]) for part in network.parts], expected, rtol=1e-5)
     assert not any(total.asnumpy().any() for total in step.buffer.sums)
+
+
+def test_400_gradients_are_added_unless_one_of_them_is_nan():
+    network = Wide()
+    accumulator = Accumulator(network, nn.SGD(network.trainable_params(), 0.5), 3, bad_micro_batch="drop")
+    numbers = np.random.default_rng(0).standard_normal((3, MANY)).astype(np.float32)
+    numbers[1, -1] = np.nan
+    with execution_mode(ms.GRAPH_MODE):
+        for weight, gradient in zip((1.0, 2.0, 4.0), numbers):
+            output = accumulator(tuple(Tensor([number]) for number in gradient), weight)
+    assert bool(output.updated) and float(output.weight) == 5.0
+    expected = np.arange(MANY) - 0.5 * (numbers[0] + 4 * numbers[2]) / 5
+    np.testing.assert_allclose([float(part.asnumpy()[0]) for part in network.parts], expected, rtol=1e-5)
+
+
+def test_two_terms_of_400_parameters_are_folded():
+    weights = ParameterTuple(Wide().trainable_params())
+    buffer = GradBuffer(weights, terms=2)
+    other = buffer.others[0]
+    for value, first, second in zip(range(MANY), buffer.sums, other.sums):
+        first.set_data(Tensor([float(value)]))
+        second.set_data(Tensor([1.0]))
+    for term, loss, weight in ((buffer, 3.0, 4.0), (other, 5.0, 2.0)):
+        term.loss.set_data(Tensor(loss))
+        term.weight.set_data(Tensor(weight))
+    with execution_mode(ms.GRAPH_MODE):
+        FoldTerms(SingleProcess(weights, buffer))()
+    # What was divided by 2 is to be divided by 4.
+    assert [float(total.asnumpy()[0]) for total in buffer.sums] == [value + 2.0 for value in range(MANY)]
+    assert (float(buffer.loss), float(buffer.weight)) == (13.0, 4.0)
+    assert not any(number.asnumpy().any() for number in (*other.sums, other.loss, other.weight))
 
 
 def test_runs_hold_all_tensors_and_no_more_than_the_largest_has_or_a_share():
