@@ -20,8 +20,8 @@ os.environ.setdefault("GLOG_v", "3")
 from growth_paper import paper_table
 from growth_plots import Rows, draw
 from growth_ranks import rows_of
-from growth_windows import BARE, in_child, part_seconds, peak_memory, window_seconds
-from step import FULL, OURS, run_child
+from growth_windows import BARE_MICRO_BATCH, in_child, part_seconds, peak_memory, window_seconds
+from step import BARE, FULL, OURS, run_child
 from windows import versions
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
@@ -72,7 +72,7 @@ def memory_rows() -> Iterator[dict[str, Any]]:
     """The peak of the memory beside what it should be: parameters, state, sums, and one micro batch by MindSpore."""
     settings = {"layers": 16, "width": 1024, "batch": 1024}
     for micro_size in (2, 8, 32, 64):
-        bare, ours = (in_child(peak_memory, name, micro_size, settings, True) for name in (BARE, OURS))
+        bare, ours = (in_child(peak_memory, name, micro_size, settings, True) for name in (BARE_MICRO_BATCH, OURS))
         fresh = in_child(peak_memory, OURS, micro_size, settings, False)
         weights = ours["weights"]
         # Momentum keeps one number per weight, and so do the sums.

@@ -10,12 +10,12 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import nn
-from step import FULL, OURS, Program, build, reset_peak, status
-from windows import ForwardBackward, make_batch, make_network, micro_batches
+from step import BARE, FULL, OURS, Program, build, reset_peak, status
+from windows import ForwardBackward, make_batch, make_network
 
 # A window of it makes MindSpore load what it loads once in a process.
 TINY = {"width": 8, "layers": 1, "batch": 4}
-BARE = "bare"
+BARE_MICRO_BATCH = "bare micro batch"
 
 
 class Stopwatch:
@@ -48,15 +48,14 @@ class Stopwatch:
 def window_seconds(settings: dict[str, int], micro_sizes: list[int], repeat: int) -> dict[str, list[float]]:
     """Return the seconds of each window; all programs take turns, after two windows to warm up.
 
-    They are the full batch and, for each micro_size, ours and ``BARE``: forward and backward of each micro batch and
-    one update by MindSpore alone, which drops all gradients but the last.
+    They are the full batch and, for each micro_size, ours and its bare parts.
     """
     args = argparse.Namespace(**settings)
     batch = make_batch(args)
     programs = {FULL: build(FULL, 1, args)}
     for micro_size in micro_sizes:
         programs[f"{OURS} {micro_size}"] = build(OURS, micro_size, args)
-        programs[f"{BARE} {micro_size}"] = _build_bare_window(args, micro_size)
+        programs[f"{BARE} {micro_size}"] = build(BARE, micro_size, args)
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(2 + repeat):
         for name, program in programs.items():
@@ -109,18 +108,18 @@ def part_seconds(settings: dict[str, int], repeat: int) -> dict[str, Any]:
 def peak_memory(name: str, micro_size: int, settings: dict[str, int], warm: bool) -> dict[str, float]:
     """Return the peak of the resident memory over four windows above what is resident before the network exists.
 
-    The batch is there before that. ``warm``: so is what a tiny network's window makes MindSpore load. ``BARE`` is
-    forward and backward of the first micro batch alone. Unit: MB of 2 ** 20 bytes.
+    The batch is there before that. ``warm``: so is what a tiny network's window makes MindSpore load.
+    ``BARE_MICRO_BATCH`` is forward and backward of the first micro batch alone. Unit: MB of 2 ** 20 bytes.
     """
     if warm:
         _warm_up()
     args = argparse.Namespace(**settings)
     batch = make_batch(args)
-    if name == BARE:
+    if name == BARE_MICRO_BATCH:
         batch = tuple(ms.Tensor(values.asnumpy()[: args.batch // micro_size].copy()) for values in batch)
     before = status("VmRSS")
     reset_peak()
-    program = _build_bare(args) if name == BARE else build(name, micro_size, args)
+    program = _build_bare(args) if name == BARE_MICRO_BATCH else build(name, micro_size, args)
     for _ in range(4):
         program.run(batch)
     weights = sum(weight.nbytes for weight in program.network.trainable_params())
@@ -134,18 +133,6 @@ def _build_bare(args: argparse.Namespace) -> Program:
     network = make_network(args)
     micro_step = ForwardBackward(network.set_train(), ms.ParameterTuple(network.trainable_params()))
     return Program(ms.GRAPH_MODE, micro_step, network)
-
-
-def _build_bare_window(args: argparse.Namespace, micro_size: int) -> Program:
-    micro_step = _build_bare(args)
-    optimizer = nn.Momentum(micro_step.network.trainable_params(), 0.1, 0.9)
-
-    def step(x: ms.Tensor, y: ms.Tensor) -> None:
-        for part in micro_batches(x, y, micro_size):
-            _, grads = micro_step.step(*part)
-        optimizer(grads)
-
-    return Program(ms.GRAPH_MODE, step, micro_step.network)
 
 
 def _warm_up() -> None:

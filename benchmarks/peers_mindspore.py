@@ -6,10 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-import numpy as np
-from mindspore import boost, nn, ops
+from mindspore import boost, nn
 from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
-from windows import AddingMicroStep, ForwardBackward, UpdateFromSums, adding_loop_by_hand, loop_by_hand, versions
+from windows import (
+    AddingMicroStep,
+    ForwardBackward,
+    UpdateFromGiven,
+    UpdateFromSums,
+    adding_loop_by_hand,
+    bare_parts,
+    loop_by_hand,
+    versions,
+)
 from worker import Row, serve
 from workload import (
     ADDING,
@@ -76,14 +84,6 @@ def make_network(workload: Workload) -> nn.Cell:
     return network.set_train()
 
 
-class DroppingGrads(ForwardBackward):
-    """Forward and backward of one micro batch, whose gradients are dropped."""
-
-    def construct(self, x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
-        loss, grads = self.loss_and_grads(x, y)
-        return ops.depend(loss, grads)
-
-
 class Boosted(ForwardBackward):
     """The step that MindSpore's boost gives a network, in its simplest form: it counts its calls by itself."""
 
@@ -94,17 +94,6 @@ class Boosted(ForwardBackward):
     def construct(self, x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
         loss, grads = self.loss_and_grads(x, y)
         return self.accumulate(loss, grads)
-
-
-class Given(nn.Cell):
-    """The update from gradients."""
-
-    def __init__(self, optimizer: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.optimizer = optimizer
-
-    def construct(self, *grads: ms.Tensor) -> Any:
-        return self.optimizer(grads)
 
 
 def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
@@ -126,7 +115,7 @@ def boosted(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
 
 
 def to_python(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
-    update = Given(optimizer)
+    update = UpdateFromGiven(optimizer)
     return loop_by_hand(ForwardBackward(network, optimizer.parameters), lambda grads: update(*grads), micro_size)
 
 
@@ -139,23 +128,6 @@ def pynative(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
     return loop_by_hand(ms.value_and_grad(network, None, optimizer.parameters), optimizer, micro_size)
 
 
-def bare(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
-    """Return the parts of a window and nothing between them: nothing is split or added, no loss is kept."""
-    forward_backward, update = DroppingGrads(network, optimizer.parameters), Given(optimizer)
-    zeros = [ms.Tensor(np.zeros(parameter.shape, np.float32)) for parameter in optimizer.parameters]
-    parts: list[tuple[ms.Tensor, ms.Tensor]] = []
-
-    def step(x: ms.Tensor, y: ms.Tensor) -> None:
-        if not parts:
-            pieces = (np.split(tensor.asnumpy(), micro_size) for tensor in (x, y))
-            parts.extend(tuple(ms.Tensor(piece) for piece in pair) for pair in zip(*pieces))
-        for part in parts:
-            forward_backward(*part).asnumpy()
-        update(*zeros)
-
-    return step
-
-
 BUILDERS = {
     OURS: ours,
     OURS_PYNATIVE: ours,
@@ -166,7 +138,7 @@ BUILDERS = {
     TO_PYTHON: to_python,
     ADDING: adding,
     PYNATIVE: pynative,
-    BARE: bare,
+    BARE: bare_parts,
 }
 
 
