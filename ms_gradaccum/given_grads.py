@@ -9,6 +9,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.bad_micro_batch import KeepFinite
+from ms_gradaccum.grad_clip import as_dtype
 from ms_gradaccum.loss_weight import scalar
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.runs import run_of
@@ -19,7 +20,7 @@ _times = ops.MultitypeFuncGraph("times")
 
 @_times.register("Tensor", "Tensor", "Tensor")
 def _times_one(empty: Tensor, factor: Tensor, grad: Tensor) -> Tensor:
-    grad = ops.cast(grad, ms.float32)
+    grad = as_dtype(grad, ms.float32)
     return ops.select(empty, ops.zeros_like(grad), grad * factor)
 
 

@@ -54,10 +54,10 @@ def global_norm(tensors: Grads, runs: Runs) -> Tensor:
     return ops.sqrt(ops.sum(squares_of(tensors, runs)))
 
 
-_scale = ops.MultitypeFuncGraph("scale")
+scale = ops.MultitypeFuncGraph("scale")
 
 
-@_scale.register("Tensor", "Tensor")
+@scale.register("Tensor", "Tensor")
 def _scale_one(factor: Tensor, grad: Tensor) -> Tensor:
     # In float32: a small factor is no float16 number.
     return as_dtype(as_dtype(grad, ms.float32) * factor, grad.dtype)
@@ -129,7 +129,7 @@ class ClipByGlobalNorm(nn.Cell):
 
     def construct(self, grads: Grads, norm: Tensor, max_norm: Tensor | None = None) -> Grads:
         limit = self.limit_or(max_norm)
-        clipped: Grads = _map(ops.partial(_scale, limit / ops.maximum(norm, limit)), grads)
+        clipped: Grads = _map(ops.partial(scale, limit / ops.maximum(norm, limit)), grads)
         return clipped
 
     def limit_or(self, max_norm: Tensor | None) -> Tensor:

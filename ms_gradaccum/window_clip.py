@@ -7,16 +7,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum.grad_clip import ClipByGroupNorm, Grads
+from ms_gradaccum.grad_clip import ClipByGroupNorm, Grads, scale
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.runs import once, run_of
-
-_multiply = ops.MultitypeFuncGraph("multiply")
-
-
-@_multiply.register("Tensor", "Tensor")
-def _multiply_one(factor: Tensor, grad: Tensor) -> Tensor:
-    return grad * factor
 
 
 class EachClip(nn.Cell):
@@ -44,7 +37,7 @@ class EachClip(nn.Cell):
         means: Grads = ()
         for begin, end in self.runs:
             sums = run_of(self.parallel.sums, begin, end)
-            clipped = self.clipped(begin, self.map(ops.partial(_multiply, factor), sums), decision)
+            clipped = self.clipped(begin, self.map(ops.partial(scale, factor), sums), decision)
             stored = self.map(ops.assign, sums, clipped)
             means += stored
             factor = once(factor, stored)
@@ -91,7 +84,7 @@ class GroupClip(EachClip):
 
     def clipped(self, begin: int, grads: Grads, decision: Grads) -> Grads:
         """Return gradients after clipping, of which the first is number ``begin``."""
-        clipped: Grads = self.map(_multiply, run_of(decision, begin, begin + len(grads)), grads)
+        clipped: Grads = self.map(scale, run_of(decision, begin, begin + len(grads)), grads)
         return clipped
 
     def norm_after(self, norm: Tensor, *limit: Tensor) -> None:
