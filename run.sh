@@ -154,6 +154,7 @@ case $command in
       shift
     fi
     ! grep -q '\.png' "benchmarks/$benchmark.py" || extras=pinned,plot
+    [[ $benchmark != peers ]] || extras=pinned,fusion
     prepare "$extras"
     [[ $benchmark != peers ]] || prepare_peers || echo "They cannot be installed, see above: their rows are missing."
     exec python "benchmarks/$benchmark.py" "$@"

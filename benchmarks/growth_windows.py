@@ -11,7 +11,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 from step import BARE, FULL, OURS, Program, build, reset_peak, status
-from windows import ForwardBackward, make_batch, make_network
+from windows import DroppingGrads, ForwardBackward, make_batch, make_network
 
 # A window of it makes MindSpore load what it loads once in a process.
 TINY = {"width": 8, "layers": 1, "batch": 4}
@@ -109,7 +109,8 @@ def peak_memory(name: str, micro_size: int, settings: dict[str, int], warm: bool
     """Return the peak of the resident memory over four windows above what is resident before the network exists.
 
     The batch is there before that. ``warm``: so is what a tiny network's window makes MindSpore load.
-    ``BARE_MICRO_BATCH`` is forward and backward of the first micro batch alone. Unit: MB of 2 ** 20 bytes.
+    ``BARE_MICRO_BATCH`` is forward and backward of the first micro batch alone, whose gradients are dropped as they
+    come. Unit: MB of 2 ** 20 bytes.
     """
     if warm:
         _warm_up()
@@ -119,7 +120,7 @@ def peak_memory(name: str, micro_size: int, settings: dict[str, int], warm: bool
         batch = tuple(ms.Tensor(values.asnumpy()[: args.batch // micro_size].copy()) for values in batch)
     before = status("VmRSS")
     reset_peak()
-    program = _build_bare(args) if name == BARE_MICRO_BATCH else build(name, micro_size, args)
+    program = _build_bare(args, DroppingGrads) if name == BARE_MICRO_BATCH else build(name, micro_size, args)
     for _ in range(4):
         program.run(batch)
     weights = sum(weight.nbytes for weight in program.network.trainable_params())
@@ -128,10 +129,10 @@ def peak_memory(name: str, micro_size: int, settings: dict[str, int], warm: bool
     return {"peak": status("VmHWM") - before, "weights": weights / 2**20, "counted": counted / 2**20}
 
 
-def _build_bare(args: argparse.Namespace) -> Program:
+def _build_bare(args: argparse.Namespace, forward_backward: type[ForwardBackward] = ForwardBackward) -> Program:
     ms.set_context(mode=ms.GRAPH_MODE)
     network = make_network(args)
-    micro_step = ForwardBackward(network.set_train(), ms.ParameterTuple(network.trainable_params()))
+    micro_step = forward_backward(network.set_train(), ms.ParameterTuple(network.trainable_params()))
     return Program(ms.GRAPH_MODE, micro_step, network)
 
 

@@ -1,6 +1,8 @@
 """The rows of MindSpore, ours among them; peers.py starts it."""
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,15 @@ from worker import Row, serve
 from workload import (
     ADDING,
     BARE,
+    BARE_FUSED,
     BOOST,
     FULL,
+    FUSED_ROWS,
     MOMENTUM,
+    OTHER_KERNELS_ROWS,
     OURS,
+    OURS_FUSED,
+    OURS_FUSED_OTHER,
     OURS_OTHER_KERNELS,
     OURS_PYNATIVE,
     PYNATIVE,
@@ -132,6 +139,8 @@ BUILDERS = {
     OURS: ours,
     OURS_PYNATIVE: ours,
     OURS_OTHER_KERNELS: ours,
+    OURS_FUSED: ours,
+    OURS_FUSED_OTHER: ours,
     FULL: full,
     STOCK: stock,
     BOOST: boosted,
@@ -139,21 +148,23 @@ BUILDERS = {
     ADDING: adding,
     PYNATIVE: pynative,
     BARE: bare_parts,
+    BARE_FUSED: bare_parts,
 }
 
 
 def build(workload: Workload, micro_size: int, name: str) -> Row:
     mode = ms.PYNATIVE_MODE if name in (PYNATIVE, OURS_PYNATIVE) else ms.GRAPH_MODE
-    ms.set_context(mode=mode)
+    settings = {"mode": mode, "enable_graph_kernel": name in FUSED_ROWS}
+    ms.set_context(**settings)
     network = make_network(workload)
-    if name == OURS_OTHER_KERNELS:
+    if name in OTHER_KERNELS_ROWS:
         use_other_kernels(network)
     weights = network.trainable_params()
     batch = tuple(ms.Tensor(array) for array in workload.batch(micro_size))
     step = BUILDERS[name](network, nn.Momentum(weights, workload.learning_rate, MOMENTUM), micro_size)
 
     def run() -> float | None:
-        ms.set_context(mode=mode)
+        ms.set_context(**settings)
         loss = step(*batch)
         weights[0].asnumpy()  # waits for the update
         return None if loss is None else float(loss.asnumpy())
@@ -162,4 +173,7 @@ def build(workload: Workload, micro_size: int, name: str) -> Row:
 
 
 if __name__ == "__main__":
-    serve(build, versions())
+    with tempfile.TemporaryDirectory() as folder:
+        # Where fused kernels are built; otherwise in the folder that it is started from.
+        os.environ.setdefault("MS_COMPILER_CACHE_PATH", folder)
+        serve(build, versions())

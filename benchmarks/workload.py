@@ -9,6 +9,8 @@ import numpy as np
 OURS = "ours, GRAPH"
 OURS_PYNATIVE = "ours, PYNATIVE"
 OURS_OTHER_KERNELS = "ours, GRAPH, other kernels"
+OURS_FUSED = "ours, GRAPH, fused kernels"
+OURS_FUSED_OTHER = "ours, GRAPH, fused and other"
 FULL = "stock, full batch"
 STOCK = "stock GradAccumulation"
 BOOST = "boost GradientAccumulation"
@@ -16,10 +18,16 @@ TO_PYTHON = "GRAPH loop, gradients to Python"
 ADDING = "GRAPH loop, compiled assign_add"
 PYNATIVE = "PYNATIVE loop, value_and_grad"
 BARE = "bare parts of our window"
+BARE_FUSED = "bare parts, fused kernels"
 TORCH = "PyTorch, bare loop"
 ACCELERATE = "Accelerate"
-MINDSPORE_ROWS = (OURS, OURS_OTHER_KERNELS, OURS_PYNATIVE, FULL, STOCK, BOOST, TO_PYTHON, ADDING, PYNATIVE, BARE)
+PLAIN_ROWS = (OURS, OURS_OTHER_KERNELS, OURS_PYNATIVE, FULL, STOCK, BOOST, TO_PYTHON, ADDING, PYNATIVE, BARE)
+# Their graphs are compiled with MindSpore's graph kernel fusion.
+FUSED_ROWS = (OURS_FUSED, OURS_FUSED_OTHER, BARE_FUSED)
+MINDSPORE_ROWS = PLAIN_ROWS + FUSED_ROWS
 TORCH_ROWS = (TORCH, ACCELERATE)
+# Their network is that of other_kernels.py.
+OTHER_KERNELS_ROWS = (OURS_OTHER_KERNELS, OURS_FUSED_OTHER)
 
 # Of SGD.
 MOMENTUM = 0.9

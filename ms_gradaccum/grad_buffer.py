@@ -171,8 +171,14 @@ _spread = ops.MultitypeFuncGraph("spread")
 
 @_spread.register("Tensor", "Tensor")
 def _spread_one(number: Tensor, like: Parameter) -> Tensor:
-    # Not ops.broadcast_to, which takes the compiler 6 times as long.
-    return ops.BroadcastTo(like.shape)(number)
+    # On CPU BroadcastTo needs memory for another result; on Ascend FillV2 runs on the slow AI CPU. Not
+    # ops.broadcast_to, which takes the compiler 6 times as long.
+    return ops.FillV2()(like.shape, number) if _on_cpu() else ops.BroadcastTo(like.shape)(number)
+
+
+@_primexpr
+def _on_cpu() -> bool:
+    return ms.get_context("device_target") == "CPU"
 
 
 _fill = ops.MultitypeFuncGraph("fill")

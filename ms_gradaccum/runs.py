@@ -6,21 +6,29 @@ run after the other, or there would be the temporary tensors of all of them at a
 """
 
 from collections.abc import Sequence
+from math import isqrt
 from typing import Any
 
 from mindspore import Tensor, ops
 
-# Of all elements, how many a run may have.
-_SHARE = 1 / 32
-# Or this many elements, which take 4 MB.
+# Each run takes the compiler time, so there are not many more,
+_MOST_RUNS = 32
+# and some 2 MB of memory: as much as this many elements.
+_COMPILED = 512 * 1024
+# The elements that are one run anyway. They take 4 MB.
 _FEW = 1024 * 1024
 
 Runs = tuple[tuple[int, int], ...]
 
 
 def runs_of(sizes: Sequence[int]) -> Runs:
-    """Return where runs of neighbours begin and end: no more elements than a few, or than the largest tensor has."""
-    limit = max(*sizes, int(sum(sizes) * _SHARE), _FEW)
+    """Return where runs of neighbours begin and end.
+
+    What a run takes while it is computed grows with its elements, what the compiler takes with the number of runs:
+    with the square root of their product both are the same.
+    """
+    elements = sum(sizes)
+    limit = max(*sizes, elements // _MOST_RUNS, isqrt(elements * _COMPILED), _FEW)
     return tuple((run[0], run[-1] + 1) for run in fill_buckets(range(len(sizes)), sizes, limit))
 
 

@@ -88,11 +88,12 @@ def test_two_terms_of_many_parameters_are_folded():
     assert not any(number.asnumpy().any() for number in (*other.sums, other.loss, other.weight))
 
 
-def test_runs_hold_all_tensors_and_no_more_than_the_largest_has_or_a_share():
+def test_runs_hold_all_tensors_and_balance_their_size_with_their_number():
     million = 2**20
     assert runs_of([1] * 1000) == ((0, 1000),)
     assert runs_of([million] * 3) == ((0, 1), (1, 2), (2, 3))
     assert runs_of([3 * million, million, million, million, 2 * million]) == ((0, 1), (1, 4), (4, 5))
-    runs = runs_of([million] * 320)
-    assert runs[0] == (0, 10) and len(runs) == 32 and runs[-1][1] == 320
+    for tensors, first, count in ((16, 2, 8), (128, 8, 16), (320, 12, 27), (3200, 100, 32)):
+        runs = runs_of([million] * tensors)
+        assert runs[0] == (0, first) and len(runs) == count and runs[-1][1] == tensors
     assert runs_of([]) == ()
