@@ -178,7 +178,7 @@ def _spread_one(number: Tensor, like: Parameter) -> Tensor:
 
 @_primexpr
 def _on_cpu() -> bool:
-    return ms.get_context("device_target") == "CPU"
+    return bool(ms.get_context("device_target") == "CPU")
 
 
 _fill = ops.MultitypeFuncGraph("fill")

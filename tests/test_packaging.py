@@ -167,7 +167,7 @@ def test_every_extra_that_the_package_or_its_pages_name_is_one_of_the_wheel(whee
     pages = [*ROOT.glob("ms_gradaccum/**/*.py"), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     named = {names for page in pages for names in re.findall(r"ms_gradaccum\[([\w,]+)\]", page.read_text())}
     named = {name for names in named for name in names.split(",")}
-    assert named == {"plot", "tensorboard"} <= set(metadata.get_all("Provides-Extra"))
+    assert named == {"plot", "tensorboard", "fusion"} <= set(metadata.get_all("Provides-Extra"))
 
 
 def test_what_is_installed_trains_from_elsewhere_and_says_how_to_get_the_extras(site, tmp_path):
