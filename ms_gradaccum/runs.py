@@ -24,8 +24,8 @@ Runs = tuple[tuple[int, int], ...]
 def runs_of(sizes: Sequence[int]) -> Runs:
     """Return where runs of neighbours begin and end.
 
-    What a run takes while it is computed grows with its elements, what the compiler takes with the number of runs:
-    with the square root of their product both are the same.
+    What a run takes while it is computed grows with its elements, what the compiler takes with the number of runs.
+    Both are the same if a run has the square root of all elements times ``_COMPILED``.
     """
     elements = sum(sizes)
     limit = max(*sizes, elements // _MOST_RUNS, isqrt(elements * _COMPILED), _FEW)
