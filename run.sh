@@ -63,11 +63,11 @@ make_venv() {
 }
 
 # prepare EXTRAS [REQUIREMENT]: an environment with the package, these extras and what else is required. Quick when
-# pyproject.toml is as it was last time.
+# what is built is as it was last time.
 prepare() {
   local wanted stamp=$venv/installed-$1
   make_venv "$venv"
-  wanted=$(cksum <pyproject.toml)
+  wanted=$(cat pyproject.toml setup.py ms_gradaccum/*.c | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing MindSpore and what else is needed into $venv. This takes a few minutes, once."
     PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --quiet \

@@ -1,3 +1,12 @@
-from setuptools import setup
+from setuptools import Extension, setup
 
-setup()  # everything is in pyproject.toml
+# Not a module but a library of one function. Without a C compiler the package works as well, but is slower on CPU.
+KERNEL = Extension(
+    "ms_gradaccum._add_in_place",
+    ["ms_gradaccum/add_in_place.c"],
+    extra_compile_args=["-O3"],
+    extra_link_args=["-s"],
+    optional=True,
+)
+
+setup(ext_modules=[KERNEL])  # all else is in pyproject.toml

@@ -7,6 +7,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
+from ms_gradaccum.kernels import add_in_place, spread
 from ms_gradaccum.runs import run_of, runs_of
 
 
@@ -121,7 +122,7 @@ _add = ops.MultitypeFuncGraph("add_gradient")
 
 @_add.register("Tensor", "Tensor")
 def _add_dense(total: Parameter, grad: Tensor) -> Tensor:
-    return ops.assign_add(total, grad)
+    return add_in_place(total, grad)
 
 
 @_add.register("Tensor", "RowTensor")
@@ -135,7 +136,7 @@ _add_dense_only = ops.MultitypeFuncGraph("add_dense_gradient")
 
 @_add_dense_only.register("Tensor", "Tensor")
 def _add_dense_alone(total: Parameter, grad: Tensor) -> Tensor:
-    return ops.assign_add(total, grad)
+    return add_in_place(total, grad)
 
 
 @_add_dense_only.register("Tensor", "RowTensor")
@@ -171,14 +172,7 @@ _spread = ops.MultitypeFuncGraph("spread")
 
 @_spread.register("Tensor", "Tensor")
 def _spread_one(number: Tensor, like: Parameter) -> Tensor:
-    # On CPU BroadcastTo needs memory for another result; on Ascend FillV2 runs on the slow AI CPU. Not
-    # ops.broadcast_to, which takes the compiler 6 times as long.
-    return ops.FillV2()(like.shape, number) if _on_cpu() else ops.BroadcastTo(like.shape)(number)
-
-
-@_primexpr
-def _on_cpu() -> bool:
-    return bool(ms.get_context("device_target") == "CPU")
+    return spread(number, like)
 
 
 _fill = ops.MultitypeFuncGraph("fill")
@@ -186,7 +180,7 @@ _fill = ops.MultitypeFuncGraph("fill")
 
 @_fill.register("Tensor", "Tensor")
 def _fill_one(value: Tensor, total: Parameter) -> Tensor:
-    return ops.assign(total, _spread_one(value, total))
+    return ops.assign(total, spread(value, total))
 
 
 def _assign_zero(scalar: Parameter) -> Tensor:

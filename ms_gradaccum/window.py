@@ -11,6 +11,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from ms_gradaccum.compiled import NOTHING, Compiled
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
 from ms_gradaccum.grad_clip import as_dtype
+from ms_gradaccum.kernels import add_in_place
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.optimizers import LearningRate, all_parameters, may_have_branches
 from ms_gradaccum.parallel.single import SingleProcess
@@ -27,7 +28,7 @@ _add_part = ops.MultitypeFuncGraph("add_part")
 
 @_add_part.register("Tensor", "Tensor", "Tensor")
 def _add_one_part(factor: Tensor, total: Parameter, part: Parameter) -> Tensor:
-    return ops.assign_add(total, part * factor)
+    return add_in_place(total, part * factor)
 
 
 class FoldTerms(nn.Cell):

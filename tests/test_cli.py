@@ -12,6 +12,7 @@ from PIL import Image
 
 from ms_gradaccum import environment
 from ms_gradaccum.__main__ import main
+from ms_gradaccum.kernels import has_kernel
 from ms_gradaccum.run_plot import draw, read_run
 
 
@@ -129,6 +130,7 @@ def test_env_says_what_a_bug_report_needs():
     assert facts["default mode"] == "PYNATIVE"
     assert facts["an update in GRAPH mode"] == facts["an update in PYNATIVE mode"] == "yes"
     assert facts["float16 products"] == "yes"
+    assert (facts["kernel for sums on CPU"] == "yes") == has_kernel()
 
 
 def test_env_says_what_fails_and_why(monkeypatch):

@@ -3,6 +3,7 @@
 import email
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -11,10 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from ms_gradaccum.kernels import LIBRARY
+
 ROOT = Path(__file__).parents[1]
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M).group(1)
 PACKAGE_FILES = {file.relative_to(ROOT).as_posix() for file in (ROOT / "ms_gradaccum").rglob("*.py")}
 PACKAGE_FILES.add("ms_gradaccum/py.typed")
+# What the kernel for sums is built of, and where it is then, if there is a compiler.
+KERNEL_SOURCES = {"setup.py", "ms_gradaccum/add_in_place.c"}
+KERNEL = f"ms_gradaccum/{LIBRARY.name}"
+BUILT_FILES = PACKAGE_FILES | ({KERNEL} if shutil.which("gcc") else set())
 METADATA = f"ms_gradaccum-{VERSION}.dist-info"
 
 # Run from elsewhere and as if no extra were installed, with a loop and what needs the extras.
@@ -31,6 +38,7 @@ from mindspore import Tensor, nn
 import ms_gradaccum
 from ms_gradaccum import GradAccumulation, MetricsLogger, TrainOneStepCell
 from ms_gradaccum.__main__ import main
+from ms_gradaccum.kernels import has_kernel
 
 network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
 x = Tensor(np.arange(1, 9, dtype=np.float32).reshape(8, 1))
@@ -38,7 +46,7 @@ loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
 step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.02))
 with MetricsLogger("run.jsonl", train_step=step) as logger:
     logger.log(step(x, 2 * x))
-print(Path(ms_gradaccum.__file__).parent)
+print(Path(ms_gradaccum.__file__).parent, has_kernel())
 print(version("ms_gradaccum"))
 print(f"{network.weight.asnumpy().item():.5f}")
 try:
@@ -93,10 +101,11 @@ def run(*command, cwd, expected=0, **environment):
     return result.stdout, result.stderr
 
 
-def build(sources, folder, *kind):
+def build(sources, folder, *kind, compiler="gcc"):
     """Build into ``folder`` and return what it holds, by suffix."""
-    said = "".join(run("-m", "build", "--no-isolation", *kind, "--outdir", folder, sources, cwd=folder.parent))
-    assert "warning" not in said.lower(), said
+    command = ["-m", "build", "--no-isolation", *kind, "--outdir", folder, sources]
+    said = "".join(run(*command, cwd=folder.parent, CC=compiler))
+    assert ("warning" in said.lower()) == (shutil.which(compiler) is None), said
     return {file.suffix: file for file in folder.iterdir()}
 
 
@@ -108,8 +117,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sources(folder):
     """A copy of the sources, so that nothing is left in the checkout."""
-    files = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"]
-    files = [ROOT / file for file in files] + [*ROOT.glob("tests/*.py"), *ROOT.glob("ms_gradaccum/**/*")]
+    files = ["pyproject.toml", *KERNEL_SOURCES, "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", *PACKAGE_FILES]
+    files = [ROOT / file for file in files] + [*ROOT.glob("tests/*.py")]
     for file in files:
         copy = folder / "sources" / file.relative_to(ROOT)
         if file.is_file():
@@ -144,15 +153,23 @@ def contents(wheel):
 
 def test_the_wheel_holds_the_package_and_the_licence_and_nothing_else(wheel):
     names = contents(wheel)
-    assert PACKAGE_FILES == {name for name in names if name.startswith("ms_gradaccum/")}
+    assert BUILT_FILES == {name for name in names if name.startswith("ms_gradaccum/")}
     assert names[f"{METADATA}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     assert {name.split("/")[0] for name in names} == {"ms_gradaccum", METADATA}
+
+
+def test_without_a_compiler_the_wheel_has_no_kernel_and_all_else(archive, folder):
+    with tarfile.open(archive[".gz"]) as file:
+        file.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    names = contents(build(unpacked, folder / "uncompiled", "--wheel", compiler="no-compiler")[".whl"])
+    assert PACKAGE_FILES == {name for name in names if name.startswith("ms_gradaccum/")}
 
 
 def test_the_source_archive_holds_what_the_wheel_is_built_of(archive):
     with tarfile.open(archive[".gz"]) as file:
         names = {member.name.partition("/")[2] for member in file.getmembers() if member.isfile()}
-    own = {"pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"}
+    own = {"pyproject.toml", *KERNEL_SOURCES, "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"}
     made = {name for name in names if name.startswith("ms_gradaccum.egg-info/")} | {"PKG-INFO", "setup.cfg"}
     assert names - made == own | PACKAGE_FILES
 
@@ -175,7 +192,8 @@ def test_what_is_installed_trains_from_elsewhere_and_says_how_to_get_the_extras(
     program.write_text(PROGRAM)
     said, _ = run(program, cwd=tmp_path, PYTHONPATH=str(site))
     path, version, weight, tensorboard, plot, status = said.splitlines()[-6:]
-    assert (path, version, weight, status) == (str(site / "ms_gradaccum"), VERSION, "2.04000", "2")
+    place = f"{site / 'ms_gradaccum'} {KERNEL in BUILT_FILES}"
+    assert (path, version, weight, status) == (place, VERSION, "2.04000", "2")
     assert tensorboard == "Install it with: pip install 'ms_gradaccum[tensorboard]'."
     assert plot.endswith(" Install it with: pip install 'ms_gradaccum[plot]'.")
 

@@ -1,0 +1,57 @@
+"""What no operator of MindSpore does well on all devices."""
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, ops
+from mindspore.ops.primitive import _primexpr
+
+# Built of add_in_place.c where there was a C compiler. A library of functions, not a module.
+LIBRARY = Path(__file__).with_name(f"_add_in_place{sysconfig.get_config_var('EXT_SUFFIX')}")
+
+
+def _make_kernel() -> Any:
+    """Return the operator of the library, or AssignAdd where there is none."""
+    if not LIBRARY.exists():
+        return ops.AssignAdd()
+    try:
+        kernel = ops.Custom(f"{LIBRARY}:add_in_place", (1,), ms.float32, "aot")
+    except TypeError:  # $MS_CUSTOM_AOT_WHITE_LIST allows another folder alone.
+        return ops.AssignAdd()
+    # As AssignAdd has it: what reads the total later in a program waits for it.
+    kernel.add_prim_attr("side_effect_mem", True)
+    return kernel
+
+
+_kernel = _make_kernel()
+
+
+def add_in_place(total: Parameter, part: Tensor) -> Tensor:
+    """Add a tensor to a parameter and return the parameter after it. In graphs alone."""
+    if _fits(total.dtype, part.dtype, total.shape == part.shape):
+        return ops.depend(total, _kernel(total, part))
+    return ops.assign_add(total, part)
+
+
+@_primexpr
+def _fits(dtype: Any, of_part: Any, same_shape: bool) -> bool:
+    return dtype == of_part == ms.float32 and same_shape and _on_cpu()
+
+
+def has_kernel() -> bool:
+    """Return whether sums on CPU are added by the kernel of this package."""
+    return isinstance(_kernel, ops.Custom)
+
+
+def spread(number: Tensor, like: Parameter) -> Tensor:
+    """Return a tensor of the shape of ``like`` that is ``number`` everywhere."""
+    # On CPU BroadcastTo needs memory for another result; on Ascend FillV2 runs on the slow AI CPU. Not
+    # ops.broadcast_to, which takes the compiler 6 times as long.
+    return ops.FillV2()(like.shape, number) if _on_cpu() else ops.BroadcastTo(like.shape)(number)
+
+
+@_primexpr
+def _on_cpu() -> bool:
+    return bool(ms.get_context("device_target") == "CPU")

@@ -1,0 +1,145 @@
+"""Sums on CPU: the kernel of this package adds what AssignAdd adds, in its place and in its order."""
+
+import shutil
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.api import _cell_graph_executor
+from mindspore.train import mind_ir_pb2
+from step_probe import Weights
+
+from ms_gradaccum import GradAccumulation, TrainOneStepCell, kernels
+from ms_gradaccum.kernels import add_in_place
+
+ODD = np.array([0.0, -0.0, 1e-37, -1e-30, 3.4e38, np.inf, -np.inf, np.nan, 1.0], np.float32)
+
+
+class Sum(nn.Cell):
+    """A sum, what reads it between two additions, and what uses the second one's result."""
+
+    def __init__(self, start):
+        super().__init__()
+        self.total = Parameter(Tensor(start), "total")
+
+    def construct(self, part):
+        add_in_place(self.total, part)
+        between = self.total * 3.0
+        return between, add_in_place(self.total, part) * 2.0
+
+
+class SumSometimes(Sum):
+    """Adds where a tensor says so, without a use of what adding returns."""
+
+    def construct(self, part):
+        for _ in range(3):
+            if part.sum() > 0:
+                add_in_place(self.total, part)
+                self.total = self.total * 2.0
+        return self.total + 0.0
+
+
+def operators(cell):
+    """Names of the operators of a compiled cell."""
+    model = mind_ir_pb2.ModelProto()
+    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(cell, cell.current_phase, "mind_ir"))
+    nodes = [node.op_type.split(":") for graph in (model.graph, *model.functions) for node in graph.node]
+    return [parts[2] for parts in nodes if len(parts) > 2]
+
+
+def numbers(shape, seed):
+    return np.array(np.random.default_rng(seed).standard_normal(shape), np.float32)
+
+
+needs_kernel = pytest.mark.skipif(not kernels.has_kernel(), reason="there was no C compiler for add_in_place.c")
+
+
+def test_the_kernel_is_there_if_there_is_a_compiler():
+    assert kernels.has_kernel() or shutil.which("gcc") is None, f"{kernels.LIBRARY} is missing: install again"
+
+
+@pytest.fixture(params=["kernel", "AssignAdd"])
+def operator(request, monkeypatch):
+    """Run the test with the kernel, and as if it had not been built."""
+    if request.param == "AssignAdd":
+        monkeypatch.setattr(kernels, "LIBRARY", kernels.LIBRARY.with_name("missing.so"))
+        monkeypatch.setattr(kernels, "_kernel", kernels._make_kernel())
+    elif not kernels.has_kernel():
+        pytest.skip("there was no C compiler for add_in_place.c")
+    return {"kernel": "Custom", "AssignAdd": "AssignAdd"}[request.param]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (1000, 33)], ids=str)
+def test_sums_are_those_of_numpy_bit_by_bit(shape, operator):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    start, part = numbers(shape, 1), numbers(shape, 2)
+    cell = Sum(start)
+    between, after = cell(Tensor(part))
+    once = start + part
+    np.testing.assert_array_equal(between.asnumpy(), once * np.float32(3))
+    np.testing.assert_array_equal(after.asnumpy(), (once + part) * np.float32(2))
+    np.testing.assert_array_equal(cell.total.asnumpy(), once + part)
+    assert operators(cell).count(operator) == 2
+
+
+def test_numbers_that_are_not_finite_or_large_are_added_as_numpy_does(operator):
+    start, part = (np.ascontiguousarray(grid) for grid in np.meshgrid(ODD, ODD))
+    cell = Sum(start)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    cell(Tensor(part))
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(cell.total.asnumpy(), start + part + part)
+
+
+def test_a_view_is_added_as_what_it_shows(operator, mode):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    view = Tensor(numbers((4, 3), 1)).T
+    assert not view.is_contiguous()
+    ms.set_context(mode=mode)
+    cell = Sum(np.zeros((3, 4), np.float32))
+    cell(view)
+    np.testing.assert_array_equal(cell.total.asnumpy(), 2 * numbers((4, 3), 1).T)
+
+
+def test_adding_keeps_its_place_in_conditions(operator):
+    cell = SumSometimes(np.array([1.0, 2.0], np.float32))
+    ms.set_context(mode=ms.GRAPH_MODE)
+    np.testing.assert_array_equal(cell(Tensor([1.0, 3.0])).asnumpy(), [22.0, 58.0])
+    np.testing.assert_array_equal(cell(Tensor([-1.0, 0.0])).asnumpy(), [22.0, 58.0])
+    assert operator in operators(cell)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16, ms.float64])
+def test_other_dtypes_are_left_to_the_operator_that_casts(dtype):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    cell = Sum(np.ones(3, np.float32))
+    if dtype == ms.float64:
+        cell.total = Parameter(ops.ones(3, ms.float64), "total")
+    cell(Tensor(np.full(3, 0.5), dtype))
+    np.testing.assert_array_equal(cell.total.asnumpy(), [2.0, 2.0, 2.0])
+    assert "Custom" not in operators(cell)
+
+
+def test_op_by_op_it_adds_too(operator, eager):
+    total = Parameter(Tensor([1.0, 2.0]), "total")
+    add_in_place(total, Tensor([0.5, -2.0]))
+    np.testing.assert_array_equal(total.asnumpy(), [1.5, 0.0])
+
+
+@needs_kernel
+def test_no_kernel_from_a_folder_that_the_user_forbids(monkeypatch, tmp_path):
+    assert isinstance(kernels._make_kernel(), ops.Custom)
+    monkeypatch.setenv("MS_CUSTOM_AOT_WHITE_LIST", str(tmp_path))
+    assert isinstance(kernels._make_kernel(), ops.AssignAdd)
+
+
+def test_each_gradient_is_added_by_it(operator, mode):
+    network = Weights(3)
+    step = TrainOneStepCell(GradAccumulation(network, 4), nn.SGD([network.weight], 1.0))
+    x = numbers((8, 3), 1)
+    step(Tensor(x))
+    np.testing.assert_allclose(network.weight.asnumpy(), -x.mean(0), rtol=1e-6)
+    (compiled,) = step.micro_steps.by_structure.values()
+    assert operators(compiled.cell).count(operator) >= 1
