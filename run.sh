@@ -67,7 +67,7 @@ make_venv() {
 prepare() {
   local wanted stamp=$venv/installed-$1
   make_venv "$venv"
-  wanted=$(cat pyproject.toml setup.py ms_gradaccum/*.c | cksum)
+  wanted=$(cat pyproject.toml setup.py ms_gradaccum/*.cc | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing MindSpore and what else is needed into $venv. This takes a few minutes, once."
     PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --quiet \

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops.primitive import _primexpr
 
-# Built of add_in_place.c where there was a C compiler. A library of functions, not a module.
+# Built of add_in_place.cc where there was a C++ compiler. A library of functions, not a module.
 LIBRARY = Path(__file__).with_name(f"_add_in_place{sysconfig.get_config_var('EXT_SUFFIX')}")
 
 
@@ -17,11 +17,13 @@ def _make_kernel() -> Any:
     if not LIBRARY.exists():
         return ops.AssignAdd()
     try:
-        kernel = ops.Custom(f"{LIBRARY}:add_in_place", (1,), ms.float32, "aot")
+        kernel = ops.Custom(f"{LIBRARY}:add_in_place", None, ms.float32, "aot")
     except TypeError:  # $MS_CUSTOM_AOT_WHITE_LIST allows another folder alone.
         return ops.AssignAdd()
     # As AssignAdd has it: what reads the total later in a program waits for it.
     kernel.add_prim_attr("side_effect_mem", True)
+    # Without a name MindSpore fails where shapes change.
+    kernel.add_prim_attr("reg_op_name", "add_in_place")
     return kernel
 
 
@@ -30,14 +32,14 @@ _kernel = _make_kernel()
 
 def add_in_place(total: Parameter, part: Tensor) -> Tensor:
     """Add a tensor to a parameter and return the parameter after it. In graphs alone."""
-    if _fits(total.dtype, part.dtype, total.shape == part.shape):
+    if _fits(total.dtype, part.dtype):
         return ops.depend(total, _kernel(total, part))
     return ops.assign_add(total, part)
 
 
 @_primexpr
-def _fits(dtype: Any, of_part: Any, same_shape: bool) -> bool:
-    return dtype == of_part == ms.float32 and same_shape and _on_cpu()
+def _fits(of_total: Any, of_part: Any) -> bool:
+    return bool(of_total == of_part == ms.float32) and _on_cpu()
 
 
 def has_kernel() -> bool:

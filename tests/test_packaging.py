@@ -19,9 +19,9 @@ VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text()
 PACKAGE_FILES = {file.relative_to(ROOT).as_posix() for file in (ROOT / "ms_gradaccum").rglob("*.py")}
 PACKAGE_FILES.add("ms_gradaccum/py.typed")
 # What the kernel for sums is built of, and where it is then, if there is a compiler.
-KERNEL_SOURCES = {"setup.py", "ms_gradaccum/add_in_place.c"}
+KERNEL_SOURCES = {"setup.py", "ms_gradaccum/add_in_place.cc"}
 KERNEL = f"ms_gradaccum/{LIBRARY.name}"
-BUILT_FILES = PACKAGE_FILES | ({KERNEL} if shutil.which("gcc") else set())
+BUILT_FILES = PACKAGE_FILES | ({KERNEL} if shutil.which("g++") else set())
 METADATA = f"ms_gradaccum-{VERSION}.dist-info"
 
 # Run from elsewhere and as if no extra were installed, with a loop and what needs the extras.
@@ -101,10 +101,10 @@ def run(*command, cwd, expected=0, **environment):
     return result.stdout, result.stderr
 
 
-def build(sources, folder, *kind, compiler="gcc"):
+def build(sources, folder, *kind, compiler="g++"):
     """Build into ``folder`` and return what it holds, by suffix."""
     command = ["-m", "build", "--no-isolation", *kind, "--outdir", folder, sources]
-    said = "".join(run(*command, cwd=folder.parent, CC=compiler))
+    said = "".join(run(*command, cwd=folder.parent, CC=compiler, CXX=compiler))
     assert ("warning" in said.lower()) == (shutil.which(compiler) is None), said
     return {file.suffix: file for file in folder.iterdir()}
 
