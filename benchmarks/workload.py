@@ -28,6 +28,8 @@ MINDSPORE_ROWS = (
     *FUSED_ROWS,
 )
 TORCH_ROWS = (TORCH, ACCELERATE)
+# They run each kernel once a window.
+UNSPLIT = (FULL, STOCK)
 # Their network is that of other_kernels.py.
 OTHER_KERNELS_ROWS = (OURS_OTHER_KERNELS, OURS_FUSED_OTHER)
 

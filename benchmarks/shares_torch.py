@@ -1,0 +1,43 @@
+"""Which operators take how much of the same micro step in PyTorch, see shares.py. Takes an environment that has it.
+
+.venv-peers/bin/python benchmarks/shares_torch.py --networks conv
+"""
+
+import argparse
+import os
+
+import torch
+from peers_torch import loss_of, make_network
+from torch.profiler import ProfilerActivity, profile
+from workload import WORKLOADS
+
+STEPS = 200
+
+
+def print_shares(name: str, micro_size: int) -> None:
+    workload = WORKLOADS[name]
+    network = make_network(workload)
+    x, y = (torch.from_numpy(array[: len(array) // micro_size]) for array in workload.batch(micro_size))
+    y = y if workload.kind == "mlp" else y.long()
+
+    def run() -> None:
+        for _ in range(STEPS):
+            loss_of(network, workload, x, y).backward()
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    print(f"{name}: {workload}, micro_size {micro_size}, {STEPS} micro steps")
+    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=40))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--networks", nargs="+", choices=WORKLOADS, default=("mlp_relu", "mlp_gelu", "transformer", "conv")
+    )
+    parser.add_argument("--micro-size", type=int, default=16)
+    args = parser.parse_args()
+    torch.set_num_threads(os.cpu_count())
+    for network in args.networks:
+        print_shares(network, args.micro_size)
