@@ -29,11 +29,11 @@ from workload import (
     FULL,
     FUSED_ROWS,
     MOMENTUM,
-    OTHER_KERNELS_ROWS,
     OURS,
     OURS_FUSED,
-    OURS_FUSED_OTHER,
+    OURS_FUSED_POOL,
     OURS_OTHER_KERNELS,
+    OURS_POOL,
     OURS_PYNATIVE,
     PYNATIVE,
     STOCK,
@@ -45,7 +45,7 @@ from workload import (
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "sample_code" / "transformer_lm"))
-from other_kernels import use_other_kernels
+from other_kernels import InThreadPool, use_other_kernels
 from transformer import Transformer
 
 # Of fused AssignAdd MindSpore loses the order in graphs with conditions, see docs/speed.md.
@@ -111,6 +111,10 @@ def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
     return lambda x, y: step(x, y).loss
 
 
+def in_thread_pool(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
+    return ours(InThreadPool(network), optimizer, micro_size)
+
+
 def full(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
     return nn.TrainOneStepCell(network, optimizer)
 
@@ -143,7 +147,8 @@ BUILDERS = {
     OURS_PYNATIVE: ours,
     OURS_OTHER_KERNELS: ours,
     OURS_FUSED: ours,
-    OURS_FUSED_OTHER: ours,
+    OURS_POOL: in_thread_pool,
+    OURS_FUSED_POOL: in_thread_pool,
     FULL: full,
     STOCK: stock,
     BOOST: boosted,
@@ -160,7 +165,7 @@ def build(workload: Workload, micro_size: int, name: str) -> Row:
     settings = {"mode": mode, "enable_graph_kernel": name in FUSED_ROWS, "graph_kernel_flags": FUSION_FLAGS}
     ms.set_context(**settings)
     network = make_network(workload)
-    if name in OTHER_KERNELS_ROWS:
+    if name == OURS_OTHER_KERNELS:
         use_other_kernels(network)
     weights = network.trainable_params()
     batch = tuple(ms.Tensor(array) for array in workload.batch(micro_size))
