@@ -16,7 +16,7 @@ usage() {
 ./run.sh docs      the pages of docs/ and the reference of the API, into build/docs
 ./run.sh bench [NAME]
                    a program of benchmarks: peers (the default; installs PyTorch and Accelerate into .venv-peers),
-                   step, distributed, communication, growth, report, long_run; more arguments go to it
+                   step, shares, distributed, communication, growth, report, long_run; more arguments go to it
 ./run.sh faults    kill a training 50 times and see that nothing is lost; --kills N for another number
 ./run.sh help      this text
 

@@ -25,6 +25,7 @@ from workload import (
     ADDING,
     BARE,
     BARE_FUSED,
+    BARE_POOL,
     BOOST,
     FULL,
     FUSED_ROWS,
@@ -156,6 +157,7 @@ BUILDERS = {
     ADDING: adding,
     PYNATIVE: pynative,
     BARE: bare_parts,
+    BARE_POOL: lambda network, *others: bare_parts(InThreadPool(network), *others),
     BARE_FUSED: bare_parts,
 }
 
