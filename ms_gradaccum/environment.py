@@ -35,7 +35,7 @@ def describe() -> dict[str, str]:
     facts["float16 products"] = _tried(lambda: _product(ms.float16))
     facts["bfloat16 products"] = _tried(lambda: _product(ms.bfloat16))
     facts["data sink mode"] = "no: Model feeds batches one by one on CPU" if on_cpu else "yes, in GRAPH mode"
-    facts["kernel for sums on CPU"] = "yes" if has_kernel() else "no: no C++ compiler when this package was installed"
+    facts["kernel for sums on CPU"] = "yes" if has_kernel() else "no"
     facts["several processes"] = f"yes, {shutil.which('msrun')}" if shutil.which("msrun") else "no: msrun is not found"
     facts["semi-auto-parallel"] = "no: HSDP of this package stands in on CPU" if on_cpu else "yes"
     facts.update({f"${name}": value for name in _VARIABLES if (value := os.getenv(name)) is not None})

@@ -14,13 +14,13 @@ LIBRARY = Path(__file__).with_name(f"_add_in_place{sysconfig.get_config_var('EXT
 
 def _make_kernel() -> Any:
     """Return the operator of the library, or AssignAdd where there is none."""
-    if not LIBRARY.exists():
+    if ms.get_context("device_target") != "CPU" or not LIBRARY.exists():
         return ops.AssignAdd()
     try:
         kernel = ops.Custom(f"{LIBRARY}:add_in_place", None, ms.float32, "aot")
     except TypeError:  # $MS_CUSTOM_AOT_WHITE_LIST allows another folder alone.
         return ops.AssignAdd()
-    # As AssignAdd has it: what reads the total later in a program waits for it.
+    # As AssignAdd has it: what reads the total later in a program waits until it is added.
     kernel.add_prim_attr("side_effect_mem", True)
     # Without a name MindSpore fails where shapes change.
     kernel.add_prim_attr("reg_op_name", "add_in_place")
@@ -31,7 +31,7 @@ _kernel = _make_kernel()
 
 
 def add_in_place(total: Parameter, part: Tensor) -> Tensor:
-    """Add a tensor to a parameter and return the parameter after it. In graphs alone."""
+    """Add a tensor to a parameter and return the parameter after it."""
     if _fits(total.dtype, part.dtype):
         return ops.depend(total, _kernel(total, part))
     return ops.assign_add(total, part)
