@@ -1,6 +1,6 @@
 // total += part, element by element, for MindSpore's CPU backend ("aot" of ops.Custom).
 //
-// Its own AssignAdd adds one element at a time, in 0.5 to 1.2 ms for 4 MB where this takes 0.3 to 0.5.
+// Its own AssignAdd writes each sum twice and is not vectorized.
 
 #include <cstdint>
 #include <vector>

@@ -1,5 +1,7 @@
 """What no operator of MindSpore does well on all devices."""
 
+import ctypes
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,20 @@ from mindspore.ops.primitive import _primexpr
 
 # Built of add_in_place.cc where there was a C++ compiler. A library of functions, not a module.
 LIBRARY = Path(__file__).with_name(f"_add_in_place{sysconfig.get_config_var('EXT_SUFFIX')}")
+# It has one thread. MindSpore's own has one on 2 cores, takes 3 times as long then, and one more with each core.
+MOST_CORES = 4
 
 
 def _make_kernel() -> Any:
-    """Return the operator of the library, or AssignAdd where there is none."""
-    if ms.get_context("device_target") != "CPU" or not LIBRARY.exists():
+    """Return the operator of the library, or AssignAdd where that is as good or the library cannot be used."""
+    if ms.get_context("device_target") != "CPU" or len(os.sched_getaffinity(0)) > MOST_CORES:
         return ops.AssignAdd()
     try:
+        library = ctypes.CDLL(str(LIBRARY))
+        library.add_in_place, library.add_in_placeInferShape  # noqa: B018
         kernel = ops.Custom(f"{LIBRARY}:add_in_place", None, ms.float32, "aot")
-    except TypeError:  # $MS_CUSTOM_AOT_WHITE_LIST allows another folder alone.
+    # It is not there, or of an older version, or $MS_CUSTOM_AOT_WHITE_LIST forbids it, or its path has a colon.
+    except (OSError, AttributeError, TypeError):
         return ops.AssignAdd()
     # As AssignAdd has it: what reads the total later in a program waits until it is added.
     kernel.add_prim_attr("side_effect_mem", True)
@@ -39,7 +46,7 @@ def add_in_place(total: Parameter, part: Tensor) -> Tensor:
 
 @_primexpr
 def _fits(of_total: Any, of_part: Any) -> bool:
-    return bool(of_total == of_part == ms.float32) and _on_cpu()
+    return bool(of_total == of_part == ms.float32) and has_kernel() and _on_cpu()
 
 
 def has_kernel() -> bool:
