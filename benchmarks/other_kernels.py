@@ -72,7 +72,10 @@ class SplitAttention(nn.Cell):
 
 
 class AdaptivePool(nn.Cell):
-    """A max pooling whose windows neither overlap nor leave anything out, by the kernel for pooling to a given size."""
+    """A max pooling whose windows neither overlap nor leave anything out, by the kernel for pooling to a given size.
+
+    ``pool`` has a stride as large as its kernel and no padding, and the sides of an image are multiples of it.
+    """
 
     def __init__(self, pool: nn.MaxPool2d) -> None:
         super().__init__()
@@ -104,7 +107,7 @@ REPLACED = {
     nn.Dense: lambda cell: OtherDense(cell) if cell.has_bias else cell,
     nn.GELU: lambda cell: SigmoidGELU(),
     # The gradient of MaxPool runs the pooling forward again, both in a kernel of oneDNN for any case.
-    nn.MaxPool2d: AdaptivePool,
+    nn.MaxPool2d: lambda cell: AdaptivePool(cell) if cell.kernel_size == cell.stride == 2 else cell,
     Attention: SplitAttention,
 }
 

@@ -23,8 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
 import mindspore as ms
 import numpy as np
 from mindspore import nn
+from other_kernels import use_other_kernels
 from peers import DEFAULT, TRIALS
-from peers_mindspore import FUSION_FLAGS, make_network, use_other_kernels
+from peers_mindspore import FUSION_FLAGS, make_network
 from windows import versions
 from workload import MOMENTUM, WORKLOADS
 
