@@ -36,6 +36,7 @@ from workload import (
     OURS_OTHER_KERNELS,
     OURS_POOL,
     OURS_PYNATIVE,
+    POOL_ROWS,
     PYNATIVE,
     STOCK,
     TO_PYTHON,
@@ -112,10 +113,6 @@ def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
     return lambda x, y: step(x, y).loss
 
 
-def in_thread_pool(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
-    return ours(InThreadPool(network), optimizer, micro_size)
-
-
 def full(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
     return nn.TrainOneStepCell(network, optimizer)
 
@@ -148,8 +145,8 @@ BUILDERS = {
     OURS_PYNATIVE: ours,
     OURS_OTHER_KERNELS: ours,
     OURS_FUSED: ours,
-    OURS_POOL: in_thread_pool,
-    OURS_FUSED_POOL: in_thread_pool,
+    OURS_POOL: ours,
+    OURS_FUSED_POOL: ours,
     FULL: full,
     STOCK: stock,
     BOOST: boosted,
@@ -157,7 +154,7 @@ BUILDERS = {
     ADDING: adding,
     PYNATIVE: pynative,
     BARE: bare_parts,
-    BARE_POOL: lambda network, *others: bare_parts(InThreadPool(network), *others),
+    BARE_POOL: bare_parts,
     BARE_FUSED: bare_parts,
 }
 
@@ -169,6 +166,8 @@ def build(workload: Workload, micro_size: int, name: str) -> Row:
     network = make_network(workload)
     if name == OURS_OTHER_KERNELS:
         use_other_kernels(network)
+    if name in POOL_ROWS:
+        network = InThreadPool(network)
     weights = network.trainable_params()
     batch = tuple(ms.Tensor(array) for array in workload.batch(micro_size))
     step = BUILDERS[name](network, nn.Momentum(weights, workload.learning_rate, MOMENTUM), micro_size)

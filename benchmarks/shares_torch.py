@@ -8,6 +8,7 @@ import os
 import time
 
 import torch
+from peers import DEFAULT
 from peers_torch import loss_of, make_network
 from torch.profiler import ProfilerActivity, profile
 from workload import WORKLOADS
@@ -40,9 +41,7 @@ def print_shares(name: str, micro_size: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--networks", nargs="+", choices=WORKLOADS, default=("mlp_relu", "mlp_gelu", "transformer", "conv")
-    )
+    parser.add_argument("--networks", nargs="+", choices=WORKLOADS, default=DEFAULT[0])
     parser.add_argument("--micro-size", type=int, default=16)
     args = parser.parse_args()
     torch.set_num_threads(os.cpu_count())

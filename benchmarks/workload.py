@@ -25,6 +25,8 @@ TORCH = "PyTorch, bare loop"
 ACCELERATE = "Accelerate"
 # Their graphs are compiled with MindSpore's graph kernel fusion.
 FUSED_ROWS = (OURS_FUSED, OURS_FUSED_POOL, BARE_FUSED)
+# Their graphs are run by MindSpore's threads.
+POOL_ROWS = (OURS_POOL, OURS_FUSED_POOL, BARE_POOL)
 MINDSPORE_ROWS = (
     *(OURS, OURS_POOL, OURS_OTHER_KERNELS, OURS_PYNATIVE),
     *(FULL, STOCK, BOOST, TO_PYTHON, ADDING, PYNATIVE, BARE, BARE_POOL),

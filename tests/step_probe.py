@@ -7,6 +7,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.api import _cell_graph_executor
+from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
@@ -72,6 +73,14 @@ def number(tensor):
 
 def tensors(*arrays):
     return [Tensor(array) for array in arrays]
+
+
+def operators(cell, graph_id):
+    """Names of the operators of a compiled cell, one for each call."""
+    model = mind_ir_pb2.ModelProto()
+    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(cell, graph_id, "mind_ir"))
+    nodes = [node.op_type.split(":") for graph in (model.graph, *model.functions) for node in graph.node]
+    return [parts[2] for parts in nodes if len(parts) > 2]
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from mindspore import Tensor, mint, nn, ops
 from mindspore.common.api import _cell_graph_executor
 from mindspore.nn.optim import lamb, lars
 from mindspore.nn.optim import optimizer as base
-from mindspore.train import mind_ir_pb2
 from optimizer_parity import (
     BOTH,
     RowLoss,
@@ -20,6 +19,7 @@ from optimizer_parity import (
     dense,
     one_layer,
 )
+from step_probe import operators
 
 # By the name of the operator that has no kernel.
 WITHOUT_KERNEL = {
@@ -87,10 +87,7 @@ def test_optimizers_without_a_kernel_are_part_of_the_compiled_step(operator):
     # The compiler's front end does not ask for kernels in a phase of this name.
     step.phase = "export.train"
     graph_id, _ = _cell_graph_executor.compile(step, *inputs, phase=step.phase)
-    model = mind_ir_pb2.ModelProto()
-    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(step, graph_id, "mind_ir"))
-    operators = [node.op_type for graph in (model.graph, *model.functions) for node in graph.node]
-    assert sum(f"::{operator}:" in name for name in operators) == len(optimizer.parameters)
+    assert operators(step, graph_id).count(operator) == len(optimizer.parameters)
 
 
 def test_thor_is_refused_for_its_statistics_of_the_whole_batch():
