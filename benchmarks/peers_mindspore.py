@@ -24,19 +24,15 @@ from worker import Row, serve
 from workload import (
     ADDING,
     BARE,
-    BARE_FUSED,
     BARE_POOL,
     BOOST,
     FULL,
-    FUSED_ROWS,
     MOMENTUM,
     OURS,
+    OURS_CALLING,
     OURS_FUSED,
-    OURS_FUSED_POOL,
     OURS_OTHER_KERNELS,
-    OURS_POOL,
     OURS_PYNATIVE,
-    POOL_ROWS,
     PYNATIVE,
     STOCK,
     TO_PYTHON,
@@ -113,6 +109,12 @@ def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
     return lambda x, y: step(x, y).loss
 
 
+def in_calling_thread(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
+    step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer)
+    step.micro_steps.trial.end(pooled=False)
+    return lambda x, y: step(x, y).loss
+
+
 def full(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
     return nn.TrainOneStepCell(network, optimizer)
 
@@ -145,8 +147,7 @@ BUILDERS = {
     OURS_PYNATIVE: ours,
     OURS_OTHER_KERNELS: ours,
     OURS_FUSED: ours,
-    OURS_POOL: ours,
-    OURS_FUSED_POOL: ours,
+    OURS_CALLING: in_calling_thread,
     FULL: full,
     STOCK: stock,
     BOOST: boosted,
@@ -155,18 +156,17 @@ BUILDERS = {
     PYNATIVE: pynative,
     BARE: bare_parts,
     BARE_POOL: bare_parts,
-    BARE_FUSED: bare_parts,
 }
 
 
 def build(workload: Workload, micro_size: int, name: str) -> Row:
     mode = ms.PYNATIVE_MODE if name in (PYNATIVE, OURS_PYNATIVE) else ms.GRAPH_MODE
-    settings = {"mode": mode, "enable_graph_kernel": name in FUSED_ROWS, "graph_kernel_flags": FUSION_FLAGS}
+    settings = {"mode": mode, "enable_graph_kernel": name == OURS_FUSED, "graph_kernel_flags": FUSION_FLAGS}
     ms.set_context(**settings)
     network = make_network(workload)
     if name == OURS_OTHER_KERNELS:
         use_other_kernels(network)
-    if name in POOL_ROWS:
+    if name == BARE_POOL:
         network = InThreadPool(network)
     weights = network.trainable_params()
     batch = tuple(ms.Tensor(array) for array in workload.batch(micro_size))

@@ -66,8 +66,8 @@ def _run_window(row: Row, file: str | None = None) -> tuple[float, float, float 
 class Worker:
     """The other end of the pipe."""
 
-    def __init__(self, python: str, program: str, threads: int) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLOG_v": "3"}
+    def __init__(self, python: str, program: str, threads: int, **variables: str) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLOG_v": "3"} | variables
         command = [python, str(Path(__file__).with_name(program)), str(threads)]
         self.process = subprocess.Popen(
             command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE

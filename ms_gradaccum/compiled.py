@@ -81,12 +81,22 @@ class Compiled:
             if cell is not None:
                 cell.set_jit_config(jit_config)
 
+    def compiles(self, *tensors: Tensor) -> bool:
+        """Return whether there is a graph; it is compiled for these tensors if there is none yet."""
+        if self.eager or os.getenv("MS_JIT") == "0":
+            return False
+        try:
+            self._refuse_what_graphs_ignore()
+            return bool(self.fixed or self._compiled_for(tensors, _shapes_of(tensors)))
+        except Exception:
+            return False
+
     def __call__(self, *tensors: Tensor) -> Any:
         """Run with tensors whose dtypes and numbers of axes are always the same."""
         if self.eager or os.getenv("MS_JIT") == "0":
             with _op_by_op():
                 return self.cell(*tensors)
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        shapes = _shapes_of(tensors)
         self.has_run = False
         try:
             self._refuse_what_graphs_ignore()
@@ -206,6 +216,10 @@ def _op_by_op() -> Iterator[None]:
 def graph_mode() -> Any:
     """Switch to GRAPH mode and back."""
     return execution_mode(ms.GRAPH_MODE)
+
+
+def _shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def _widen(general: Shapes, shapes: Shapes) -> Shapes:

@@ -16,9 +16,16 @@ LIBRARY = Path(__file__).with_name(f"_add_in_place{sysconfig.get_config_var('EXT
 MOST_CORES = 4
 
 
+def cores() -> int:
+    """Return how many cores the process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS, Windows
+
+
 def _make_kernel() -> Any:
     """Return the operator of the library, or AssignAdd where that is as good or the library cannot be used."""
-    if ms.get_context("device_target") != "CPU" or len(os.sched_getaffinity(0)) > MOST_CORES:
+    if ms.get_context("device_target") != "CPU" or cores() > MOST_CORES:
         return ops.AssignAdd()
     try:
         library = ctypes.CDLL(str(LIBRARY))

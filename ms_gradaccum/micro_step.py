@@ -1,25 +1,20 @@
 """Forward and backward of a batch, micro batch by micro batch, added into the sums of a window."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common.sparse_tensor import RowTensorInner
 
-from ms_gradaccum._checks import warn
 from ms_gradaccum.bad_micro_batch import KeepFinite
-from ms_gradaccum.compiled import NOTHING, Compiled
-from ms_gradaccum.events import Events
 from ms_gradaccum.half_precision import computes_in_16_bits
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.precision import Precision
 from ms_gradaccum.runs import run_of
-from ms_gradaccum.structure import why_no_graph
-
-_MANY_STRUCTURES = 8
+from ms_gradaccum.thread_pool import with_condition
 
 
 class MicroStep(nn.Cell):
@@ -33,6 +28,8 @@ class MicroStep(nn.Cell):
 
     # Whether it is the last one of its window and the ranks add up the sums with it.
     reduces = False
+    # Whether MindSpore's threads shall run it, see thread_pool.py.
+    in_thread_pool = False
 
     def __init__(
         self, weighted_loss: WeightedLoss, parallels: Sequence[SingleProcess], weights: Sequence[ParameterTuple]
@@ -66,7 +63,8 @@ class MicroStep(nn.Cell):
         """Return something that depends on ``added`` and, for the compiler's sake, on nothing of this micro batch."""
         if self.reduces:
             added = self.parallels[0].reduce(added)
-        return ops.depend(self.buffer.weight + 0.0, added)
+        number = ops.depend(self.buffer.weight + 0.0, added)
+        return with_condition(number) if self.in_thread_pool else number
 
 
 class ScaledMicroStep(MicroStep):
@@ -188,107 +186,3 @@ class EmptyStep(nn.Cell):
                 grads = buffer.no_grads(parallel.replicas(), done)
                 done = term.add(nothing, nothing, parallel.share(grads))
         return done
-
-
-class MicroSteps:
-    """The micro steps of the batches of a network, each run as a compiled graph.
-
-    Args:
-        owner: Whose name errors begin with.
-        network: The GradAccumulation.
-        parallels: One per optimizer.
-        weights: One per optimizer: the parameters that it updates.
-        precision: What computes in 16 bits, and the loss scale.
-        drops: Whether a micro batch that is not finite is left out.
-    """
-
-    def __init__(
-        self,
-        owner: str,
-        network: Any,
-        parallels: Sequence[SingleProcess],
-        weights: Sequence[ParameterTuple],
-        precision: Precision,
-        drops: bool,
-    ) -> None:
-        self.owner = owner
-        self.precision = precision
-        self.drops = drops
-        self.network = network
-        self.parallels = parallels
-        self.weights = weights
-        # For a larger graph, which takes inputs as they are.
-        self.cell = self._build(network.weighted_loss)
-        # One per structure of the inputs, nearly always one, and per whether the sums are reduced with it.
-        self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
-        self.empty_step = EmptyStep(parallels)
-        self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
-        # Whether the last batch may have added something before it failed.
-        self.has_added = False
-        # Who is told of each micro batch.
-        self.events = Events(owner)
-
-    def compiled_cells(self) -> list[Any]:
-        """Return what has a mode and settings of its own."""
-        return [self.cell, self.empty_step, *self.by_structure.values()]
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
-        """Add one batch and return what each of its micro steps returned; the last one may reduce the sums too."""
-        self.has_added = False
-        structure, micro_batches = self.network.split(*args, **kwargs)
-        micro_step = self._for(structure)
-        # Before any of them: the messages of all ranks must come in one order.
-        rounds = self.parallels[0].rounds(len(micro_batches))
-        outputs: list[Any] = []
-        done = self.events.micro_batches
-        # A callback may raise before its first run.
-        micro_step.has_run = False
-        counts = {rows: Tensor(rows, ms.float32) for rows in {part.rows for part in micro_batches}}
-        try:
-            for index, (rows, tensors) in enumerate(micro_batches):
-                self.events.micro_batch_begin(index, rows)
-                if reduces and index == len(micro_batches) - 1:
-                    micro_step = self._for(structure, reduces)
-                outputs.append(micro_step(counts[rows], *tensors))
-                self.events.micro_batch_end(index, rows)
-        except BaseException:
-            self.has_added = bool(outputs) or micro_step.has_run
-            self.events.micro_batches = done
-            raise
-        self._add_nothing(rounds - len(outputs))
-        return outputs
-
-    def join(self) -> None:
-        """Take part in a batch of the other processes without one."""
-        self._add_nothing(self.parallels[0].rounds(0))
-
-    def _add_nothing(self, micro_batches: int) -> None:
-        for _ in range(micro_batches):
-            self.run_empty_step(NOTHING)
-
-    def _for(self, structure: Hashable, reduces: bool = False) -> Compiled:
-        key = (structure, reduces)
-        if key not in self.by_structure:
-            self.by_structure[key] = Compiled(
-                lambda: self._build(self.network.loss_of(structure), reduces),
-                self.owner,
-                "the network",
-                why_no_graph(structure),
-                takes_gradient=True,
-            )
-            if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
-                warn(
-                    f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
-                    f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors.",
-                )
-        return self.by_structure[key]
-
-    def _build(self, weighted_loss: WeightedLoss, reduces: bool = False) -> MicroStep:
-        cell = make_micro_step(weighted_loss, self.parallels, self.weights, self.precision, self.drops)
-        cell.reduces = reduces
-        if hasattr(self, "cell"):
-            cell.set_train(self.cell.training)
-            cell._get_attr_from_cell(self.cell)  # What `set_jit_config` has said.
-        else:
-            cell.set_train()
-        return cell

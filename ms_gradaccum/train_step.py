@@ -13,7 +13,7 @@ from ms_gradaccum.compiled import graph_mode
 from ms_gradaccum.events import Events, Observed
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.grad_clip import Clip, check_clip
-from ms_gradaccum.micro_step import MicroSteps
+from ms_gradaccum.micro_steps import MicroSteps
 from ms_gradaccum.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.parallel.choose import ParallelChoice, build_parallel, check_parallel
 from ms_gradaccum.parallel.partitioned import PartitionedWindow

@@ -16,7 +16,7 @@ from ms_gradaccum.given_grads import AddGrads
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.grad_clip import ClipByGroupNorm, ClipByValue
-from ms_gradaccum.micro_step import MicroSteps
+from ms_gradaccum.micro_steps import MicroSteps
 from ms_gradaccum.optimizers import check_optimizer
 from ms_gradaccum.parallel.choose import build_parallel, check_parallel
 from ms_gradaccum.parallel.data_parallel import DataParallel
