@@ -3,7 +3,7 @@
 import os
 import platform
 import shutil
-import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
@@ -14,11 +14,21 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import first_line
 from ms_gradaccum.compiled import execution_mode
 from ms_gradaccum.grad_accumulation import GradAccumulation
-from ms_gradaccum.kernels import has_kernel
+from ms_gradaccum.kernels import cores, has_kernel
 from ms_gradaccum.train_step import TrainOneStepCell
 
 _PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "tensorboardX", "matplotlib")
-_VARIABLES = ("DEVICE_ID", "MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_JIT", "OMP_NUM_THREADS")
+_VARIABLES = (
+    "DEVICE_ID",
+    "MS_ROLE",
+    "MS_WORKER_NUM",
+    "MS_SCHED_HOST",
+    "MS_JIT",
+    "OMP_NUM_THREADS",
+    "ONEDNN_MAX_CPU_ISA",
+)
+# As fast as can be, a convolution takes less than a tenth of it.
+_SLOW = 30
 
 
 def describe() -> dict[str, str]:
@@ -28,7 +38,7 @@ def describe() -> dict[str, str]:
     facts = {"python": platform.python_version(), "system": platform.platform()}
     facts.update({name: _version_of(name) for name in _PACKAGES})
     facts["device target"] = f"{target}, {ms.hal.device_count(target)} of them"
-    facts["cores and memory"] = f"{_cores()}, {_memory()}"
+    facts["cores and memory"] = f"{cores()} cores, {_memory()}"
     facts["default mode"] = "GRAPH" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE"
     facts["an update in GRAPH mode"] = _tried(lambda: _update(ms.GRAPH_MODE))
     facts["an update in PYNATIVE mode"] = _tried(lambda: _update(ms.PYNATIVE_MODE))
@@ -36,6 +46,7 @@ def describe() -> dict[str, str]:
     facts["bfloat16 products"] = _tried(lambda: _product(ms.bfloat16))
     facts["data sink mode"] = "no: Model feeds batches one by one on CPU" if on_cpu else "yes, in GRAPH mode"
     facts["kernel for sums on CPU"] = "yes" if has_kernel() else "no"
+    facts["fast convolutions on CPU"] = _fast_convolutions() if on_cpu else "not used"
     facts["several processes"] = f"yes, {shutil.which('msrun')}" if shutil.which("msrun") else "no: msrun is not found"
     facts["semi-auto-parallel"] = "no: HSDP of this package stands in on CPU" if on_cpu else "yes"
     facts.update({f"${name}": value for name in _VARIABLES if (value := os.getenv(name)) is not None})
@@ -47,11 +58,6 @@ def _version_of(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _cores() -> str:
-    available = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return f"{available} cores"
 
 
 def _memory() -> str:
@@ -77,6 +83,27 @@ def _update(mode: int) -> None:
         reached = network.weight.asnumpy().item()
     if abs(reached - 1.0) > 1e-5:
         raise RuntimeError(f"the weight is {reached} where 1.0 is right")
+
+
+def _fast_convolutions() -> str:
+    """Return "yes", or "no" and what to do where MindSpore's oneDNN has nothing better than its reference code."""
+    images, filters = Tensor(np.ones((32, 16, 16, 16), np.float32)), Tensor(np.ones((16, 16, 3, 3), np.float32))
+    patches, matrix = Tensor(np.ones((32 * 16 * 16, 16 * 9), np.float32)), Tensor(np.ones((16 * 9, 16), np.float32))
+    convolution = ops.Conv2D(16, 3, pad_mode="same")
+    ratio = _least_time(lambda: convolution(images, filters)) / _least_time(lambda: ops.matmul(patches, matrix))
+    if ratio < _SLOW:
+        return "yes"
+    return f"no: {ratio:.0f} times a matrix product of that size. Set ONEDNN_MAX_CPU_ISA=AVX2 before the program starts"
+
+
+def _least_time(run: Callable[[], Tensor]) -> float:
+    """Return the least of some seconds."""
+    times = []
+    for _ in range(8):
+        begun = time.perf_counter()
+        run().asnumpy()
+        times.append(time.perf_counter() - begun)
+    return min(times)
 
 
 def _product(dtype: ms.Type) -> None:
