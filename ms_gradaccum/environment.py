@@ -3,7 +3,6 @@
 import os
 import platform
 import shutil
-import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
@@ -13,6 +12,7 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import first_line
 from ms_gradaccum.compiled import execution_mode
+from ms_gradaccum.convolutions import REMEDY, SLOW, VARIABLE, times_a_product
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.kernels import cores, has_kernel
 from ms_gradaccum.train_step import TrainOneStepCell
@@ -25,10 +25,8 @@ _VARIABLES = (
     "MS_SCHED_HOST",
     "MS_JIT",
     "OMP_NUM_THREADS",
-    "ONEDNN_MAX_CPU_ISA",
+    VARIABLE,
 )
-# As fast as can be, a convolution takes less than a tenth of it.
-_SLOW = 30
 
 
 def describe() -> dict[str, str]:
@@ -86,24 +84,8 @@ def _update(mode: int) -> None:
 
 
 def _fast_convolutions() -> str:
-    """Return "yes", or "no" and what to do where MindSpore's oneDNN has nothing better than its reference code."""
-    images, filters = Tensor(np.ones((32, 16, 16, 16), np.float32)), Tensor(np.ones((16, 16, 3, 3), np.float32))
-    patches, matrix = Tensor(np.ones((32 * 16 * 16, 16 * 9), np.float32)), Tensor(np.ones((16 * 9, 16), np.float32))
-    convolution = ops.Conv2D(16, 3, pad_mode="same")
-    ratio = _least_time(lambda: convolution(images, filters)) / _least_time(lambda: ops.matmul(patches, matrix))
-    if ratio < _SLOW:
-        return "yes"
-    return f"no: {ratio:.0f} times a matrix product of that size. Set ONEDNN_MAX_CPU_ISA=AVX2 before the program starts"
-
-
-def _least_time(run: Callable[[], Tensor]) -> float:
-    """Return the least of some seconds."""
-    times = []
-    for _ in range(8):
-        begun = time.perf_counter()
-        run().asnumpy()
-        times.append(time.perf_counter() - begun)
-    return min(times)
+    ratio = times_a_product()
+    return "yes" if ratio < SLOW else f"no: {ratio:.0f} times a matrix product of as much arithmetic. {REMEDY}"
 
 
 def _product(dtype: ms.Type) -> None:

@@ -9,6 +9,7 @@ from mindspore import ParameterTuple, Tensor
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.compiled import NOTHING, Compiled
+from ms_gradaccum.convolutions import warn_if_slow
 from ms_gradaccum.events import Events
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.micro_step import EmptyStep, MicroStep, make_micro_step
@@ -41,6 +42,7 @@ class MicroSteps:
         precision: Precision,
         drops: bool,
     ) -> None:
+        warn_if_slow(owner, network)
         self.owner = owner
         self.precision = precision
         self.drops = drops
