@@ -14,7 +14,7 @@ from ms_gradaccum._checks import first_line
 from ms_gradaccum.compiled import execution_mode
 from ms_gradaccum.convolutions import REMEDY, SLOW, VARIABLE, times_a_product
 from ms_gradaccum.grad_accumulation import GradAccumulation
-from ms_gradaccum.kernels import cores, has_kernel
+from ms_gradaccum.kernels import cores, has_kernels
 from ms_gradaccum.train_step import TrainOneStepCell
 
 _PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "tensorboardX", "matplotlib")
@@ -43,7 +43,7 @@ def describe() -> dict[str, str]:
     facts["float16 products"] = _tried(lambda: _product(ms.float16))
     facts["bfloat16 products"] = _tried(lambda: _product(ms.bfloat16))
     facts["data sink mode"] = "no: Model feeds batches one by one on CPU" if on_cpu else "yes, in GRAPH mode"
-    facts["kernel for sums on CPU"] = "yes" if has_kernel() else "no"
+    facts["kernels for sums on CPU"] = "yes" if has_kernels() else "no"
     facts["fast convolutions on CPU"] = _fast_convolutions() if on_cpu else "not used"
     facts["several processes"] = f"yes, {shutil.which('msrun')}" if shutil.which("msrun") else "no: msrun is not found"
     facts["semi-auto-parallel"] = "no: HSDP of this package stands in on CPU" if on_cpu else "yes"

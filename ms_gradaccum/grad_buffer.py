@@ -7,7 +7,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.kernels import add_in_place, spread
+from ms_gradaccum.kernels import add_in_place, fill_in_place, spread
 from ms_gradaccum.runs import run_of, runs_of
 
 
@@ -180,7 +180,7 @@ _fill = ops.MultitypeFuncGraph("fill")
 
 @_fill.register("Tensor", "Tensor")
 def _fill_one(value: Tensor, total: Parameter) -> Tensor:
-    return ops.assign(total, spread(value, total))
+    return fill_in_place(total, value)
 
 
 def _assign_zero(scalar: Parameter) -> Tensor:

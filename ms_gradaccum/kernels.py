@@ -10,9 +10,9 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops.primitive import _primexpr
 
-# Built of add_in_place.cc where there was a C++ compiler. A library of functions, not a module.
-LIBRARY = Path(__file__).with_name(f"_add_in_place{sysconfig.get_config_var('EXT_SUFFIX')}")
-# It has one thread. MindSpore's own has one on 2 cores, takes 3 times as long then, and one more with each core.
+# Built of kernels.cc where there was a C++ compiler. A library of functions, not a module.
+LIBRARY = Path(__file__).with_name(f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
+# They have one thread. MindSpore's own have one on 2 cores, take 3 times as long then, and one more with each core.
 MOST_CORES = 4
 
 
@@ -23,42 +23,78 @@ def cores() -> int:
     return os.cpu_count() or 1  # macOS, Windows
 
 
-def _make_kernel() -> Any:
-    """Return the operator of the library, or AssignAdd where that is as good or the library cannot be used."""
+def _load() -> Any:
+    """Return the library, or None where MindSpore's operators are as good or it cannot be used."""
     if ms.get_context("device_target") != "CPU" or cores() > MOST_CORES:
-        return ops.AssignAdd()
+        return None
     try:
-        library = ctypes.CDLL(str(LIBRARY))
-        library.add_in_place, library.add_in_placeInferShape  # noqa: B018
-        kernel = ops.Custom(f"{LIBRARY}:add_in_place", None, ms.float32, "aot")
-    # It is not there, or of an older version, or $MS_CUSTOM_AOT_WHITE_LIST forbids it, or its path has a colon.
-    except (OSError, AttributeError, TypeError):
-        return ops.AssignAdd()
-    # As AssignAdd has it: what reads the total later in a program waits until it is added.
-    kernel.add_prim_attr("side_effect_mem", True)
-    # Without a name MindSpore fails where shapes change.
-    kernel.add_prim_attr("reg_op_name", "add_in_place")
-    return kernel
+        return ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
 
 
-_kernel = _make_kernel()
+def _make_kernels() -> tuple[Any, ...]:
+    """Return the operators of the library, or None for each."""
+    library, kernels = _load(), []
+    for name in _NAMES:
+        try:
+            getattr(library, name), getattr(library, f"{name}InferShape")
+            kernel = ops.Custom(f"{LIBRARY}:{name}", None, ms.float32, "aot")
+        # There is none, or one of an older version, or $MS_CUSTOM_AOT_WHITE_LIST forbids it, or its path has a colon.
+        except (AttributeError, TypeError):
+            return (None,) * len(_NAMES)
+        # As AssignAdd has it: what reads the total later in a program waits until it is changed.
+        kernel.add_prim_attr("side_effect_mem", name.endswith("in_place"))
+        # Without a name MindSpore fails where shapes change.
+        kernel.add_prim_attr("reg_op_name", name)
+        kernels.append(kernel)
+    return tuple(kernels)
+
+
+_NAMES = ("add_in_place", "scale_in_place", "fill_in_place", "sum_of_squares")
+_add_in_place, _scale_in_place, _fill_in_place, _sum_of_squares = _make_kernels()
+
+
+def has_kernels() -> bool:
+    """Return whether the kernels of this package are used."""
+    return _add_in_place is not None
+
+
+@_primexpr
+def _fit(*dtypes: Any) -> bool:
+    return all(dtype == ms.float32 for dtype in dtypes) and has_kernels() and _on_cpu()
 
 
 def add_in_place(total: Parameter, part: Tensor) -> Tensor:
     """Add a tensor to a parameter and return the parameter after it."""
-    if _fits(total.dtype, part.dtype):
-        return ops.depend(total, _kernel(total, part))
+    if _fit(total.dtype, part.dtype):
+        return ops.depend(total, _add_in_place(total, part))
     return ops.assign_add(total, part)
 
 
-@_primexpr
-def _fits(of_total: Any, of_part: Any) -> bool:
-    return bool(of_total == of_part == ms.float32) and has_kernel() and _on_cpu()
+def scale_in_place(total: Parameter, factor: Tensor) -> Tensor:
+    """Multiply a parameter by a number and return the parameter after it."""
+    if _fit(total.dtype, factor.dtype):
+        return ops.depend(total, _scale_in_place(total, factor))
+    return ops.assign(total, total * factor)
 
 
-def has_kernel() -> bool:
-    """Return whether sums on CPU are added by the kernel of this package."""
-    return isinstance(_kernel, ops.Custom)
+def fill_in_place(total: Parameter, number: Tensor) -> Tensor:
+    """Make a parameter a number everywhere and return the parameter after it."""
+    if _fit(total.dtype, number.dtype):
+        return ops.depend(total, _fill_in_place(total, number))
+    return ops.assign(total, spread(number, total))
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Return the sum of the squares of a float32 tensor, a scalar."""
+    if _fit(values.dtype):
+        return _sum_of_squares(values).reshape(())
+    squares = ops.square(values)
+    if squares.ndim > 1:
+        # Row by row first: on CPU a reduction over all axes at once takes 7 times as long.
+        squares = ops.sum(ops.Flatten()(squares), (1,))
+    return ops.sum(squares)
 
 
 def spread(number: Tensor, like: Parameter) -> Tensor:

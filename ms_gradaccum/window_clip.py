@@ -5,9 +5,10 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum.grad_clip import ClipByGroupNorm, Grads, scale
+from ms_gradaccum.grad_clip import ClipByGroupNorm, Grads, NoClip, scale
+from ms_gradaccum.kernels import scale_in_place
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.runs import once, run_of
 
@@ -37,8 +38,7 @@ class EachClip(nn.Cell):
         means: Grads = ()
         for begin, end in self.runs:
             sums = run_of(self.parallel.sums, begin, end)
-            clipped = self.clipped(begin, self.map(ops.partial(scale, factor), sums), decision)
-            stored = self.map(ops.assign, sums, clipped)
+            stored = self.stored(begin, sums, factor, decision)
             means += stored
             factor = once(factor, stored)
         return means
@@ -46,6 +46,12 @@ class EachClip(nn.Cell):
     def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Any:
         """Return what `clipped` needs to know of all gradients."""
         return (norm, *limit)
+
+    def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
+        """Put clipped means in the place of sums, of which the first is number ``begin``."""
+        clipped = self.clipped(begin, self.map(ops.partial(scale, factor), sums), decision)
+        stored: Grads = self.map(ops.assign, sums, clipped)
+        return stored
 
     def clipped(self, begin: int, grads: Grads, decision: Any) -> Grads:
         """Return gradients after clipping, of which the first is number ``begin``."""
@@ -55,6 +61,22 @@ class EachClip(nn.Cell):
     def norm_after(self, norm: Tensor, *limit: Tensor) -> Any:
         """Return the norm after clipping, or None if it takes a pass of its own."""
         return self.clip.norm_after(norm, *limit)
+
+
+_scale_one = ops.MultitypeFuncGraph("scale_in_place")
+
+
+@_scale_one.register("Tensor", "Tensor")
+def _scale_one_in_place(factor: Tensor, total: Parameter) -> Tensor:
+    return scale_in_place(total, factor)
+
+
+class Means(EachClip):
+    """The same for `NoClip`: the means as they are."""
+
+    def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
+        stored: Grads = self.map(ops.partial(_scale_one, factor), sums)
+        return stored
 
 
 class GroupClip(EachClip):
@@ -96,4 +118,4 @@ def clip_of(clip: Any, names: Sequence[str], parallel: SingleProcess) -> EachCli
     """Return the cell that clips the means of gradients of parameters of these names."""
     if isinstance(clip, ClipByGroupNorm):
         return GroupClip(clip.groups_of(names), list(clip.limits.values()), parallel)
-    return EachClip(clip, parallel)
+    return Means(clip, parallel) if isinstance(clip, NoClip) else EachClip(clip, parallel)

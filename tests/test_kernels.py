@@ -1,4 +1,4 @@
-"""Sums on CPU: the kernel of this package adds what AssignAdd adds, in its place and in its order."""
+"""Sums on CPU: the kernels of this package do what MindSpore's operators do, in their place and in their order."""
 
 import os
 import shutil
@@ -12,9 +12,11 @@ from mindspore import Parameter, Tensor, nn, ops
 from step_probe import Weights, operators
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell, kernels
-from ms_gradaccum.kernels import add_in_place
+from ms_gradaccum.kernels import add_in_place, fill_in_place, scale_in_place, sum_of_squares
 
 ODD = np.array([0.0, -0.0, 1e-37, -1e-30, 3.4e38, np.inf, -np.inf, np.nan, 1.0], np.float32)
+
+NONE = (None,) * 4
 
 
 class Sum(nn.Cell):
@@ -59,28 +61,34 @@ def numbers(shape, seed):
     return np.array(np.random.default_rng(seed).standard_normal(shape), np.float32)
 
 
-needs_kernel = pytest.mark.skipif(not kernels.LIBRARY.exists(), reason="no C++ compiler for add_in_place.cc")
+needs_kernels = pytest.mark.skipif(not kernels.LIBRARY.exists(), reason="no C++ compiler for kernels.cc")
 
 
 @pytest.fixture(autouse=True)
 def few_cores(monkeypatch):
     """Let machines of many cores add as those of few do."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    monkeypatch.setattr(kernels, "_kernel", kernels._make_kernel())
+    load(monkeypatch)
 
 
-def test_the_kernel_is_there_if_there_is_a_compiler():
+def load(monkeypatch):
+    """Look for the kernels anew."""
+    for name, kernel in zip(kernels._NAMES, kernels._make_kernels()):
+        monkeypatch.setattr(kernels, f"_{name}", kernel)
+
+
+def test_the_kernels_are_there_if_there_is_a_compiler():
     compiler = sysconfig.get_config_var("CXX").split()[0]
-    assert kernels.has_kernel() or not shutil.which(compiler), f"{kernels.LIBRARY}: install again"
+    assert kernels.has_kernels() or not shutil.which(compiler), f"{kernels.LIBRARY}: install again"
 
 
-@needs_kernel
+@needs_kernels
 def test_many_cores_add_by_the_operator_that_uses_them(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(5)))
-    assert isinstance(kernels._make_kernel(), ops.AssignAdd)
+    assert kernels._make_kernels() == NONE
 
 
-@needs_kernel
+@needs_kernels
 @pytest.mark.parametrize("source", ["", "int add_in_place;"], ids=["no library", "another version"])
 def test_no_kernel_of_a_library_that_cannot_be_used(source, monkeypatch, tmp_path):
     library = tmp_path / "library.so"
@@ -90,17 +98,17 @@ def test_no_kernel_of_a_library_that_cannot_be_used(source, monkeypatch, tmp_pat
     else:
         library.write_text("no library")
     monkeypatch.setattr(kernels, "LIBRARY", library)
-    assert isinstance(kernels._make_kernel(), ops.AssignAdd)
+    assert kernels._make_kernels() == NONE
 
 
 @pytest.fixture(params=["kernel", "AssignAdd"])
 def operator(request, monkeypatch):
-    """Run the test with the kernel, and as if it had not been built."""
+    """Run the test with the kernels, and as if they had not been built."""
     if request.param == "AssignAdd":
         monkeypatch.setattr(kernels, "LIBRARY", kernels.LIBRARY.with_name("missing.so"))
-        monkeypatch.setattr(kernels, "_kernel", kernels._make_kernel())
+        load(monkeypatch)
     elif not kernels.LIBRARY.exists():
-        pytest.skip("no C++ compiler for add_in_place.cc")
+        pytest.skip("no C++ compiler for kernels.cc")
     return {"kernel": "Custom", "AssignAdd": "AssignAdd"}[request.param]
 
 
@@ -146,7 +154,75 @@ def test_adding_keeps_its_place_in_conditions(operator):
     assert operator in operators(cell, cell.current_phase)
 
 
-@needs_kernel
+class Chain(nn.Cell):
+    """Kernels that change a total, with a look at it and at its squares between them."""
+
+    def __init__(self, start):
+        super().__init__()
+        self.total = Parameter(Tensor(start), "total")
+
+    def construct(self, factor, number):
+        squares = sum_of_squares(self.total)
+        scaled = scale_in_place(self.total, factor) + 1.0
+        squares_of_scaled = sum_of_squares(self.total)
+        filled = fill_in_place(self.total, number) * 2.0
+        return squares, scaled, squares_of_scaled, filled
+
+
+class ChainInThreadPool(Chain):
+    def construct(self, factor, number):
+        squares = sum_of_squares(self.total)
+        scaled = scale_in_place(self.total, factor) + 1.0
+        squares_of_scaled = sum_of_squares(self.total)
+        if factor < -1e30:  # never
+            squares = squares + 1.0
+        filled = fill_in_place(self.total, number) * 2.0
+        return squares, scaled, squares_of_scaled, filled
+
+
+@pytest.mark.parametrize("kind", [Chain, ChainInThreadPool])
+@pytest.mark.parametrize("shape", [(), (1,), (15,), (16,), (4097,), (3, 5, 7), (1000, 33)], ids=str)
+def test_each_kernel_does_what_numpy_does(shape, kind, operator):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    start, factor = numbers(shape, 1), np.float32(0.3)
+    cell = kind(start)
+    squares, scaled, squares_of_scaled, filled = (out.asnumpy() for out in cell(Tensor(factor), Tensor(7.0)))
+    assert squares.shape == squares_of_scaled.shape == ()
+    assert squares == pytest.approx(np.square(start.astype(np.float64)).sum(), rel=1e-6)
+    np.testing.assert_array_equal(scaled, start * factor + np.float32(1))
+    assert squares_of_scaled == pytest.approx(np.square((start * factor).astype(np.float64)).sum(), rel=1e-6)
+    np.testing.assert_array_equal(filled, np.full(shape, 14, np.float32))
+    np.testing.assert_array_equal(cell.total.asnumpy(), np.full(shape, 7, np.float32))
+    found = operators(cell, cell.current_phase)
+    assert found.count("Custom") == (4 if operator == "Custom" else 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e19])
+@pytest.mark.parametrize("place", [0, 17, 4999])
+def test_squares_show_what_is_not_finite_or_too_large(bad, place, operator, mode):
+    values = np.ones(5000, np.float32)
+    values[place] = bad
+    squares = float(sum_of_squares(Tensor(values)).asnumpy())
+    assert np.isnan(squares) if np.isnan(bad) else squares == np.inf
+
+
+@needs_kernels
+def test_many_small_squares_beside_a_large_one_are_not_lost(mode):
+    values = np.full(10**7, 1e-3, np.float32)
+    values[0] = 100.0
+    assert float(sum_of_squares(Tensor(values)).asnumpy()) == pytest.approx(10**4 + 10, rel=1e-7)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [ms.float16, ms.float64])
+def test_totals_of_other_dtypes_are_left_to_operators(dtype, mode):
+    total = Parameter(Tensor([1.0, 2.0], dtype), "total")
+    assert float(sum_of_squares(total).asnumpy()) == 5.0
+    np.testing.assert_array_equal(scale_in_place(total, Tensor(0.5, dtype)).asnumpy(), [0.5, 1.0])
+    np.testing.assert_array_equal(fill_in_place(total, Tensor(3.0, dtype)).asnumpy(), [3.0, 3.0])
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16, ms.float64])
 def test_other_dtypes_are_left_to_the_operator_that_casts(dtype):
     ms.set_context(mode=ms.GRAPH_MODE)
@@ -162,16 +238,21 @@ def test_op_by_op_it_adds_too(operator, eager):
     total = Parameter(Tensor([1.0, 2.0]), "total")
     add_in_place(total, Tensor([0.5, -2.0]))
     np.testing.assert_array_equal(total.asnumpy(), [1.5, 0.0])
+    scale_in_place(total, Tensor(3.0))
+    np.testing.assert_array_equal(total.asnumpy(), [4.5, 0.0])
+    assert float(sum_of_squares(total).asnumpy()) == 20.25
+    fill_in_place(total, Tensor(-1.0))
+    np.testing.assert_array_equal(total.asnumpy(), [-1.0, -1.0])
 
 
-@needs_kernel
+@needs_kernels
 def test_no_kernel_from_a_folder_that_the_user_forbids(monkeypatch, tmp_path):
-    assert isinstance(kernels._make_kernel(), ops.Custom)
+    assert kernels._make_kernels() != NONE
     monkeypatch.setenv("MS_CUSTOM_AOT_WHITE_LIST", str(tmp_path))
-    assert isinstance(kernels._make_kernel(), ops.AssignAdd)
+    assert kernels._make_kernels() == NONE
 
 
-@needs_kernel
+@needs_kernels
 def test_a_part_of_another_shape_is_refused(operator, mode):
     with pytest.raises((RuntimeError, ValueError)):
         Sum(np.zeros(2, np.float32))(Tensor([1.0]))

@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[1]
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M).group(1)
 PACKAGE_FILES = {file.relative_to(ROOT).as_posix() for file in (ROOT / "ms_gradaccum").rglob("*.py")}
 PACKAGE_FILES.add("ms_gradaccum/py.typed")
-# What the kernel for sums is built of, and where it is then, if there is a compiler.
-KERNEL_SOURCES = {"setup.py", "ms_gradaccum/add_in_place.cc"}
-KERNEL = f"ms_gradaccum/{LIBRARY.name}"
-BUILT_FILES = PACKAGE_FILES | ({KERNEL} if shutil.which("g++") else set())
+# What the kernels are built of, and where it is then, if there is a compiler.
+KERNELS_SOURCES = {"setup.py", "ms_gradaccum/kernels.cc"}
+KERNELS = f"ms_gradaccum/{LIBRARY.name}"
+BUILT_FILES = PACKAGE_FILES | ({KERNELS} if shutil.which("g++") else set())
 METADATA = f"ms_gradaccum-{VERSION}.dist-info"
 
 # Run from elsewhere and as if no extra were installed, with a loop and what needs the extras.
@@ -117,7 +117,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sources(folder):
     """A copy of the sources, so that nothing is left in the checkout."""
-    files = ["pyproject.toml", *KERNEL_SOURCES, "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", *PACKAGE_FILES]
+    files = ["pyproject.toml", *KERNELS_SOURCES, "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", *PACKAGE_FILES]
     files = [ROOT / file for file in files] + [*ROOT.glob("tests/*.py")]
     for file in files:
         copy = folder / "sources" / file.relative_to(ROOT)
@@ -169,7 +169,7 @@ def test_without_a_compiler_the_wheel_has_no_kernel_and_all_else(archive, folder
 def test_the_source_archive_holds_what_the_wheel_is_built_of(archive):
     with tarfile.open(archive[".gz"]) as file:
         names = {member.name.partition("/")[2] for member in file.getmembers() if member.isfile()}
-    own = {"pyproject.toml", *KERNEL_SOURCES, "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"}
+    own = {"pyproject.toml", *KERNELS_SOURCES, "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"}
     made = {name for name in names if name.startswith("ms_gradaccum.egg-info/")} | {"PKG-INFO", "setup.cfg"}
     assert names - made == own | PACKAGE_FILES
 
@@ -192,7 +192,7 @@ def test_what_is_installed_trains_from_elsewhere_and_says_how_to_get_the_extras(
     program.write_text(PROGRAM)
     said, _ = run(program, cwd=tmp_path, PYTHONPATH=str(site))
     path, version, weight, tensorboard, plot, status = said.splitlines()[-6:]
-    place = f"{site / 'ms_gradaccum'} {KERNEL in BUILT_FILES}"
+    place = f"{site / 'ms_gradaccum'} {KERNELS in BUILT_FILES}"
     assert (path, version, weight, status) == (place, VERSION, "2.04000", "2")
     assert tensorboard == "Install it with: pip install 'ms_gradaccum[tensorboard]'."
     assert plot.endswith(" Install it with: pip install 'ms_gradaccum[plot]'.")

@@ -1,0 +1,99 @@
+// What MindSpore's CPU backend has no good kernel for, as operators of ops.Custom ("aot"), for float32.
+//
+// AssignAdd writes each sum twice and is not vectorized. A product, a zero tensor or squares that are then assigned or
+// summed go through memory twice as often as need be, and take another tensor of it.
+//
+// A kernel is given its inputs and its result, and returns 0 if it could use them. MindSpore asks for the shape of the
+// result by the name of the kernel and "InferShape", also while it runs a graph whose shapes change.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#define KERNEL(name)                                                                                              \
+  extern "C" std::vector<int64_t> name##InferShape(int *dimensions, int64_t **shapes, void *extra) { return {1}; } \
+  extern "C" int name(int count, void **tensors, int *dimensions, int64_t **shapes, const char **dtypes, void *stream, \
+                      void *extra)
+
+static int64_t elements_of(int dimensions, const int64_t *shape) {
+  int64_t elements = 1;
+  for (int i = 0; i < dimensions; i++) {
+    elements *= shape[i];
+  }
+  return elements;
+}
+
+// total += part
+KERNEL(add_in_place) {
+  if (count != 3 || !std::equal(shapes[0], shapes[0] + dimensions[0], shapes[1], shapes[1] + dimensions[1])) {
+    return 1;
+  }
+  const int64_t elements = elements_of(dimensions[0], shapes[0]);
+  float *total = static_cast<float *>(tensors[0]);
+  const float *part = static_cast<const float *>(tensors[1]);
+  for (int64_t i = 0; i < elements; i++) {
+    total[i] += part[i];
+  }
+  *static_cast<float *>(tensors[2]) = 0;  // An operator must have a result.
+  return 0;
+}
+
+// total *= factor
+KERNEL(scale_in_place) {
+  if (count != 3 || elements_of(dimensions[1], shapes[1]) != 1) {
+    return 1;
+  }
+  const int64_t elements = elements_of(dimensions[0], shapes[0]);
+  float *total = static_cast<float *>(tensors[0]);
+  const float factor = *static_cast<const float *>(tensors[1]);
+  for (int64_t i = 0; i < elements; i++) {
+    total[i] *= factor;
+  }
+  *static_cast<float *>(tensors[2]) = 0;
+  return 0;
+}
+
+// total = number, everywhere
+KERNEL(fill_in_place) {
+  if (count != 3 || elements_of(dimensions[1], shapes[1]) != 1) {
+    return 1;
+  }
+  float *total = static_cast<float *>(tensors[0]);
+  std::fill(total, total + elements_of(dimensions[0], shapes[0]), *static_cast<const float *>(tensors[1]));
+  *static_cast<float *>(tensors[2]) = 0;
+  return 0;
+}
+
+// The sum of the squares: of sixteen lanes, and in double over blocks, so that many small ones are not lost. Vectors by
+// hand, since g++ 12 keeps an array of lanes in memory and takes four times as long.
+KERNEL(sum_of_squares) {
+  if (count != 2) {
+    return 1;
+  }
+  typedef float Four __attribute__((vector_size(4 * sizeof(float))));
+  constexpr int64_t kLanes = 16, kBlock = 4096;
+  const int64_t elements = elements_of(dimensions[0], shapes[0]);
+  const float *values = static_cast<const float *>(tensors[0]);
+  double total = 0;
+  for (int64_t begin = 0; begin < elements; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, elements);
+    Four a = {}, b = {}, c = {}, d = {};
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      Four four[4];
+      std::memcpy(four, values + i, sizeof(four));
+      a += four[0] * four[0];
+      b += four[1] * four[1];
+      c += four[2] * four[2];
+      d += four[3] * four[3];
+    }
+    for (; i < end; i++) {
+      total += values[i] * values[i];
+    }
+    const Four sums = (a + b) + (c + d);
+    total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+  *static_cast<float *>(tensors[1]) = static_cast<float>(total);
+  return 0;
+}
