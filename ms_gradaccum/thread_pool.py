@@ -50,6 +50,11 @@ class ThreadPoolTrial:
         self._trial: Generator[bool, tuple[float, int], bool] | None = _try_both() if possible else None
         self.pooled = next(self._trial) if self._trial else False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not decided yet."""
+        return self._trial is not None
+
     def took(self, seconds: float, micro_batches: int) -> None:
         """Take note of how long the micro batches of a batch took."""
         if self._trial is None or not micro_batches:

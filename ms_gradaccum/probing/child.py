@@ -87,11 +87,14 @@ def _measure(job: Path, micro_size: int, out: Any) -> None:
 def train(training: Training, micro_size: int) -> None:
     """Run windows until the optimizer has run twice."""
     step = TrainOneStepCell(training.in_parts(micro_size), training.optimizer, **training.settings)
-    updates = 0
+    updates, trial = 0, step.micro_steps.trial
     for _ in range(_MOST_WINDOWS):
         updates += bool(step(*training.inputs).updated.asnumpy())
         if updates == _UPDATES:
             return
+        if updates and trial.is_open:
+            # A training that goes on compiles another graph.
+            trial.end(pooled=True)
 
 
 def _tell(out: Any, **facts: Any) -> None:
