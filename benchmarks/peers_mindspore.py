@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +105,10 @@ class Boosted(ForwardBackward):
         return self.accumulate(loss, grads)
 
 
-def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
+def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int, chooses_threads: bool = True) -> Step:
     step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer)
-    return lambda x, y: step(x, y).loss
-
-
-def in_calling_thread(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
-    step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer)
-    step.micro_steps.trial.end(pooled=False)
+    if not chooses_threads:
+        step.micro_steps.trial.end(pooled=False)
     return lambda x, y: step(x, y).loss
 
 
@@ -147,7 +144,7 @@ BUILDERS = {
     OURS_PYNATIVE: ours,
     OURS_OTHER_KERNELS: ours,
     OURS_FUSED: ours,
-    OURS_CALLING: in_calling_thread,
+    OURS_CALLING: partial(ours, chooses_threads=False),
     FULL: full,
     STOCK: stock,
     BOOST: boosted,

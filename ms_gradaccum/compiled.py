@@ -83,7 +83,7 @@ class Compiled:
 
     def compiles(self, *tensors: Tensor) -> bool:
         """Return whether there is a graph; it is compiled for these tensors if there is none yet."""
-        if self.eager or os.getenv("MS_JIT") == "0":
+        if self._runs_eagerly():
             return False
         try:
             self._refuse_what_graphs_ignore()
@@ -93,7 +93,7 @@ class Compiled:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Run with tensors whose dtypes and numbers of axes are always the same."""
-        if self.eager or os.getenv("MS_JIT") == "0":
+        if self._runs_eagerly():
             with _op_by_op():
                 return self.cell(*tensors)
         shapes = _shapes_of(tensors)
@@ -130,6 +130,9 @@ class Compiled:
             return output
         _cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
         return _cell_graph_executor._exec_pip(cell, *tensors, phase=name)
+
+    def _runs_eagerly(self) -> bool:
+        return self.eager or os.getenv("MS_JIT") == "0"
 
     def _refuse_what_graphs_ignore(self) -> None:
         """A graph calls no hooks of a network that was written for PYNATIVE mode; they can come at any time."""

@@ -253,9 +253,10 @@ def test_no_kernel_from_a_folder_that_the_user_forbids(monkeypatch, tmp_path):
 
 
 @needs_kernels
-def test_a_part_of_another_shape_is_refused(operator, mode):
+@pytest.mark.parametrize("shape", [(1,), (2, 1), (1, 2), (2, 2)], ids=str)
+def test_a_part_of_another_shape_is_refused(shape, operator, mode):
     with pytest.raises((RuntimeError, ValueError)):
-        Sum(np.zeros(2, np.float32))(Tensor([1.0]))
+        Sum(np.zeros(2, np.float32))(Tensor(np.ones(shape, np.float32)))
 
 
 @pytest.mark.parametrize("columns", [1, 3])

@@ -159,7 +159,6 @@ def test_what_cannot_be_compiled_goes_on_as_it_is(how, monkeypatch):
     elif how == "a hook":
         network.register_forward_hook(lambda cell, inputs, output: None)
     else:
-        monkeypatch.setattr(thread_pool, "with_condition", None)
         monkeypatch.setattr("ms_gradaccum.micro_step.with_condition", lambda number: open(number))
     step.micro_steps.trial.pooled = True
     if how == "a hook":
