@@ -1,8 +1,8 @@
 """Who runs the micro steps on CPU is tried with the first batches, and makes no difference to what they compute."""
 
 import os
-import time
 from itertools import chain, cycle, repeat
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from mindspore import JitConfig, Tensor, nn
 from step_probe import Around, Weights, operators, values_of
 
-from ms_gradaccum import GradAccumulation, TrainOneStepCell, thread_pool
+from ms_gradaccum import GradAccumulation, TrainOneStepCell, micro_steps, thread_pool
 from ms_gradaccum.events import Events
 from ms_gradaccum.thread_pool import ThreadPoolTrial, may_help
 
@@ -136,7 +136,13 @@ def test_a_training_tries_both_and_keeps_the_faster_one(monkeypatch, mode):
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
     trial = step.micro_steps.trial
     # As if the calling thread were slow.
-    monkeypatch.setattr(Events, "micro_batch_end", lambda *args: time.sleep(0.004 if trial.pooled else 0.02))
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(micro_steps, "time", clock)
+
+    def micro_batch_end(*args):
+        clock.now += 0.004 if trial.pooled else 0.02
+
+    monkeypatch.setattr(Events, "micro_batch_end", micro_batch_end)
     ran, expected = [], np.zeros(3)
     for seed in range(12):
         x = columns(4, seed)
