@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import mindspore as ms
 from figures import reset_peak, status
@@ -19,7 +20,7 @@ from mindspore.communication import get_group_size, get_rank, init
 from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, make_batch, make_network, run_window, versions
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, TrainOneStepCell
-from ms_gradaccum.parallel import sharding
+from ms_gradaccum.parallel import layout, sharding
 from ms_gradaccum.parallel.world import gather_counts
 
 # The tests start their processes with the same launcher.
@@ -107,9 +108,8 @@ def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
     optimizer = nn.Adam(network.trainable_params(), 1e-4)
     if name == NAIVE:
         return build_naive(network, optimizer, micro_size)
-    step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, parallel=KINDS[name])
-    if name == UNFUSED:
-        step.parallel.sum_over_ranks.buckets = tuple((i,) for i in range(len(optimizer.parameters)))
+    with mock.patch.object(layout, "BUCKET_SIZE", 1 if name == UNFUSED else layout.BUCKET_SIZE):
+        step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, parallel=KINDS[name])
     return Program(step, step, network, optimizer, (*step.buffer.sums, *step.parallel.sums))
 
 

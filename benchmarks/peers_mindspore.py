@@ -105,10 +105,9 @@ class Boosted(ForwardBackward):
         return self.accumulate(loss, grads)
 
 
-def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int, chooses_threads: bool = True) -> Step:
+def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int, may_use_thread_pool: bool = True) -> Step:
     step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer)
-    if not chooses_threads:
-        step.micro_steps.trial.end(pooled=False)
+    step.micro_steps.may_use_thread_pool = may_use_thread_pool
     return lambda x, y: step(x, y).loss
 
 
@@ -144,7 +143,7 @@ BUILDERS = {
     OURS_PYNATIVE: ours,
     OURS_OTHER_KERNELS: ours,
     OURS_FUSED: ours,
-    OURS_CALLING: partial(ours, chooses_threads=False),
+    OURS_CALLING: partial(ours, may_use_thread_pool=False),
     FULL: full,
     STOCK: stock,
     BOOST: boosted,

@@ -48,8 +48,8 @@ def make_micro_step(name: str, micro_size: int, other_kernels: bool) -> Callable
         use_other_kernels(network)
     optimizer = nn.Momentum(network.trainable_params(), workload.learning_rate, MOMENTUM)
     step = TrainOneStepCell(GradAccumulation(network, 1), optimizer)
-    # One graph for all runs, and the kernels alone.
-    step.micro_steps.trial.end(pooled=False)
+    # The kernels alone.
+    step.micro_steps.may_use_thread_pool = False
     batch = tuple(ms.Tensor(np.split(array, micro_size)[0]) for array in workload.batch(micro_size))
 
     def run() -> None:

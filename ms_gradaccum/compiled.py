@@ -1,5 +1,6 @@
 """Run a cell as a compiled graph, whatever the mode of the caller."""
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ _DEFAULT_JIT_CONFIG = JitConfig().jit_config_dict
 
 # The input of a graph that needs none.
 NOTHING = Tensor(0.0, ms.float32)
+
+# Of glibc.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -81,22 +85,12 @@ class Compiled:
             if cell is not None:
                 cell.set_jit_config(jit_config)
 
-    def compiles(self, *tensors: Tensor) -> bool:
-        """Return whether there is a graph; it is compiled for these tensors if there is none yet."""
-        if self._runs_eagerly():
-            return False
-        try:
-            self._refuse_what_graphs_ignore()
-            return bool(self.fixed or self._compiled_for(tensors, _shapes_of(tensors)))
-        except Exception:
-            return False
-
     def __call__(self, *tensors: Tensor) -> Any:
         """Run with tensors whose dtypes and numbers of axes are always the same."""
-        if self._runs_eagerly():
+        if self.eager or os.getenv("MS_JIT") == "0":
             with _op_by_op():
                 return self.cell(*tensors)
-        shapes = _shapes_of(tensors)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         self.has_run = False
         try:
             self._refuse_what_graphs_ignore()
@@ -131,9 +125,6 @@ class Compiled:
         _cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
         return _cell_graph_executor._exec_pip(cell, *tensors, phase=name)
 
-    def _runs_eagerly(self) -> bool:
-        return self.eager or os.getenv("MS_JIT") == "0"
-
     def _refuse_what_graphs_ignore(self) -> None:
         """A graph calls no hooks of a network that was written for PYNATIVE mode; they can come at any time."""
         if _get_mode() != ms.PYNATIVE_MODE:
@@ -161,6 +152,7 @@ class Compiled:
             self.needs_fixed = len(self.fixed) >= MAX_FIXED_SHAPES
             self.fixed.add(shapes)
         self.general = general
+        return_memory()
         return general_cell or self.cell
 
     def _compile_general(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> nn.Cell | None:
@@ -221,8 +213,10 @@ def graph_mode() -> Any:
     return execution_mode(ms.GRAPH_MODE)
 
 
-def _shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
-    return tuple(tuple(tensor.shape) for tensor in tensors)
+def return_memory() -> None:
+    """Give back to the system what has been freed. After a compilation it is 10 MB, where no tensor would go."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def _widen(general: Shapes, shapes: Shapes) -> Shapes:

@@ -2,11 +2,12 @@
 
 import os
 import platform
+from collections.abc import Sequence
 from ctypes import CDLL
 from pathlib import Path
 
 import mindspore as ms
-from mindspore import nn
+from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import warn
 
@@ -23,8 +24,18 @@ def warn_if_slow(owner: str, network: nn.Cell) -> None:
     """Warn of slow convolutions if the network has any and the user has set nothing."""
     if VARIABLE in os.environ or ms.get_context("device_target") != "CPU":
         return
-    if are_slow() and any(isinstance(cell, _CELLS) for _, cell in network.cells_and_names()):
+    if are_slow() and has_convolutions(network):
         warn(f"For '{owner}', MindSpore's convolutions take 10 to 40 times as long as they could on this CPU. {REMEDY}")
+
+
+def has_convolutions(network: nn.Cell) -> bool:
+    """Return whether there are any."""
+    return any(isinstance(cell, _CELLS) for _, cell in network.cells_and_names())
+
+
+def pixels(tensors: Sequence[Tensor]) -> int:
+    """Return how many there are in the largest of some images of shape `(rows, channels, ...)`."""
+    return max((tensor.size // max(tensor.shape[1], 1) for tensor in tensors if tensor.ndim > 2), default=0)
 
 
 def are_slow() -> bool:

@@ -1,6 +1,5 @@
 """The micro steps of a network's batches, each a compiled graph, one after the other."""
 
-import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -9,14 +8,15 @@ from mindspore import ParameterTuple, Tensor
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.compiled import NOTHING, Compiled
-from ms_gradaccum.convolutions import warn_if_slow
+from ms_gradaccum.convolutions import has_convolutions, pixels, warn_if_slow
 from ms_gradaccum.events import Events
 from ms_gradaccum.loss_weight import WeightedLoss
+from ms_gradaccum.micro_batch import MicroBatch
 from ms_gradaccum.micro_step import EmptyStep, MicroStep, make_micro_step
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.precision import Precision
 from ms_gradaccum.structure import why_no_graph
-from ms_gradaccum.thread_pool import ThreadPoolTrial, may_help
+from ms_gradaccum.thread_pool import is_faster
 
 _MANY_STRUCTURES = 8
 
@@ -51,11 +51,11 @@ class MicroSteps:
         self.weights = weights
         # For a larger graph, which takes inputs as they are.
         self.cell = self._build(network.weighted_loss)
-        # One per structure of the inputs, nearly always one, per whether the sums are reduced with it, and per who
-        # runs it.
-        self.by_structure: dict[tuple[Hashable, bool, bool], Compiled] = {}
+        # One per structure of the inputs, nearly always one, and per whether the sums are reduced with it.
+        self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         # Ranks share their cores, and what they send must come in one order.
-        self.trial = ThreadPoolTrial(not parallels[0].several and may_help(sum(map(len, weights))))
+        self.may_use_thread_pool = not parallels[0].several
+        self.has_convolutions = has_convolutions(network)
         self.empty_step = EmptyStep(parallels)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         # Whether the last batch may have added something before it failed.
@@ -73,26 +73,24 @@ class MicroSteps:
         structure, micro_batches = self.network.split(*args, **kwargs)
         counts = {rows: Tensor(rows, ms.float32) for rows in {part.rows for part in micro_batches}}
         inputs = [(counts[rows], *tensors) for rows, tensors in micro_batches]
-        micro_step = self._choose(structure, inputs)
+        micro_step = self._for(structure, micro_batches)
         # Before any of them: the messages of all ranks must come in one order.
         rounds = self.parallels[0].rounds(len(micro_batches))
         outputs: list[Any] = []
         done = self.events.micro_batches
         # A callback may raise before its first run.
         micro_step.has_run = False
-        begun = time.perf_counter()
         try:
             for index, (rows, _) in enumerate(micro_batches):
                 self.events.micro_batch_begin(index, rows)
                 if reduces and index == len(micro_batches) - 1:
-                    micro_step = self._for(structure, reduces)
+                    micro_step = self._for(structure, micro_batches, reduces)
                 outputs.append(micro_step(*inputs[index]))
                 self.events.micro_batch_end(index, rows)
         except BaseException:
             self.has_added = bool(outputs) or micro_step.has_run
             self.events.micro_batches = done
             raise
-        self.trial.took(time.perf_counter() - begun, len(outputs))
         self._add_nothing(rounds - len(outputs))
         return outputs
 
@@ -104,33 +102,32 @@ class MicroSteps:
         for _ in range(micro_batches):
             self.run_empty_step(NOTHING)
 
-    def _choose(self, structure: Hashable, inputs: list[tuple[Tensor, ...]]) -> Compiled:
-        """Return the micro step of a batch, with a condition if the trial wants it."""
-        if self.trial.pooled and inputs:
-            pooled = self._for(structure, pooled=True)
-            if pooled.compiles(*inputs[0]):
-                return pooled
-            self.trial.end(pooled=False)
-        return self._for(structure)
+    def _is_for_thread_pool(self, micro_batches: list[MicroBatch]) -> bool:
+        if not micro_batches or not self.may_use_thread_pool:
+            return False
+        rows, tensors = micro_batches[0]
+        return is_faster(self.cell.weights, pixels(tensors) if self.has_convolutions else rows)
 
-    def _for(self, structure: Hashable, reduces: bool = False, pooled: bool = False) -> Compiled:
-        key = (structure, reduces, pooled)
+    def _for(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool = False) -> Compiled:
+        """Return the micro step for a structure; who runs it is decided by its first batch."""
+        key = (structure, reduces)
         if key not in self.by_structure:
+            pooled = self._is_for_thread_pool(micro_batches)
             self.by_structure[key] = Compiled(
-                lambda: self._build(self.network.loss_of(structure), reduces, pooled),
+                lambda: self._build(self.network.loss_of(structure), pooled, reduces),
                 self.owner,
                 "the network",
                 why_no_graph(structure),
                 takes_gradient=True,
             )
-            if len({known for known, *_ in self.by_structure}) == _MANY_STRUCTURES and not (reduces or pooled):
+            if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
                 warn(
                     f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
                     f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors.",
                 )
         return self.by_structure[key]
 
-    def _build(self, weighted_loss: WeightedLoss, reduces: bool = False, pooled: bool = False) -> MicroStep:
+    def _build(self, weighted_loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
         cell = make_micro_step(weighted_loss, self.parallels, self.weights, self.precision, self.drops)
         cell.reduces = reduces
         cell.in_thread_pool = pooled

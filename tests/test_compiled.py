@@ -7,6 +7,7 @@ from linear_toy import X, line
 from mindspore import Parameter, Tensor, nn, ops
 from step_probe import compilations, keeping_step, number, tensors
 
+from ms_gradaccum import compiled as compiled_module
 from ms_gradaccum.compiled import MAX_FIXED_SHAPES, Compiled
 
 BATCH = tensors(X, 2 * X)
@@ -28,6 +29,17 @@ def test_both_modes_run_compiled_graphs_and_stay_as_they_were(mode):
     # Out of training it is another graph, and each is kept.
     assert sorted(compiled) == ["MicroStep", "MicroStep", "Report", "Report", "Update", "Update"]
     assert step.optimizer.gradients() == [GRADIENT] and ms.get_context("mode") == mode
+
+
+def test_what_the_compiler_has_freed_is_given_back(monkeypatch):
+    given_back = []
+    monkeypatch.setattr(compiled_module, "_malloc_trim", given_back.append)
+    step = line_step(2)
+    with compilations() as compiled:
+        step(*BATCH)
+        assert len(given_back) == len(compiled) > 0
+        step(*BATCH)
+    assert len(given_back) == len(compiled)
 
 
 def test_the_number_of_compilations_does_not_depend_on_micro_size():

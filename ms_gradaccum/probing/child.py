@@ -13,6 +13,7 @@ from typing import Any
 
 import mindspore as ms
 
+from ms_gradaccum.compiled import return_memory
 from ms_gradaccum.probing import memory, transport
 from ms_gradaccum.probing.training import Script, Training
 from ms_gradaccum.train_step import TrainOneStepCell
@@ -76,7 +77,7 @@ def _measure(job: Path, micro_size: int, out: Any) -> None:
         training = training.build()
     on_host = ms.get_context("device_target") == "CPU"
     # Loading has left gaps, which the training would fill first.
-    ctypes.CDLL(None).malloc_trim(0)
+    return_memory()
     memory.reset_peak()
     loaded = memory.resident() if on_host else ms.runtime.memory_allocated()
     _tell(out, rows=training.rows(), loaded=loaded, on_host=on_host)
@@ -87,14 +88,11 @@ def _measure(job: Path, micro_size: int, out: Any) -> None:
 def train(training: Training, micro_size: int) -> None:
     """Run windows until the optimizer has run twice."""
     step = TrainOneStepCell(training.in_parts(micro_size), training.optimizer, **training.settings)
-    updates, trial = 0, step.micro_steps.trial
+    updates = 0
     for _ in range(_MOST_WINDOWS):
         updates += bool(step(*training.inputs).updated.asnumpy())
         if updates == _UPDATES:
             return
-        if updates and trial.is_open:
-            # A training that goes on compiles another graph.
-            trial.end(pooled=True)
 
 
 def _tell(out: Any, **facts: Any) -> None:
