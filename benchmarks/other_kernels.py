@@ -3,8 +3,13 @@
 Same weights, same results but for rounding. What each of them saves is in README.md.
 """
 
+import sys
+from pathlib import Path
+
 import mindspore as ms
 from mindspore import nn, ops
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "sample_code" / "transformer_lm"))
 from transformer import Attention
 
 

@@ -1,16 +1,18 @@
 """The rows of MindSpore, ours among them; peers.py starts it."""
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 from mindspore import boost, nn
 from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
+
+# It knows where the sample's transformer is.
+from other_kernels import InThreadPool, use_other_kernels
+from transformer import Transformer
 from windows import (
     AddingMicroStep,
     ForwardBackward,
@@ -42,10 +44,6 @@ from workload import (
 )
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "sample_code" / "transformer_lm"))
-from other_kernels import InThreadPool, use_other_kernels
-from transformer import Transformer
 
 # Of fused AssignAdd MindSpore loses the order in graphs with conditions, see docs/speed.md.
 FUSION_FLAGS = "--disable_expand_ops=AssignAdd"
