@@ -77,8 +77,11 @@ Results = dict[str, Result]
 def start_workers(args: argparse.Namespace) -> tuple[dict[str, Worker], str]:
     """Return the process of each row, and why some are missing."""
     mindspore, torch = ([n for n in names if n in (args.rows or names)] for names in (MINDSPORE_ROWS, TORCH_ROWS))
-    isa = {"ONEDNN_MAX_CPU_ISA": args.isa} if args.isa else {}
-    workers = dict.fromkeys(mindspore, Worker(sys.executable, "peers_mindspore.py", args.threads, **isa))
+    # For the fused kernels, the only ones of MindSpore with threads of OpenMP.
+    variables = {"OMP_WAIT_POLICY": "passive"}
+    if args.isa:
+        variables["ONEDNN_MAX_CPU_ISA"] = args.isa
+    workers = dict.fromkeys(mindspore, Worker(sys.executable, "peers_mindspore.py", args.threads, **variables))
     if not torch:
         return workers, ""
     try:

@@ -106,7 +106,8 @@ class MicroSteps:
         if not micro_batches or not self.may_use_thread_pool:
             return False
         rows, tensors = micro_batches[0]
-        return is_faster(self.cell.weights, pixels(tensors) if self.has_convolutions else rows)
+        positions = pixels(tensors) if self.has_convolutions else rows
+        return is_faster(self.cell.weights, positions, self.cell.jit_config_dict)
 
     def _for(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool = False) -> Compiled:
         """Return the micro step for a structure; who runs it is decided by its first batch."""

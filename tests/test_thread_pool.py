@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import JitConfig, Tensor, nn
 from step_probe import Around, Weights, compilations, operators, values_of
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell, micro_steps, thread_pool
@@ -37,24 +37,37 @@ def dense_layers(number, width):
 )
 def test_they_are_faster_where_there_is_enough_to_compute(number, width, rows, faster):
     """As it was measured, see docs/speed.md; graphs of many parameters they run in any case."""
-    assert is_faster(dense_layers(number, width), rows) == faster
+    assert is_faster(dense_layers(number, width), rows, {}) == faster
 
 
 @pytest.mark.parametrize("cores, faster", [(1, False), (2, True), (4, True), (5, False)])
 def test_only_on_few_cores(cores, faster, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    assert is_faster(dense_layers(6, 1024), 64) == faster
+    assert is_faster(dense_layers(6, 1024), 64, {}) == faster
 
 
 def test_each_core_must_have_enough(monkeypatch):
-    assert is_faster(dense_layers(6, 512), 16)
+    assert is_faster(dense_layers(6, 512), 16, {})
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
-    assert not is_faster(dense_layers(6, 512), 16)
+    assert not is_faster(dense_layers(6, 512), 16, {})
 
 
 def test_only_on_cpu(monkeypatch):
     monkeypatch.setattr(thread_pool.ms, "get_context", lambda name: "GPU")
-    assert not is_faster(dense_layers(6, 1024), 64)
+    assert not is_faster(dense_layers(6, 1024), 64, {})
+
+
+@pytest.mark.parametrize("policy, faster", [(None, False), ("active", False), ("passive", True), ("PASSIVE", True)])
+@pytest.mark.parametrize("how", ["jit_config", "context"])
+def test_fused_kernels_must_not_spin(how, policy, faster, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    if how == "context":
+        values = {"device_target": "CPU", "enable_graph_kernel": True}
+        monkeypatch.setattr(thread_pool.ms, "get_context", values.get)
+    settings = JitConfig(jit_level="O1").jit_config_dict if how == "jit_config" else {}
+    assert is_faster(dense_layers(6, 1024), 64, settings) == faster
 
 
 def columns(rows, seed=0):
@@ -63,7 +76,7 @@ def columns(rows, seed=0):
 
 def run_by(monkeypatch, pooled):
     """Have all micro steps run by MindSpore's threads, or none."""
-    monkeypatch.setattr(micro_steps, "is_faster", lambda weights, positions: pooled)
+    monkeypatch.setattr(micro_steps, "is_faster", lambda weights, positions, jit_config: pooled)
 
 
 def trained(make_network, **settings):
@@ -184,3 +197,14 @@ def test_a_larger_graph_has_no_condition_of_it(monkeypatch):
     program(columns(4))
     assert network.weight.asnumpy().all()
     assert not step.micro_steps.by_structure
+
+
+def test_settings_reach_the_graph(monkeypatch):
+    run_by(monkeypatch, True)
+    network = Weights(3)
+    step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
+    step.set_jit_config(JitConfig(jit_level="O1"))
+    step.set_train(False)(columns(4))
+    (compiled,) = step.micro_steps.by_structure.values()
+    assert compiled.cell.in_thread_pool and not compiled.cell.training
+    assert compiled.cell.jit_config_dict["jit_level"] == "O1"
