@@ -27,8 +27,8 @@ from workload import (
     OURS,
     OURS_CALLING,
     OURS_FUSED,
+    OURS_OTHER_FUSED,
     OURS_OTHER_KERNELS,
-    OURS_ROWS,
     STOCK,
     TORCH,
     TORCH_ROWS,
@@ -48,8 +48,6 @@ MIN_TURNS = 3
 # Until it has run so often a kernel of MindSpore tries how many threads it is fastest with (at most six numbers, five
 # times each).
 TRIALS = 30
-# Pairs of windows in which ours tries whether MindSpore's threads are faster than the one that calls it.
-PAIRS = 15
 # The largest difference from the full batch in what a window adds to the weights, relative to the largest entry of
 # the same tensor, that float32 rounding causes.
 ROUNDING = 1e-3
@@ -96,7 +94,7 @@ def measure(workers: dict[str, Worker], network: str, micro_size: int, args: arg
     print(f"measuring {network}, micro_size {micro_size} ...", file=sys.stderr, flush=True)
     left_out = set() if micro_size <= MAX_UNROLLED else {STOCK}
     if not WORKLOADS[network].has_slow_kernels:
-        left_out |= {OURS_OTHER_KERNELS}
+        left_out |= {OURS_OTHER_KERNELS, OURS_OTHER_FUSED}
     names = [name for name in workers if name not in left_out]
     for worker in dict.fromkeys(workers.values()):
         worker.ask("forget")
@@ -118,8 +116,7 @@ def measure(workers: dict[str, Worker], network: str, micro_size: int, args: arg
 
 def warm_up(name: str, micro_size: int) -> int:
     """Return how many times two windows are run before the first one that counts."""
-    windows = max(2, math.ceil(TRIALS / (1 if name in UNSPLIT else micro_size)))
-    return windows + PAIRS if name in OURS_ROWS else math.ceil(windows / 2)
+    return math.ceil(max(2, TRIALS / (1 if name in UNSPLIT else micro_size)) / 2)
 
 
 def run_first_windows(workers: dict[str, Worker], network: str, micro_size: int) -> Results:
@@ -170,7 +167,7 @@ def print_targets(results: Results, micro_size: int, network: str) -> None:
     ran = {name: result for name, result in results.items() if not result.error}
     bare = [name for name in (BARE, BARE_POOL) if name in ran]
     if OURS in ran and bare:
-        # Ours has chosen the threads that are faster, and so may they.
+        # Ours may have MindSpore's threads, and so may they.
         overhead, bare_seconds = max((ran[OURS].over(ran[name]), ran[name].seconds) for name in bare)
         if network == "tiny":
             extra = (overhead - 1) * float(np.median(bare_seconds)) / micro_size * 1e3
@@ -182,7 +179,7 @@ def print_targets(results: Results, micro_size: int, network: str) -> None:
             print_target("ours / bare parts, beside half of Accelerate's overhead", overhead, half, "<=")
     if {OURS, ACCELERATE} <= ran.keys():
         print_target("ours / Accelerate", ran[OURS].over(ran[ACCELERATE]), 1.0, "<=")
-    for name in (OURS_CALLING, OURS_OTHER_KERNELS, OURS_FUSED):
+    for name in (OURS_CALLING, OURS_OTHER_KERNELS, OURS_FUSED, OURS_OTHER_FUSED):
         if {name, ACCELERATE} <= ran.keys():
             print_target(f"{name} / Accelerate", ran[name].over(ran[ACCELERATE]), 1.0, "<=")
 

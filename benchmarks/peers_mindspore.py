@@ -34,6 +34,7 @@ from workload import (
     OURS,
     OURS_CALLING,
     OURS_FUSED,
+    OURS_OTHER_FUSED,
     OURS_OTHER_KERNELS,
     OURS_PYNATIVE,
     PYNATIVE,
@@ -141,6 +142,7 @@ BUILDERS = {
     OURS_PYNATIVE: ours,
     OURS_OTHER_KERNELS: ours,
     OURS_FUSED: ours,
+    OURS_OTHER_FUSED: ours,
     OURS_CALLING: partial(ours, may_use_thread_pool=False),
     FULL: full,
     STOCK: stock,
@@ -155,10 +157,11 @@ BUILDERS = {
 
 def build(workload: Workload, micro_size: int, name: str) -> Row:
     mode = ms.PYNATIVE_MODE if name in (PYNATIVE, OURS_PYNATIVE) else ms.GRAPH_MODE
-    settings = {"mode": mode, "enable_graph_kernel": name == OURS_FUSED, "graph_kernel_flags": FUSION_FLAGS}
+    fuses = name in (OURS_FUSED, OURS_OTHER_FUSED)
+    settings = {"mode": mode, "enable_graph_kernel": fuses, "graph_kernel_flags": FUSION_FLAGS}
     ms.set_context(**settings)
     network = make_network(workload)
-    if name == OURS_OTHER_KERNELS:
+    if name in (OURS_OTHER_KERNELS, OURS_OTHER_FUSED):
         use_other_kernels(network)
     if name == BARE_POOL:
         network = InThreadPool(network)

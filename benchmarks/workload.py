@@ -10,6 +10,7 @@ OURS = "ours, GRAPH"
 OURS_PYNATIVE = "ours, PYNATIVE"
 OURS_OTHER_KERNELS = "ours, GRAPH, other kernels"
 OURS_FUSED = "ours, GRAPH, fused kernels"
+OURS_OTHER_FUSED = "ours, GRAPH, other kernels, fused"
 OURS_CALLING = "ours, GRAPH, calling thread"
 FULL = "stock, full batch"
 STOCK = "stock GradAccumulation"
@@ -21,7 +22,7 @@ BARE = "bare parts of our window"
 BARE_POOL = "bare parts, thread pool"
 TORCH = "PyTorch, bare loop"
 ACCELERATE = "Accelerate"
-OURS_ROWS = (OURS, OURS_CALLING, OURS_OTHER_KERNELS, OURS_FUSED, OURS_PYNATIVE)
+OURS_ROWS = (OURS, OURS_CALLING, OURS_OTHER_KERNELS, OURS_FUSED, OURS_OTHER_FUSED, OURS_PYNATIVE)
 MINDSPORE_ROWS = (*OURS_ROWS, FULL, STOCK, BOOST, TO_PYTHON, ADDING, PYNATIVE, BARE, BARE_POOL)
 TORCH_ROWS = (TORCH, ACCELERATE)
 # They run each kernel once a window.
