@@ -159,8 +159,7 @@ def test_the_wheel_holds_the_package_and_the_licence_and_nothing_else(wheel):
 
 
 def test_without_a_compiler_the_wheel_has_no_kernel_and_all_else(archive, folder):
-    with tarfile.open(archive[".gz"]) as file:
-        file.extractall(folder / "unpacked", filter="data")
+    shutil.unpack_archive(archive[".gz"], folder / "unpacked")
     (unpacked,) = (folder / "unpacked").iterdir()
     names = contents(build(unpacked, folder / "uncompiled", "--wheel", compiler="no-compiler")[".whl"])
     assert PACKAGE_FILES == {name for name in names if name.startswith("ms_gradaccum/")}
