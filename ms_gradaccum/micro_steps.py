@@ -55,7 +55,6 @@ class MicroSteps:
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         # Ranks share their cores, and what they send must come in one order.
         self.may_use_thread_pool = not parallels[0].several
-        self.has_convolutions = has_convolutions(network)
         self.empty_step = EmptyStep(parallels)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         # Whether the last batch may have added something before it failed.
@@ -106,7 +105,7 @@ class MicroSteps:
         if not micro_batches or not self.may_use_thread_pool:
             return False
         rows, tensors = micro_batches[0]
-        positions = pixels(tensors) if self.has_convolutions else rows
+        positions = pixels(tensors) if has_convolutions(self.network) else rows
         return is_faster(self.cell.weights, positions, self.cell.jit_config_dict)
 
     def _for(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool = False) -> Compiled:

@@ -13,6 +13,7 @@ from step_probe import Weights, operators
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell, kernels
 from ms_gradaccum.kernels import add_in_place, fill_in_place, scale_in_place, sum_of_squares
+from ms_gradaccum.thread_pool import with_condition
 
 ODD = np.array([0.0, -0.0, 1e-37, -1e-30, 3.4e38, np.inf, -np.inf, np.nan, 1.0], np.float32)
 
@@ -155,37 +156,29 @@ def test_adding_keeps_its_place_in_conditions(operator):
 
 
 class Chain(nn.Cell):
-    """Kernels that change a total, with a look at it and at its squares between them."""
+    """Kernels that change a total, with a look at it and at its squares between them, and a condition for the pool."""
 
-    def __init__(self, start):
+    def __init__(self, start, pooled):
         super().__init__()
         self.total = Parameter(Tensor(start), "total")
+        self.pooled = pooled
 
     def construct(self, factor, number):
         squares = sum_of_squares(self.total)
         scaled = scale_in_place(self.total, factor) + 1.0
         squares_of_scaled = sum_of_squares(self.total)
+        if self.pooled:
+            squares = with_condition(squares)
         filled = fill_in_place(self.total, number) * 2.0
         return squares, scaled, squares_of_scaled, filled
 
 
-class ChainInThreadPool(Chain):
-    def construct(self, factor, number):
-        squares = sum_of_squares(self.total)
-        scaled = scale_in_place(self.total, factor) + 1.0
-        squares_of_scaled = sum_of_squares(self.total)
-        if factor < -1e30:  # never
-            squares = squares + 1.0
-        filled = fill_in_place(self.total, number) * 2.0
-        return squares, scaled, squares_of_scaled, filled
-
-
-@pytest.mark.parametrize("kind", [Chain, ChainInThreadPool])
+@pytest.mark.parametrize("pooled", [False, True], ids=["Chain", "ChainInThreadPool"])
 @pytest.mark.parametrize("shape", [(), (1,), (15,), (16,), (4097,), (3, 5, 7), (1000, 33)], ids=str)
-def test_each_kernel_does_what_numpy_does(shape, kind, operator):
+def test_each_kernel_does_what_numpy_does(shape, pooled, operator):
     ms.set_context(mode=ms.GRAPH_MODE)
     start, factor = numbers(shape, 1), np.float32(0.3)
-    cell = kind(start)
+    cell = Chain(start, pooled)
     squares, scaled, squares_of_scaled, filled = (out.asnumpy() for out in cell(Tensor(factor), Tensor(7.0)))
     assert squares.shape == squares_of_scaled.shape == ()
     assert squares == pytest.approx(np.square(start.astype(np.float64)).sum(), rel=1e-6)
@@ -194,6 +187,7 @@ def test_each_kernel_does_what_numpy_does(shape, kind, operator):
     np.testing.assert_array_equal(filled, np.full(shape, 14, np.float32))
     np.testing.assert_array_equal(cell.total.asnumpy(), np.full(shape, 7, np.float32))
     found = operators(cell, cell.current_phase)
+    assert ("Switch" in found) == pooled
     assert found.count("Custom") == (4 if operator == "Custom" else 0)
 
 
