@@ -10,6 +10,7 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.compiled import NOTHING, Compiled
 from ms_gradaccum.convolutions import has_convolutions, pixels, warn_if_slow
 from ms_gradaccum.events import Events
+from ms_gradaccum.in_optimizer import Opening
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.micro_batch import MicroBatch
 from ms_gradaccum.micro_step import EmptyStep, MicroStep, make_micro_step
@@ -57,6 +58,8 @@ class MicroSteps:
         self.may_use_thread_pool = not parallels[0].several
         self.empty_step = EmptyStep(parallels)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
+        self.opening = Opening(parallels[0].buffer)
+        self.run_opening = Compiled(lambda: self.opening, owner, "the beginning of the window")
         # Whether the last batch may have added something before it failed.
         self.has_added = False
         # Who is told of each micro batch.
@@ -64,7 +67,7 @@ class MicroSteps:
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
-        return [self.cell, self.empty_step, *self.by_structure.values()]
+        return [self.cell, self.empty_step, self.opening, *self.by_structure.values()]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
         """Add one batch and return what each of its micro steps returned; the last one may reduce the sums too."""
@@ -80,6 +83,7 @@ class MicroSteps:
         # A callback may raise before its first run.
         micro_step.has_run = False
         try:
+            self._open(sum(rows for rows, _ in micro_batches))
             for index, (rows, _) in enumerate(micro_batches):
                 self.events.micro_batch_begin(index, rows)
                 if reduces and index == len(micro_batches) - 1:
@@ -87,7 +91,7 @@ class MicroSteps:
                 outputs.append(micro_step(*inputs[index]))
                 self.events.micro_batch_end(index, rows)
         except BaseException:
-            self.has_added = bool(outputs) or micro_step.has_run
+            self.has_added = bool(outputs) or micro_step.has_run or self.parallels[0].buffer.in_optimizer
             self.events.micro_batches = done
             raise
         self._add_nothing(rounds - len(outputs))
@@ -95,7 +99,14 @@ class MicroSteps:
 
     def join(self) -> None:
         """Take part in a batch of the other processes without one."""
-        self._add_nothing(self.parallels[0].rounds(0))
+        rounds = self.parallels[0].rounds(0)
+        self._open(0)
+        self._add_nothing(rounds)
+
+    def _open(self, rows: int) -> None:
+        """Begin a window of so many rows of this rank, if it is added up in the optimizer's state."""
+        if self.parallels[0].buffer.in_optimizer:
+            self.run_opening(Tensor(rows, ms.float32))
 
     def _add_nothing(self, micro_batches: int) -> None:
         for _ in range(micro_batches):
