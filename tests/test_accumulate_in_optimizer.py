@@ -191,13 +191,14 @@ def test_a_window_that_is_not_finite_makes_no_update_and_takes_the_momentum_with
     assert_like(cell, step, (before - RATE * moments, moments))
 
 
-def test_a_batch_that_fails_after_its_first_micro_batch_takes_the_momentum_with_it():
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_batch_that_fails_once_it_has_begun_takes_the_momentum_with_it(failing):
     cell, step = build()
     step(Tensor(data()[0]))
     before = cell.weight.asnumpy().copy()
 
     def fail(index, rows):
-        if index == 1:
+        if index == failing:
             raise KeyboardInterrupt
 
     step.events.micro_batch_begin = fail
@@ -259,12 +260,12 @@ def test_a_model_trains_with_it(dataset_sink_mode):
 def test_as_part_of_a_larger_graph_a_bad_window_restarts_the_momentum():
     cell, step = build()
     outer = Outer(step)
-    first, bad, last = data((6, 6, 6))
+    first, second, bad, last = data((6, 6, 6, 6))
     bad[4, 1] = np.nan
     ms.set_context(mode=ms.GRAPH_MODE)
-    updated = [bool(outer(Tensor(x)).asnumpy()) for x in (first, bad, last)]
-    assert updated == [True, False, True]
-    weight, _ = by_hand([first])
+    updated = [bool(outer(Tensor(x)).asnumpy()) for x in (first, second, bad, last)]
+    assert updated == [True, True, False, True]
+    weight, _ = by_hand([first, second])
     x = last.astype(np.float64)
     moments = (2 * (x @ weight)[:, None] * x).mean(0)
     assert_like(cell, step, (weight - RATE * moments, moments))
