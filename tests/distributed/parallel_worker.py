@@ -39,6 +39,7 @@ from ms_gradaccum import (  # noqa: E402
     DataParallel,
     GradAccumulation,
     Model,
+    StepReporter,
     TrainingPlan,
     TrainOneStepCell,
 )
@@ -318,6 +319,10 @@ def accumulate_in_the_optimizer():
 def spoil_a_window():
     """One rank has a NaN: all make no update, and have the same moments afterwards."""
     network, step = build_step("Momentum", accumulate_in_optimizer=True)
+    try:
+        StepReporter(step, communication_time=True)
+    except ValueError as error:
+        results["communication time refused"] = str(error)
     train_batches(step, [0], rank, size)
     before = fingerprint(network)
     inputs = [Tensor(array * np.float32("nan" if rank else 1)) for array in share(batch(1), rank, size)]

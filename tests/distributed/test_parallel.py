@@ -124,6 +124,13 @@ def test_a_nan_on_one_rank_restarts_the_momentum_of_all(two):
     assert two[0]["after the spoilt one"] == two[1]["after the spoilt one"]
 
 
+def test_messages_of_the_optimizers_state_are_not_sent_to_be_timed(two):
+    assert two[0]["communication time refused"] == (
+        "For 'StepReporter', the argument 'communication_time' must be False for several processes with "
+        "accumulate_in_optimizer, but got True. The messages would be those of the optimizer's state."
+    )
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_sharded_optimizer_updates_like_a_whole_one(optimizer, two):
     np.testing.assert_allclose(two[0][optimizer]["weights"], whole_batches(optimizer, EACH), rtol=2e-5, atol=2e-6)
