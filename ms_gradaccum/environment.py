@@ -25,6 +25,7 @@ _VARIABLES = (
     "MS_SCHED_HOST",
     "MS_JIT",
     "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
     VARIABLE,
 )
 

@@ -120,8 +120,8 @@ class GradBuffer(TermSums):
         """Return 1 / weight, or 0 for a window in which nothing was weighed."""
         return reciprocal(self.weight)
 
-    def open(self, weight: Tensor) -> Any:
-        """Begin a window of this weight, if the sums are the optimizer's state."""
+    def open(self, weight: Tensor, opens: Tensor) -> Any:
+        """Begin a window of this weight, if the sums are the optimizer's state, or take that back."""
         return ()
 
     def mean_factor(self) -> Tensor:

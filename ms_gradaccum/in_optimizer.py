@@ -77,9 +77,12 @@ class Opening(nn.Cell):
         super().__init__(auto_prefix=False)
         self.buffer = buffer
 
-    def construct(self, rows: Tensor) -> Tensor:
-        """Return ``rows``, those of this process's batch, once the state is ready for the first micro batch."""
-        return ops.depend(rows + 0.0, self.buffer.open(rows))
+    def construct(self, rows: Tensor, opens: Tensor) -> Tensor:
+        """Return ``rows``, those of this process's batch, once the state is ready for the first micro batch.
+
+        If not ``opens``, take that back, which is exact up to rounding.
+        """
+        return ops.depend(rows + 0.0, self.buffer.open(rows, opens))
 
     def of(self, parts: tuple[Any, ...]) -> Tensor:
         """Do the same as part of a graph, for micro batches that begin with their rows, if the window is such a one."""
@@ -87,5 +90,5 @@ class Opening(nn.Cell):
         if self.buffer.in_optimizer:
             for part in parts:
                 rows = rows + part[0]
-            rows = self.construct(rows)
+            rows = self.construct(rows, Tensor(True))
         return rows

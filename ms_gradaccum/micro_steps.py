@@ -82,8 +82,9 @@ class MicroSteps:
         done = self.events.micro_batches
         # A callback may raise before its first run.
         micro_step.has_run = False
+        rows_of_all = sum(part.rows for part in micro_batches)
+        self._open(rows_of_all)
         try:
-            self._open(sum(rows for rows, _ in micro_batches))
             for index, (rows, _) in enumerate(micro_batches):
                 self.events.micro_batch_begin(index, rows)
                 if reduces and index == len(micro_batches) - 1:
@@ -91,8 +92,10 @@ class MicroSteps:
                 outputs.append(micro_step(*inputs[index]))
                 self.events.micro_batch_end(index, rows)
         except BaseException:
-            self.has_added = bool(outputs) or micro_step.has_run or self.parallels[0].buffer.in_optimizer
             self.events.micro_batches = done
+            self.has_added = bool(outputs) or micro_step.has_run
+            if not self.has_added:
+                self._open(rows_of_all, opens=False)
             raise
         self._add_nothing(rounds - len(outputs))
         return outputs
@@ -103,10 +106,12 @@ class MicroSteps:
         self._open(0)
         self._add_nothing(rounds)
 
-    def _open(self, rows: int) -> None:
-        """Begin a window of so many rows of this rank, if it is added up in the optimizer's state."""
+    def _open(self, rows: int, opens: bool = True) -> None:
+        """Begin a window of so many rows of this rank, if it is added up in the optimizer's state, or take it back."""
         if self.parallels[0].buffer.in_optimizer:
-            self.run_opening(Tensor(rows, ms.float32))
+            self.has_added = True  # If it is interrupted, nobody knows what the state is.
+            self.run_opening(Tensor(rows, ms.float32), Tensor(opens))
+            self.has_added = False
 
     def _add_nothing(self, micro_batches: int) -> None:
         for _ in range(micro_batches):

@@ -5,7 +5,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.grad_buffer import GradBuffer, scale_one
+from ms_gradaccum.grad_buffer import GradBuffer, reciprocal, scale_one
 from ms_gradaccum.runs import once, run_of
 
 
@@ -30,13 +30,14 @@ class MomentumBuffer(GradBuffer):
         """Return nothing: between two windows they are the optimizer's, and no sums."""
         return []
 
-    def open(self, weight: Tensor) -> Any:
-        """Turn the moments into the start of sums whose weight will be this one.
+    def open(self, weight: Tensor, opens: Tensor) -> Any:
+        """Turn the moments into the start of sums whose weight will be this one, or back if not ``opens``.
 
         Of several processes each gives the weight of its own rows: what the moments contribute is added up with the
         gradients, and has then the weight of all rows.
         """
         factor, done = self.momentum * weight, ()
+        factor = ops.select(opens, factor, reciprocal(factor))
         for begin, end in self.runs:
             factor = once(factor, done)
             done = self.map(ops.partial(scale_one, factor), run_of(self.sums, begin, end))

@@ -1,5 +1,7 @@
 """accumulate_in_optimizer: sums in the moments of nn.Momentum train what sums in a buffer of their own do."""
 
+from unittest import mock
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -191,14 +193,13 @@ def test_a_window_that_is_not_finite_makes_no_update_and_takes_the_momentum_with
     assert_like(cell, step, (before - RATE * moments, moments))
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_batch_that_fails_once_it_has_begun_takes_the_momentum_with_it(failing):
+def test_a_batch_that_fails_after_its_first_micro_batch_takes_the_momentum_with_it():
     cell, step = build()
     step(Tensor(data()[0]))
     before = cell.weight.asnumpy().copy()
 
     def fail(index, rows):
-        if index == failing:
+        if index == 1:
             raise KeyboardInterrupt
 
     step.events.micro_batch_begin = fail
@@ -209,14 +210,59 @@ def test_a_batch_that_fails_once_it_has_begun_takes_the_momentum_with_it(failing
     assert number(step.buffer.weight) == 0
 
 
-def test_a_batch_that_is_refused_leaves_the_momentum_alone(recwarn):
+@pytest.mark.parametrize("shape", [(0, 3), (6, 2)], ids=str)
+def test_a_batch_that_is_refused_leaves_the_momentum_alone(shape, mode, recwarn):
+    """Without rows it is no batch at all; with two columns the network has no graph for it, nor anything else."""
     cell, step = build()
     step(Tensor(data()[0]))
-    with pytest.raises(ValueError):
-        step(Tensor(np.zeros((0, 3), np.float32)))
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError)):
+            step(Tensor(np.zeros(shape, np.float32)))
     step(Tensor(data()[1]))
     assert_like(cell, step, by_hand(data()[:2]))
     assert not [each for each in recwarn if "momentum" in str(each.message)]
+
+
+def test_a_callback_that_fails_before_the_first_micro_batch_leaves_the_momentum_alone(recwarn):
+    cell, step = build()
+    step(Tensor(data()[0]))
+    moments = step.optimizer.moments[0].asnumpy().copy()
+    with mock.patch.object(step.events, "micro_batch_begin", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            step(Tensor(data()[1]))
+    np.testing.assert_allclose(step.optimizer.moments[0].asnumpy(), moments, rtol=3e-7)
+    step(Tensor(data()[1]))
+    assert_like(cell, step, by_hand(data()[:2]))
+    assert not [each for each in recwarn if "momentum" in str(each.message)]
+
+
+def test_an_interrupt_while_the_moments_become_sums_takes_the_momentum_with_it():
+    _, step = build()
+    step(Tensor(data()[0]))
+    opening = step.micro_steps.run_opening
+
+    def interrupted(*inputs):
+        opening(*inputs)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(step.micro_steps, "run_opening", interrupted):
+        with pytest.warns(UserWarning, match="the momentum starts anew"), pytest.raises(KeyboardInterrupt):
+            step(Tensor(data()[1]))
+    np.testing.assert_array_equal(step.optimizer.moments[0].asnumpy(), np.zeros(3))
+
+
+def test_without_momentum_a_batch_that_is_refused_changes_nothing():
+    """What 0 has taken cannot be given back, and nobody needs it."""
+    cell, step = build(optimizer=lambda cell: momentum(cell, momentum=0.0))
+    step(Tensor(data()[0]))
+    with pytest.raises((ValueError, RuntimeError)):
+        step(Tensor(np.zeros((6, 2), np.float32)))
+    output = step(Tensor(data()[1]))
+    assert number(output.updated)
+    weight = np.array([0.5, -1, 2])
+    for x in data()[:2]:
+        weight = weight - RATE * (2 * (x.astype(np.float64) @ weight)[:, None] * x).mean(0)
+    np.testing.assert_allclose(cell.weight.asnumpy(), weight, rtol=2e-5)
 
 
 def test_a_state_goes_on_where_it_was_saved(tmp_path):

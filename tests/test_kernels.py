@@ -38,13 +38,8 @@ class SumInThreadPool(Sum):
     """The same, which by its condition several threads of MindSpore run."""
 
     def construct(self, part):
-        before = self.total * 5.0
-        add_in_place(self.total, part)
-        between = self.total * 3.0
-        after = add_in_place(self.total, part) * 2.0
-        if part.sum() < -1e30:  # never
-            after = after + 1.0
-        return before, between, after
+        before, between, after = super().construct(part)
+        return before, between, ops.depend(after, with_condition(ops.abs(part.sum())))
 
 
 class SumSometimes(Sum):
