@@ -69,7 +69,8 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         accumulate_in_optimizer (bool): Whether to add up the gradients in the moments of an ``nn.Momentum``, which
             saves the memory of their sums, 4 bytes per parameter. It takes a mean loss over rows and no
             `accumulation_steps`, `clip`, loss scale, sharding or ``"drop"``; there is no `grad_norm`; and a window that
-            fails or has an Inf or a NaN takes the momentum with it, which then starts from zero. Default: ``False``.
+            breaks off or has an Inf or a NaN takes the momentum with it, which then starts from zero.
+            Default: ``False``.
 
     Inputs:
         - **\*inputs** - One batch, as `network` takes it. Keywords are allowed.
