@@ -36,7 +36,8 @@ def draw_micro_size(figure: Figure, rows: Rows) -> None:
             bare = [row["bare_seconds"] for row in ours]
             axes.plot(sizes, bare, "x:", color="gray", label="bare micro batches, MindSpore alone")
         _finish(axes, "micro_size (micro batches per window)", label, sizes, 2)
-        axes.set_ylim(0, 1.4 * max(row[key] for row in rows))
+        highest = max(values[1] for line in axes.lines for values in line.get_xydata())
+        axes.set_ylim(0, 1.4 * highest)
         axes.legend(loc="upper right")
 
 
