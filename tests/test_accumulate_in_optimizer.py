@@ -114,14 +114,14 @@ def test_there_are_no_sums_beside_the_moments():
     assert step.buffer.sums[0] is step.optimizer.moments[0]
 
 
-def test_there_is_no_norm_of_a_gradient():
+def test_there_is_no_norm_of_a_gradient(eager):
     _, step = build()
     output = step(Tensor(data()[0]))
     assert np.isnan(number(output.grad_norm)) and np.isnan(number(output.clipped_grad_norm))
     assert output.ends_window
 
 
-def test_decay_groups_schedules_and_a_new_momentum_do_as_without():
+def test_decay_groups_schedules_and_a_new_momentum_do_as_without(eager):
     """All that is linear in the gradient, or no matter of the gradient."""
 
     def optimizer(cell):
@@ -149,8 +149,10 @@ def test_many_tensors_take_turns(monkeypatch):
     monkeypatch.setattr(runs, "_COMPILED", 1)
     results = []
     for in_optimizer in (True, False):
+        # What it is compared with runs op by op: to compile it would take most of the time.
+        monkeypatch.setenv("MS_JIT", str(int(in_optimizer)))
         ms.set_seed(1)
-        network = nn.SequentialCell(*[nn.Dense(3, 3) for _ in range(3)])
+        network = nn.SequentialCell(*[nn.Dense(3, 3) for _ in range(2)])
         loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
         step = TrainOneStepCell(loss_cell, momentum(network), accumulate_in_optimizer=in_optimizer)
         assert len(step.buffer.runs) > 1
@@ -175,7 +177,7 @@ def test_sparse_lookups_are_added_into_the_moments():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_window_that_is_not_finite_makes_no_update_and_takes_the_momentum_with_it(value, mode):
+def test_a_window_that_is_not_finite_makes_no_update_and_takes_the_momentum_with_it(value):
     cell, step = build()
     first, bad, *rest = data()
     step(Tensor(first))
@@ -193,7 +195,7 @@ def test_a_window_that_is_not_finite_makes_no_update_and_takes_the_momentum_with
     assert_like(cell, step, (before - RATE * moments, moments))
 
 
-def test_a_batch_that_fails_after_its_first_micro_batch_takes_the_momentum_with_it():
+def test_a_batch_that_fails_after_its_first_micro_batch_takes_the_momentum_with_it(eager):
     cell, step = build()
     step(Tensor(data()[0]))
     before = cell.weight.asnumpy().copy()
@@ -223,7 +225,7 @@ def test_a_batch_that_is_refused_leaves_the_momentum_alone(shape, mode, recwarn)
     assert not [each for each in recwarn if "momentum" in str(each.message)]
 
 
-def test_a_callback_that_fails_before_the_first_micro_batch_leaves_the_momentum_alone(recwarn):
+def test_a_callback_that_fails_before_the_first_micro_batch_leaves_the_momentum_alone(recwarn, eager):
     cell, step = build()
     step(Tensor(data()[0]))
     moments = step.optimizer.moments[0].asnumpy().copy()
@@ -236,7 +238,7 @@ def test_a_callback_that_fails_before_the_first_micro_batch_leaves_the_momentum_
     assert not [each for each in recwarn if "momentum" in str(each.message)]
 
 
-def test_an_interrupt_while_the_moments_become_sums_takes_the_momentum_with_it():
+def test_an_interrupt_while_the_moments_become_sums_takes_the_momentum_with_it(eager):
     _, step = build()
     step(Tensor(data()[0]))
     opening = step.micro_steps.run_opening
@@ -251,7 +253,7 @@ def test_an_interrupt_while_the_moments_become_sums_takes_the_momentum_with_it()
     np.testing.assert_array_equal(step.optimizer.moments[0].asnumpy(), np.zeros(3))
 
 
-def test_without_momentum_a_batch_that_is_refused_changes_nothing():
+def test_without_momentum_a_batch_that_is_refused_changes_nothing(eager):
     """What 0 has taken cannot be given back, and nobody needs it."""
     cell, step = build(optimizer=lambda cell: momentum(cell, momentum=0.0))
     step(Tensor(data()[0]))
@@ -265,7 +267,7 @@ def test_without_momentum_a_batch_that_is_refused_changes_nothing():
     np.testing.assert_allclose(cell.weight.asnumpy(), weight, rtol=2e-5)
 
 
-def test_a_state_goes_on_where_it_was_saved(tmp_path):
+def test_a_state_goes_on_where_it_was_saved(tmp_path, eager):
     windows = data()
     cell, step = build()
     for x in windows[:3]:
@@ -279,7 +281,7 @@ def test_a_state_goes_on_where_it_was_saved(tmp_path):
     assert_like(resumed, other, by_hand(windows))
 
 
-def test_states_move_between_sums_in_a_buffer_and_in_the_optimizer(tmp_path):
+def test_states_move_between_sums_in_a_buffer_and_in_the_optimizer(tmp_path, eager):
     windows = data()
     _, step = build(accumulate_in_optimizer=False)
     for x in windows[:3]:
