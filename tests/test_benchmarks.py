@@ -18,7 +18,8 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("file", PROGRAMS, ids=lambda file: file.stem)
-def test_it_starts(file, monkeypatch, capsys):
+def test_it_starts(file, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)  # Some go to a folder of their own, and would leave this process where it was.
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setattr(sys, "argv", [str(file), "--help"])
     # In this process, and without a trace: each of its own would take most of its time to import MindSpore.
