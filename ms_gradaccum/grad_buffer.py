@@ -67,6 +67,8 @@ class GradBuffer(TermSums):
 
     # Whether the sums are the optimizer's state, and no gradient by themselves.
     in_optimizer = False
+    # Whether they are sums just now, and not that state. Set by the host.
+    state_is_sums = False
 
     def __init__(
         self,

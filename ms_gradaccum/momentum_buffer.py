@@ -55,6 +55,7 @@ class MomentumBuffer(GradBuffer):
     def discard(self) -> None:
         """Empty the buffer: what the moments were is lost."""
         super().discard()
+        self.state_is_sums = False
         warn(
             "For 'TrainOneStepCell', the momentum starts anew from zero: with accumulate_in_optimizer it goes with a "
             "window that fails or has an Inf or a NaN. The weights are those of the last update.",

@@ -240,6 +240,7 @@ class Window(nn.Cell):
                 clipped_norm = self.run_update(output.grad_norm)
             else:
                 clipped_norm = self._update_with(clip)(output.grad_norm, clip.as_tensor())
+            self.buffer.state_is_sums = False
             self.parallel.check_replicas()
         return output._replace(clipped_grad_norm=clipped_norm)
 

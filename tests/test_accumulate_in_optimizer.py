@@ -294,6 +294,32 @@ def test_states_move_between_sums_in_a_buffer_and_in_the_optimizer(tmp_path, eag
     assert_like(cell, other, by_hand(windows))
 
 
+@pytest.mark.parametrize(
+    "event,refused",
+    [("on_micro_batch_begin", True), ("on_micro_batch_end", True), ("on_update_begin", True), ("on_update_end", False)],
+)
+def test_inside_a_window_there_is_no_state_to_save(event, refused, tmp_path, eager):
+    cell, step = build()
+    said = []
+
+    class Saver:
+        pass
+
+    def save(self, event):
+        try:
+            save_state(step, tmp_path)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    setattr(Saver, event, save)
+    step.add_callback(Saver())
+    for x in data()[:2]:
+        step(Tensor(x))
+    assert_like(cell, step, by_hand(data()[:2]))
+    assert bool(said) == refused and all("the call must be between two windows" in each for each in said)
+    save_state(step, tmp_path)
+
+
 @pytest.mark.parametrize("dataset_sink_mode", [False, True])
 def test_a_model_trains_with_it(dataset_sink_mode):
     x = np.concatenate(data((6, 6, 6)))
