@@ -123,8 +123,12 @@ def find_micro_size(
         >>> print(find_micro_size(network, optimizer, batch, "4GiB"))
         1
     """
-    settings = {"clip": clip, "mixed_precision": mixed_precision, "bad_micro_batch": bad_micro_batch}
-    settings["accumulate_in_optimizer"] = accumulate_in_optimizer
+    settings = {
+        "clip": clip,
+        "mixed_precision": mixed_precision,
+        "bad_micro_batch": bad_micro_batch,
+        "accumulate_in_optimizer": accumulate_in_optimizer,
+    }
 
     def search(folder: str) -> _Search:
         training = check_training(network, optimizer, batch, settings)

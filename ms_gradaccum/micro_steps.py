@@ -111,7 +111,8 @@ class MicroSteps:
         if self.parallels[0].buffer.in_optimizer:
             self.has_added = True  # If it is interrupted, nobody knows what the state is.
             self.run_opening(Tensor(rows, ms.float32), Tensor(opens))
-            self.has_added, self.parallels[0].buffer.state_is_sums = False, opens
+            self.has_added = False
+            self.parallels[0].buffer.state_is_sums = opens
 
     def _add_nothing(self, micro_batches: int) -> None:
         for _ in range(micro_batches):
