@@ -7,21 +7,17 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.kernels import add_in_place, fill_in_place, scale_in_place, spread
+from ms_gradaccum.kernels import add_in_place, fill_in_place, spread
 from ms_gradaccum.runs import run_of, runs_of
 
 
 class TermSums(nn.Cell):
     """The sums of one term of a loss: of its gradients, its values and its weights."""
 
-    def __init__(
-        self, weights: ParameterTuple, dense_only: bool, shapes: Any, prefix: str = "accu_grads.", sums: Any = None
-    ) -> None:
+    def __init__(self, weights: ParameterTuple, dense_only: bool, shapes: Any, prefix: str = "accu_grads.") -> None:
         super().__init__(auto_prefix=False)
-        if sums is None:
-            # Float32 whatever the weights' dtype: 16-bit sums lose the small addends of a long window.
-            sums = ParameterTuple(zeros(f"{prefix}{weight.name}", shape) for weight, shape in zip(weights, shapes))
-        self.sums = sums
+        # Float32 whatever the weights' dtype: 16-bit sums lose the small addends of a long window.
+        self.sums = ParameterTuple(zeros(f"{prefix}{weight.name}", shape) for weight, shape in zip(weights, shapes))
         self.loss = zeros(f"{prefix}window_loss", ())
         self.weight = zeros(f"{prefix}window_weight", ())
         self.runs = runs_of([total.size for total in self.sums])
@@ -43,11 +39,7 @@ class TermSums(nn.Cell):
         for begin, end in self.runs:
             zero = zero_after(done, self.weight)
             done = self.map(ops.partial(_fill, zero), run_of(self.sums, begin, end))
-        return done, self.clear_totals()
-
-    def clear_totals(self) -> Any:
-        """Assign zeros to what is beside the sums."""
-        return _assign_zero(self.loss), _assign_zero(self.weight)
+        return done, _assign_zero(self.loss), _assign_zero(self.weight)
 
 
 class GradBuffer(TermSums):
@@ -62,13 +54,7 @@ class GradBuffer(TermSums):
         shapes: What is kept of each weight's gradient: a part, if the ranks share the sums. Default: the whole.
         terms: Number of terms of the loss that have weights of their own. The first one's sums are this buffer's.
         counts_dropped: Whether micro batches can be left out, and are counted.
-        sums: The first term's sums, if not new ones.
     """
-
-    # Whether the sums are the optimizer's state, and no gradient by themselves.
-    in_optimizer = False
-    # Whether they are sums just now, and not that state. Set by the host.
-    state_is_sums = False
 
     def __init__(
         self,
@@ -77,12 +63,11 @@ class GradBuffer(TermSums):
         shapes: Any = None,
         terms: int = 1,
         counts_dropped: bool = False,
-        sums: Any = None,
     ) -> None:
         self.names = tuple(weight.name for weight in weights)
         if shapes is None:
             shapes = tuple(tuple(weight.shape) for weight in weights)
-        super().__init__(weights, dense_only, shapes, sums=sums)
+        super().__init__(weights, dense_only, shapes)
         others = [TermSums(weights, dense_only, shapes, f"accu_grads.term{i}.") for i in range(1, terms)]
         self.others = nn.CellList(others, auto_prefix=False)
         # Calls that the open window has taken in. 0 from an update to the next batch.
@@ -121,22 +106,6 @@ class GradBuffer(TermSums):
     def reciprocal_weight(self) -> Tensor:
         """Return 1 / weight, or 0 for a window in which nothing was weighed."""
         return reciprocal(self.weight)
-
-    def open(self, weight: Tensor, opens: Tensor) -> Any:
-        """Begin a window of this weight, if the sums are the optimizer's state, or take that back."""
-        return ()
-
-    def mean_factor(self) -> Tensor:
-        """Return what the sums are multiplied by for the optimizer."""
-        return self.reciprocal_weight()
-
-    def discard(self) -> None:
-        """Empty the buffer of a window that makes no update. Called by the host."""
-        self.clear()
-
-    def clear_used(self, done: Any) -> Any:
-        """Empty the buffer once the optimizer has taken the sums, that is after ``done``."""
-        return self.clear(done)
 
     def clear(self, done: Any = ()) -> Any:
         """Empty the buffer after ``done``."""
@@ -204,14 +173,6 @@ _spread = ops.MultitypeFuncGraph("spread")
 @_spread.register("Tensor", "Tensor")
 def _spread_one(number: Tensor, like: Parameter) -> Tensor:
     return spread(number, like)
-
-
-scale_one = ops.MultitypeFuncGraph("scale_in_place")
-
-
-@scale_one.register("Tensor", "Tensor")
-def _scale_one(factor: Tensor, total: Parameter) -> Tensor:
-    return scale_in_place(total, factor)
 
 
 _fill = ops.MultitypeFuncGraph("fill")

@@ -10,7 +10,6 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.compiled import NOTHING, Compiled
 from ms_gradaccum.convolutions import has_convolutions, pixels, warn_if_slow
 from ms_gradaccum.events import Events
-from ms_gradaccum.in_optimizer import Opening
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.micro_batch import MicroBatch
 from ms_gradaccum.micro_step import EmptyStep, MicroStep, make_micro_step
@@ -58,8 +57,6 @@ class MicroSteps:
         self.may_use_thread_pool = not parallels[0].several
         self.empty_step = EmptyStep(parallels)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
-        self.opening = Opening(parallels[0].buffer)
-        self.run_opening = Compiled(lambda: self.opening, owner, "the beginning of the window")
         # Whether the last batch may have added something before it failed.
         self.has_added = False
         # Who is told of each micro batch.
@@ -67,7 +64,7 @@ class MicroSteps:
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
-        return [self.cell, self.empty_step, self.opening, *self.by_structure.values()]
+        return [self.cell, self.empty_step, *self.by_structure.values()]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
         """Add one batch and return what each of its micro steps returned; the last one may reduce the sums too."""
@@ -82,8 +79,6 @@ class MicroSteps:
         done = self.events.micro_batches
         # A callback may raise before its first run.
         micro_step.has_run = False
-        rows_of_all = sum(part.rows for part in micro_batches)
-        self._open(rows_of_all)
         try:
             for index, (rows, _) in enumerate(micro_batches):
                 self.events.micro_batch_begin(index, rows)
@@ -92,27 +87,15 @@ class MicroSteps:
                 outputs.append(micro_step(*inputs[index]))
                 self.events.micro_batch_end(index, rows)
         except BaseException:
-            self.events.micro_batches = done
             self.has_added = bool(outputs) or micro_step.has_run
-            if not self.has_added:
-                self._open(rows_of_all, opens=False)
+            self.events.micro_batches = done
             raise
         self._add_nothing(rounds - len(outputs))
         return outputs
 
     def join(self) -> None:
         """Take part in a batch of the other processes without one."""
-        rounds = self.parallels[0].rounds(0)
-        self._open(0)
-        self._add_nothing(rounds)
-
-    def _open(self, rows: int, opens: bool = True) -> None:
-        """Begin a window of so many rows of this rank, if it is added up in the optimizer's state, or take it back."""
-        if self.parallels[0].buffer.in_optimizer:
-            self.has_added = True  # If it is interrupted, nobody knows what the state is.
-            self.run_opening(Tensor(rows, ms.float32), Tensor(opens))
-            self.has_added = False
-            self.parallels[0].buffer.state_is_sums = opens
+        self._add_nothing(self.parallels[0].rounds(0))
 
     def _add_nothing(self, micro_batches: int) -> None:
         for _ in range(micro_batches):

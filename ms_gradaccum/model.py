@@ -73,7 +73,6 @@ class Model(ms.Model):
             Default: ``"apply"``.
 
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
-        accumulate_in_optimizer (bool): As for :class:`TrainOneStepCell`. Default: ``False``.
         loss_scale_manager (LossScaleManager, optional): Another name of `mixed_precision`, which
             ``mindspore.train.Model`` has. Default: ``None``.
 
@@ -122,7 +121,6 @@ class Model(ms.Model):
         parallel: ParallelChoice = "auto",
         last_window: LastWindow = "apply",
         bad_micro_batch: BadMicroBatch = "skip_window",
-        accumulate_in_optimizer: bool = False,
         loss_scale_manager: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -139,7 +137,6 @@ class Model(ms.Model):
             "mixed_precision": precision,
             "parallel": parallel,
             "bad_micro_batch": bad_micro_batch,
-            "accumulate_in_optimizer": accumulate_in_optimizer,
         }
         # Of the levels, stock Model takes the name alone: its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level

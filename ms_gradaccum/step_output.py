@@ -20,8 +20,7 @@ class StepOutput(NamedTuple):
         overflow: Whether the window's gradient had an Inf or a NaN, so that its update was skipped. Bool scalar.
         loss_scale: Factor by which the loss was multiplied before the backward pass. Float32 scalar.
         updated: Whether this call ran the optimizer. Bool scalar.
-        grad_norm: Global L2 norm of the window's mean gradient before clipping. Float32 scalar; NaN with
-            ``accumulate_in_optimizer``, where that gradient is never there.
+        grad_norm: Global L2 norm of the window's mean gradient before clipping. Float32 scalar.
         clipped_grad_norm: The same after clipping. Float32 scalar.
         learning_rate: Learning rate of the update: a float32 scalar, or a vector with one entry per parameter
             of the optimizer if its groups have rates of their own.

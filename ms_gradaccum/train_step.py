@@ -13,7 +13,6 @@ from ms_gradaccum.compiled import graph_mode
 from ms_gradaccum.events import Events, Observed
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.grad_clip import Clip, check_clip
-from ms_gradaccum.in_optimizer import check_in_optimizer
 from ms_gradaccum.micro_steps import MicroSteps
 from ms_gradaccum.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.parallel.choose import ParallelChoice, build_parallel, check_parallel
@@ -66,12 +65,6 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
 
             Default: ``"skip_window"``.
 
-        accumulate_in_optimizer (bool): Whether to add up the gradients in the moments of an ``nn.Momentum``, which
-            saves the memory of their sums, 4 bytes per parameter. It takes a mean loss over rows and no
-            `accumulation_steps`, `clip`, loss scale, sharding or ``"drop"``; there is no `grad_norm`; and a window that
-            breaks off or has an Inf or a NaN takes the momentum with it, which then starts from zero.
-            Default: ``False``.
-
     Inputs:
         - **\*inputs** - One batch, as `network` takes it. Keywords are allowed.
 
@@ -81,8 +74,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, or
-            belongs to another training cell, the device lacks what `mixed_precision` asks for, or
-            `accumulate_in_optimizer` does not go with another argument.
+            belongs to another training cell, or the device lacks what `mixed_precision` asks for.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -113,7 +105,6 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         mixed_precision: PrecisionChoice = None,
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
-        accumulate_in_optimizer: bool = False,
     ) -> None:
         kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
@@ -122,8 +113,6 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         precision = check_precision(_OWNER, mixed_precision)
         check_accumulation_steps(_OWNER, accumulation_steps)
         clip = check_clip(_OWNER, clip)
-        others = {"parallel": kind, "accumulation_steps": accumulation_steps, "clip": clip, "drops": drops}
-        in_optimizer = check_in_optimizer(_OWNER, accumulate_in_optimizer, optimizer, network, precision, **others)
         network = network.in_precision(_OWNER, precision)
         super().__init__(network, optimizer)
         self.accumulation_steps = accumulation_steps
@@ -134,21 +123,19 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             self.semi_auto.check(accumulation_steps, network.terms, drops, clip, precision.reduce_dtype)
             self.partitioned = PartitionedWindow(network, optimizer, clip, precision.loss_scale)
         else:
-            self._build_host_driven(kind, clip, precision, drops, in_optimizer)
+            self._build_host_driven(kind, clip, precision, drops)
         self.set_train()
         claim_optimizer(optimizer, self)
 
-    def _build_host_driven(self, kind: Any, clip: Any, precision: Precision, drops: bool, in_optimizer: bool) -> None:
+    def _build_host_driven(self, kind: Any, clip: Any, precision: Precision, drops: bool) -> None:
         network, optimizer = self.network, self.optimizer
         settings = {"micro_size": network.micro_size, "accumulation_steps": self.accumulation_steps, "clip": repr(clip)}
-        settings |= {"mixed_precision": precision.text, "bad_micro_batch": drops, "in_optimizer": in_optimizer}
-        self.parallel = build_parallel(
-            _OWNER, kind, optimizer, network, settings, drops, precision.reduce_dtype, in_optimizer
-        )
+        settings |= {"mixed_precision": precision.text, "bad_micro_batch": drops}
+        self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings, drops, precision.reduce_dtype)
         self.buffer = self.parallel.buffer
         self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights], precision, drops)
         self.micro_steps.events = self.events
-        self.micro_step, self.opening = self.micro_steps.cell, self.micro_steps.opening
+        self.micro_step = self.micro_steps.cell
         self.loss_scale = precision.loss_scale
         self.window = Window(optimizer, clip, self.parallel, self.loss_scale)
         # MindSpore's saving asks these for the whole of a parameter; in place of a layout, ours knows how to gather.
@@ -229,7 +216,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             self.events.update_begin()
         except BaseException:
             # As after a failure in the update itself: its rows would be in the next window too.
-            self.buffer.discard()
+            self.buffer.clear()
             raise
         output = self.window.close(reduced)
         self.events.update_end(output)
@@ -274,7 +261,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
     def _abandon(self) -> None:
         """Take back what a failed batch has added: the sums cannot be parted, so an open window goes with it."""
         batches = self.open_batches()
-        self.buffer.discard()
+        self.buffer.clear()
         warn_of_dropped(_OWNER, batches)
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
@@ -283,9 +270,8 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         if self.semi_auto is not None:
             partitioned: tuple[Tensor, ...] = self.partitioned(*inputs)
             return partitioned
-        parts = self.network.split_in_graph(inputs)
-        done = self.opening.of(parts)
-        for part in parts:
+        done = Tensor(0.0, ms.float32)
+        for part in self.network.split_in_graph(inputs):
             done = ops.depend(self.micro_step(*part)[2], done)
         if self.accumulation_steps == 1:
             output: tuple[Tensor, ...] = self.window(done)

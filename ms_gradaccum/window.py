@@ -103,8 +103,6 @@ class Report(nn.Cell):
             bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
             # All of it was left out.
             overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(weighs)))
-        if self.buffer.in_optimizer:
-            norm = Tensor(math.nan, ms.float32)  # It was that of the optimizer's new state.
         return loss, overflow, self.loss_scale.value(), updated, norm, self.learning_rate(), weight, bad
 
 
@@ -143,7 +141,7 @@ class Update(nn.Cell):
 
         A ``limit`` is what it is clipped to, if not what the clip says.
         """
-        factor = self.loss_scale.unscaled(self.buffer.mean_factor())
+        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
         grads = self.clip(factor, norm, *limit)
         clipped_norm = self.clip.norm_after(norm, *limit)
         if clipped_norm is None:
@@ -151,7 +149,7 @@ class Update(nn.Cell):
         ready = self.map(_as_weight, self.parallel.for_optimizer(grads), self.parallel.weights)
         ready = ops.depend(ready, self.parallel.before_update())
         updated = self.parallel.after_update(self.optimizer(ready))
-        clipped_norm = ops.depend(clipped_norm, self.buffer.clear_used(updated))
+        clipped_norm = ops.depend(clipped_norm, self.buffer.clear(updated))
         return self.touch(clipped_norm) if self.has_branches else clipped_norm
 
     def touch(self, value: Tensor) -> Tensor:
@@ -234,13 +232,12 @@ class Window(nn.Cell):
         """Do the second half, with the norm and the decision in ``output``; ``clip`` replaces the window's own."""
         with self._emptied_if_it_fails():
             if not output.updated.asnumpy():
-                self.buffer.discard()
+                self.buffer.clear()
                 return output
             if clip is None:
                 clipped_norm = self.run_update(output.grad_norm)
             else:
                 clipped_norm = self._update_with(clip)(output.grad_norm, clip.as_tensor())
-            self.buffer.state_is_sums = False
             self.parallel.check_replicas()
         return output._replace(clipped_grad_norm=clipped_norm)
 
@@ -270,7 +267,7 @@ class Window(nn.Cell):
         try:
             yield
         except BaseException:
-            self.buffer.discard()
+            self.buffer.clear()
             raise
 
     def _update_with(self, clip: nn.Cell) -> Compiled:

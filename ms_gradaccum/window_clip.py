@@ -5,10 +5,10 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum.grad_buffer import scale_one
 from ms_gradaccum.grad_clip import ClipByGroupNorm, Grads, NoClip, scale
+from ms_gradaccum.kernels import scale_in_place
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.runs import once, run_of
 
@@ -63,11 +63,19 @@ class EachClip(nn.Cell):
         return self.clip.norm_after(norm, *limit)
 
 
+_scale_one = ops.MultitypeFuncGraph("scale_in_place")
+
+
+@_scale_one.register("Tensor", "Tensor")
+def _scale_one_in_place(factor: Tensor, total: Parameter) -> Tensor:
+    return scale_in_place(total, factor)
+
+
 class Means(EachClip):
     """The same for `NoClip`: the means as they are."""
 
     def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
-        stored: Grads = self.map(ops.partial(scale_one, factor), sums)
+        stored: Grads = self.map(ops.partial(_scale_one, factor), sums)
         return stored
 
 

@@ -61,8 +61,7 @@ def save_state(
         TypeError: If an argument has the wrong type.
         ValueError: If `directory` is no path that the system can have, or `keep_checkpoint_max` is less than 1.
         OSError: If the state cannot be written, for example on a full disk. Those before it are whole.
-        RuntimeError: If it is called in the middle of an Accumulator's batch or of a window with
-            `accumulate_in_optimizer`, or the processes' weights differ.
+        RuntimeError: If an Accumulator is in the middle of a batch, or the processes' weights differ.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

@@ -38,11 +38,6 @@ def step_of(owner: str, step: Any) -> TrainOneStepCell | Accumulator:
         raise TypeError(sentence(owner, "step", rule, got, "Give what trains, with its optimizer."))
     if isinstance(step, Accumulator):
         step.window.check_between_batches(owner)
-    elif step.semi_auto is None and step.buffer.state_is_sums:
-        raise RuntimeError(
-            f"For '{owner}', with accumulate_in_optimizer the call must be between two windows, but got one inside: "
-            f"the optimizer's state is no state then. Call it in on_update_end, or after the step."
-        )
     return step
 
 
