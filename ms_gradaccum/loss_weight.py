@@ -52,8 +52,9 @@ def _refuse_terms(terms: int, got: int) -> None:
 
 
 def scalar(value: Any) -> Tensor:
-    """Return a number, or a tensor of one element, as a float32 scalar."""
-    value = ops.cast(value, ms.float32)
+    """Return a number, or a tensor of one element, as a scalar of float32, or float64 if it is one of these."""
+    if not (isinstance(value, Tensor) and value.dtype == ms.float64):
+        value = ops.cast(value, ms.float32)
     # The compiler takes its time for a reshape.
     return value if value.ndim == 0 else value.reshape(())
 
@@ -65,6 +66,9 @@ class WeightedLoss(nn.Cell):
         network: The loss cell.
         structure: What `take_apart` left of its inputs. None if these are given as the network takes them.
     """
+
+    # Whether the weight is the number of rows, and not what the network says.
+    counts_rows = False
 
     def __init__(self, network: nn.Cell, structure: Any = None) -> None:
         super().__init__(auto_prefix=False)
@@ -90,6 +94,8 @@ class WeightedLoss(nn.Cell):
 
 class RowWeight(WeightedLoss):
     """Make ``(mean * rows, rows)`` of a network that returns a mean loss, alone or before other outputs."""
+
+    counts_rows = True
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
         loss = self.first(self.outputs(tensors), "its mean loss", _MEAN_REMEDY)

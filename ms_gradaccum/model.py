@@ -73,6 +73,7 @@ class Model(ms.Model):
             Default: ``"apply"``.
 
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
+        compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
         loss_scale_manager (LossScaleManager, optional): Another name of `mixed_precision`, which
             ``mindspore.train.Model`` has. Default: ``None``.
 
@@ -121,6 +122,7 @@ class Model(ms.Model):
         parallel: ParallelChoice = "auto",
         last_window: LastWindow = "apply",
         bad_micro_batch: BadMicroBatch = "skip_window",
+        compile: bool | None = None,
         loss_scale_manager: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -137,6 +139,7 @@ class Model(ms.Model):
             "mixed_precision": precision,
             "parallel": parallel,
             "bad_micro_batch": bad_micro_batch,
+            "compile": compile,
         }
         # Of the levels, stock Model takes the name alone: its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level

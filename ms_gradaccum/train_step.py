@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_accumulation_steps, warn_of_dropped
 from ms_gradaccum.bad_micro_batch import BadMicroBatch, check_bad_micro_batch
-from ms_gradaccum.compiled import graph_mode
+from ms_gradaccum.compiled import check_compile, graph_mode
 from ms_gradaccum.events import Events, Observed
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.grad_clip import Clip, check_clip
@@ -38,10 +38,10 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         if last_batch_of_the_window:
             optimizer(clip(sums / weight))
 
-    Called from Python, each micro batch is one run of a compiled graph (forward, backward, add), so that the
-    activations of one micro batch live at a time and compiling takes as long for any `micro_size`. That holds in
-    PYNATIVE mode too; a network that cannot be compiled runs eagerly there, after a warning. Inside a larger graph
-    (data sink mode), the whole window is part of that graph.
+    Called from Python, each micro batch is a forward and a backward pass of its own, so that the activations of one
+    micro batch live at a time and compiling takes as long for any `micro_size`. In GRAPH mode it is one run of a
+    compiled graph; in PYNATIVE mode the network and the optimizer run op by op, as in MindSpore's own step. Inside a
+    larger graph (data sink mode), the whole window is part of that graph.
 
     Args:
         network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, or any loss cell, which is then
@@ -64,6 +64,11 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
               a pass over the gradients of each micro batch.
 
             Default: ``"skip_window"``.
+
+        compile (Union[bool, None]): What runs the network, its loss and the optimizer. ``None``: what MindSpore's mode
+            says, a compiled graph in GRAPH mode, op by op in PYNATIVE mode. ``True``: a compiled graph in PYNATIVE mode
+            too, which is often several times as fast and decides once what Python decides in `construct`;
+            :func:`verify` tells whether that trains the same. Default: ``None``.
 
     Inputs:
         - **\*inputs** - One batch, as `network` takes it. Keywords are allowed.
@@ -105,7 +110,9 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         mixed_precision: PrecisionChoice = None,
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
+        compile: bool | None = None,
     ) -> None:
+        compiles = check_compile(_OWNER, compile)
         kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
@@ -116,6 +123,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         network = network.in_precision(_OWNER, precision)
         super().__init__(network, optimizer)
         self.accumulation_steps = accumulation_steps
+        self.compiles = compiles
         self.events = Events(_OWNER)
         # On Ascend and GPU, the settings of AutoParallel, with which the compiler partitions the whole step.
         self.semi_auto = kind if isinstance(kind, SemiAuto) else None
@@ -124,7 +132,6 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             self.partitioned = PartitionedWindow(network, optimizer, clip, precision.loss_scale)
         else:
             self._build_host_driven(kind, clip, precision, drops)
-        self.set_train()
         claim_optimizer(optimizer, self)
 
     def _build_host_driven(self, kind: Any, clip: Any, precision: Precision, drops: bool) -> None:
@@ -133,18 +140,18 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         settings |= {"mixed_precision": precision.text, "bad_micro_batch": drops}
         self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings, drops, precision.reduce_dtype)
         self.buffer = self.parallel.buffer
-        self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights], precision, drops)
+        self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights], precision, drops, self.compiles)
         self.micro_steps.events = self.events
         self.micro_step = self.micro_steps.cell
         self.loss_scale = precision.loss_scale
-        self.window = Window(optimizer, clip, self.parallel, self.loss_scale)
+        self.window = Window(_OWNER, optimizer, clip, self.parallel, self.loss_scale, self.compiles)
         # MindSpore's saving asks these for the whole of a parameter; in place of a layout, ours knows how to gather.
         self.parameter_layout_dict = dict.fromkeys(self.parallel.gathers, _ANY_LAYOUT)
         self.parallel_parameter_merge_net_dict = self.parallel.gathers
         self._shows_whole = True
 
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
-        """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Built in training mode."""
+        """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Nothing else does so."""
         super().set_train(mode)
         # A compiled cell is looked up by its own phase, which tells its training graph from the other one.
         for cell in self._compiled_cells():
@@ -270,9 +277,14 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         if self.semi_auto is not None:
             partitioned: tuple[Tensor, ...] = self.partitioned(*inputs)
             return partitioned
+        parts = self.network.split_in_graph(inputs)
+        batch_rows = Tensor(0.0, ms.float32)
+        for part in parts:
+            batch_rows = batch_rows + part[0]
         done = Tensor(0.0, ms.float32)
-        for part in self.network.split_in_graph(inputs):
-            done = ops.depend(self.micro_step(*part)[2], done)
+        for part in parts:
+            share, factor = self.micro_step.share_and_factor(part[0], batch_rows)
+            done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
         if self.accumulation_steps == 1:
             output: tuple[Tensor, ...] = self.window(done)
             return output

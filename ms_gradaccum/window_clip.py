@@ -63,10 +63,10 @@ class EachClip(nn.Cell):
         return self.clip.norm_after(norm, *limit)
 
 
-_scale_one = ops.MultitypeFuncGraph("scale_in_place")
+scale_one = ops.MultitypeFuncGraph("scale_in_place")
 
 
-@_scale_one.register("Tensor", "Tensor")
+@scale_one.register("Tensor", "Tensor")
 def _scale_one_in_place(factor: Tensor, total: Parameter) -> Tensor:
     return scale_in_place(total, factor)
 
@@ -75,7 +75,7 @@ class Means(EachClip):
     """The same for `NoClip`: the means as they are."""
 
     def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
-        stored: Grads = self.map(ops.partial(_scale_one, factor), sums)
+        stored: Grads = self.map(ops.partial(scale_one, factor), sums)
         return stored
 
 
