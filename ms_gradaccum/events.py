@@ -171,8 +171,8 @@ class Observed:
             self.events.add(callback)
 
 
-def check_told(owner: str, train_step: Any, callback: Any) -> None:
-    """Raise unless ``train_step``, of a Model, tells ``callback`` of its updates."""
+def check_told(owner: str, name: str, train_step: Any, callback: Any) -> None:
+    """Raise unless ``train_step``, of a Model, tells ``callback``, called ``name``, of its updates."""
     if not isinstance(train_step, Observed):
         raise TypeError(
             f"For '{owner}', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "
@@ -181,7 +181,7 @@ def check_told(owner: str, train_step: Any, callback: Any) -> None:
     if not train_step.events.hears(callback):
         raise ValueError(
             f"For '{owner}', the training step must tell it of updates, but a Model of MindSpore does not arrange "
-            f"for that. Import Model from ms_gradaccum, or call train_step.add_callback(callback) first."
+            f"for that. Import Model from ms_gradaccum, or call train_step.add_callback({name}) first."
         )
 
 

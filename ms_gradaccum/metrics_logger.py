@@ -149,7 +149,7 @@ class MetricsLogger(Callback):
 
     def on_train_begin(self, run_context: Any) -> None:
         train_step = run_context.original_args().train_network
-        check_told(_OWNER, train_step, self)
+        check_told(_OWNER, "logger", train_step, self)
         if train_step is not self._train_step:
             self._train_step = train_step
             self._reporter = StepReporter(train_step, **self._settings, **self._costs)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum.accumulator import Accumulator
-from ms_gradaccum.ema import averages_of
+from ms_gradaccum.averages import averages_of
 from ms_gradaccum.events import COUNTS
 from ms_gradaccum.loss_scale import ForeignLossScale, NoLossScale
 from ms_gradaccum.optimizers import all_parameters

@@ -7,7 +7,7 @@ import mindspore as ms
 
 from ms_gradaccum._checks import check_path, sentence
 from ms_gradaccum.accumulator import Accumulator
-from ms_gradaccum.ema import averages_of
+from ms_gradaccum.averages import averages_of
 from ms_gradaccum.saved.data_order import PassPlace
 from ms_gradaccum.train_step import TrainOneStepCell
 
