@@ -240,6 +240,8 @@ class Model(ms.Model):
         callbacks = self._transform_callbacks(callbacks)
         if not isinstance(self._train_network, TrainOneStepCell):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
+        # Before a state is loaded, which has their tensors.
+        self._train_network.adopt(callbacks)
         checkpoints = [callback for callback in callbacks if isinstance(callback, StateCheckpoint)]
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0))
         if not self._resume:

@@ -32,9 +32,9 @@ def save_state(
 ) -> SavedState:
     r"""Save everything that a training needs to go on as if it had not stopped, also in the middle of a window.
 
-    That is: all parameters, the optimizer's state, the sums of the open window and their weight, the counts of batches
-    and updates, the loss scale, learning rate schedulers, the place in the data, the states of the random number
-    generators of Python, NumPy and MindSpore, and what is given as `extra`.
+    That is: all parameters, the averages of an :class:`EMA`, the optimizer's state, the sums of the open window and
+    their weight, the counts of batches and updates, the loss scale, learning rate schedulers, the place in the data,
+    the states of the random number generators of Python, NumPy and MindSpore, and what is given as `extra`.
 
     A state is a folder ``state-000001``, ``state-000002``, ... in `directory`: tensors in the safetensors format, by
     the names of MindSpore's checkpoints, so that ``mindspore.load_checkpoint`` reads them; the rest, sizes and
