@@ -21,6 +21,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.precision import Precision, PrecisionChoice, check_precision
 from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.stock_cell import check_stock_arguments
 from ms_gradaccum.window import Window
 
 _OWNER = "TrainOneStepCell"
@@ -48,6 +49,8 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             fed whole batches.
         optimizer (Cell): Optimizer of ``mindspore.nn``, ``mindspore.mint.optim`` or
             ``mindspore.experimental.optim`` over parameters of `network`.
+        sens (Union[float, None]): Of MindSpore's cell: ``None`` or 1, else see `mixed_precision`. Default: ``None``.
+        return_grad (bool): Of MindSpore's cell: ``False``. Default: ``False``.
 
     Keyword Args:
         accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
@@ -74,7 +77,8 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, or
-            belongs to another training cell, or the device lacks what `mixed_precision` asks for.
+            belongs to another training cell, the device lacks what `mixed_precision` asks for, or `sens` or
+            `return_grad` ask for something.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -99,6 +103,8 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         self,
         network: nn.Cell,
         optimizer: nn.Cell,
+        sens: float | None = None,
+        return_grad: bool = False,
         *,
         accumulation_steps: int = 1,
         clip: Clip = None,
@@ -106,6 +112,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
     ) -> None:
+        check_stock_arguments(_OWNER, sens, return_grad)
         kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
@@ -142,6 +149,11 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         self.parameter_layout_dict = dict.fromkeys(self.parallel.gathers, _ANY_LAYOUT)
         self.parallel_parameter_merge_net_dict = self.parallel.gathers
         self._shows_whole = True
+
+    @property
+    def scale_sense(self) -> Tensor:
+        """The loss scale of the open window, by the name that MindSpore's step with a loss scale has for it."""
+        return (self if self.semi_auto is None else self.partitioned).loss_scale.value()
 
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Built in training mode."""
