@@ -183,7 +183,7 @@ class Experiment:
         if which == "network":
             loss = self.network.loss_of(self.structure)
         else:
-            loss = RowWeight(self.reference, self.structure)
+            loss = RowWeight(self.reference, self.structure, self.network.losses)
         return self._in_training(lambda: WholeBatch(loss, self.weights))
 
     def _in_training(self, make_cell: Callable[[], nn.Cell]) -> nn.Cell:
