@@ -14,6 +14,7 @@ from ms_gradaccum.grad_buffer import reciprocal
 from ms_gradaccum.loss_weight import OwnWeight, OwnWeights, RowWeight, WeightedLoss
 from ms_gradaccum.micro_batch import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.precision import Precision, in_precision
+from ms_gradaccum.stock_cell import check_construct
 
 _OWNER = "GradAccumulation"
 # What becomes of several losses that a network returns.
@@ -68,8 +69,8 @@ class GradAccumulation(nn.Cell):
         In evaluation, what `network` returns for the whole batch.
 
     Raises:
-        TypeError: If `network` is not a Cell, `micro_size` not an int, `weighted` not a bool, or `batch_axis`
-            holds anything but ints and None.
+        TypeError: If a subclass has its own `construct`, `network` is not a Cell, `micro_size` not an int, `weighted`
+            not a bool, or `batch_axis` holds anything but ints and None.
         ValueError: If `micro_size` is less than 1, `losses` is none of the above, inputs disagree about the number of
             rows or have none, or `network` returns something else than described.
 
@@ -95,6 +96,8 @@ class GradAccumulation(nn.Cell):
         losses: _Losses | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
+        remedy = "Put what it does into the construct of network, the loss cell."
+        check_construct(_OWNER, type(self), GradAccumulation, remedy)
         network = check_cell(
             _OWNER, "network", network, "Wrap the network and its loss, for example in nn.WithLossCell."
         )

@@ -21,7 +21,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.precision import Precision, PrecisionChoice, check_precision
 from ms_gradaccum.step_output import StepOutput
-from ms_gradaccum.stock_cell import check_stock_arguments
+from ms_gradaccum.stock_cell import STEP_REMEDY, check_construct, check_stock_arguments
 from ms_gradaccum.window import Window
 
 _OWNER = "TrainOneStepCell"
@@ -75,7 +75,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         :class:`StepOutput`.
 
     Raises:
-        TypeError: If an argument has the wrong type.
+        TypeError: If an argument has the wrong type, or a subclass has its own `construct`.
         ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, or
             belongs to another training cell, the device lacks what `mixed_precision` asks for, or `sens` or
             `return_grad` ask for something.
@@ -112,6 +112,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
     ) -> None:
+        check_construct(_OWNER, type(self), TrainOneStepCell, STEP_REMEDY)
         check_stock_arguments(_OWNER, sens, return_grad)
         kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
