@@ -11,6 +11,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import check_bool, check_cell, check_choice, check_positive_int, sentence, warn
 from ms_gradaccum.grad_buffer import reciprocal
+from ms_gradaccum.loss_kind import loss_warning
 from ms_gradaccum.loss_weight import OwnWeight, OwnWeights, RowWeight, WeightedLoss
 from ms_gradaccum.micro_batch import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.precision import Precision, in_precision
@@ -85,6 +86,9 @@ class GradAccumulation(nn.Cell):
         >>> model = Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 1e-2))
     """
 
+    # Whether a window has more batches than one, of this process or of others.
+    adds_batches = False
+
     def __init__(
         self,
         network: nn.Cell,
@@ -117,6 +121,7 @@ class GradAccumulation(nn.Cell):
         self.network = network
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
+        self._has_looked_at_loss = False
         self._get_attr_from_cell(network)
 
     def loss_of(self, structure: Any = None) -> WeightedLoss:
@@ -157,6 +162,11 @@ class GradAccumulation(nn.Cell):
         inputs = self.positional(args, kwargs)
         batch = split_batch(inputs, self.micro_size, self.batch_axis)
         self.bind(inputs, {})
+        if not (self._has_looked_at_loss or self.weighted) and (self.micro_size > 1 or self.adds_batches):
+            self._has_looked_at_loss = True
+            message = loss_warning(self.network, (part.tensors for part in batch.micro_batches))
+            if message:
+                warn(message)
         return batch
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:

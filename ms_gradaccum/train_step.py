@@ -141,6 +141,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         settings |= {"mixed_precision": precision.text, "bad_micro_batch": drops}
         self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings, drops, precision.reduce_dtype)
         self.buffer = self.parallel.buffer
+        network.adds_batches = self.accumulation_steps > 1 or self.parallel.several
         self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights], precision, drops)
         self.micro_steps.events = self.events
         self.micro_step = self.micro_steps.cell
