@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import check_choice, check_number, check_tensor
+from ms_gradaccum._checks import check_choice, check_tensor
 from ms_gradaccum.accumulation_config import AccumulationConfig, merge_config
 from ms_gradaccum.bad_micro_batch import BadMicroBatch, check_bad_micro_batch
 from ms_gradaccum.compiled import check_compile
@@ -208,7 +208,7 @@ class Accumulator(nn.Cell, Observed):
         reduction: str = "mean",
         network: nn.Cell | None = None,
     ) -> StepOutput:
-        weight = check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
+        weight = self.window.checked_weight(weight)
         check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
         trained = self.window.only(network)
         with self.window.batch_of(trained):

@@ -21,6 +21,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.precision import Precision, PrecisionChoice, check_precision
 from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.stock_cell import STEP_REMEDY, check_construct, check_stock_arguments
 from ms_gradaccum.window import Window
 
 _OWNER = "TrainOneStepCell"
@@ -48,6 +49,8 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             fed whole batches.
         optimizer (Cell): Optimizer of ``mindspore.nn``, ``mindspore.mint.optim`` or
             ``mindspore.experimental.optim`` over parameters of `network`.
+        sens (Union[float, None]): Of MindSpore's cell: ``None`` or 1, else see `mixed_precision`. Default: ``None``.
+        return_grad (bool): Of MindSpore's cell: ``False``. Default: ``False``.
 
     Keyword Args:
         accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
@@ -77,9 +80,10 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         :class:`StepOutput`.
 
     Raises:
-        TypeError: If an argument has the wrong type.
+        TypeError: If an argument has the wrong type, or a subclass has its own `construct`.
         ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, or
-            belongs to another training cell, or the device lacks what `mixed_precision` asks for.
+            belongs to another training cell, the device lacks what `mixed_precision` asks for, or `sens` or
+            `return_grad` ask for something.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -104,6 +108,8 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         self,
         network: nn.Cell,
         optimizer: nn.Cell,
+        sens: float | None = None,
+        return_grad: bool = False,
         *,
         accumulation_steps: int = 1,
         clip: Clip = None,
@@ -112,6 +118,8 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
     ) -> None:
+        check_construct(_OWNER, type(self), TrainOneStepCell, STEP_REMEDY)
+        check_stock_arguments(_OWNER, sens, return_grad)
         compiles = check_compile(_OWNER, compile)
         kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
@@ -140,6 +148,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         settings |= {"mixed_precision": precision.text, "bad_micro_batch": drops}
         self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings, drops, precision.reduce_dtype)
         self.buffer = self.parallel.buffer
+        network.adds_batches = self.accumulation_steps > 1 or self.parallel.several
         self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights], precision, drops, self.compiles)
         self.micro_steps.events = self.events
         self.micro_step = self.micro_steps.cell
@@ -149,6 +158,11 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         self.parameter_layout_dict = dict.fromkeys(self.parallel.gathers, _ANY_LAYOUT)
         self.parallel_parameter_merge_net_dict = self.parallel.gathers
         self._shows_whole = True
+
+    @property
+    def scale_sense(self) -> Tensor:
+        """The loss scale of the open window, by the name that MindSpore's step with a loss scale has for it."""
+        return (self if self.semi_auto is None else self.partitioned).loss_scale.value()
 
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Nothing else does so."""

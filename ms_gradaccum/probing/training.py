@@ -66,9 +66,8 @@ class Training(NamedTuple):
     def in_parts(self, micro_size: int) -> GradAccumulation:
         """Return the network in so many micro batches, of which a few stand for all."""
         whole = self.network
-        return FewMicroBatches(
-            whole.network, micro_size, weighted=whole.weighted, batch_axis=whole.batch_axis, terms=whole.terms
-        )
+        settings: dict[str, Any] = {"weighted": whole.weighted, "terms": whole.terms, "losses": whole.losses}
+        return FewMicroBatches(whole.network, micro_size, batch_axis=whole.batch_axis, **settings)
 
 
 class FewMicroBatches(GradAccumulation):

@@ -194,7 +194,7 @@ class Experiment:
         if which == "network":
             loss = self.network.loss_of(self.structure)
         else:
-            loss = RowWeight(self.reference, self.structure)
+            loss = RowWeight(self.reference, self.structure, self.network.losses)
         return WholeBatch(loss, self.weights)
 
 
