@@ -7,6 +7,7 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor
 
 from ms_gradaccum._checks import warn
+from ms_gradaccum.ambiguous_inputs import explain_split
 from ms_gradaccum.compiled import NOTHING, Compiled
 from ms_gradaccum.convolutions import has_convolutions, pixels, warn_if_slow
 from ms_gradaccum.events import Events
@@ -86,9 +87,11 @@ class MicroSteps:
                     micro_step = self._for(structure, micro_batches, reduces)
                 outputs.append(micro_step(*inputs[index]))
                 self.events.micro_batch_end(index, rows)
-        except BaseException:
+        except BaseException as error:
             self.has_added = bool(outputs) or micro_step.has_run
             self.events.micro_batches = done
+            if isinstance(error, Exception):
+                explain_split(self.network, error, args, kwargs)
             raise
         self._add_nothing(rounds - len(outputs))
         return outputs
