@@ -8,6 +8,7 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum.ambiguous_inputs import explain_split
 from ms_gradaccum.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.convolutions import has_convolutions, pixels, warn_if_slow
 from ms_gradaccum.events import Events
@@ -101,9 +102,11 @@ class MicroSteps:
                     micro_step, _ = self._micro_step(structure, micro_batches, reduces)
                 outputs.append(micro_step(*starts[rows], *tensors))
                 self.events.micro_batch_end(index, rows)
-        except BaseException:
-            self.events.micro_batches = done
+        except BaseException as error:
             self.has_added = bool(outputs) or micro_step.has_run
+            self.events.micro_batches = done
+            if isinstance(error, Exception):
+                explain_split(self.network, error, args, kwargs)
             raise
         self._add_nothing(rounds - len(outputs))
         return outputs

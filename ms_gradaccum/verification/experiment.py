@@ -8,6 +8,7 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common.seed import _KERNEL_SEED
 
+from ms_gradaccum.ambiguous_inputs import without_split
 from ms_gradaccum.compiled import Compiled, op_by_op, runs_eagerly
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
@@ -113,6 +114,11 @@ class Experiment:
     def freezing(self, cells: Sequence[nn.Cell]) -> "Experiment":
         """Return the same experiment with these cells in evaluation mode, too."""
         return Experiment(self.network, self.inputs, self.reference, self.start, [*self.frozen, *cells], self.compiles)
+
+    def unsplit(self, place: int) -> "Experiment":
+        """Return the same experiment with one input of the network going whole into each micro batch."""
+        network = without_split(self.network, place, self.inputs)
+        return Experiment(network, self.inputs, self.reference, self.start, self.frozen, self.compiles)
 
     def rows_of(self, micro_batch: int) -> list[int]:
         """Return the places of its rows in the batch."""
