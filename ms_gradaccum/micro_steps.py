@@ -166,7 +166,7 @@ class MicroSteps:
                 )
             pooled = self._is_for_thread_pool(micro_batches)
             build = self._builder(structure, pooled, reduces)
-            self.by_structure[key] = Compiled(build, self.owner, "the network", checks_hooks=True)
+            self.by_structure[key] = Compiled(build, self.owner, "the network", self.network.network)
             if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
                 warn(
                     f"For '{self.owner}', the inputs must keep their structure and Python values, but got "

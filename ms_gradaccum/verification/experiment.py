@@ -182,7 +182,7 @@ class Experiment:
             if eager:
                 self._steps[key] = self._make_eager_step() if kind == "micro step" else EagerCell(make())
             else:
-                self._steps[key] = Compiled(make, _OWNER, "the network", checks_hooks=True)
+                self._steps[key] = Compiled(make, _OWNER, "the network", self.network.network)
         return self._steps[key]
 
     def _make_micro_step(self) -> nn.Cell:
