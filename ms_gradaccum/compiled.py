@@ -11,6 +11,9 @@ from typing import Any
 import mindspore as ms
 from mindspore import JitConfig, Tensor, nn
 
+# A gradient in PYNATIVE mode sets a flag in it with which a graph takes no function that has a @jit of its own.
+from mindspore._c_expression import MSContext
+
 # Not ms.get_context("mode"), which takes 25 times as long, and this is asked before every call.
 from mindspore.context import _get_mode
 
@@ -149,6 +152,7 @@ class Compiled:
             general_cell = self.general_cell = self._compile_general(tensors, general)
         if general_cell is None:
             with graph_mode():
+                MSContext.get_instance()._set_not_convert_jit(False)
                 self.cell.compile(*tensors)
             # The shapes are good, so what failed was the length that changes.
             self.needs_fixed = len(self.fixed) >= MAX_FIXED_SHAPES
@@ -163,6 +167,7 @@ class Compiled:
         lengths = [[None if length < 0 else length for length in shape] for shape in shapes]
         try:
             with graph_mode():
+                MSContext.get_instance()._set_not_convert_jit(False)
                 cell.set_inputs(*(Tensor(shape=shape, dtype=t.dtype) for shape, t in zip(lengths, tensors)))
                 cell.compile(*tensors)
         except Exception:
