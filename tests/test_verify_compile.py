@@ -107,6 +107,24 @@ def test_what_construct_reads_of_python_is_named_and_nothing_else():
     assert (Reads.rate, STRENGTH, scale, network.settings.power) == (1.0, 1.0, 1.0, 1.0)
 
 
+class Rebound(Line):
+    """Has one cell under two names, and calls it by the second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Dense(2, 2)
+        self.used = self.first
+
+    def construct(self, x, y):
+        return super().construct(self.used(x), y)
+
+
+def test_a_cell_that_is_rebound_is_kept_by_any_graph():
+    report = compiled(Rebound())
+    assert_causes(report)
+    assert "the cells inside, such as used" in report.kept
+
+
 class Stock(nn.Cell):
     """Nothing but layers of MindSpore's."""
 
@@ -246,6 +264,31 @@ def test_what_was_left_is_taken_back_without_compile_and_after_an_error(eager):
     assert network.block is block and not hasattr(network, "extra")
 
 
+def test_a_tensor_that_is_changed_in_place_is_given_back():
+    class Writes(Line):
+        def __init__(self):
+            super().__init__()
+            self.seen = Tensor([0.0, 0.0])
+
+        def construct(self, x, y):
+            self.seen[0] = self.seen[0] + 1
+            return super().construct(x, y)
+
+    network = Writes()
+    seen = network.seen
+    assert_causes(compiled(network), "The attribute seen of the network: an eager run leaves it changed")
+    assert network.seen is seen and seen.asnumpy().tolist() == [0, 0]
+
+
+def test_graph_mode_is_compared_with_pynative_mode(monkeypatch):
+    monkeypatch.delenv("MS_JIT", raising=False)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    report = verify(Annealed(), batch(), 2, compile=True)
+    assert report.equal
+    assert_causes(report.compiled, "The attribute alpha of the network: ")
+    assert ms.get_context("mode") == ms.GRAPH_MODE
+
+
 class Lazy(Line):
     @ms.lazy_inline
     def __init__(self, name):
@@ -268,7 +311,7 @@ def test_what_cannot_be_compiled_is_named_with_the_reason():
     hooked.weight.register_hook(lambda grad: grad * 2)
     (cause,) = compiled(hooked).causes
     assert "weight has a hook" in cause
-    assert_causes(compiled(Unknown()), "The network cannot be compiled: ")
+    assert_causes(compiled(Unknown()), "The network cannot be compiled: its loss is no tensor there")
 
 
 def test_a_named_tuple_loses_its_gradient_in_a_graph():

@@ -33,8 +33,8 @@ LEFT = (
 )
 VALUES = "{what} from the first run on, by {size:.1e}: {likely}"
 GRADIENT_HOOK = (
-    "what is called in the backward pass (HookBackward, InsertGradientOf, register_hook) is not called in a graph as "
-    "it is eagerly. Write it as a cell with a bprop, or leave compile out."
+    "what is called in the backward pass (HookBackward, register_hook of a tensor) is not called in a graph. "
+    "Write it as a cell with a bprop, or leave compile out."
 )
 IN_PLACE = (
     "an operator such as *= changes a tensor eagerly, under all its names, and makes a new one in a graph. Write "
@@ -45,6 +45,10 @@ NOT_FINITE = "An Inf or NaN in the eager run: nothing can be compared."
 NOT_COMPILED = "The network cannot be compiled: {reason}"
 NOT_EAGER = "The network cannot be run op by op: {reason}"
 SEVERAL_TERMS = "a loss of several terms needs a backward pass each of the same forward pass, which is a graph anyway."
+LEFT_TO_PYTHON = (
+    "its loss is no tensor there, since a graph leaves something in construct to Python, such as asnumpy() or a count "
+    "in an attribute. Say it with operators of MindSpore, or leave compile out."
+)
 LAZY_INLINE = "{name} is built with lazy_inline, which the CPU does not support. Build it without."
 KEPT = (
     "A graph keeps, as each of MindSpore's does: {names}. If your program changes one of these in mid-training, leave "

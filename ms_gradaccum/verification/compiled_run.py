@@ -27,6 +27,8 @@ _REPEATS, _FEW_REPEATS = 5, 3
 _LONG = 1.0
 _SHOWN = 5
 _LAZY_INLINE = "lazy_inline_"
+# What GradAccumulation says of a loss that is no tensor. Op by op this one was a tensor.
+_NO_TENSOR = "but got no tensor"
 
 
 class CompiledSearch:
@@ -72,7 +74,7 @@ class CompiledSearch:
             try:
                 return eager, self.runs.window(self.runs.compiled)
             except Exception as error:
-                reason = first_line(error)
+                reason = words.LEFT_TO_PYTHON if _NO_TENSOR in first_line(error) else first_line(error)
         self.causes.append(words.NOT_COMPILED.format(reason=reason))
         return None
 

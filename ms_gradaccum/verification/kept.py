@@ -92,10 +92,14 @@ def _mode_names(runs: EagerAndCompiled) -> Iterator[str]:
 
 def _cell_names(runs: EagerAndCompiled) -> Iterator[str]:
     """Yield the names of cells in whose place another one is obeyed eagerly alone."""
-    inner = [name for name in runs.reads.cells if name]
-    for name in inner[:_TRIED]:
-        outer, _, attribute = name.rpartition(".")
-        if runs.ignores(partial(_replaced, runs.reads.cells[outer], attribute)):
+    inner = [
+        (outer, attribute, f"{name}.{attribute}" if name else attribute)
+        for name, outer in runs.reads.cells.items()
+        for attribute, cell in outer._cells.items()
+        if cell is not None
+    ]
+    for outer, attribute, name in inner[:_TRIED]:
+        if runs.ignores(partial(_replaced, outer, attribute)):
             yield name
 
 

@@ -117,8 +117,8 @@ class PythonReads:
     def has_gradient_hook(self) -> bool:
         """Whether something is called in the backward pass: an operator of a cell, or a hook of a tensor."""
         attributes = (value for cell in self.cells.values() for value in vars(cell).values())
-        by_operator = any(isinstance(value, (ops.HookBackward, ops.InsertGradientOf)) for value in attributes)
-        return by_operator or bool(self.names & {"HookBackward", "InsertGradientOf", "register_hook"})
+        by_operator = any(isinstance(value, ops.HookBackward) for value in attributes)
+        return by_operator or bool(self.names & {"HookBackward", "register_hook"})
 
     def _of_cells(self) -> Iterator[Space]:
         seen: set[int] = set()
