@@ -188,9 +188,10 @@ class MicroSteps:
 
 def _tell_of_evaluation_mode(owner: str, network: nn.Cell) -> None:
     """Warn of a network that is in evaluation mode as a whole. MindSpore's step leaves it there without a word."""
-    if network.training:
+    cells = [cell for _, cell in network.cells_and_names()]
+    idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY)]
+    if any(cell.training for cell in cells):
         return
-    idle = [cell.cls_name for _, cell in network.cells_and_names() if isinstance(cell, _TRAINS_ONLY)]
     if idle:
         warn(
             f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "

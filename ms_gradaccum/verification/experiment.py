@@ -1,5 +1,6 @@
 """Windows and whole batches, run from one start as often as a diagnosis asks for them."""
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -96,7 +97,8 @@ class Experiment:
         frozen: Sequence[nn.Cell] = (),
         compiles: bool = False,
     ) -> None:
-        self.compiles = compiles
+        # Op by op, a loss of several terms would need a forward pass for each.
+        self.compiles = compiles or network.terms > 1
         self.network = network
         self.inputs = inputs
         self.reference = reference
@@ -147,17 +149,29 @@ class Experiment:
         """Run the whole batch through the reference."""
         return self._run_whole("reference", self.batch)
 
+    def seconds(self) -> float:
+        """Return how long the forward and backward passes of the window take."""
+        self._begin()
+        self.parallel.buffer.clear()
+        begin = time.perf_counter()
+        self._add(self.micro_batches)
+        _number(self.parallel.buffer.weight)  # Waits for what is still being computed.
+        return time.perf_counter() - begin
+
     def _run_window(self, micro_batches: Sequence[MicroBatch]) -> Run:
         self._begin()
         buffer = self.parallel.buffer
         buffer.clear()
+        self._add(micro_batches)
+        grads = _mean_grads(buffer)
+        return Run(_number(buffer.mean_loss()), _number(buffer.weight), grads, self.start.changed())
+
+    def _add(self, micro_batches: Sequence[MicroBatch]) -> None:
         batch_rows = sum(part.rows for part in micro_batches)
         for rows, tensors in micro_batches:
             step = self._step("micro step", tensors)
             pace = step.pace if isinstance(step, EagerMicroStep) else step.cell.pace
             step(*(Tensor(number, ms.float32) for number in pace.share_and_factor(rows, batch_rows)), *tensors)
-        grads = _mean_grads(buffer)
-        return Run(_number(buffer.mean_loss()), _number(buffer.weight), grads, self.start.changed())
 
     def _run_whole(self, which: str, batch: MicroBatch, same_random: bool = True) -> Run:
         self._begin(same_random)
