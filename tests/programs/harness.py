@@ -1,8 +1,8 @@
 """Whole programs, trained by MindSpore's own step on whole batches and by ms_gradaccum in micro batches.
 
-A `Program` is written once. Each face of the package (training step, `Model`, `Accumulator`) must leave what MindSpore's
-own step, or its own `Model`, leaves in the same mode, or say in a warning or an error why it does not. There is no
-third state: weights that differ without a word fail.
+A `Program` is written once. Each face of the package (training step, `Model`, `Accumulator`) must leave what
+MindSpore's own step, or its own `Model`, leaves in the same mode, or say in a warning or an error why it does not.
+There is no third state: weights that differ without a word fail.
 """
 
 import functools

@@ -114,6 +114,7 @@ PROGRAMS = {
     "mode after building": Program(**DOUBLES, built=freeze_mode),
     "mode in mid-training": Program(**DOUBLES, between=freeze_later),
     "mode frozen, then not": Program(**DOUBLES, prepare=freeze_mode, between=thaw_later),
+    "never in training mode": Program(**DOUBLES, prepare=never_trained),
     "BatchNorm before building": Program(**NORM, prepare=freeze_mode, faces=STEPS),
     "BatchNorm after building": Program(**NORM, built=freeze_mode, faces=STEPS),
     "BatchNorm before building, Model": Program(**NORM, prepare=freeze_mode, faces=("Model",), parts=1),
