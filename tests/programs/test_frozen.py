@@ -105,8 +105,8 @@ def follow(i, cell, optimizer):
 
 
 STEPS = ("step 1", "step 4", "Accumulator")
-DOUBLES = {"network": with_layer(Doubles), "optimizer": momentum}
-NORM = {"network": with_layer(batch_norm), "optimizer": momentum}
+DOUBLES = {"network": with_layer(Doubles), "optimizer": momentum, "own_model": True}
+NORM = {"network": with_layer(batch_norm), "optimizer": momentum, "own_model": True}
 DROPOUT = {"network": with_layer(lambda: nn.Dropout(p=0.5)), "optimizer": momentum}
 
 PROGRAMS = {

@@ -160,7 +160,7 @@ def test_one_accumulator_of_two_networks(mode):
                     accumulator.step()
                     accumulator.zero_grad()
             return numbers_of(generator, critic)
-        grads = [ms.value_and_grad(l, None, o.parameters) for l, o in zip(losses, optimizers)]
+        grads = [ms.value_and_grad(loss, None, each.parameters) for loss, each in zip(losses, optimizers)]
         for real, noise in in_batches(False, batches):
             # Both gradients first: with an Accumulator, too, both are taken before either network is updated.
             found = [grads[0](noise)[1], grads[1](real, noise)[1]]

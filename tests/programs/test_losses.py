@@ -22,6 +22,11 @@ def labelled(ignored=()):
 
 
 def with_ignored():
+    return labelled(ignored=(0, 2, 5))
+
+
+def with_padding():
+    """One of the micro batches has no label at all."""
     return labelled(ignored=(0, 1, 2, 5))
 
 
@@ -79,7 +84,7 @@ class OfPositives(nn.Cell):
 
 def boxes():
     numbers = np.random.default_rng(3)
-    matched = np.array([1, 1, 0, 1, 0, 0, 1, 0], np.float32)
+    matched = np.array([1, 1, 0, 1, 0, 1, 1, 0], np.float32)
     return [(x, numbers.normal(size=(ROWS, 6)).astype(np.float32), matched) for x, _ in regression()]
 
 
@@ -111,12 +116,13 @@ PROGRAMS = {
     "mean cross-entropy": Program(classifier(), batches=labelled),
     "ignore_index without such labels": Program(classifier(ignore_index=-100), batches=labelled),
     "ignore_index": Program(classifier(ignore_index=-100), batches=with_ignored, named="ignore_index"),
+    "ignore_index, rows of padding": Program(classifier(ignore_index=-100), batches=with_padding, named="ignore_index"),
     "class weights": Program(classifier(weight=CLASS_WEIGHTS), batches=labelled, named="weight"),
     "reduction='sum'": Program(classifier(reduction="sum"), batches=labelled, named="(?i)sum"),
     "sum, square error": Program(lambda: nn.WithLossCell(nn.Dense(4, 1), nn.MSELoss(reduction="sum")), named="(?i)sum"),
     "sum by hand": Program(HandWrittenSum, nature="(?i)sum"),
     "label smoothing": Program(classifier(label_smoothing=0.1), batches=labelled),
-    "TokenMeanLoss": Program(lambda: TokenMeanLoss(nn.Dense(4, CLASSES)), batches=with_ignored, whole=MeanOfPair),
+    "TokenMeanLoss": Program(lambda: TokenMeanLoss(nn.Dense(4, CLASSES)), batches=with_padding, whole=MeanOfPair),
     "several losses": Program(Two, named="(?i)several|tuple|sum of|more than one", names_whole=True),
     "a loss and outputs": Program(WithOutputs, whole=lambda cell: First(cell)),
     "mean over matches": Program(lambda: OfPositives(True), batches=boxes, nature="something else than rows"),

@@ -101,17 +101,12 @@ def keeps_overflows():
     return amp.FixedLossScaleManager(1024, drop_overflow_update=False)
 
 
-def with_rate(name, rate):
-    optimizer, settings = OPTIMIZERS[name]
-    return lambda cell: optimizer(cell.trainable_params(), **{**settings, "learning_rate": rate})
-
-
 PROGRAMS = {
     "get_lr moves global_step, a list": Program(Net, lambda net: CountingAdamW(net.trainable_params(), RATES)),
     "get_lr moves global_step, a cell": Program(Net, lambda net: CountingAdamW(net.trainable_params(), Warmup())),
     "get_lr moves global_step, a number": Program(Net, lambda net: CountingAdamW(net.trainable_params(), 0.05)),
     "loss_scale of the optimizer, Model": Program(
-        Net, scaled, stock_model={"loss_scale_manager": keeps_overflows()}, faces=("Model",)
+        Net, scaled, own_model=True, stock_model={"loss_scale_manager": keeps_overflows()}, faces=("Model",)
     ),
     "loss_scale of the optimizer, step": Program(
         Net, **SCALE, step={"mixed_precision": keeps_overflows()}, faces=("step 1", "step 4", "Accumulator")
@@ -125,8 +120,36 @@ PROGRAMS = {
     ),
 }
 
-SCHEDULED = [name for name, (_, settings) in OPTIMIZERS.items() if "learning_rate" in settings and "own" not in name]
-NO_SCHEDULE = {"AdaFactor, own rate"}
+
+def with_rate(i, name):
+    """The optimizer with a list of rates or a schedule in turn, in one of the modes in turn."""
+    optimizer, settings = OPTIMIZERS[name]
+    base = settings["learning_rate"]
+    rates = [base, base / 2, base / 5]
+
+    def build(cell):
+        rate = rates if i % 2 else nn.ExponentialDecayLR(base, 0.5, 1)
+        return optimizer(cell.trainable_params(), **{**settings, "learning_rate": rate})
+
+    return Program(Net, build, faces=("step 4",), modes=(("GRAPH", "PYNATIVE")[i // 2 % 2],))
+
+
+def with_scheduler(i, name):
+    """The experimental or mint optimizer, whose rates a scheduler moves after each update."""
+    optimizer, settings = OPTIMIZERS[name]
+    modes = ("GRAPH",) if name.startswith("mint") or i % 2 else ("PYNATIVE",)
+    return Program(Net, adjustable(optimizer, **settings), between=step_rates, faces=("step 4",), modes=modes)
+
+
+RATED = [name for name, (_, settings) in OPTIMIZERS.items() if "learning_rate" in settings]
+MOVED = [name for name, (_, settings) in OPTIMIZERS.items() if "lr" in settings]
+SCHEDULES = {name: with_rate(i, name) for i, name in enumerate(RATED)}
+SCHEDULES |= {name: with_scheduler(i, name) for i, name in enumerate(MOVED)}
+
+
+@pytest.mark.parametrize("program,mode,face", rows(SCHEDULES))
+def test_each_optimizer_with_a_schedule(program, mode, face):
+    check(program, mode, face)
 
 
 @pytest.mark.parametrize("program,mode,face", rows(PROGRAMS))
