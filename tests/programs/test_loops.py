@@ -84,7 +84,7 @@ def test_functional_loop(jit, mode):
 @pytest.mark.parametrize("jit", [False, True], ids=["python", "jit"])
 def test_gan_with_two_accumulators(jit, mode):
     def train(accumulated, batches):
-        generator, critic = dense(2, 3, 1), dense(3, 1, 2)
+        generator, critic = named(dense(2, 3, 1), "generator"), named(dense(3, 1, 2), "critic")
         loss_fn = nn.BCEWithLogitsLoss()
         first = nn.Adam(generator.trainable_params(), 0.05, eps=0.1)
         second = nn.Adam(critic.trainable_params(), 0.05, eps=0.1)

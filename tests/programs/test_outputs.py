@@ -10,12 +10,12 @@ from ms_gradaccum import GradAccumulation, Model, TrainOneStepCell
 
 
 def build(step=TrainOneStepCell, **settings):
-    network = nn.WithLossCell(nn.Dense(4, 1, weight_init="ones"), nn.MSELoss())
+    network = nn.WithLossCell(nn.Dense(4, 1, weight_init="ones", bias_init="zeros"), nn.MSELoss())
     return step(GradAccumulation(network, 4), nn.SGD(network.trainable_params(), 0.1), **settings)
 
 
 def losses_of_stock():
-    network = nn.WithLossCell(nn.Dense(4, 1, weight_init="ones"), nn.MSELoss())
+    network = nn.WithLossCell(nn.Dense(4, 1, weight_init="ones", bias_init="zeros"), nn.MSELoss())
     step = nn.TrainOneStepCell(network, nn.SGD(network.trainable_params(), 0.1))
     return [float(step(Tensor(x), Tensor(y)).asnumpy()) for x, y in regression()]
 
