@@ -133,6 +133,8 @@ PROGRAMS = {
     "binary cross-entropy": Program(
         lambda: nn.WithLossCell(nn.Dense(4, 1), nn.BCEWithLogitsLoss()),
         batches=lambda: [(x, (y > 0).astype(np.float32)) for x, y in regression()],
+        # In PYNATIVE mode MindSpore 2.10 divides its gradient by the rows of the first batch of the process.
+        modes=("GRAPH",),
     ),
     "Huber": Program(lambda: nn.WithLossCell(nn.Dense(4, 1), nn.HuberLoss())),
 }
