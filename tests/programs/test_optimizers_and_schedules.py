@@ -24,7 +24,7 @@ class Net(nn.Cell):
 class CountingAdamW(nn.Optimizer):
     """An AdamW whose `get_lr()` moves `global_step`, as those of some model collections do."""
 
-    def __init__(self, params, learning_rate, beta1=0.9, beta2=0.999, eps=1e-2):
+    def __init__(self, params, learning_rate, beta1=0.9, beta2=0.999, eps=0.1):
         super().__init__(learning_rate, params)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
         self.moments1 = self.parameters.clone(prefix="moment1", init="zeros")
@@ -121,6 +121,11 @@ PROGRAMS = {
 }
 
 
+def sensitive(settings):
+    """Settings with an epsilon as small as the gradients of this network."""
+    return settings | {"eps": 0.1} if "eps" in settings else settings
+
+
 def with_rate(i, name):
     """The optimizer with a list of rates or a schedule in turn, in one of the modes in turn."""
     optimizer, settings = OPTIMIZERS[name]
@@ -129,7 +134,7 @@ def with_rate(i, name):
 
     def build(cell):
         rate = rates if i % 2 else nn.ExponentialDecayLR(base, 0.5, 1)
-        return optimizer(cell.trainable_params(), **{**settings, "learning_rate": rate})
+        return optimizer(cell.trainable_params(), **{**sensitive(settings), "learning_rate": rate})
 
     return Program(Net, build, faces=("step 4",), modes=(("GRAPH", "PYNATIVE")[i // 2 % 2],))
 
@@ -138,10 +143,13 @@ def with_scheduler(i, name):
     """The experimental or mint optimizer, whose rates a scheduler moves after each update."""
     optimizer, settings = OPTIMIZERS[name]
     modes = ("GRAPH",) if name.startswith("mint") or i % 2 else ("PYNATIVE",)
-    return Program(Net, adjustable(optimizer, **settings), between=step_rates, faces=("step 4",), modes=modes)
+    return Program(
+        Net, adjustable(optimizer, **sensitive(settings)), between=step_rates, faces=("step 4",), modes=modes
+    )
 
 
-RATED = [name for name, (_, settings) in OPTIMIZERS.items() if "learning_rate" in settings]
+# FTRL takes no schedule.
+RATED = [name for name, (_, settings) in OPTIMIZERS.items() if "learning_rate" in settings and name != "FTRL"]
 MOVED = [name for name, (_, settings) in OPTIMIZERS.items() if "lr" in settings]
 SCHEDULES = {name: with_rate(i, name) for i, name in enumerate(RATED)}
 SCHEDULES |= {name: with_scheduler(i, name) for i, name in enumerate(MOVED)}
