@@ -123,13 +123,21 @@ PROGRAMS = {
     "sum by hand": Program(HandWrittenSum, nature="(?i)sum"),
     "label smoothing": Program(classifier(label_smoothing=0.1), batches=labelled),
     "TokenMeanLoss": Program(lambda: TokenMeanLoss(nn.Dense(4, CLASSES)), batches=with_padding, whole=MeanOfPair),
-    "several losses": Program(Two, named="(?i)several|tuple|sum of|more than one", names_whole=True),
+    "several losses": Program(Two, named="all losses|several losses", names_whole=True),
     "a loss and outputs": Program(WithOutputs, whole=lambda cell: First(cell)),
     "mean over matches": Program(lambda: OfPositives(True), batches=boxes, nature="something else than rows"),
     "mean over matches, weighted": Program(
         lambda: OfPositives(False), batches=boxes, whole=MeanOfPair, settings={"weighted": True}
     ),
-    "two terms": Program(TwoTerms, batches=counted, whole=MeanOfTerms, settings={"weighted": True, "terms": 2}),
+    # In PYNATIVE mode it has to be compiled, and says so.
+    "two terms": Program(
+        TwoTerms,
+        batches=counted,
+        whole=MeanOfTerms,
+        settings={"weighted": True, "terms": 2},
+        named="single term in PYNATIVE mode",
+        names_whole=True,
+    ),
     "binary cross-entropy": Program(
         lambda: nn.WithLossCell(nn.Dense(4, 1), nn.BCEWithLogitsLoss()),
         batches=lambda: [(x, (y > 0).astype(np.float32)) for x, y in regression()],
