@@ -11,8 +11,8 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
-from ms_gradaccum._checks import sentence, warn
-from ms_gradaccum.compiled import Compiled, op_by_op
+from ms_gradaccum._checks import LIBRARIES, sentence, warn
+from ms_gradaccum.compiled import op_by_op
 from ms_gradaccum.loss_weight import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
@@ -86,6 +86,16 @@ def may_have_branches(optimizer: nn.Cell) -> bool:
     return any(not type(part).__module__.startswith("mindspore.nn.") or isinstance(part, nn.ASGD) for part in parts)
 
 
+def compiles_itself(optimizer: nn.Cell) -> bool:
+    """Return whether MindSpore compiles the update in PYNATIVE mode too, as it does with most of ``mindspore.nn``.
+
+    It runs no Python at each update then. Called op by op, such a graph would go on with the old weights after a
+    checkpoint was loaded; as part of a graph of ours it does not.
+    """
+    construct = type(optimizer).construct
+    return hasattr(construct, "__wrapped__") and construct.__code__.co_filename.startswith(LIBRARIES)
+
+
 def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
     """Return the optimizer that has the rate and the count of updates: LARS leaves both to the one that it wraps."""
     return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
@@ -135,11 +145,7 @@ class LearningRate(nn.Cell):
         schedules = [cell for cell in _schedules(self.optimizer) if not type(cell).__module__.startswith("mindspore.")]
         self.has_state = any(True for cell in schedules for _ in cell.get_parameters())
         overrides = self.groups is None and type(self.optimizer).get_lr is not nn.Optimizer.get_lr
-        # A compiled construct runs no Python at each update.
-        is_python = not hasattr(type(self.optimizer).construct, "__wrapped__")
-        self.is_recorded = self.groups is None and is_python and bool(schedules or overrides)
-        # The optimizer's own graph has decided what Python decides in such a schedule; so has this one.
-        self.run = Compiled(lambda: self, "TrainOneStepCell", "the learning rate") if schedules else None
+        self.is_recorded = self.groups is None and bool(schedules or overrides)
 
     def construct(self) -> Tensor:
         if self.groups is not None:
@@ -171,9 +177,6 @@ class LearningRate(nn.Cell):
         """Return the rate before an update that runs op by op; NaN if only that will tell."""
         if self.is_recorded:
             return Tensor(math.nan, ms.float32)
-        if self.run is not None:
-            rate: Tensor = self.run()
-            return rate
         with op_by_op():
             return self()
 

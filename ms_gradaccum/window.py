@@ -12,7 +12,7 @@ from ms_gradaccum.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
 from ms_gradaccum.kernels import add_in_place
 from ms_gradaccum.loss_scale import NoLossScale
-from ms_gradaccum.optimizers import LearningRate, UnknownRate, scale_for
+from ms_gradaccum.optimizers import LearningRate, UnknownRate, compiles_itself, scale_for
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.runs import once, run_of
 from ms_gradaccum.step_output import StepOutput
@@ -141,7 +141,8 @@ class Window(nn.Cell):
         self.buffer = parallel.buffer
         self.parallel = parallel
         self.loss_scale = loss_scale
-        self.compiles = compiles
+        # Whether the optimizer is compiled in PYNATIVE mode too.
+        self.compiles = compiles or compiles_itself(optimizer)
         self.handed_scale = scale_for(owner, optimizer, loss_scale)
         self.learning_rate = LearningRate(optimizer)
         self.report = Report(self.learning_rate, parallel, loss_scale)

@@ -279,10 +279,26 @@ def test_an_exception_inside_a_batch_does_not_shift_the_boundary(place):
 DROPPED = "^For 'Accumulator', the batch failed in mid-window: the 1 batches before it are dropped with it.$"
 
 
+def test_a_batch_that_fails_op_by_op_leaves_its_window_as_it_was():
+    found = []
+    for bad in (False, True):
+        network = nn.Dense(1, 3, "ones")
+        optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+        accumulator = Accumulator(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 3)
+        assert updates_of(accumulator, [tensors(X, LABELS)]) == [False]
+        if bad:
+            with pytest.raises(RuntimeError, match="^For 'GatherD'"):
+                updates_of(accumulator, [with_a_bad_label(5)])
+        assert updates_of(accumulator, [tensors(X, LABELS)] * 2) == [False, True]
+        found.append(network.weight.asnumpy())
+    np.testing.assert_array_equal(*found)
+    assert not np.array_equal(found[0], np.ones_like(found[0]))
+
+
 def test_a_batch_that_fails_while_it_runs_takes_its_window_with_it():
     network = nn.Dense(1, 3, "ones")
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    accumulator = Accumulator(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 3)
+    accumulator = Accumulator(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 3, compile=True)
     start = {p.name: p.asnumpy().copy() for p in optimizer.get_parameters()}
     assert updates_of(accumulator, [tensors(X, LABELS)]) == [False]
     with pytest.raises(RuntimeError, match="^For 'GatherD'"), pytest.warns(UserWarning, match=DROPPED) as warned:
