@@ -148,6 +148,14 @@ class Accumulator(nn.Cell, Observed):
         window = GraphWindow(first.add_grads_cell, first.windows[0], steps) if simple else NoGraphWindow(_OWNER)
         self.in_graph: Callable[..., tuple[Tensor, ...]] = window
 
+    def set_train(self, mode: bool = True) -> "Accumulator":
+        """Set the mode of the networks and all cells in them, see ``nn.Cell.set_train``. Nothing else does so."""
+        super().set_train(mode)
+        for trained in self._networks:
+            for cell in (trained.network, *trained.micro_steps.compiled_cells()):
+                cell.set_train(mode)
+        return self
+
     @property
     def sync_gradients(self) -> bool:
         """Whether the current batch ends its window, so that `step` updates. The name is Accelerate's."""

@@ -237,6 +237,9 @@ def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
     network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
     if isinstance(network, AutoParallel):
         network = network.network
+    if isinstance(network, nn.TrainOneStepCell):
+        got, remedy = f"{type(network).__name__}, a training step", "Give the loss cell inside it."
+        raise ValueError(sentence(owner, "network", "a GradAccumulation or a loss cell", got, remedy))
     return network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
 
 

@@ -37,7 +37,7 @@ class TwoTerms(nn.Cell):
 
     def construct(self, x, y):
         error = self.network(x) - y
-        return ops.sum(error**2), Tensor(4.0), ops.sum(ops.abs(error)), Tensor(1.0)
+        return (ops.sum(error**2), Tensor(4.0)), (ops.sum(ops.abs(error)), Tensor(1.0))
 
 
 def new_step(make_optimizer=None, terms=1, accumulation_steps=3, **settings):
@@ -48,13 +48,15 @@ def new_step(make_optimizer=None, terms=1, accumulation_steps=3, **settings):
     if terms == 1:
         loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
     else:
-        loss_cell = GradAccumulation(TwoTerms(network), 2, weighted=True)
+        loss_cell = GradAccumulation(TwoTerms(network), 2, weighted=True, terms=terms)
+        settings["compile"] = True
     optimizer = make_optimizer(network.trainable_params())
     return TrainOneStepCell(loss_cell, optimizer, accumulation_steps=accumulation_steps, **settings)
 
 
 def train_step(step, batches):
-    return [[np.asarray(item.asnumpy()).tolist() for item in step(*batch)[:4]] for batch in batches]
+    outputs = [step(*batch) for batch in batches]
+    return [[np.asarray(item.asnumpy()).tolist() for item in (*output, output.updated)] for output in outputs]
 
 
 def new_loop(schedule=None, **settings):

@@ -12,6 +12,7 @@ from mindspore import nn
 
 from ms_gradaccum._checks import sentence
 from ms_gradaccum.bad_micro_batch import check_bad_micro_batch
+from ms_gradaccum.compiled import check_compile
 from ms_gradaccum.grad_accumulation import GradAccumulation, as_grad_accumulation
 from ms_gradaccum.grad_clip import check_clip
 from ms_gradaccum.micro_batch import SplitBatch, split_batch
@@ -27,6 +28,7 @@ _SETTINGS: dict[str, Callable[[str, Any], Any]] = {
     "clip": check_clip,
     "mixed_precision": check_precision,
     "bad_micro_batch": check_bad_micro_batch,
+    "compile": check_compile,
 }
 
 

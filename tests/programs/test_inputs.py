@@ -124,20 +124,23 @@ def as_dicts():
 
 SHARED = {"batch_axis": (0, 0, None)}
 
+# What the error names: the input, and the argument that says how it is split.
+NOT_A_BATCH = r"(input\[2\]|'(adjacency|mask|prior)').*batch_axis"
+
 PROGRAMS = {
     "dict": Program(OfDict, batches=as_dicts, faces=LOOPS),
     "tuple and a number": Program(OfTuple, batches=lambda: [((x, y), 1.5) for x, y in regression()], faces=LOOPS),
     "default": Program(WithDefault),
     "adjacency matrix": Program(
-        Graph, batches=nodes(5), named=r"input\[2\].*batch_axis", names_whole=True, faces=SPLIT
+        Graph, batches=nodes(5), named=NOT_A_BATCH, names_whole=True, faces=SPLIT
     ),
     "adjacency matrix, batch_axis": Program(Graph, batches=nodes(5), settings=SHARED),
     "adjacency matrix as large as the rows": Program(
-        Graph, batches=nodes(ROWS), named=r"input\[2\].*batch_axis", faces=SPLIT
+        Graph, batches=nodes(ROWS), named=NOT_A_BATCH, faces=SPLIT
     ),
-    "mask as large as the rows": Program(Masked, batches=causal(ROWS), named=r"input\[2\].*batch_axis", faces=SPLIT),
+    "mask as large as the rows": Program(Masked, batches=causal(ROWS), named=NOT_A_BATCH, faces=SPLIT),
     "mask as large as the rows, batch_axis": Program(Masked, batches=causal(ROWS), settings=SHARED),
-    "vector as long as the rows": Program(Prior, batches=with_prior, named=r"input\[2\].*batch_axis", faces=SPLIT),
+    "vector as long as the rows": Program(Prior, batches=with_prior, named=NOT_A_BATCH, faces=SPLIT),
     "vector as long as the rows, batch_axis": Program(Prior, batches=with_prior, settings=SHARED),
     "rows on axis 1": Program(OnAxisOne, batches=time_first, settings={"batch_axis": (1, 0)}),
     "no rows": Program(
