@@ -15,7 +15,7 @@ grad_clip compiled thread_pool convolutions optimizers loss_scale half_precision
 bad_micro_batch parallel in_optimizer micro_step micro_steps window_clip window train_step accumulation_config
 window_counter saved prepared given_grads trained_network loop_window accumulator state state_checkpoint model_steps
 model planning plan verification verify probing micro_size_finder step_costs step_report metric_sinks metrics_logger
-progress_display callbacks __init__ run_plot environment __main__
+progress_display callbacks integrations __init__ run_plot environment __main__
 """.split()
 
 FILES = sorted(PACKAGE.rglob("*.py"))
