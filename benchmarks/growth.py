@@ -21,7 +21,7 @@ from growth_paper import paper_table
 from growth_plots import Rows, draw
 from growth_ranks import rows_of
 from growth_windows import BARE_MICRO_BATCH, in_child, part_seconds, peak_memory, window_seconds
-from step import BARE, FULL, IN_OPTIMIZER, OURS, run_child
+from step import BARE, FULL, OURS, run_child
 from windows import versions
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
@@ -74,7 +74,6 @@ def memory_rows() -> Iterator[dict[str, Any]]:
     for micro_size in (2, 8, 32, 64):
         bare, ours = (in_child(peak_memory, name, micro_size, settings, True) for name in (BARE_MICRO_BATCH, OURS))
         fresh = in_child(peak_memory, OURS, micro_size, settings, False)
-        in_optimizer = in_child(peak_memory, IN_OPTIMIZER, micro_size, settings, True)["peak"]
         weights = ours["weights"]
         # Momentum keeps one number per weight, and so do the sums.
         parts = {"weights": weights, "state": weights, "buffer": weights, "bare": bare["peak"] - weights}
@@ -85,9 +84,6 @@ def memory_rows() -> Iterator[dict[str, Any]]:
             "sum": expected,
             "peak": ours["peak"],
             "ratio": ours["peak"] / expected,
-            # The same without the sums.
-            "peak_in_optimizer": in_optimizer,
-            "ratio_in_optimizer": in_optimizer / (expected - weights),
             "fresh_peak": fresh["peak"],
             "counted_by_mindspore": ours["counted"],
         }

@@ -36,8 +36,7 @@ def draw_micro_size(figure: Figure, rows: Rows) -> None:
             bare = [row["bare_seconds"] for row in ours]
             axes.plot(sizes, bare, "x:", color="gray", label="bare micro batches, MindSpore alone")
         _finish(axes, "micro_size (micro batches per window)", label, sizes, 2)
-        highest = max(values[1] for line in axes.lines for values in line.get_xydata())
-        axes.set_ylim(0, 1.4 * highest)
+        axes.set_ylim(0, 1.4 * max(row[key] for row in rows))
         axes.legend(loc="upper right")
 
 
@@ -103,14 +102,9 @@ def draw_memory(figure: Figure, rows: Rows) -> None:
         values = [row[key] for row in rows]
         axes.bar(places, values, 0.6, below, label=label, color=color)
         below = [low + value for low, value in zip(below, values)]
-    for key, mark, label in (
-        ("", "ok", "measured, with the ratio to the sum"),
-        ("_in_optimizer", "Dk", "sums in the optimizer's state, with the ratio to the rest"),
-    ):
-        axes.plot(places, [row[f"peak{key}"] for row in rows], mark, label=label)
-        for place, row in zip(places, rows):
-            where = (place, row[f"peak{key}"])
-            axes.annotate(f"{row[f'ratio{key}']:.2f}", where, (0, 6), textcoords="offset points", ha="center")
+    axes.plot(places, [row["peak"] for row in rows], "ok", label="measured, with the ratio to the sum")
+    for place, row in zip(places, rows):
+        axes.annotate(f"{row['ratio']:.2f}", (place, row["peak"]), (0, 6), textcoords="offset points", ha="center")
     axes.set_xticks(places, [str(row["micro_size"]) for row in rows])
     axes.set(xlabel="micro_size (micro batches per window)", ylabel="memory (MB)", ylim=(0, 1.6 * max(below)))
     axes.legend(fontsize="small")

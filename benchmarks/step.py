@@ -26,10 +26,9 @@ LOOP = "PYNATIVE loop by hand"
 WHOLE = "ours, whole graph"
 OURS = "ours, GRAPH"
 OURS_PYNATIVE = "ours, PYNATIVE"
-IN_OPTIMIZER = "ours, sums in optimizer"
 STOCK = "stock GradAccumulation"
 BARE = "bare parts"
-SPLIT = (OURS, OURS_PYNATIVE, IN_OPTIMIZER, WHOLE, LOOP, BARE, STOCK)
+SPLIT = (OURS, OURS_PYNATIVE, WHOLE, LOOP, BARE, STOCK)
 
 
 class Program(NamedTuple):
@@ -87,8 +86,7 @@ def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
         # What MindSpore's own Model builds. Its step applies accumulators that only semi-auto-parallel fills.
         step = ms.amp.build_train_network(StockGradAccumulation(network, micro_size), optimizer)
     else:
-        settings = {"accumulate_in_optimizer": name == IN_OPTIMIZER}
-        step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, **settings)
+        step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer)
     if name == WHOLE:
         step = Outer(step).set_train()
     return Program(ms.get_context("mode"), step, network)

@@ -4,6 +4,7 @@ from ms_gradaccum.accumulation_config import AccumulationConfig as AccumulationC
 from ms_gradaccum.accumulation_config import AccumulationSchedule as AccumulationSchedule
 from ms_gradaccum.accumulator import Accumulator as Accumulator
 from ms_gradaccum.callbacks import ProgressBar as ProgressBar
+from ms_gradaccum.ema import EMA as EMA
 from ms_gradaccum.events import StepEvent as StepEvent
 from ms_gradaccum.grad_accumulation import GradAccumulation as GradAccumulation
 from ms_gradaccum.grad_clip import ClipByGlobalNorm as ClipByGlobalNorm

@@ -18,8 +18,8 @@ LastWindow = Literal["apply", "drop", "carry"]
 # What MindSpore counts with, and the range of the numbers that it computes with.
 MAX_INT = 2**31 - 1
 _LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-# Where the frames between a warning and the user's line are.
-_LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
+# Where what is not the user's program lies: the package, MindSpore, and what calls them in between.
+LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
 
 
 def sentence(owner: str, name: str, rule: str, value: object, remedy: str) -> str:
@@ -168,7 +168,7 @@ def check_last_window(owner: str, value: Any) -> str:
 def warn(message: str) -> None:
     """Warn at the line of the user's program that has led here."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from ms_gradaccum._checks import check_accumulation_steps, check_bool, check_choice, check_positive_int, sentence, typed
+from ms_gradaccum.compiled import check_compile
 
 _OWNER = "AccumulationConfig"
 _SCHEDULE = "AccumulationSchedule"
@@ -86,6 +87,7 @@ class AccumulationConfig:
         schedule (Union[AccumulationSchedule, dict[int, int], Callable, None]): `accumulation_steps` that change: a
             schedule; the milestones of one in epochs; or a function from the number of updates so far to the
             number of batches of the next one, as ``every_k_schedule`` of optax's ``MultiSteps``. Default: ``None``.
+        compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -105,8 +107,10 @@ class AccumulationConfig:
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
     schedule: Schedule | None = field(default=None, hash=False)
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
+        check_compile(_OWNER, self.compile)
         check_accumulation_steps(_OWNER, self.accumulation_steps)
         check_bool(_OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over.")
         check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
@@ -166,4 +170,4 @@ def merge_config(owner: str, accumulation_steps: Any, config: Any) -> Accumulati
         got = f"{accumulation_steps} and a config with {theirs}"
         rule = "the same as that of config"
         raise ValueError(sentence(owner, "accumulation_steps", rule, got, "Give it in one place."))
-    return AccumulationConfig(accumulation_steps, config.sync_with_dataloader, config.sync_each_batch)
+    return replace(config, accumulation_steps=accumulation_steps)

@@ -6,9 +6,10 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import check_choice, check_number, check_tensor
+from ms_gradaccum._checks import check_choice, check_tensor
 from ms_gradaccum.accumulation_config import AccumulationConfig, merge_config
 from ms_gradaccum.bad_micro_batch import BadMicroBatch, check_bad_micro_batch
+from ms_gradaccum.compiled import check_compile
 from ms_gradaccum.events import Observed
 from ms_gradaccum.given_grads import GraphWindow, NoGraphWindow
 from ms_gradaccum.grad_clip import Clip, ClipByGlobalNorm, ClipByValue, check_clip
@@ -31,7 +32,7 @@ class Accumulator(nn.Cell, Observed):
 
         for batch in accumulator.prepare(dataset):
             with accumulator.accumulate():
-                loss = accumulator.backward(*batch)      # forward, backward, add: one compiled graph
+                loss = accumulator.backward(*batch)      # forward, backward, add
                 accumulator.clip_grad_norm(1.0)
                 accumulator.step()
                 accumulator.zero_grad()
@@ -62,6 +63,7 @@ class Accumulator(nn.Cell, Observed):
             :class:`TrainOneStepCell`. Each network has a loss scale of its own. Default: ``None``.
         parallel (Union[str, DataParallel, HSDP]): As for :class:`Model`. Default: ``"auto"``.
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
+        compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
 
     Inputs:
         - **grads** (tuple[Tensor]) - Gradients of a batch, in the order of ``optimizer.parameters``. With
@@ -113,9 +115,11 @@ class Accumulator(nn.Cell, Observed):
         mixed_precision: PrecisionChoice = None,
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
+        compile: bool | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.config = merge_config(_OWNER, accumulation_steps, config)
+        compiles = check_compile(_OWNER, compile) or self.config.compile is True
         self.clip = check_clip(_OWNER, clip)
         drops = check_bad_micro_batch(_OWNER, bad_micro_batch)
         self._networks = []
@@ -126,7 +130,9 @@ class Accumulator(nn.Cell, Observed):
             settings = {"config": self.config.as_text(), "clip": repr(self.clip), "bad_micro_batch": drops}
             settings["mixed_precision"] = precision.text
             each_batch = self.config.sync_each_batch
-            trained = TrainedNetwork(cell, optimizers, self.clip, parallel, each_batch, precision, drops, settings)
+            trained = TrainedNetwork(
+                cell, optimizers, self.clip, parallel, each_batch, precision, drops, settings, compiles
+            )
             self._networks.append(trained)
         for trained in self._networks:
             for each in trained.optimizers:
@@ -202,7 +208,7 @@ class Accumulator(nn.Cell, Observed):
         reduction: str = "mean",
         network: nn.Cell | None = None,
     ) -> StepOutput:
-        weight = check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
+        weight = self.window.checked_weight(weight)
         check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
         trained = self.window.only(network)
         with self.window.batch_of(trained):

@@ -180,9 +180,7 @@ class ProgressBar(Callback):
             rates = self._last_update.learning_rate.asnumpy()
             # Groups can have rates of their own.
             facts.append("lr " + "-".join(f"{rate:.4g}" for rate in sorted({rates.min(), rates.max()})))
-            norm = self._last_update.grad_norm.asnumpy().item()
-            # NaN: unknown, as with accumulate_in_optimizer.
-            facts += [] if np.isnan(norm) else [f"norm {norm:.4g}"]
+            facts.append(f"norm {self._last_update.grad_norm.asnumpy().item():.4g}")
         self._display.show(self._step, self._epoch, ", ".join(facts))
         self._shown_step, self._shown_at = self._step, time.monotonic()
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from mindspore import JitConfig, Tensor, nn
 # Not ms.get_context("mode"), which takes 25 times as long, and this is asked before every call.
 from mindspore.context import _get_mode
 
-from ms_gradaccum._checks import first_line, warn
+from ms_gradaccum._checks import LIBRARIES, first_line, sentence, typed
 
 try:
     from mindspore.graph.api import _cell_graph_executor, _pynative_executor
@@ -33,33 +34,33 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "po
 
 Shapes = tuple[tuple[int, ...], ...]
 
+# A place in a program, as errors of the compiler name it.
+_PLACE = re.compile(r"In file (\S+?):(\d+)")
+# How the sentences begin that this package raises while the compiler reads it.
+_SENTENCES = tuple(
+    f"For '{name}'"
+    for name in ("GradAccumulation", "TokenMeanLoss", "TrainOneStepCell", "Accumulator", "MixedPrecision")
+)
+
 
 class Compiled:
-    """Calls a cell as a compiled graph, in PYNATIVE mode too, where a compiled micro step is 3 to 100 times faster.
+    """Calls a cell as a compiled graph, in PYNATIVE mode too.
 
-    A cell that cannot be compiled runs eagerly if the user's mode is PYNATIVE, after one warning that says why.
+    Args:
+        make_cell: Builds the cell. It is called again if a graph for changing lengths is needed.
+        owner: Whose name errors begin with.
+        what: What the cell is to the user, the subject of an error.
+        checks_hooks: Whether the cell holds code of the user's, whose hooks a graph would not call.
     """
 
-    def __init__(
-        self,
-        make_cell: Callable[[], nn.Cell],
-        owner: str,
-        what: str,
-        why_not: str = "",
-        *,
-        takes_gradient: bool = False,
-    ) -> None:
+    def __init__(self, make_cell: Callable[[], nn.Cell], owner: str, what: str, *, checks_hooks: bool = False) -> None:
         self.make_cell = make_cell
         self.owner = owner
         self.what = what
-        # Known beforehand: why it cannot be compiled in PYNATIVE mode.
-        self.why_not = why_not
         self.cell = make_cell()
         # A flat list, since it is gone through before every call.
-        self.cells = [cell for _, cell in self.cell.cells_and_names()]
-        # Those whose hooks a gradient would call.
-        self.parameters = self.cell.trainable_params() if takes_gradient else []
-        self.eager = False
+        self.hooked = [cell for _, cell in self.cell.cells_and_names()] if checks_hooks else []
+        self.parameters = self.cell.trainable_params() if checks_hooks else []
         # Whether the last call got as far as running a graph, which may have changed something before it failed.
         self.has_run = False
         # The shapes for which there is a graph of fixed shapes.
@@ -87,18 +88,17 @@ class Compiled:
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Run with tensors whose dtypes and numbers of axes are always the same."""
-        if self.eager or os.getenv("MS_JIT") == "0":
-            with _op_by_op():
+        if os.getenv("MS_JIT") == "0":
+            with op_by_op():
                 return self.cell(*tensors)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         self.has_run = False
+        if _get_mode() == ms.PYNATIVE_MODE:
+            self._refuse_hooks()
         try:
-            self._refuse_what_graphs_ignore()
             cell = self.cell if shapes in self.fixed else self._compiled_for(tensors, shapes)
         except Exception as error:
-            if _get_mode() == ms.GRAPH_MODE:
-                raise _without_call_stack(error) from error
-            return self._fall_back(tensors, error)
+            raise compile_error(error, self.owner, self.what) from error
         self.has_run = True
         try:
             with graph_mode():
@@ -125,18 +125,18 @@ class Compiled:
         _cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
         return _cell_graph_executor._exec_pip(cell, *tensors, phase=name)
 
-    def _refuse_what_graphs_ignore(self) -> None:
-        """A graph calls no hooks of a network that was written for PYNATIVE mode; they can come at any time."""
-        if _get_mode() != ms.PYNATIVE_MODE:
-            return
-        if self.why_not:
-            raise RuntimeError(self.why_not)
-        for cell in self.cells:
+    def _refuse_hooks(self) -> None:
+        """Raise if the network has hooks, which a graph does not call. They can come at any time."""
+        for cell in self.hooked:
             if cell._forward_hook or cell._forward_pre_hook or cell._backward_hook or cell._backward_pre_hook:
-                raise RuntimeError(f"its {cell.cls_name} has a hook, which a graph would not call")
+                self._refuse_hook_of(cell.cls_name)
         for parameter in self.parameters:
             if parameter.hooks():
-                raise RuntimeError(f"{parameter.name} has a hook, which a graph would not call")
+                self._refuse_hook_of(parameter.name)
+
+    def _refuse_hook_of(self, name: str) -> None:
+        rule, got = f"None where {self.what} has hooks", f"True, and {name} has a hook, which a graph would not call"
+        raise ValueError(sentence(self.owner, "compile", rule, got, "Remove the hook, or leave compile out."))
 
     def _compiled_for(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> nn.Cell:
         general = _widen(self.general or shapes, shapes)
@@ -157,7 +157,7 @@ class Compiled:
 
     def _compile_general(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> nn.Cell | None:
         cell = self.make_cell()
-        cell.set_train(self.cell.training)
+        follow_mode(cell, self.cell)
         lengths = [[None if length < 0 else length for length in shape] for shape in shapes]
         try:
             with graph_mode():
@@ -166,20 +166,6 @@ class Compiled:
         except Exception:
             return None
         return cell
-
-    def _fall_back(self, tensors: tuple[Tensor, ...], error: Exception) -> Any:
-        try:
-            with _op_by_op():
-                output = self.cell(*tensors)
-        except Exception as eager_error:
-            # Wrong in both modes: the inputs or the network are at fault, not the compiler.
-            raise _without_call_stack(eager_error) from None
-        self.eager = True
-        warn(
-            f"For '{self.owner}', {self.what} cannot be compiled and runs eagerly, which is slower: "
-            f"{first_line(error)}",
-        )
-        return output
 
 
 @contextmanager
@@ -197,7 +183,7 @@ def execution_mode(mode: int) -> Iterator[None]:
 
 
 @contextmanager
-def _op_by_op() -> Iterator[None]:
+def op_by_op() -> Iterator[None]:
     """Run what has a gradient in PYNATIVE mode."""
     with execution_mode(ms.PYNATIVE_MODE):
         try:
@@ -224,7 +210,34 @@ def _widen(general: Shapes, shapes: Shapes) -> Shapes:
     return tuple(tuple(a if a == b else -1 for a, b in zip(*pair)) for pair in zip(general, shapes))
 
 
-def _without_call_stack(error: Exception) -> Exception:
-    """Return an error of ours as it was raised, without the compiler's call stack below the sentence."""
-    text = first_line(error)
-    return type(error)(text) if text.startswith("For 'GradAccumulation'") else error
+def follow_mode(cell: nn.Cell, like: nn.Cell) -> None:
+    """Give a cell the mode of another one, and nothing to the cells inside: these may have modes of their own."""
+    cell.phase = like.phase
+    cell.add_flags(training=like.training)
+
+
+def runs_eagerly(compiles: bool) -> bool:
+    """Return whether code of the user's runs op by op now, which is what PYNATIVE mode means unless they compile it."""
+    return os.getenv("MS_JIT") == "0" or (_get_mode() == ms.PYNATIVE_MODE and not compiles)
+
+
+def check_compile(owner: str, value: Any) -> bool:
+    """Return whether code of the user's is compiled in PYNATIVE mode too."""
+    if value is None or value is True:
+        return value is True
+    remedy = "None follows MindSpore's mode: set_context(mode=PYNATIVE_MODE) runs the network op by op."
+    kind = ValueError if value is False else TypeError
+    raise kind(sentence(owner, "compile", "True or None", typed(value), remedy))
+
+
+def compile_error(error: Exception, owner: str, what: str) -> Exception:
+    """Return the error of a compilation with a first line that names the user's line and the way out."""
+    text, first = str(error), first_line(error)
+    if first.startswith(_SENTENCES):
+        return type(error)(first)  # Without the compiler's call stack below it.
+    # The compiler goes from the outermost call to the innermost one.
+    places = [f"{file}:{line}" for file, line in _PLACE.findall(text) if not file.startswith(LIBRARIES)]
+    where = f" at {places[-1]}" if places else ""
+    kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
+    remedy = "No parameter was changed. Say it as GRAPH mode can, or use PYNATIVE mode without compile=True."
+    return kind(f"For '{owner}', MindSpore must be able to compile {what}, but got{where}: {first} {remedy}\n{text}")

@@ -134,10 +134,24 @@ class Events:
                 listener(event)
 
 
+class StatefulCallback:
+    """A callback whose tensors are part of a training step, and so of its checkpoints and states."""
+
+    def attach(self, step: Any) -> None:
+        """Give ``step`` the tensors. Again for the same step, it does nothing."""
+        raise NotImplementedError
+
+
 class Observed:
     """What a training step that has events offers."""
 
     events: Events
+
+    def adopt(self, callbacks: Sequence[Any]) -> None:
+        """Take in the tensors of those of ``callbacks`` that have some."""
+        for callback in callbacks:
+            if isinstance(callback, StatefulCallback):
+                callback.attach(self)
 
     def add_callback(self, callback: Any) -> None:
         """Call those of the callback's methods `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and
@@ -151,7 +165,24 @@ class Observed:
         Raises:
             TypeError: If it has none of them.
         """
-        self.events.add(callback)
+        self.adopt([callback])
+        # Told twice of each update, it would change its tensors twice.
+        if not (isinstance(callback, StatefulCallback) and self.events.hears(callback)):
+            self.events.add(callback)
+
+
+def check_told(owner: str, name: str, train_step: Any, callback: Any) -> None:
+    """Raise unless ``train_step``, of a Model, tells ``callback``, called ``name``, of its updates."""
+    if not isinstance(train_step, Observed):
+        raise TypeError(
+            f"For '{owner}', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "
+            f"{type(train_step).__name__}. Import Model from ms_gradaccum."
+        )
+    if not train_step.events.hears(callback):
+        raise ValueError(
+            f"For '{owner}', the training step must tell it of updates, but a Model of MindSpore does not arrange "
+            f"for that. Import Model from ms_gradaccum, or call train_step.add_callback({name}) first."
+        )
 
 
 def is_listener(callback: Any) -> bool:

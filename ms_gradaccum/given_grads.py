@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.bad_micro_batch import KeepFinite
-from ms_gradaccum.grad_clip import as_dtype
+from ms_gradaccum.kernels import ONE, as_dtype
 from ms_gradaccum.loss_weight import scalar
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.runs import run_of
@@ -20,7 +20,7 @@ _times = ops.MultitypeFuncGraph("times")
 
 @_times.register("Tensor", "Tensor", "Tensor")
 def _times_one(empty: Tensor, factor: Tensor, grad: Tensor) -> Tensor:
-    grad = as_dtype(grad, ms.float32)
+    grad = grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)
     return ops.select(empty, ops.zeros_like(grad), grad * factor)
 
 
@@ -50,7 +50,7 @@ class AddGrads(nn.Cell):
         for parallel in self.parallels:
             end = begin + len(parallel.weights)
             own = self.map(ops.partial(_times, empty, factor), ops.depend(run_of(grads, begin, end), done))
-            done = parallel.buffer.add(loss_sum, weight, parallel.share(own))
+            done = parallel.buffer.add(loss_sum, weight, parallel.share(own), ONE)
             begin = end
         return done
 
@@ -68,7 +68,7 @@ class GraphWindow(nn.Cell):
     def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> tuple[Tensor, ...]:
         """Return the items of a StepOutput."""
         weight = scalar(weight)
-        factor = weight if reduction == "mean" else ops.ones_like(weight)
+        factor = weight if reduction == "mean" else ONE
         loss = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
         added = self.add_grads(loss * factor, weight, factor, *grads)
         batches = ops.depend(self.buffer.count_batch(), added)

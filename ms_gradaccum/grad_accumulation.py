@@ -1,7 +1,7 @@
 """A loss cell that is fed in micro batches."""
 
 import inspect
-from typing import Any
+from typing import Any, Literal, get_args
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -9,13 +9,17 @@ from mindspore.ops import functional as F
 from mindspore.ops.primitive import _primexpr
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import check_bool, check_cell, check_positive_int, sentence, warn
+from ms_gradaccum._checks import check_bool, check_cell, check_choice, check_positive_int, sentence, warn
 from ms_gradaccum.grad_buffer import reciprocal
+from ms_gradaccum.loss_kind import loss_warning
 from ms_gradaccum.loss_weight import OwnWeight, OwnWeights, RowWeight, WeightedLoss
 from ms_gradaccum.micro_batch import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.precision import Precision, in_precision
+from ms_gradaccum.stock_cell import check_construct
 
 _OWNER = "GradAccumulation"
+# What becomes of several losses that a network returns.
+_Losses = Literal["sum", "first"]
 
 
 class GradAccumulation(nn.Cell):
@@ -34,7 +38,8 @@ class GradAccumulation(nn.Cell):
 
     Args:
         network (Cell): Loss cell. Its inputs are those of this cell; it returns a scalar floating-point mean loss
-            over its rows, or a tuple that starts with one (the other outputs are neither differentiated nor kept).
+            over its rows, or a tuple that starts with one. Of further outputs, `losses` says what becomes of scalars;
+            others, such as logits, are neither differentiated nor kept.
         micro_size (int): The number of micro batches that one batch is split into (a count, not rows). If
             `micro_size` does not divide the rows, the first micro batches have one row more, and each counts
             by its rows. A batch of fewer rows is split into single rows.
@@ -47,6 +52,9 @@ class GradAccumulation(nn.Cell):
             `weighted` and returns a tuple of so many pairs `(loss_sum, weight)`, for example
             ``((cross_entropy_sum, tokens), (0.01 * balance_loss, 1))``. The loss is the sum of the terms' means. Each
             term costs a backward pass and a buffer of its own. Default: ``1``.
+        losses (Union[str, None]): What becomes of further floating-point scalars that `network` returns: ``"sum"``
+            trains the sum of them all, ``"first"`` leaves out all but the first, and ``None`` refuses them.
+            Default: ``None``.
         batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per input, in
             the order of the network's arguments, where ``None`` means that an input goes whole into each micro
             batch. An entry for an input that is itself a tuple or a dict stands for all its tensors, or is
@@ -62,10 +70,10 @@ class GradAccumulation(nn.Cell):
         In evaluation, what `network` returns for the whole batch.
 
     Raises:
-        TypeError: If `network` is not a Cell, `micro_size` not an int, `weighted` not a bool, or `batch_axis`
-            holds anything but ints and None.
-        ValueError: If `micro_size` is less than 1, inputs disagree about the number of rows or have none, or
-            `network` returns something else than described.
+        TypeError: If a subclass has its own `construct`, `network` is not a Cell, `micro_size` not an int, `weighted`
+            not a bool, or `batch_axis` holds anything but ints and None.
+        ValueError: If `micro_size` is less than 1, `losses` is none of the above, inputs disagree about the number of
+            rows or have none, or `network` returns something else than described.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -78,10 +86,22 @@ class GradAccumulation(nn.Cell):
         >>> model = Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 1e-2))
     """
 
+    # Whether a window has more batches than one, of this process or of others.
+    adds_batches = False
+
     def __init__(
-        self, network: nn.Cell, micro_size: int, *, weighted: bool = False, batch_axis: BatchAxis = 0, terms: int = 1
+        self,
+        network: nn.Cell,
+        micro_size: int,
+        *,
+        weighted: bool = False,
+        batch_axis: BatchAxis = 0,
+        terms: int = 1,
+        losses: _Losses | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
+        remedy = "Put what it does into the construct of network, the loss cell."
+        check_construct(_OWNER, type(self), GradAccumulation, remedy)
         network = check_cell(
             _OWNER, "network", network, "Wrap the network and its loss, for example in nn.WithLossCell."
         )
@@ -96,17 +116,19 @@ class GradAccumulation(nn.Cell):
         if terms > 1 and not self.weighted:
             remedy = "Return ((sum_1, weight_1), (sum_2, weight_2), ...) and set weighted=True."
             raise ValueError(sentence(_OWNER, "weighted", f"True with {terms} terms", weighted, remedy))
+        self.losses = _check_losses(losses, self.weighted)
         self.batch_axis = check_batch_axis(batch_axis)
         self.network = network
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
+        self._has_looked_at_loss = False
         self._get_attr_from_cell(network)
 
     def loss_of(self, structure: Any = None) -> WeightedLoss:
         """Return the loss of `network` as (sum, weight), for inputs of this structure."""
         if self.terms > 1:
-            return OwnWeights(self.network, structure, self.terms)
-        return (OwnWeight if self.weighted else RowWeight)(self.network, structure)
+            return OwnWeights(self.network, structure, self.losses, self.terms)
+        return (OwnWeight if self.weighted else RowWeight)(self.network, structure, self.losses)
 
     def with_loss(self, loss_fn: nn.Cell) -> "GradAccumulation":
         """Return this cell around `network` followed by `loss_fn`, which takes its output and one label."""
@@ -117,7 +139,8 @@ class GradAccumulation(nn.Cell):
 
     def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
         """Return a cell with these settings around another network."""
-        return type(self)(network, self.micro_size, weighted=self.weighted, batch_axis=batch_axis, terms=self.terms)
+        settings: dict[str, Any] = {"weighted": self.weighted, "terms": self.terms, "losses": self.losses}
+        return type(self)(network, self.micro_size, batch_axis=batch_axis, **settings)
 
     def in_precision(self, owner: str, precision: Precision) -> "GradAccumulation":
         """Return this cell around a network that computes in half precision, with the same parameters."""
@@ -139,6 +162,11 @@ class GradAccumulation(nn.Cell):
         inputs = self.positional(args, kwargs)
         batch = split_batch(inputs, self.micro_size, self.batch_axis)
         self.bind(inputs, {})
+        if not (self._has_looked_at_loss or self.weighted) and (self.micro_size > 1 or self.adds_batches):
+            self._has_looked_at_loss = True
+            message = loss_warning(self.network, (part.tensors for part in batch.micro_batches))
+            if message:
+                warn(message)
         return batch
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
@@ -209,6 +237,17 @@ def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
     if isinstance(network, AutoParallel):
         network = network.network
     return network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
+
+
+def _check_losses(losses: Any, weighted: bool) -> str | None:
+    if losses is None:
+        return None
+    remedy = "'sum' trains the sum of all losses that network returns, 'first' the first alone."
+    choice = check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
+    if choice == "sum" and weighted:
+        remedy = "A sum needs one weight: return it with the sum of the losses, or a pair per loss with terms."
+        raise ValueError(sentence(_OWNER, "losses", "None or 'first' with weighted=True", "'sum'", remedy))
+    return choice
 
 
 _split_shapes = _primexpr(split_shapes)

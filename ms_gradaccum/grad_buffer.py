@@ -1,4 +1,4 @@
-"""Float32 sums of gradients and losses, and the weight that belongs to them."""
+"""Sums of gradients and losses in float32, or float64 for float64 weights, and the weight that belongs to them."""
 
 from typing import Any
 
@@ -7,32 +7,33 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.kernels import add_in_place, fill_in_place, scale_in_place, spread
+from ms_gradaccum.kernels import add_in_place, as_dtype, fill_in_place, spread
 from ms_gradaccum.runs import run_of, runs_of
 
 
 class TermSums(nn.Cell):
     """The sums of one term of a loss: of its gradients, its values and its weights."""
 
-    def __init__(
-        self, weights: ParameterTuple, dense_only: bool, shapes: Any, prefix: str = "accu_grads.", sums: Any = None
-    ) -> None:
+    def __init__(self, weights: ParameterTuple, dense_only: bool, shapes: Any, term: str = "") -> None:
         super().__init__(auto_prefix=False)
-        if sums is None:
-            # Float32 whatever the weights' dtype: 16-bit sums lose the small addends of a long window.
-            sums = ParameterTuple(zeros(f"{prefix}{weight.name}", shape) for weight, shape in zip(weights, shapes))
-        self.sums = sums
-        self.loss = zeros(f"{prefix}window_loss", ())
-        self.weight = zeros(f"{prefix}window_weight", ())
+        # 16-bit sums would lose the small addends of a long window.
+        dtypes = [ms.float64 if weight.dtype == ms.float64 else ms.float32 for weight in weights]
+        names = [f"accu_grads.{term}{weight.name}" for weight in weights]
+        self.sums = ParameterTuple(zeros(name, shape, dtype) for name, shape, dtype in zip(names, shapes, dtypes))
+        dtype = ms.float64 if ms.float64 in dtypes else ms.float32
+        # Named after a weight: the buffers of two optimizers can be in one graph.
+        self.loss = zeros(f"{names[0]}.window_loss", (), dtype)
+        self.weight = zeros(f"{names[0]}.window_weight", (), dtype)
         self.runs = runs_of([total.size for total in self.sums])
         self.map = ops.HyperMap()
         # The last gradient comes first out of a backward pass, and is let go once it is added.
-        self.add_grads = ops.HyperMap(_add_dense_only if dense_only else _add, reverse=True)
+        self.map_backwards = ops.HyperMap(reverse=True)
+        self.add_one = _add_dense_only if dense_only else _add
 
-    def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...]) -> Any:
-        """Add one micro batch. Return the sums, the loss and the weight with it."""
-        added = self.add_grads(self.sums, grads)
-        return added, ops.assign_add(self.loss, loss_sum), ops.assign_add(self.weight, weight)
+    def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...], factor: Tensor) -> Any:
+        """Add one micro batch, its gradients times ``factor``. Return the sums, the loss and the weight with it."""
+        added = self.map_backwards(ops.partial(self.add_one, factor), self.sums, grads)
+        return added, _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
 
     def term_loss(self) -> Tensor:
         """Return the weighted mean of the term so far."""
@@ -43,11 +44,7 @@ class TermSums(nn.Cell):
         for begin, end in self.runs:
             zero = zero_after(done, self.weight)
             done = self.map(ops.partial(_fill, zero), run_of(self.sums, begin, end))
-        return done, self.clear_totals()
-
-    def clear_totals(self) -> Any:
-        """Assign zeros to what is beside the sums."""
-        return _assign_zero(self.loss), _assign_zero(self.weight)
+        return done, _assign_zero(self.loss), _assign_zero(self.weight)
 
 
 class GradBuffer(TermSums):
@@ -62,13 +59,7 @@ class GradBuffer(TermSums):
         shapes: What is kept of each weight's gradient: a part, if the ranks share the sums. Default: the whole.
         terms: Number of terms of the loss that have weights of their own. The first one's sums are this buffer's.
         counts_dropped: Whether micro batches can be left out, and are counted.
-        sums: The first term's sums, if not new ones.
     """
-
-    # Whether the sums are the optimizer's state, and no gradient by themselves.
-    in_optimizer = False
-    # Whether they are sums just now, and not that state. Set by the host.
-    state_is_sums = False
 
     def __init__(
         self,
@@ -77,18 +68,19 @@ class GradBuffer(TermSums):
         shapes: Any = None,
         terms: int = 1,
         counts_dropped: bool = False,
-        sums: Any = None,
     ) -> None:
         self.names = tuple(weight.name for weight in weights)
         if shapes is None:
             shapes = tuple(tuple(weight.shape) for weight in weights)
-        super().__init__(weights, dense_only, shapes, sums=sums)
-        others = [TermSums(weights, dense_only, shapes, f"accu_grads.term{i}.") for i in range(1, terms)]
+        super().__init__(weights, dense_only, shapes)
+        others = [TermSums(weights, dense_only, shapes, f"term{i}.") for i in range(1, terms)]
         self.others = nn.CellList(others, auto_prefix=False)
         # Calls that the open window has taken in. 0 from an update to the next batch.
-        self.batches = zeros("accu_grads.window_batches", (), ms.int32)
-        # Micro batches that were left out, in float32 as what else is added over the ranks.
-        self.dropped = zeros("accu_grads.window_dropped", ()) if counts_dropped else None
+        self.batches = zeros(f"{self.sums[0].name}.window_batches", (), ms.int32)
+        # Micro batches that were left out, in the dtype of what else is added over the ranks.
+        self.dropped: Any = (
+            zeros(f"{self.sums[0].name}.window_dropped", (), self.loss.dtype) if counts_dropped else None
+        )
 
     def all_sums(self) -> list[Parameter]:
         """Return the sums of all terms."""
@@ -105,7 +97,7 @@ class GradBuffer(TermSums):
 
     def count_dropped(self, finite: Tensor) -> Any:
         """Count one micro batch that is left out unless it is ``finite``."""
-        return ops.assign_add(self.dropped, ops.cast(ops.logical_not(finite), ms.float32))
+        return _add_number(self.dropped, ops.cast(ops.logical_not(finite), ms.float32))
 
     def totals(self) -> list[Parameter]:
         """Return the numbers that are added over the ranks beside the sums."""
@@ -122,22 +114,6 @@ class GradBuffer(TermSums):
         """Return 1 / weight, or 0 for a window in which nothing was weighed."""
         return reciprocal(self.weight)
 
-    def open(self, weight: Tensor, opens: Tensor) -> Any:
-        """Begin a window of this weight, if the sums are the optimizer's state, or take that back."""
-        return ()
-
-    def mean_factor(self) -> Tensor:
-        """Return what the sums are multiplied by for the optimizer."""
-        return self.reciprocal_weight()
-
-    def discard(self) -> None:
-        """Empty the buffer of a window that makes no update. Called by the host."""
-        self.clear()
-
-    def clear_used(self, done: Any) -> Any:
-        """Empty the buffer once the optimizer has taken the sums, that is after ``done``."""
-        return self.clear(done)
-
     def clear(self, done: Any = ()) -> Any:
         """Empty the buffer after ``done``."""
         done = self.clear_term(done)
@@ -151,29 +127,33 @@ class GradBuffer(TermSums):
 _add = ops.MultitypeFuncGraph("add_gradient")
 
 
-@_add.register("Tensor", "Tensor")
-def _add_dense(total: Parameter, grad: Tensor) -> Tensor:
-    return add_in_place(total, grad)
+@_add.register("Tensor", "Tensor", "Tensor")
+def _add_dense(factor: Tensor, total: Parameter, grad: Tensor) -> Tensor:
+    return add_in_place(total, grad, factor)
 
 
-@_add.register("Tensor", "RowTensor")
-def _add_rows(total: Parameter, grad: Any) -> Tensor:
+@_add.register("Tensor", "Tensor", "RowTensor")
+def _add_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
     # A sparse lookup has a gradient for the rows that it read; a row can be there more than once.
-    return ops.scatter_add(total, grad.indices, ops.cast(grad.values, ms.float32))
+    return ops.scatter_add(total, grad.indices, as_dtype(grad.values, total.dtype) * factor)
 
 
 _add_dense_only = ops.MultitypeFuncGraph("add_dense_gradient")
 
 
-@_add_dense_only.register("Tensor", "Tensor")
-def _add_dense_alone(total: Parameter, grad: Tensor) -> Tensor:
-    return add_in_place(total, grad)
+@_add_dense_only.register("Tensor", "Tensor", "Tensor")
+def _add_dense_alone(factor: Tensor, total: Parameter, grad: Tensor) -> Tensor:
+    return add_in_place(total, grad, factor)
 
 
-@_add_dense_only.register("Tensor", "RowTensor")
-def _add_no_rows(total: Parameter, grad: Any) -> Tensor:
+@_add_dense_only.register("Tensor", "Tensor", "RowTensor")
+def _add_no_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
     _refuse_rows()
     return total
+
+
+def _add_number(total: Parameter, number: Tensor) -> Tensor:
+    return ops.assign_add(total, as_dtype(number, total.dtype))
 
 
 @_primexpr
@@ -204,14 +184,6 @@ _spread = ops.MultitypeFuncGraph("spread")
 @_spread.register("Tensor", "Tensor")
 def _spread_one(number: Tensor, like: Parameter) -> Tensor:
     return spread(number, like)
-
-
-scale_one = ops.MultitypeFuncGraph("scale_in_place")
-
-
-@scale_one.register("Tensor", "Tensor")
-def _scale_one(factor: Tensor, total: Parameter) -> Tensor:
-    return scale_in_place(total, factor)
 
 
 _fill = ops.MultitypeFuncGraph("fill")

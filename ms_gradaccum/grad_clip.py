@@ -9,17 +9,12 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_positive_float32, sentence
-from ms_gradaccum.kernels import sum_of_squares
+from ms_gradaccum.kernels import as_dtype, sum_of_squares
 from ms_gradaccum.runs import Runs, once, run_of
 
 Grads = tuple[Tensor, ...]
 
 _map = ops.HyperMap()
-
-
-def as_dtype(value: Tensor, dtype: Any) -> Tensor:
-    """Return ``value`` in this dtype. No cast that changes nothing: the compiler would copy for it."""
-    return value if value.dtype == dtype else ops.cast(value, dtype)
 
 
 _squares_after = ops.MultitypeFuncGraph("squares_after")
@@ -51,8 +46,9 @@ scale = ops.MultitypeFuncGraph("scale")
 
 @scale.register("Tensor", "Tensor")
 def _scale_one(factor: Tensor, grad: Tensor) -> Tensor:
-    # In float32: a small factor is no float16 number.
-    return as_dtype(as_dtype(grad, ms.float32) * factor, grad.dtype)
+    # Not in 16 bits, where a small factor may be no number.
+    wide = grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)
+    return as_dtype(wide * factor, grad.dtype)
 
 
 _limit = ops.MultitypeFuncGraph("limit")
@@ -60,7 +56,7 @@ _limit = ops.MultitypeFuncGraph("limit")
 
 @_limit.register("Tensor", "Tensor")
 def _limit_one(limit: Tensor, grad: Tensor) -> Tensor:
-    return ops.minimum(ops.maximum(grad, -limit), limit)
+    return as_dtype(ops.minimum(ops.maximum(grad, -limit), limit), grad.dtype)
 
 
 class NoClip(nn.Cell):

@@ -24,18 +24,20 @@ static int64_t elements_of(int dimensions, const int64_t *shape) {
   return elements;
 }
 
-// total += part
-KERNEL(add_in_place) {
-  if (count != 3 || !std::equal(shapes[0], shapes[0] + dimensions[0], shapes[1], shapes[1] + dimensions[1])) {
+// total += part * factor
+KERNEL(add_scaled_in_place) {
+  if (count != 4 || !std::equal(shapes[0], shapes[0] + dimensions[0], shapes[1], shapes[1] + dimensions[1]) ||
+      elements_of(dimensions[2], shapes[2]) != 1) {
     return 1;
   }
   const int64_t elements = elements_of(dimensions[0], shapes[0]);
   float *total = static_cast<float *>(tensors[0]);
   const float *part = static_cast<const float *>(tensors[1]);
+  const float factor = *static_cast<const float *>(tensors[2]);
   for (int64_t i = 0; i < elements; i++) {
-    total[i] += part[i];
+    total[i] += part[i] * factor;
   }
-  *static_cast<float *>(tensors[2]) = 0;  // An operator must have a result.
+  *static_cast<float *>(tensors[3]) = 0;  // An operator must have a result.
   return 0;
 }
 

@@ -23,6 +23,10 @@ def cores() -> int:
     return os.cpu_count() or 1  # macOS, Windows
 
 
+# A factor that changes nothing; where no kernel of this package is used, the compiler leaves it out.
+ONE = Tensor(1.0, ms.float32)
+
+
 def _load() -> Any:
     """Return the library, or None where MindSpore's operators are as good or it cannot be used."""
     if ms.get_context("device_target") != "CPU" or cores() > MOST_CORES:
@@ -51,13 +55,13 @@ def _make_kernels() -> tuple[Any, ...]:
     return tuple(kernels)
 
 
-_NAMES = ("add_in_place", "scale_in_place", "fill_in_place", "sum_of_squares")
-_add_in_place, _scale_in_place, _fill_in_place, _sum_of_squares = _make_kernels()
+_NAMES = ("add_scaled_in_place", "scale_in_place", "fill_in_place", "sum_of_squares")
+_add_scaled_in_place, _scale_in_place, _fill_in_place, _sum_of_squares = _make_kernels()
 
 
 def has_kernels() -> bool:
     """Return whether the kernels of this package are used."""
-    return _add_in_place is not None
+    return _add_scaled_in_place is not None
 
 
 @_primexpr
@@ -65,18 +69,24 @@ def _fit(*dtypes: Any) -> bool:
     return all(dtype == ms.float32 for dtype in dtypes) and has_kernels() and _on_cpu()
 
 
-def add_in_place(total: Parameter, part: Tensor) -> Tensor:
-    """Add a tensor to a parameter and return the parameter after it."""
-    if _fit(total.dtype, part.dtype):
-        return ops.depend(total, _add_in_place(total, part))
-    return ops.assign_add(total, part)
+def as_dtype(value: Tensor, dtype: Any) -> Tensor:
+    """Return ``value`` in this dtype. No cast that changes nothing: the compiler would copy for it."""
+    return value if value.dtype == dtype else ops.cast(value, dtype)
+
+
+def add_in_place(total: Parameter, part: Tensor, factor: Tensor = ONE) -> Tensor:
+    """Add ``part * factor`` to a parameter and return the parameter after it."""
+    part = as_dtype(part, total.dtype)
+    if _fit(total.dtype, factor.dtype):
+        return ops.depend(total, _add_scaled_in_place(total, part, factor))
+    return ops.assign_add(total, part * factor)
 
 
 def scale_in_place(total: Parameter, factor: Tensor) -> Tensor:
     """Multiply a parameter by a number and return the parameter after it."""
     if _fit(total.dtype, factor.dtype):
         return ops.depend(total, _scale_in_place(total, factor))
-    return ops.assign(total, total * factor)
+    return ops.assign(total, as_dtype(total * factor, total.dtype))
 
 
 def fill_in_place(total: Parameter, number: Tensor) -> Tensor:

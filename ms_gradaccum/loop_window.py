@@ -3,11 +3,12 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import check_number, sentence, warn
 from ms_gradaccum.accumulation_config import AccumulationConfig
 from ms_gradaccum.events import Events
 from ms_gradaccum.prepared import ActivePasses, PreparedDataset, PreparedScheduler
@@ -36,6 +37,8 @@ class LoopWindow:
         self.events = Events(_OWNER)
         for trained in networks:
             trained.micro_steps.events = self.events
+            adds_batches = config.accumulation_steps > 1 or config.schedule is not None or trained.several
+            trained.network.adds_batches = adds_batches
         self.passes = ActivePasses()
         self.schedulers: list[PreparedScheduler] = []
         # Weakly, since a program may prepare anew for each pass.
@@ -44,6 +47,9 @@ class LoopWindow:
         self._places: list[PassPlace | None] = []
         self.ends = self.updated = self.in_batch = False
         self._withheld = 0
+        # Of the window's last batch that came without a weight, if known. Whether a difference has been warned of.
+        self._rows: int | None = None
+        self._has_warned_of_rows = False
 
     @property
     def is_open(self) -> bool:
@@ -124,6 +130,20 @@ class LoopWindow:
             remedy = "The norm is that of the whole window, this batch included."
             raise _disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
         yield
+
+    def checked_weight(self, weight: Any) -> float:
+        """Return the weight of a batch; warn if it has none and the batch before in its window had other rows."""
+        number = check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
+        source = self.passes.innermost()
+        rows = None if source is None or number != 1.0 else source.rows
+        before, self._rows = self._rows if self.is_open else None, rows
+        if None in (rows, before) or rows == before or self._has_warned_of_rows:
+            return number
+        self._has_warned_of_rows = True
+        got = f"1.0 for one of {rows} after one of {before}, which count alike now"
+        rule, remedy = "the rows of each batch where those of a window differ", "Call accumulator(grads, len(x), loss)."
+        warn(sentence(_OWNER, "weight", rule, got, remedy))
+        return number
 
     @contextmanager
     def withheld(self) -> Iterator[None]:

@@ -20,6 +20,12 @@ class NoLossScale(nn.Cell):
 
     # Whether a window whose gradient has an Inf or a NaN makes no update.
     skips_overflow = True
+    # Whether losses are scaled.
+    scales = False
+
+    def left_to_optimizer(self) -> float | None:
+        """Return the scale if MindSpore's own step leaves it to the optimizer to divide by it."""
+        return None
 
     def value(self) -> Tensor:
         """Return the scale of the open window, a float32 scalar."""
@@ -50,6 +56,8 @@ class LossScale(NoLossScale):
         backoff_factor: Factor after a bad window.
         growth_interval: Clean windows until it grows.
     """
+
+    scales = True
 
     def __init__(
         self,
@@ -94,10 +102,15 @@ class LossScale(NoLossScale):
 class FixedLossScale(NoLossScale):
     """A scale that stays."""
 
+    scales = True
+
     def __init__(self, scale: Parameter, skips_overflow: bool = True) -> None:
         super().__init__(auto_prefix=False)
         self.scale = scale
         self.skips_overflow = skips_overflow
+
+    def left_to_optimizer(self) -> float | None:
+        return None if self.skips_overflow else float(self.scale.asnumpy())
 
     def value(self) -> Tensor:
         return self.scale + 0.0
@@ -116,6 +129,9 @@ class ForeignLossScale(FixedLossScale):
         get_drop = getattr(chooser, "get_drop_overflow_update", None)
         self.skips_overflow = get_drop is None or bool(get_drop())
         self._follow()
+
+    def left_to_optimizer(self) -> None:
+        return None  # It changes, and what an optimizer was told does not.
 
     def construct(self, updated: Tensor, bad: Tensor, done: Any = ()) -> Any:
         _refuse_in_graph(type(self.chooser).__name__)

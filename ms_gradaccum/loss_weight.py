@@ -18,6 +18,11 @@ _MEAN_REMEDY = (
     "Reduce it to its mean, for example with reduction='mean', or return (loss_sum, weight) with weighted=True."
 )
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
+_LOSSES_REMEDY = (
+    "Give losses='sum' to train their sum, losses='first' to train the first alone, or, for means over different "
+    "weights, return pairs (loss_sum, weight) with weighted=True and terms=2, for example."
+)
+_FURTHER_REMEDY = "Give losses='first' to leave them out, or return one pair (loss_sum, weight) per loss, with terms."
 _TERMS_REMEDY = "With terms=2, for example, it returns ((sum_1, weight_1), (sum_2, weight_2))."
 
 
@@ -51,9 +56,23 @@ def _refuse_terms(terms: int, got: int) -> None:
     )
 
 
+@_primexpr
+def _refuse_losses(count: int, remedy: str) -> None:
+    raise ValueError(
+        f"For 'GradAccumulation', the argument 'losses' must say what becomes of all losses that 'network' returns, "
+        f"but got None with {count} further scalar{'s' if count > 1 else ''} after the first loss. {remedy}"
+    )
+
+
+@_primexpr
+def _is_loss(ndim: int, shape: Any, dtype: Any) -> bool:
+    return dtype in mstype.float_type and (ndim == 0 or tuple(shape) == (1,))
+
+
 def scalar(value: Any) -> Tensor:
-    """Return a number, or a tensor of one element, as a float32 scalar."""
-    value = ops.cast(value, ms.float32)
+    """Return a number, or a tensor of one element, as a scalar of float32, or float64 if it is one of these."""
+    if not (isinstance(value, Tensor) and value.dtype == ms.float64):
+        value = ops.cast(value, ms.float32)
     # The compiler takes its time for a reshape.
     return value if value.ndim == 0 else value.reshape(())
 
@@ -64,11 +83,16 @@ class WeightedLoss(nn.Cell):
     Args:
         network: The loss cell.
         structure: What `take_apart` left of its inputs. None if these are given as the network takes them.
+        losses: What becomes of further losses that it returns: "sum", "first", or None if there may be none.
     """
 
-    def __init__(self, network: nn.Cell, structure: Any = None) -> None:
+    # Whether the weight is the number of rows, and not what the network says.
+    counts_rows = False
+
+    def __init__(self, network: nn.Cell, structure: Any = None, losses: str | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
+        self.losses = losses
         self.structure = None if structure is None else rebuilder(structure)
 
     def outputs(self, tensors: tuple[Any, ...]) -> Any:
@@ -87,12 +111,44 @@ class WeightedLoss(nn.Cell):
             _check_loss(False, (), None, what, remedy)
         return scalar(outputs)
 
+    def further(self, outputs: Any, begin: int) -> tuple[Tensor, ...]:
+        """Return the scalars among ``outputs`` from the place ``begin`` on, which are losses as the first one is.
+
+        One of shape (1,) counts as one if the first loss has that shape too: else it belongs to the only row.
+        """
+        found: tuple[Tensor, ...] = ()
+        if not isinstance(outputs, (tuple, list)):
+            return found
+        first = outputs[0][0] if isinstance(outputs[0], (tuple, list)) else outputs[0]
+        for i in range(begin, len(outputs)):
+            items = outputs[i] if isinstance(outputs[i], (tuple, list)) else (outputs[i],)
+            for item in items:
+                if isinstance(item, Tensor):
+                    if item.ndim <= first.ndim:
+                        if _is_loss(item.ndim, item.shape, item.dtype):
+                            found += (item,)
+        return found
+
+    def check_alone(self, outputs: Any, begin: int, remedy: str) -> None:
+        """Raise if there are further losses from the place ``begin`` on and nobody has said what becomes of them."""
+        if self.losses is None:
+            further = self.further(outputs, begin)
+            if len(further) > 0:
+                _refuse_losses(len(further), remedy)
+
 
 class RowWeight(WeightedLoss):
     """Make ``(mean * rows, rows)`` of a network that returns a mean loss, alone or before other outputs."""
 
+    counts_rows = True
+
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
-        loss = self.first(self.outputs(tensors), "its mean loss", _MEAN_REMEDY)
+        outputs = self.outputs(tensors)
+        loss = self.first(outputs, "its mean loss", _MEAN_REMEDY)
+        self.check_alone(outputs, 1, _LOSSES_REMEDY)
+        if self.losses == "sum":
+            for other in self.further(outputs, 1):
+                loss = loss + scalar(other)
         return loss * rows, rows
 
 
@@ -100,7 +156,10 @@ class OwnWeight(WeightedLoss):
     """Pass on ``(loss_sum, weight)`` of a network that counts its own weight, for example its tokens."""
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        return self.pair(self.outputs(tensors))
+        outputs = self.outputs(tensors)
+        pair = self.pair(outputs)
+        self.check_alone(outputs, 2, _FURTHER_REMEDY)
+        return pair
 
     def pair(self, outputs: Any) -> tuple[Tensor, Tensor]:
         """Return the loss sum and the weight at the head of ``outputs``, in float32."""
@@ -118,8 +177,8 @@ class OwnWeight(WeightedLoss):
 class OwnWeights(OwnWeight):
     """The same of a network that returns several such pairs, one per term: sum, weight, sum, weight and so on."""
 
-    def __init__(self, network: nn.Cell, structure: Any = None, terms: int = 2) -> None:
-        super().__init__(network, structure)
+    def __init__(self, network: nn.Cell, structure: Any = None, losses: str | None = None, terms: int = 2) -> None:
+        super().__init__(network, structure, losses)
         self.terms = terms
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
@@ -130,4 +189,5 @@ class OwnWeights(OwnWeight):
         flat: tuple[Tensor, ...] = ()
         for i in range(self.terms):
             flat += self.pair(outputs[i])
+        self.check_alone(outputs, self.terms, _FURTHER_REMEDY)
         return flat

@@ -8,7 +8,7 @@ from mindspore.train import Callback
 
 from ms_gradaccum._checks import check_bool, sentence, typed
 from ms_gradaccum.accumulator import Accumulator
-from ms_gradaccum.events import StepEvent
+from ms_gradaccum.events import StepEvent, check_told
 from ms_gradaccum.metric_sinks import Call, EventFile, JsonLines
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.step_output import StepOutput
@@ -149,16 +149,7 @@ class MetricsLogger(Callback):
 
     def on_train_begin(self, run_context: Any) -> None:
         train_step = run_context.original_args().train_network
-        if not isinstance(train_step, TrainOneStepCell):
-            raise TypeError(
-                f"For '{_OWNER}', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "
-                f"{type(train_step).__name__}. Import Model from ms_gradaccum."
-            )
-        if not train_step.events.hears(self):
-            raise ValueError(
-                f"For '{_OWNER}', the training step must tell it of updates, but a Model of MindSpore does not arrange "
-                f"for that. Import Model from ms_gradaccum, or call train_step.add_callback(logger) first."
-            )
+        check_told(_OWNER, "logger", train_step, self)
         if train_step is not self._train_step:
             self._train_step = train_step
             self._reporter = StepReporter(train_step, **self._settings, **self._costs)

@@ -56,7 +56,6 @@ def find_micro_size(
     clip: Any = None,
     mixed_precision: Any = None,
     bad_micro_batch: str = "skip_window",
-    accumulate_in_optimizer: bool = False,
     timeout: float = 600.0,
     report: Callable[[Probe], Any] | None = None,
 ) -> int:
@@ -90,7 +89,6 @@ def find_micro_size(
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
             :class:`TrainOneStepCell`. Default: ``None``.
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
-        accumulate_in_optimizer (bool): As for :class:`TrainOneStepCell`. Default: ``False``.
         timeout (float): Seconds that one measurement may take. Default: ``600.0``.
         report (Union[Callable, None]): Called after each measurement with its `micro_size`, `rows` (of the largest
             micro batch), `peak` (in bytes, ``None`` if the process was ended), `fits` and `seconds`; ``print`` makes a
@@ -123,12 +121,7 @@ def find_micro_size(
         >>> print(find_micro_size(network, optimizer, batch, "4GiB"))
         1
     """
-    settings = {
-        "clip": clip,
-        "mixed_precision": mixed_precision,
-        "bad_micro_batch": bad_micro_batch,
-        "accumulate_in_optimizer": accumulate_in_optimizer,
-    }
+    settings = {"clip": clip, "mixed_precision": mixed_precision, "bad_micro_batch": bad_micro_batch}
 
     def search(folder: str) -> _Search:
         training = check_training(network, optimizer, batch, settings)

@@ -1,4 +1,4 @@
-"""Forward and backward of a batch, micro batch by micro batch, added into the sums of a window."""
+"""Forward and backward of one micro batch, added into the sums of a window: as a graph, or op by op."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,154 +8,236 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common.sparse_tensor import RowTensorInner
 
 from ms_gradaccum.bad_micro_batch import KeepFinite
-from ms_gradaccum.half_precision import computes_in_16_bits
-from ms_gradaccum.loss_scale import NoLossScale
+from ms_gradaccum.compiled import Compiled, op_by_op
+from ms_gradaccum.kernels import ONE, as_dtype
 from ms_gradaccum.loss_weight import WeightedLoss
+from ms_gradaccum.micro_loss import MicroLoss, Pace, is_half, pace_of
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.precision import Precision
 from ms_gradaccum.runs import run_of
+from ms_gradaccum.structure import rebuilt
 from ms_gradaccum.thread_pool import with_condition
 
 
-class MicroStep(nn.Cell):
-    """Forward and backward of one micro batch, added into the buffers of the optimizers of the network.
+class AddMicroBatch(nn.Cell):
+    """Add what one micro batch has to the buffers of the optimizers. No code of the user's is in here.
 
     Args:
-        weighted_loss: The network's loss.
         parallels: One per optimizer: its buffer, and what becomes of its gradients.
         weights: One per optimizer: the parameters that it updates.
-    """
-
-    # Whether it is the last one of its window and the ranks add up the sums with it.
-    reduces = False
-    # Whether MindSpore's threads shall run it, see thread_pool.py.
-    in_thread_pool = False
-
-    def __init__(
-        self, weighted_loss: WeightedLoss, parallels: Sequence[SingleProcess], weights: Sequence[ParameterTuple]
-    ) -> None:
-        super().__init__(auto_prefix=False)
-        self.weighted_loss = weighted_loss
-        self.parallels = nn.CellList(parallels, auto_prefix=False)
-        self.buffer = parallels[0].buffer
-        self.weights = ParameterTuple(weight for group in weights for weight in group)
-        ends = [sum(len(group) for group in weights[: i + 1]) for i in range(len(weights))]
-        self.bounds = tuple(zip([0, *ends[:-1]], ends))
-        self.loss_and_grads = ops.value_and_grad(weighted_loss, None, self.weights, has_aux=True)
-        self._get_attr_from_cell(weighted_loss.network)
-
-    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        """Return the loss sum and the weight of this part, and what is there once they are added."""
-        (loss_sum, weight), grads = self.loss_and_grads(rows, *tensors)
-        added = self.add(0, loss_sum, weight, grads, ())
-        return loss_sum, weight, self.done(added)
-
-    def add(self, term: int, loss_sum: Tensor, weight: Tensor, grads: tuple[Any, ...], done: Any) -> Any:
-        """Add the gradients of one term of the loss, after ``done``."""
-        for parallel, (begin, end) in zip(self.parallels, self.bounds):
-            buffer = parallel.buffer if term == 0 else parallel.buffer.others[term - 1]
-            # One after the other: the messages of all ranks must come in one order.
-            shared = parallel.share(ops.depend(run_of(grads, begin, end), done))
-            done = buffer.add(loss_sum, weight, shared)
-        return done
-
-    def done(self, added: Any) -> Tensor:
-        """Return something that depends on ``added`` and, for the compiler's sake, on nothing of this micro batch."""
-        if self.reduces:
-            added = self.parallels[0].reduce(added)
-        number = ops.depend(self.buffer.weight + 0.0, added)
-        return with_condition(number) if self.in_thread_pool else number
-
-
-class ScaledMicroStep(MicroStep):
-    """The same for a loss of several terms, and for networks that compute in half precision.
-
-    The backward pass starts from each term's mean times the loss scale, and the gradient is multiplied by the weight
-    in float32: a gradient of a sum over many rows or tokens can be more than a half-precision number can hold.
-
-    Args:
-        half: Whether the network computes in half precision.
-        loss_scale: The loss scale.
         drops: Whether a micro batch that is not finite is left out.
+        reduces: Whether it is the last one of its window and the ranks add up the sums with it.
     """
 
     def __init__(
         self,
-        weighted_loss: WeightedLoss,
         parallels: Sequence[SingleProcess],
         weights: Sequence[ParameterTuple],
-        half: bool,
-        loss_scale: NoLossScale,
-        drops: bool,
+        drops: bool = False,
+        reduces: bool = False,
     ) -> None:
-        super().__init__(weighted_loss, parallels, weights)
+        super().__init__(auto_prefix=False)
+        self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.buffer = parallels[0].buffer
         self.terms = 1 + len(self.buffer.others)
-        self.half = half
-        self.loss_scale = loss_scale
-        self.keep: Any = KeepFinite(self.weights) if drops else None
+        ends = [sum(len(group) for group in weights[: i + 1]) for i in range(len(weights))]
+        self.bounds = tuple(zip([0, *ends[:-1]], ends))
+        self.keep: Any = KeepFinite([weight for group in weights for weight in group]) if drops else None
+        self.reduces = reduces
+        # Whether gradients leave this rank before they are added, so that each rank's own factor comes first.
+        self.scales_first = parallels[0].every_batch
         self.map = ops.HyperMap()
 
-    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        values, backward = ops.vjp(self.weighted_loss, rows, *tensors, weights=self.weights)
+    def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Add gradients that were taken outside of this graph. Return what `added` returns."""
+        return self.added((loss_sum, weight), (factor,), (grads,))
+
+    def added(
+        self, values: tuple[Tensor, ...], factors: tuple[Tensor, ...], grads: tuple[tuple[Any, ...], ...]
+    ) -> tuple[Tensor, ...]:
+        """Add a loss sum and a weight per term, and its gradients times its factor.
+
+        Return the loss sums and the weights, each as one tensor, and what is there once they are added.
+        """
+        done: Any = ()
+        finite: Any = None
         if self.keep is not None:
-            return self.add_finite(values, backward)
-        added: Any = ()
+            finite = self.is_finite(values, grads)
+            values = self.keep.kept(finite, values)
+            for parallel in self.parallels:
+                done = parallel.buffer.count_dropped(ops.depend(finite, done))
         for term in range(self.terms):
-            grads = self.grads_of(term, values, backward)
-            added = self.add(term, values[2 * term], values[2 * term + 1], grads, added)
-        return self.report(values, added)
+            own = grads[term]
+            if self.keep is not None:
+                own = self.keep.kept(finite, own)
+            done = self.add(term, values[2 * term], values[2 * term + 1], factors[term], own, done)
+        loss_sums, weights = values[0], values[1]
+        if self.terms > 1:
+            loss_sums, weights = ops.stack(values[0::2]), ops.stack(values[1::2])
+        return loss_sums, weights, self.after(done)
 
-    def grads_of(self, term: int, values: tuple[Tensor, ...], backward: Any) -> Any:
-        """Return the gradients of one term's sum, times the loss scale."""
-        weight = values[2 * term + 1]
-        factor = ops.maximum(weight, Tensor(1.0, ms.float32)) if self.half else ops.ones_like(weight)
-        start: tuple[Tensor, ...] = ()
-        for i in range(2 * self.terms):
-            start += (self.loss_scale.value() / factor if i == 2 * term else ops.zeros_like(weight),)
-        grads = backward(*start)[1]
-        return self.map(ops.partial(_scale, factor), grads) if self.half else grads
-
-    def add_finite(self, values: tuple[Tensor, ...], backward: Any) -> tuple[Tensor, ...]:
-        """Add the micro batch if all of it is finite: one decision for all terms."""
-        all_grads: tuple[Any, ...] = ()
+    def is_finite(self, values: tuple[Tensor, ...], grads: tuple[tuple[Any, ...], ...]) -> Tensor:
+        """Return whether all of a micro batch is finite: one decision for all terms."""
         finite = ops.isfinite(ops.sum(ops.stack(values)))
-        for term in range(self.terms):
-            grads = self.grads_of(term, values, backward)
-            finite = ops.logical_and(finite, self.keep.is_finite(grads))
-            all_grads += (grads,)
-        kept = self.keep.kept(finite, values)
-        added: Any = ()
-        for parallel in self.parallels:
-            added = parallel.buffer.count_dropped(ops.depend(finite, added))
-        for term in range(self.terms):
-            grads = self.keep.kept(finite, all_grads[term])
-            added = self.add(term, kept[2 * term], kept[2 * term + 1], grads, added)
-        return self.report(kept, added)
+        for own in grads:
+            finite = ops.logical_and(finite, self.keep.is_finite(own))
+        return finite
 
-    def report(self, values: tuple[Tensor, ...], added: Any) -> tuple[Tensor, ...]:
-        """Return what `construct` returns, after ``added``."""
-        loss_sums: tuple[Tensor, ...] = ()
-        weights: tuple[Tensor, ...] = ()
-        for term in range(self.terms):
-            loss_sums += (values[2 * term],)
-            weights += (values[2 * term + 1],)
-        return ops.stack(loss_sums), ops.stack(weights), self.done(added)
+    def add(self, term: int, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Any, done: Any) -> Any:
+        """Add the gradients of one term of the loss, after ``done``."""
+        for parallel, (begin, end) in zip(self.parallels, self.bounds):
+            buffer = parallel.buffer if term == 0 else parallel.buffer.others[term - 1]
+            # One after the other: the messages of all ranks must come in one order.
+            own = ops.depend(run_of(grads, begin, end), done)
+            if self.scales_first:
+                own = self.map(ops.partial(_scale, factor), own)
+            done = buffer.add(loss_sum, weight, parallel.share(own), ONE if self.scales_first else factor)
+        return done
+
+    def after(self, done: Any) -> Tensor:
+        """Return something that depends on ``done`` and, for the compiler's sake, on nothing of this micro batch."""
+        if self.reduces:
+            done = self.parallels[0].reduce(done)
+        return ops.depend(self.buffer.weight + 0.0, done)
 
 
-def make_micro_step(
+class MicroStep(nn.Cell):
+    """Forward and backward of one micro batch, added into the buffers, as one graph.
+
+    Args:
+        micro_loss: What is differentiated.
+        weights: One per optimizer: the parameters that it updates.
+        adding: What adds the gradients.
+        pace: What the backward pass starts from.
+    """
+
+    # Whether MindSpore's threads shall run it, see thread_pool.py.
+    in_thread_pool = False
+
+    def __init__(
+        self, micro_loss: MicroLoss, weights: Sequence[ParameterTuple], adding: AddMicroBatch, pace: Pace
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.micro_loss = micro_loss
+        self.weights = ParameterTuple(weight for group in weights for weight in group)
+        self.adding = adding
+        self.pace = pace
+        # A graph knows no Enum.
+        self.is_sum, self.is_mean = pace is Pace.SUM, pace is Pace.MEAN
+        self.scales = pace is not Pace.SUM or micro_loss.half
+        self.loss_and_grads = ops.value_and_grad(micro_loss, None, self.weights, has_aux=True)
+        self._get_attr_from_cell(micro_loss.weighted_loss.network)
+
+    def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        """Return the loss sum and the weight of this part, and what is there once they are added."""
+        (_, loss_sum, weight, factor), grads = self.loss_and_grads(share, factor, *tensors)
+        # A factor that the compiler knows to be 1 costs nothing.
+        return self.end(self.adding.added((loss_sum, weight), (factor if self.scales else ONE,), (grads,)))
+
+    def share_and_factor(self, rows: Tensor, batch_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first two inputs of `construct`, as part of a graph."""
+        if self.is_sum:
+            return rows, ONE
+        return (ONE, rows) if self.is_mean else (rows / batch_rows, batch_rows)
+
+    def end(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the outputs, from a graph that MindSpore's threads run if they shall."""
+        if self.in_thread_pool:
+            outputs = (outputs[0], outputs[1], with_condition(outputs[2]))
+        return outputs
+
+
+class TermsMicroStep(MicroStep):
+    """The same for a loss of several terms: one backward pass each."""
+
+    def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        values, backward = ops.vjp(self.micro_loss.weighted_loss, share, *tensors, weights=self.weights)
+        factors: tuple[Tensor, ...] = ()
+        grads: tuple[Any, ...] = ()
+        for term in range(self.adding.terms):
+            weight = values[2 * term + 1]
+            own = ops.maximum(weight, ONE) if self.micro_loss.half else ops.ones_like(weight)
+            start: tuple[Tensor, ...] = ()
+            for i in range(2 * self.adding.terms):
+                scale = self.micro_loss.loss_scale.value()
+                start += (scale / own if i == 2 * term else ops.zeros_like(weight),)
+            factors += (own,)
+            grads += (backward(*start)[1],)
+        return self.end(self.adding.added(values, factors, grads))
+
+
+class EagerMicroStep:
+    """The same op by op: the user's code runs as Python runs it, hooks included; what adds is a graph.
+
+    Args:
+        owner: Whose name errors begin with.
+        micro_loss: What is differentiated. It takes the inputs as the network does.
+        weights: One per optimizer: the parameters that it updates.
+        adding: What adds the gradients.
+        pace: What the backward pass starts from.
+
+    Attributes:
+        structure: What `take_apart` left of the inputs of the batch that is under way.
+        has_run: Whether the last call got as far as adding something.
+    """
+
+    structure: Any = None
+    has_run = False
+
+    def __init__(
+        self, owner: str, micro_loss: MicroLoss, weights: Sequence[ParameterTuple], adding: AddMicroBatch, pace: Pace
+    ) -> None:
+        self.pace = pace
+        self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
+        self.micro_loss = micro_loss
+        self.weights = ParameterTuple(weight for group in weights for weight in group)
+        # The inputs of the pass that is under way. They are no arguments of the function that is differentiated, which
+        # could not be any Python value then.
+        self.inputs: tuple[Any, ...] = ()
+        self.loss_and_grads: Any = None
+
+    def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:
+        """Run one micro batch."""
+        self.has_run = self.adding.has_run = False
+        self.inputs = (share, factor, *rebuilt(self.structure, tensors))
+        try:
+            with op_by_op():
+                if self.loss_and_grads is None:
+                    # In PYNATIVE mode: in the other one MindSpore would make a graph of it.
+                    self.loss_and_grads = ops.value_and_grad(self._forward, None, self.weights, has_aux=True)
+                (_, *values), grads = self.loss_and_grads()
+        finally:
+            self.inputs = ()
+        try:
+            return self._add(*values, *grads)
+        finally:
+            self.has_run = self.has_run or self.adding.has_run
+
+    def _add(self, *tensors: Any) -> Any:
+        if all(isinstance(tensor, Tensor) for tensor in tensors):
+            return self.adding(*tensors)
+        with op_by_op():  # No graph takes the gradient of a sparse lookup as an input.
+            self.has_run = True
+            return self.adding.cell(*tensors)
+
+    def _forward(self) -> Any:
+        return self.micro_loss(*self.inputs)
+
+
+def build_micro_step(
     weighted_loss: WeightedLoss,
     parallels: Sequence[SingleProcess],
     weights: Sequence[ParameterTuple],
     precision: Precision,
     drops: bool = False,
+    reduces: bool = False,
 ) -> MicroStep:
     """Return the micro step that the network needs."""
-    network = weighted_loss.network
-    cells = [cell for _, cell in network.cells_and_names()]
-    half = computes_in_16_bits(network.trainable_params(), cells) or not precision.is_full
-    if half or drops or parallels[0].buffer.others:
-        return ScaledMicroStep(weighted_loss, parallels, weights, half, precision.loss_scale, drops)
-    return MicroStep(weighted_loss, parallels, weights)
+    half = is_half(weighted_loss, precision)
+    micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
+    kind = TermsMicroStep if parallels[0].buffer.others else MicroStep
+    pace = pace_of(weighted_loss, half, eager=False)
+    return kind(micro_loss, weights, AddMicroBatch(parallels, weights, drops, reduces), pace)
 
 
 _scale = ops.MultitypeFuncGraph("scale_gradient")
@@ -163,12 +245,12 @@ _scale = ops.MultitypeFuncGraph("scale_gradient")
 
 @_scale.register("Tensor", "Tensor")
 def _scale_dense(factor: Tensor, grad: Tensor) -> Tensor:
-    return ops.cast(grad, ms.float32) * factor
+    return (grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)) * factor
 
 
 @_scale.register("Tensor", "RowTensor")
 def _scale_rows(factor: Tensor, grad: Any) -> Any:
-    return RowTensorInner(grad.indices, ops.cast(grad.values, ms.float32) * factor, grad.dense_shape)
+    return RowTensorInner(grad.indices, as_dtype(grad.values, ms.float32) * factor, grad.dense_shape)
 
 
 class EmptyStep(nn.Cell):
@@ -184,5 +266,5 @@ class EmptyStep(nn.Cell):
             buffer = parallel.buffer
             for term in (buffer, *buffer.others):
                 grads = buffer.no_grads(parallel.replicas(), done)
-                done = term.add(nothing, nothing, parallel.share(grads))
+                done = term.add(nothing, nothing, parallel.share(grads), ONE)
         return done

@@ -73,7 +73,7 @@ class Model(ms.Model):
             Default: ``"apply"``.
 
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
-        accumulate_in_optimizer (bool): As for :class:`TrainOneStepCell`. Default: ``False``.
+        compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
         loss_scale_manager (LossScaleManager, optional): Another name of `mixed_precision`, which
             ``mindspore.train.Model`` has. Default: ``None``.
 
@@ -122,7 +122,7 @@ class Model(ms.Model):
         parallel: ParallelChoice = "auto",
         last_window: LastWindow = "apply",
         bad_micro_batch: BadMicroBatch = "skip_window",
-        accumulate_in_optimizer: bool = False,
+        compile: bool | None = None,
         loss_scale_manager: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -139,7 +139,7 @@ class Model(ms.Model):
             "mixed_precision": precision,
             "parallel": parallel,
             "bad_micro_batch": bad_micro_batch,
-            "accumulate_in_optimizer": accumulate_in_optimizer,
+            "compile": compile,
         }
         # Of the levels, stock Model takes the name alone: its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level
@@ -240,6 +240,8 @@ class Model(ms.Model):
         callbacks = self._transform_callbacks(callbacks)
         if not isinstance(self._train_network, TrainOneStepCell):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
+        # Before a state is loaded, which has their tensors.
+        self._train_network.adopt(callbacks)
         checkpoints = [callback for callback in callbacks if isinstance(callback, StateCheckpoint)]
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0))
         if not self._resume:

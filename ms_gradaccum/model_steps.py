@@ -120,8 +120,9 @@ class PassSteps(Callback):
     def on_train_step_end(self, run_context: Any) -> None:
         params = run_context.original_args()
         self.done = params.cur_step_num
-        # In data sink mode it comes as a plain tuple from the graph.
-        params.net_outputs = StepOutput(*params.net_outputs)
+        if not isinstance(params.net_outputs, StepOutput):
+            # In data sink mode a graph has returned the items in a plain tuple.
+            params.net_outputs = StepOutput(*params.net_outputs)
         self._tell_of_update(params.net_outputs)
         step = (params.cur_step_num - 1) % params.batch_num + 1
         if step == params.batch_num:

@@ -1,13 +1,18 @@
 """What the step needs to know of an optimizer: whether it fits the network, and its learning rate."""
 
 import gc
+import math
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum.compiled import Compiled, op_by_op
 from ms_gradaccum.loss_weight import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
@@ -86,21 +91,129 @@ def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
     return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
 
 
+def scale_for(owner: str, optimizer: nn.Cell, loss_scale: Any) -> float:
+    """Return the factor with which the optimizer gets the mean gradient, because it divides by that itself.
+
+    MindSpore's documents ask for it with ``FixedLossScaleManager(scale, drop_overflow_update=False)``: its step then
+    leaves the gradients scaled, and the optimizer is told the scale.
+    """
+    own = float(getattr(inner_optimizer(optimizer), "loss_scale", 1.0))
+    scale = loss_scale.left_to_optimizer()
+    if scale is None:
+        if own != 1.0 and loss_scale.scales:
+            warn(
+                f"For '{owner}', the optimizer divides the gradient by its own loss_scale of {own:g} once more, as in "
+                f"MindSpore's own step. Leave its loss_scale at 1.0, unless it belongs to "
+                f"FixedLossScaleManager({own:g}, drop_overflow_update=False)."
+            )
+        return 1.0
+    if own == scale:
+        return own
+    if own != 1.0:
+        rule, got = f"one whose loss_scale is that of the FixedLossScaleManager, {scale:g}", f"{own:g}"
+        raise ValueError(sentence(owner, "optimizer", rule, got, "Give both the same number."))
+    warn(
+        f"For '{owner}', the optimizer's loss_scale is 1.0 beside FixedLossScaleManager({scale:g}, "
+        f"drop_overflow_update=False): MindSpore's own step would update with {scale:g} times the gradient, this one "
+        f"divides it. Give the optimizer loss_scale={scale:g} for the same in both."
+    )
+    return 1.0
+
+
 class LearningRate(nn.Cell):
-    """Learning rate of the next update: a float32 scalar, or one entry per parameter if groups differ."""
+    """Learning rate of the next update: a float32 scalar, or one entry per parameter if groups differ.
+
+    It is computed as ``nn.Optimizer.get_lr`` does, and that is not called: optimizers override it and count their
+    updates in it. A schedule that is not one of MindSpore's may have effects too. So in PYNATIVE mode what the
+    optimizer asks for itself is `recorded`, and in a graph a schedule with parameters of its own is left alone.
+    """
 
     def __init__(self, optimizer: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
         self.optimizer = inner_optimizer(optimizer)
         self.groups = tuple(range(len(optimizer.lrs))) if isinstance(optimizer, ExperimentalOptimizer) else None
+        schedules = [cell for cell in _schedules(self.optimizer) if not type(cell).__module__.startswith("mindspore.")]
+        self.has_state = any(True for cell in schedules for _ in cell.get_parameters())
+        overrides = self.groups is None and type(self.optimizer).get_lr is not nn.Optimizer.get_lr
+        # A compiled construct runs no Python at each update.
+        is_python = not hasattr(type(self.optimizer).construct, "__wrapped__")
+        self.is_recorded = self.groups is None and is_python and bool(schedules or overrides)
+        # The optimizer's own graph has decided what Python decides in such a schedule; so has this one.
+        self.run = Compiled(lambda: self, "TrainOneStepCell", "the learning rate") if schedules else None
 
     def construct(self) -> Tensor:
-        if self.groups is None:
-            rates = self.optimizer.get_lr()
-        else:
+        if self.groups is not None:
             rates = tuple([self.optimizer.lrs[i] for i in self.groups])
+        elif self.has_state:
+            rates = Tensor(math.nan, ms.float32)
+        else:
+            rates = self.scheduled()
         if isinstance(rates, (tuple, list)):
             rates = tuple([scalar(rate) for rate in rates])
             return ops.stack(rates) if len(rates) > 1 else rates[0] + 0.0
         # + 0.0: a copy, since the report outlives the next change of the parameter.
         return scalar(rates) + 0.0
+
+    def scheduled(self) -> Any:
+        """Return the rates of an ``nn.Optimizer`` at its count of updates."""
+        rates = self.optimizer.learning_rate
+        if self.optimizer.dynamic_lr:
+            if self.optimizer.is_group_lr:
+                found: tuple[Any, ...] = ()
+                for rate in self.optimizer.learning_rate:
+                    found += (rate(self.optimizer.global_step),)
+                rates = found
+            else:
+                rates = self.optimizer.learning_rate(self.optimizer.global_step)
+        return rates
+
+    def eagerly(self) -> Tensor:
+        """Return the rate before an update that runs op by op; NaN if only that will tell."""
+        if self.is_recorded:
+            return Tensor(math.nan, ms.float32)
+        if self.run is not None:
+            rate: Tensor = self.run()
+            return rate
+        with op_by_op():
+            return self()
+
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[], Tensor] | None]:
+        """Record the rate that the optimizer asks for inside; give what returns it, or None if it is known before."""
+        if not self.is_recorded:
+            yield None
+            return
+        rates: list[Any] = []
+        get_lr = self.optimizer.get_lr
+
+        def recorded() -> Any:
+            rates.append(get_lr())
+            return rates[-1]
+
+        vars(self.optimizer)["get_lr"] = recorded
+        try:
+            yield lambda: _as_rate(rates)
+        finally:
+            del vars(self.optimizer)["get_lr"]
+
+
+class UnknownRate(nn.Cell):
+    """Stands for the rate in a graph that is not to compute it."""
+
+    def construct(self) -> Tensor:
+        return Tensor(math.nan, ms.float32)
+
+
+def _as_rate(rates: list[Any]) -> Tensor:
+    """Return the last one of what an optimizer's ``get_lr`` has returned, from the host."""
+    last = rates[-1] if rates else math.nan
+    each = [last] if not isinstance(last, (tuple, list)) else last
+    values = [float(rate.asnumpy().item()) if isinstance(rate, Tensor) else float(rate) for rate in each]
+    return Tensor(values[0] if len(values) == 1 else values, ms.float32)
+
+
+def _schedules(optimizer: nn.Cell) -> list[nn.Cell]:
+    """Return the cells that compute the rates of an ``nn.Optimizer``."""
+    rates = getattr(optimizer, "learning_rate", None)
+    found = rates if isinstance(rates, (tuple, list, nn.CellList)) else [rates]
+    return [cell for rate in found if isinstance(rate, nn.Cell) for _, cell in rate.cells_and_names()]

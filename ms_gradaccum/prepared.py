@@ -51,6 +51,8 @@ class PreparedDataset:
         self.number = window.enroll(self)
         self.epoch = -1
         self.at_end = False
+        # Of the current batch, None if it has no tensors.
+        self.rows: int | None = None
         # Of the current pass: batches taken, those that every process has, and what their order depends on.
         self.batches = self.common = 0
         self.sources: Sources | None = None
@@ -84,6 +86,7 @@ class PreparedDataset:
             for batch, is_last in _look_ahead(self._batches(*begin)):
                 self.at_end = is_last and missing == 0
                 self.batches += 1
+                self.rows = _rows_of(batch)
                 passes.enter(self)
                 yield batch
             for i in range(missing):
@@ -129,6 +132,11 @@ class PreparedDataset:
             )
         self.sources.check_known(self.dataset, ranks)
         return PassPlace(self.epoch, self.batches, length, self.sources, ranks)
+
+
+def _rows_of(batch: Any) -> int | None:
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (tuple, list)) else [batch]
+    return next((int(item.shape[0]) for item in items if getattr(item, "shape", ())), None)
 
 
 def _look_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

@@ -1,18 +1,25 @@
 """What a training step reports."""
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from mindspore import Tensor
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ms_gradaccum._checks import sentence
 
+_NUMBERS = (int, float, Tensor, np.ndarray, np.generic)
 
-class StepOutput(NamedTuple):
+
+class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     """Report of one call of a training step.
 
-    The order is MindSpore's: ``LossMonitor`` reads item 0, ``Model`` item 1, fault tolerance item 2.
-    All items are tensors. What only an update can tell is NaN in a call that ended inside a window.
+    It unpacks into three items as MindSpore's steps with a loss scale do, ``loss, overflow, loss_scale = step(x, y)``:
+    ``LossMonitor`` reads item 0, ``Model`` item 1, fault tolerance item 2. The rest are attributes. All are tensors.
+    What only an update can tell is NaN in a call that ended inside a window.
+
+    Where a number is wanted it is its loss: in ``float(output)``, ``np.mean(outputs)``, ``total += output``,
+    ``output < 0.1`` and ``f"{output:.4f}"``. (A tensor on the left of an operator takes ``output.loss``.)
 
     Attributes:
         loss: Weighted mean loss of the window so far, float32 scalar. On an update it is the loss of the
@@ -20,8 +27,7 @@ class StepOutput(NamedTuple):
         overflow: Whether the window's gradient had an Inf or a NaN, so that its update was skipped. Bool scalar.
         loss_scale: Factor by which the loss was multiplied before the backward pass. Float32 scalar.
         updated: Whether this call ran the optimizer. Bool scalar.
-        grad_norm: Global L2 norm of the window's mean gradient before clipping. Float32 scalar; NaN with
-            ``accumulate_in_optimizer``, where that gradient is never there.
+        grad_norm: Global L2 norm of the window's mean gradient before clipping. Float32 scalar.
         clipped_grad_norm: The same after clipping. Float32 scalar.
         learning_rate: Learning rate of the update: a float32 scalar, or a vector with one entry per parameter
             of the optimizer if its groups have rates of their own.
@@ -36,22 +42,121 @@ class StepOutput(NamedTuple):
         >>> output = train_step(ops.ones((4, 1)), ops.ones((4, 1)))
         >>> print(output.loss, output.updated, output.grad_norm, output.weight)
         1.0 True 2.0 4.0
+        >>> loss, overflow, loss_scale = output
+        >>> print(f"{output:.3f}", loss, overflow, loss_scale)
+        1.000 1.0 False 1.0
     """
 
-    loss: Tensor
-    overflow: Tensor
-    loss_scale: Tensor
+    _fields: ClassVar[tuple[str, ...]] = (
+        "loss",
+        "overflow",
+        "loss_scale",
+        "updated",
+        "grad_norm",
+        "clipped_grad_norm",
+        "learning_rate",
+        "weight",
+    )
+
     updated: Tensor
     grad_norm: Tensor
     clipped_grad_norm: Tensor
     learning_rate: Tensor
     weight: Tensor
 
+    def __new__(
+        cls,
+        loss: Tensor,
+        overflow: Tensor,
+        loss_scale: Tensor,
+        updated: Tensor,
+        grad_norm: Tensor,
+        clipped_grad_norm: Tensor,
+        learning_rate: Tensor,
+        weight: Tensor,
+    ) -> "StepOutput":
+        output = super().__new__(cls, (loss, overflow, loss_scale))
+        output.updated = updated
+        output.grad_norm = grad_norm
+        output.clipped_grad_norm = clipped_grad_norm
+        output.learning_rate = learning_rate
+        output.weight = weight
+        return output
+
+    @property
+    def loss(self) -> Tensor:
+        """Return the weighted mean loss of the window so far."""
+        return self[0]
+
+    @property
+    def overflow(self) -> Tensor:
+        """Return whether the window's gradient had an Inf or a NaN."""
+        return self[1]
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """Return the factor by which the loss was multiplied."""
+        return self[2]
+
     @property
     def ends_window(self) -> bool:
         """Whether this call ended its window, with an update or with one that was skipped."""
         # Nothing waits for a device: inside a window they are constants of the host, at its end the step has read them.
         return bool(self.updated.asnumpy() or self.overflow.asnumpy() or np.isfinite(self.grad_norm.asnumpy()))
+
+    def _asdict(self) -> dict[str, Tensor]:
+        """Return all fields by name, as of a NamedTuple."""
+        return {name: getattr(self, name) for name in self._fields}
+
+    def _replace(self, **fields: Tensor) -> "StepOutput":
+        """Return a copy with other values for some fields, as of a NamedTuple."""
+        return type(self)(**{**self._asdict(), **fields})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(self._asdict().values())
+
+    def __repr__(self) -> str:
+        return f"StepOutput({', '.join(f'{name}={value}' for name, value in self._asdict().items())})"
+
+    # What follows takes the loss for the whole.
+
+    def __str__(self) -> str:
+        return str(self.loss)
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else str(self)
+
+    def asnumpy(self) -> Any:
+        """Return the loss as a NumPy array."""
+        return self.loss.asnumpy()
+
+    def item(self) -> float:
+        """Return the loss as a Python number."""
+        return float(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(float(self), dtype)
+
+    def __float__(self) -> float:
+        return float(self.loss.asnumpy())
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *values: Any, **settings: Any) -> Any:
+        # All operators come here. Not of tensors: with a tensor on its left, the next output in a sum would be a tuple.
+        return getattr(ufunc, method)(*(_number(value) for value in values), **settings)
+
+    def __eq__(self, other: Any) -> Any:
+        return super().__eq__(other) if isinstance(other, _NUMBERS) else tuple.__eq__(self, other)
+
+    def __ne__(self, other: Any) -> Any:
+        return super().__ne__(other) if isinstance(other, _NUMBERS) else tuple.__ne__(self, other)
+
+    __hash__ = tuple.__hash__
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, StepOutput):
+        return float(value)
+    return value.asnumpy() if isinstance(value, Tensor) else value
 
 
 def check_output(owner: str, output: Any) -> None:

@@ -165,10 +165,6 @@ class StepReporter:
                 got = "no train_step" if train_step is None else "one that the compiler partitions"
                 remedy = f"Leave {name} out, or give what trains."
                 raise ValueError(sentence(_OWNER, "train_step", f"one whose parts are known for {name}", got, remedy))
-        if communication_time and parallels and parallels[0].several and parallels[0].buffer.in_optimizer:
-            remedy = "The messages would be those of the optimizer's state."
-            rule = "False for several processes with accumulate_in_optimizer"
-            raise ValueError(sentence(_OWNER, "communication_time", rule, True, remedy))
         self._weight_norm = weight_norm_of(parallels) if weight_norm and parallels else None
         self._communication_time = CommunicationTime(parallels) if communication_time and parallels else None
         self._peak_memory = peak_memory

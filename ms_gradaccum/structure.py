@@ -74,6 +74,19 @@ class _HashedByValue:
         return hash(repr(self.value))
 
 
+def rebuilt(structure: Any, leaves: tuple[Tensor, ...]) -> Any:
+    """Return the inputs of ``structure`` with these tensors, outside of a graph."""
+    kind = structure[0]
+    if kind == "leaf":
+        return leaves[structure[1]]
+    if kind == "value":
+        return structure[2].value
+    children = [rebuilt(child, leaves) for child in structure[2]]
+    if kind == "dict":
+        return dict(zip(structure[1], children))
+    return structure[1](*children) if hasattr(structure[1], "_fields") else structure[1](children)
+
+
 def rebuilder(structure: Any) -> nn.Cell:
     """Return the cell that makes the inputs of ``structure`` from its tensors."""
     kind = structure[0]

@@ -1,5 +1,6 @@
 """The loss of a language model as (cross-entropy sum, valid tokens)."""
 
+import inspect
 from typing import Any
 
 import mindspore as ms
@@ -10,6 +11,10 @@ from mindspore.ops.primitive import _primexpr
 from ms_gradaccum._checks import check_cell, check_int
 
 _OWNER = "TokenMeanLoss"
+_OWN_LOSS_REMEDY = (
+    "A model that computes its loss itself goes into GradAccumulation without it: let it return (loss_sum, tokens), in "
+    "mindformers with calculate_per_token_loss=True, and set weighted=True."
+)
 _INTS = (*mstype.int_type, *mstype.uint_type)
 
 
@@ -20,6 +25,9 @@ class TokenMeanLoss(nn.Cell):
     numbers are added over micro batches and ranks, and one division gives the mean over all tokens of the window,
     however they were dealt. That is the loss that the section "Gradient accumulation on variable size training
     samples" of Hugging Face Accelerate's guide asks for, without reading a window ahead to count its tokens.
+
+    A network that computes its loss itself needs no such cell: it returns `(loss_sum, tokens)`, and
+    ``GradAccumulation(network, micro_size, weighted=True)`` takes it.
 
     Labels belong to the logits of the same place: for a causal language model, shift them in the dataset.
 
@@ -37,7 +45,8 @@ class TokenMeanLoss(nn.Cell):
         Both are 0 where nothing is valid. Half-precision logits are summed in float32.
 
     Raises:
-        TypeError: If `backbone` is not a Cell, `ignore_index` not an int or the labels are not integers.
+        TypeError: If `backbone` is not a Cell or takes the labels itself, `ignore_index` is not an int, or the labels
+            are not integers.
         ValueError: If `ignore_index` is no int32, or logits and labels do not fit.
 
     Supported Platforms:
@@ -60,10 +69,14 @@ class TokenMeanLoss(nn.Cell):
     def __init__(self, backbone: nn.Cell, ignore_index: int = -100) -> None:
         super().__init__(auto_prefix=False)
         self.backbone = check_cell(_OWNER, "backbone", backbone, "Give the network that returns logits.")
+        self.signature = f"construct{inspect.signature(backbone.construct)}"
+        self.required = _required_inputs(backbone)
         self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, "It is the label of padding.")
         self._get_attr_from_cell(backbone)
 
     def construct(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        if len(inputs) - 1 < self.required:
+            _refuse_own_loss(self.signature, len(inputs) - 1)
         logits, labels = self.backbone(*inputs[:-1]), inputs[-1]
         if isinstance(logits, (tuple, list)):
             logits = logits[0] if len(logits) > 0 else None
@@ -80,10 +93,30 @@ class TokenMeanLoss(nn.Cell):
         return loss_sum, ops.cast(ops.not_equal(labels, self.ignore_index), ms.float32).sum()
 
 
+def _required_inputs(backbone: nn.Cell) -> int:
+    """Return how many inputs a network must be given."""
+    parameters = inspect.signature(backbone.construct).parameters.values()
+    needed = (each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    return sum(each.default is each.empty for each in needed)
+
+
+@_primexpr
+def _refuse_own_loss(signature: str, given: int) -> None:
+    raise TypeError(
+        f"For '{_OWNER}', the backbone must take the inputs before the last one, which is the labels, but got "
+        f"{signature} for {given} of them. {_OWN_LOSS_REMEDY}"
+    )
+
+
 @_primexpr
 def _check_shapes(logits: Any, labels: Any) -> None:
     if len(logits) > 0 and tuple(logits[:-1]) == tuple(labels):
         return
+    if len(logits) == 0:
+        raise ValueError(
+            f"For '{_OWNER}', the backbone must return logits with an axis of classes, but got a scalar. "
+            f"{_OWN_LOSS_REMEDY}"
+        )
     raise ValueError(
         f"For '{_OWNER}', the labels must have the shape of the logits without their last axis, but got labels of "
         f"shape {tuple(labels)} and logits of shape {tuple(logits)}. Give one label per token."

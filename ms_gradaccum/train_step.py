@@ -9,11 +9,10 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_accumulation_steps, warn_of_dropped
 from ms_gradaccum.bad_micro_batch import BadMicroBatch, check_bad_micro_batch
-from ms_gradaccum.compiled import graph_mode
+from ms_gradaccum.compiled import check_compile, graph_mode
 from ms_gradaccum.events import Events, Observed
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.grad_clip import Clip, check_clip
-from ms_gradaccum.in_optimizer import check_in_optimizer
 from ms_gradaccum.micro_steps import MicroSteps
 from ms_gradaccum.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.parallel.choose import ParallelChoice, build_parallel, check_parallel
@@ -22,6 +21,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.precision import Precision, PrecisionChoice, check_precision
 from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.stock_cell import STEP_REMEDY, check_construct, check_stock_arguments
 from ms_gradaccum.window import Window
 
 _OWNER = "TrainOneStepCell"
@@ -39,16 +39,18 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         if last_batch_of_the_window:
             optimizer(clip(sums / weight))
 
-    Called from Python, each micro batch is one run of a compiled graph (forward, backward, add), so that the
-    activations of one micro batch live at a time and compiling takes as long for any `micro_size`. That holds in
-    PYNATIVE mode too; a network that cannot be compiled runs eagerly there, after a warning. Inside a larger graph
-    (data sink mode), the whole window is part of that graph.
+    Called from Python, each micro batch is a forward and a backward pass of its own, so that the activations of one
+    micro batch live at a time and compiling takes as long for any `micro_size`. In GRAPH mode it is one run of a
+    compiled graph; in PYNATIVE mode the network and the optimizer run op by op, as in MindSpore's own step. Inside a
+    larger graph (data sink mode), the whole window is part of that graph.
 
     Args:
         network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, or any loss cell, which is then
             fed whole batches.
         optimizer (Cell): Optimizer of ``mindspore.nn``, ``mindspore.mint.optim`` or
             ``mindspore.experimental.optim`` over parameters of `network`.
+        sens (Union[float, None]): Of MindSpore's cell: ``None`` or 1, else see `mixed_precision`. Default: ``None``.
+        return_grad (bool): Of MindSpore's cell: ``False``. Default: ``False``.
 
     Keyword Args:
         accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
@@ -66,11 +68,10 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
 
             Default: ``"skip_window"``.
 
-        accumulate_in_optimizer (bool): Whether to add up the gradients in the moments of an ``nn.Momentum``, which
-            saves the memory of their sums, 4 bytes per parameter. It takes a mean loss over rows and no
-            `accumulation_steps`, `clip`, loss scale, sharding or ``"drop"``; there is no `grad_norm`; and a window that
-            breaks off or has an Inf or a NaN takes the momentum with it, which then starts from zero.
-            Default: ``False``.
+        compile (Union[bool, None]): What runs the network, its loss and the optimizer. ``None``: what MindSpore's mode
+            says, a compiled graph in GRAPH mode, op by op in PYNATIVE mode. ``True``: a compiled graph in PYNATIVE mode
+            too, which is often several times as fast and decides once what Python decides in `construct`;
+            :func:`verify` tells whether that trains the same. Default: ``None``.
 
     Inputs:
         - **\*inputs** - One batch, as `network` takes it. Keywords are allowed.
@@ -79,10 +80,10 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         :class:`StepOutput`.
 
     Raises:
-        TypeError: If an argument has the wrong type.
+        TypeError: If an argument has the wrong type, or a subclass has its own `construct`.
         ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, or
-            belongs to another training cell, the device lacks what `mixed_precision` asks for, or
-            `accumulate_in_optimizer` does not go with another argument.
+            belongs to another training cell, the device lacks what `mixed_precision` asks for, or `sens` or
+            `return_grad` ask for something.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -107,14 +108,19 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         self,
         network: nn.Cell,
         optimizer: nn.Cell,
+        sens: float | None = None,
+        return_grad: bool = False,
         *,
         accumulation_steps: int = 1,
         clip: Clip = None,
         mixed_precision: PrecisionChoice = None,
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
-        accumulate_in_optimizer: bool = False,
+        compile: bool | None = None,
     ) -> None:
+        check_construct(_OWNER, type(self), TrainOneStepCell, STEP_REMEDY)
+        check_stock_arguments(_OWNER, sens, return_grad)
+        compiles = check_compile(_OWNER, compile)
         kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
@@ -122,11 +128,10 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         precision = check_precision(_OWNER, mixed_precision)
         check_accumulation_steps(_OWNER, accumulation_steps)
         clip = check_clip(_OWNER, clip)
-        others = {"parallel": kind, "accumulation_steps": accumulation_steps, "clip": clip, "drops": drops}
-        in_optimizer = check_in_optimizer(_OWNER, accumulate_in_optimizer, optimizer, network, precision, **others)
         network = network.in_precision(_OWNER, precision)
         super().__init__(network, optimizer)
         self.accumulation_steps = accumulation_steps
+        self.compiles = compiles
         self.events = Events(_OWNER)
         # On Ascend and GPU, the settings of AutoParallel, with which the compiler partitions the whole step.
         self.semi_auto = kind if isinstance(kind, SemiAuto) else None
@@ -134,30 +139,33 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             self.semi_auto.check(accumulation_steps, network.terms, drops, clip, precision.reduce_dtype)
             self.partitioned = PartitionedWindow(network, optimizer, clip, precision.loss_scale)
         else:
-            self._build_host_driven(kind, clip, precision, drops, in_optimizer)
-        self.set_train()
+            self._build_host_driven(kind, clip, precision, drops)
         claim_optimizer(optimizer, self)
 
-    def _build_host_driven(self, kind: Any, clip: Any, precision: Precision, drops: bool, in_optimizer: bool) -> None:
+    def _build_host_driven(self, kind: Any, clip: Any, precision: Precision, drops: bool) -> None:
         network, optimizer = self.network, self.optimizer
         settings = {"micro_size": network.micro_size, "accumulation_steps": self.accumulation_steps, "clip": repr(clip)}
-        settings |= {"mixed_precision": precision.text, "bad_micro_batch": drops, "in_optimizer": in_optimizer}
-        self.parallel = build_parallel(
-            _OWNER, kind, optimizer, network, settings, drops, precision.reduce_dtype, in_optimizer
-        )
+        settings |= {"mixed_precision": precision.text, "bad_micro_batch": drops}
+        self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings, drops, precision.reduce_dtype)
         self.buffer = self.parallel.buffer
-        self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights], precision, drops)
+        network.adds_batches = self.accumulation_steps > 1 or self.parallel.several
+        self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights], precision, drops, self.compiles)
         self.micro_steps.events = self.events
-        self.micro_step, self.opening = self.micro_steps.cell, self.micro_steps.opening
+        self.micro_step = self.micro_steps.cell
         self.loss_scale = precision.loss_scale
-        self.window = Window(optimizer, clip, self.parallel, self.loss_scale)
+        self.window = Window(_OWNER, optimizer, clip, self.parallel, self.loss_scale, self.compiles)
         # MindSpore's saving asks these for the whole of a parameter; in place of a layout, ours knows how to gather.
         self.parameter_layout_dict = dict.fromkeys(self.parallel.gathers, _ANY_LAYOUT)
         self.parallel_parameter_merge_net_dict = self.parallel.gathers
         self._shows_whole = True
 
+    @property
+    def scale_sense(self) -> Tensor:
+        """The loss scale of the open window, by the name that MindSpore's step with a loss scale has for it."""
+        return (self if self.semi_auto is None else self.partitioned).loss_scale.value()
+
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
-        """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Built in training mode."""
+        """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Nothing else does so."""
         super().set_train(mode)
         # A compiled cell is looked up by its own phase, which tells its training graph from the other one.
         for cell in self._compiled_cells():
@@ -229,7 +237,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             self.events.update_begin()
         except BaseException:
             # As after a failure in the update itself: its rows would be in the next window too.
-            self.buffer.discard()
+            self.buffer.clear()
             raise
         output = self.window.close(reduced)
         self.events.update_end(output)
@@ -274,7 +282,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
     def _abandon(self) -> None:
         """Take back what a failed batch has added: the sums cannot be parted, so an open window goes with it."""
         batches = self.open_batches()
-        self.buffer.discard()
+        self.buffer.clear()
         warn_of_dropped(_OWNER, batches)
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
@@ -284,9 +292,13 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             partitioned: tuple[Tensor, ...] = self.partitioned(*inputs)
             return partitioned
         parts = self.network.split_in_graph(inputs)
-        done = self.opening.of(parts)
+        batch_rows = Tensor(0.0, ms.float32)
         for part in parts:
-            done = ops.depend(self.micro_step(*part)[2], done)
+            batch_rows = batch_rows + part[0]
+        done = Tensor(0.0, ms.float32)
+        for part in parts:
+            share, factor = self.micro_step.share_and_factor(part[0], batch_rows)
+            done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
         if self.accumulation_steps == 1:
             output: tuple[Tensor, ...] = self.window(done)
             return output

@@ -14,7 +14,6 @@ from ms_gradaccum._checks import check_loss, sentence, warn_of_dropped
 from ms_gradaccum.compiled import Compiled
 from ms_gradaccum.given_grads import AddGrads
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
-from ms_gradaccum.grad_buffer import GradBuffer
 from ms_gradaccum.grad_clip import ClipByGroupNorm, ClipByValue
 from ms_gradaccum.micro_steps import MicroSteps
 from ms_gradaccum.optimizers import check_optimizer
@@ -40,6 +39,7 @@ class TrainedNetwork:
         precision: What computes in 16 bits, and the loss scale.
         drops: Whether a micro batch that is not finite is left out.
         settings: What all ranks must agree about.
+        compiles: Whether code of the user's is compiled in PYNATIVE mode too.
     """
 
     # What the end of the window has measured; its clip.
@@ -58,6 +58,7 @@ class TrainedNetwork:
         precision: Precision,
         drops: bool,
         settings: dict[str, Any],
+        compiles: bool = False,
     ) -> None:
         _check_groups(clip, optimizers)
         kind = _with_sync(check_parallel(_OWNER, parallel, network), sync_each_batch)
@@ -75,15 +76,14 @@ class TrainedNetwork:
             build_parallel(_OWNER, kind, each, self.network, settings, drops, precision.reduce_dtype)
             for each in optimizers
         ]
-        _name_apart([each.buffer for each in self.parallels])
         self.several = self.parallels[0].several
-        self.micro_steps = MicroSteps(_OWNER, self.network, self.parallels, self.weights, precision, drops)
+        self.micro_steps = MicroSteps(_OWNER, self.network, self.parallels, self.weights, precision, drops, compiles)
         self.windows = [
-            Window(optimizer, clip, each, self.loss_scale) for optimizer, each in zip(optimizers, self.parallels)
+            Window(_OWNER, optimizer, clip, each, self.loss_scale, compiles)
+            for optimizer, each in zip(optimizers, self.parallels)
         ]
         self.add_grads_cell = AddGrads(self.parallels, drops)
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
-        self.network.set_train()
         # Whether there is something in the buffers, and whether the current batch has put something there.
         self.is_open = self.has_batch = False
 
@@ -145,7 +145,11 @@ class TrainedNetwork:
         except BaseException:
             self.drop()
             raise
-        return outputs[0] if len(outputs) == 1 else _as_one_report(outputs, clip or self.windows[0].update.clip.clip)
+        return (
+            outputs[0]
+            if len(outputs) == 1
+            else _as_one_report(outputs, clip or self.windows[0].update.gradients.clip.clip)
+        )
 
     def drop(self) -> None:
         """Throw the window away."""
@@ -182,14 +186,6 @@ def _with_sync(kind: Any, sync_each_batch: bool) -> Any:
         return kind
     remedy = "Give HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
     raise ValueError(sentence(_OWNER, "parallel", "one that sync_each_batch fits", repr(kind), remedy))
-
-
-def _name_apart(buffers: list[GradBuffer]) -> None:
-    """Give what the buffers of several optimizers have of their own a name of its own, for they share a graph."""
-    for i, buffer in enumerate(buffers[1:], 1):
-        numbers = [number for term in (buffer, *buffer.others) for number in (term.loss, term.weight)]
-        for number in (*numbers, buffer.batches, *([] if buffer.dropped is None else [buffer.dropped])):
-            number.name = number.name.replace("accu_grads.", f"accu_grads.optimizer{i}.", 1)
 
 
 def _check_groups(clip: Any, optimizers: Sequence[Any]) -> None:

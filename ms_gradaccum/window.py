@@ -2,22 +2,21 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum.compiled import NOTHING, Compiled
+from ms_gradaccum.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
-from ms_gradaccum.grad_clip import as_dtype
 from ms_gradaccum.kernels import add_in_place
 from ms_gradaccum.loss_scale import NoLossScale
-from ms_gradaccum.optimizers import LearningRate, all_parameters, may_have_branches
+from ms_gradaccum.optimizers import LearningRate, UnknownRate, scale_for
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.runs import once, run_of
 from ms_gradaccum.step_output import StepOutput
-from ms_gradaccum.window_clip import clip_of
+from ms_gradaccum.update import MeanGradients, Update, build_update
 
 # Windows that may be skipped one after the other. The largest scale in use is 1 after 24 halvings.
 MAX_OVERFLOWS = 100
@@ -28,7 +27,7 @@ _add_part = ops.MultitypeFuncGraph("add_part")
 
 @_add_part.register("Tensor", "Tensor", "Tensor")
 def _add_one_part(factor: Tensor, total: Parameter, part: Parameter) -> Tensor:
-    return add_in_place(total, part * factor)
+    return add_in_place(total, part, factor)
 
 
 class FoldTerms(nn.Cell):
@@ -70,7 +69,7 @@ class Report(nn.Cell):
     """First half of the end of a window: reduce over ranks, divide by the weight, unscale, finite?, norm."""
 
     def __init__(
-        self, optimizer: nn.Cell, parallel: SingleProcess, loss_scale: NoLossScale, reduces: bool = True
+        self, learning_rate: nn.Cell, parallel: SingleProcess, loss_scale: NoLossScale, reduces: bool = True
     ) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
@@ -79,7 +78,7 @@ class Report(nn.Cell):
         # Otherwise the last micro step has done it.
         self.reduces = reduces
         self.fold_terms = FoldTerms(parallel) if len(parallel.buffer.others) > 0 else None
-        self.learning_rate = LearningRate(optimizer)
+        self.learning_rate = learning_rate
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
         """Report on the window once the micro steps behind ``done`` have run.
@@ -103,66 +102,7 @@ class Report(nn.Cell):
             bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
             # All of it was left out.
             overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(weighs)))
-        if self.buffer.in_optimizer:
-            norm = Tensor(math.nan, ms.float32)  # It was that of the optimizer's new state.
         return loss, overflow, self.loss_scale.value(), updated, norm, self.learning_rate(), weight, bad
-
-
-_look_at = ops.MultitypeFuncGraph("look_at")
-
-
-@_look_at.register("Tensor", "Tensor")
-def _look_at_one(value: Tensor, parameter: Tensor) -> Tensor:
-    return ops.expand_dims(ops.depend(parameter, value), 0)
-
-
-_as_weight = ops.MultitypeFuncGraph("as_weight")
-
-
-@_as_weight.register("Tensor", "Tensor")
-def _as_one_weight(grad: Tensor, weight: Tensor) -> Tensor:
-    return as_dtype(grad, weight.dtype)
-
-
-class Update(nn.Cell):
-    """Second half of the end of a window: clip, optimizer, clear."""
-
-    def __init__(self, optimizer: nn.Cell, clip: Any, parallel: SingleProcess, loss_scale: NoLossScale) -> None:
-        super().__init__(auto_prefix=False)
-        self.buffer = parallel.buffer
-        self.loss_scale = loss_scale
-        self.optimizer = optimizer
-        self.clip = clip_of(clip, parallel.buffer.names, parallel)
-        self.parallel = parallel
-        self.parameters = all_parameters(optimizer)
-        self.has_branches = may_have_branches(optimizer)
-        self.map = ops.HyperMap()
-
-    def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
-        """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping.
-
-        A ``limit`` is what it is clipped to, if not what the clip says.
-        """
-        factor = self.loss_scale.unscaled(self.buffer.mean_factor())
-        grads = self.clip(factor, norm, *limit)
-        clipped_norm = self.clip.norm_after(norm, *limit)
-        if clipped_norm is None:
-            clipped_norm = self.parallel.norm(grads)
-        ready = self.map(_as_weight, self.parallel.for_optimizer(grads), self.parallel.weights)
-        ready = ops.depend(ready, self.parallel.before_update())
-        updated = self.parallel.after_update(self.optimizer(ready))
-        clipped_norm = ops.depend(clipped_norm, self.buffer.clear_used(updated))
-        return self.touch(clipped_norm) if self.has_branches else clipped_norm
-
-    def touch(self, value: Tensor) -> Tensor:
-        """Return ``value``, having looked at all parameters of the optimizer.
-
-        One that a graph uses in a branch alone, as some optimizers do, keeps its old storage when a checkpoint is
-        loaded. After the update: the compiler copies what is looked at before it changes. Each look waits for each
-        change, so this takes the square of the parameters.
-        """
-        value = once(value, ())
-        return ops.depend(value, self.map(ops.partial(_look_at, value), self.parameters))
 
 
 class OpenWindow(nn.Cell):
@@ -187,28 +127,40 @@ class Window(nn.Cell):
     reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, adjust the scale, report.
     """
 
-    def __init__(self, optimizer: nn.Cell, clip: Any, parallel: SingleProcess, loss_scale: NoLossScale) -> None:
+    def __init__(
+        self,
+        owner: str,
+        optimizer: nn.Cell,
+        clip: Any,
+        parallel: SingleProcess,
+        loss_scale: NoLossScale,
+        compiles: bool = False,
+    ) -> None:
         super().__init__(auto_prefix=False)
+        self.owner = owner
         self.buffer = parallel.buffer
         self.parallel = parallel
         self.loss_scale = loss_scale
-        self.report = Report(optimizer, parallel, loss_scale)
-        self.report_reduced = Report(optimizer, parallel, loss_scale, reduces=False)
-        self.run_report_reduced = Compiled(lambda: self.report_reduced, "TrainOneStepCell", "the report")
-        self.update = Update(optimizer, clip, parallel, loss_scale)
+        self.compiles = compiles
+        self.handed_scale = scale_for(owner, optimizer, loss_scale)
+        self.learning_rate = LearningRate(optimizer)
+        self.report = Report(self.learning_rate, parallel, loss_scale)
+        self.update = Update(optimizer, MeanGradients(clip, parallel, loss_scale, self.handed_scale))
         self.open = OpenWindow(parallel.buffer, loss_scale)
-        self.run_open = Compiled(lambda: self.open, "TrainOneStepCell", "the report on an open window")
-        self.run_report = Compiled(lambda: self.report, "TrainOneStepCell", "the report")
-        self.run_update = Compiled(lambda: self.update, "TrainOneStepCell", "the optimizer")
-        # For clips that the caller chooses anew at each update, by kind.
-        self.other_updates: dict[type, Compiled] = {}
+        self.run_open = Compiled(lambda: self.open, owner, "the report on an open window")
+        # By whether the sums are reduced already and whether the rate is left out, for it is code of the user's.
+        self.reports: dict[tuple[bool, bool], Compiled] = {}
+        # By the kind of clip that the caller chooses anew at each update (None: the window's own), and whether the
+        # optimizer is compiled with it.
+        self.updates: dict[tuple[Any, bool], Any] = {}
         # Whether the loss scale was too large for the window that was measured last.
         self.is_bad = Tensor(False)
         self.overflows_in_a_row = 0
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
-        return [self.open, self.report, self.report_reduced, self.update, self.loss_scale, *self.other_updates.values()]
+        compiled = [each for each in self.updates.values() if isinstance(each, Compiled)]
+        return [self.open, self.report, self.update, self.loss_scale, *self.reports.values(), *compiled]
 
     def so_far(self) -> StepOutput:
         """Report on the window that goes on."""
@@ -226,23 +178,35 @@ class Window(nn.Cell):
         ``reduced`` is whether the sums are those of all ranks already.
         """
         with self._emptied_if_it_fails():
-            *items, self.is_bad = (self.run_report_reduced if reduced else self.run_report)(NOTHING)
-        loss, overflow, scale, updated, norm, learning_rate, weight = items
-        return StepOutput(loss, overflow, scale, updated, norm, norm, learning_rate, weight)
+            eager = runs_eagerly(self.compiles)
+            *items, self.is_bad = self._report(reduced, eager)(NOTHING)
+            rate = self.learning_rate.eagerly() if eager else items[5]
+        loss, overflow, scale, updated, norm, _, weight = items
+        return StepOutput(loss, overflow, scale, updated, norm, norm, rate, weight)
+
+    def _report(self, reduced: bool, eager: bool) -> Compiled:
+        key = reduced, eager
+        if key not in self.reports:
+            rate = UnknownRate() if eager else self.learning_rate
+            report = Report(rate, self.parallel, self.loss_scale, not reduced)
+            follow_mode(report, self.report)
+            report._get_attr_from_cell(self.report)
+            self.reports[key] = Compiled(lambda: report, self.owner, "the report")
+        return self.reports[key]
 
     def finish(self, output: StepOutput, clip: Any = None) -> StepOutput:
         """Do the second half, with the norm and the decision in ``output``; ``clip`` replaces the window's own."""
         with self._emptied_if_it_fails():
             if not output.updated.asnumpy():
-                self.buffer.discard()
+                self.buffer.clear()
                 return output
-            if clip is None:
-                clipped_norm = self.run_update(output.grad_norm)
-            else:
-                clipped_norm = self._update_with(clip)(output.grad_norm, clip.as_tensor())
-            self.buffer.state_is_sums = False
+            limit = () if clip is None else (clip.as_tensor(),)
+            eager = runs_eagerly(self.compiles)
+            with self.learning_rate.recording() if eager else nullcontext() as recorded:
+                clipped_norm = self._update(clip, eager)(output.grad_norm, *limit)
             self.parallel.check_replicas()
-        return output._replace(clipped_grad_norm=clipped_norm)
+        rate = recorded() if recorded else output.learning_rate
+        return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
 
     def adjust(self, output: StepOutput) -> None:
         """Choose the loss scale of the next window, after ``output`` of this one."""
@@ -270,17 +234,21 @@ class Window(nn.Cell):
         try:
             yield
         except BaseException:
-            self.buffer.discard()
+            self.buffer.clear()
             raise
 
-    def _update_with(self, clip: nn.Cell) -> Compiled:
-        """Return the update that takes its limit as an input, so that a new one costs no new graph."""
-        if type(clip) not in self.other_updates:
-            update = Update(self.update.optimizer, clip, self.parallel, self.loss_scale)
-            update.set_train(self.update.training)
-            update._get_attr_from_cell(self.update)
-            self.other_updates[type(clip)] = Compiled(lambda: update, "Accumulator", "the optimizer")
-        return self.other_updates[type(clip)]
+    def _update(self, clip: nn.Cell | None, eager: bool) -> Any:
+        """Return the update with a clip that takes its limit as an input, so that a new one costs no new graph."""
+        key = None if clip is None else type(clip), eager
+        if key not in self.updates:
+            update = self.update
+            if clip is not None:
+                gradients = MeanGradients(clip, self.parallel, self.loss_scale, self.handed_scale)
+                update = Update(self.update.optimizer, gradients)
+                follow_mode(update, self.update)
+                update._get_attr_from_cell(self.update)
+            self.updates[key] = build_update(self.owner, update, eager)
+        return self.updates[key]
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput.

@@ -5,10 +5,10 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum.grad_buffer import scale_one
 from ms_gradaccum.grad_clip import ClipByGroupNorm, Grads, NoClip, scale
+from ms_gradaccum.kernels import scale_in_place
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.runs import once, run_of
 
@@ -61,6 +61,14 @@ class EachClip(nn.Cell):
     def norm_after(self, norm: Tensor, *limit: Tensor) -> Any:
         """Return the norm after clipping, or None if it takes a pass of its own."""
         return self.clip.norm_after(norm, *limit)
+
+
+scale_one = ops.MultitypeFuncGraph("scale_in_place")
+
+
+@scale_one.register("Tensor", "Tensor")
+def _scale_one_in_place(factor: Tensor, total: Parameter) -> Tensor:
+    return scale_in_place(total, factor)
 
 
 class Means(EachClip):

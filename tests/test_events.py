@@ -6,7 +6,7 @@ from linear_toy import X, batches, line, sgd, toy
 from mindspore import Tensor, nn
 from mindspore.train import Callback
 
-from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, StepOutput, TrainOneStepCell
+from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, TrainOneStepCell
 from ms_gradaccum.events import Events
 from ms_gradaccum.model_steps import PassSteps
 
@@ -187,7 +187,7 @@ def test_model_tells_of_the_update_of_a_graph(listener):
     output = model.train_network(Tensor(X), Tensor(2 * X))
 
     class Context:
-        net_outputs, cur_step_num, batch_num, cur_epoch_num = tuple(output), 1, 4, 1
+        net_outputs, cur_step_num, batch_num, cur_epoch_num = tuple(output._asdict().values()), 1, 4, 1
 
         def original_args(self):
             return self
@@ -196,7 +196,7 @@ def test_model_tells_of_the_update_of_a_graph(listener):
     with model.train_network.events.listening([listener]):
         steps.on_train_step_end(Context())
     assert [told[0] for told in listener.told] == ["update_end"]
-    assert listener.outputs() == [StepOutput(*output)]
+    assert [told._asdict() for told in listener.outputs()] == [output._asdict()]
 
 
 def test_a_callback_with_one_method_is_enough(step):

@@ -241,7 +241,7 @@ def test_the_command_ends_with_status_1_if_nothing_fits(by_hand, capsys):
         (
             "memory_networks:with_unknown_setting",
             "For 'find_micro_size', the argument 'settings' must be one of 'clip', 'mixed_precision', "
-            "'bad_micro_batch', 'accumulate_in_optimizer', but got 'micro_size'. It is what TrainOneStepCell is given.",
+            "'bad_micro_batch', but got 'micro_size'. It is what TrainOneStepCell is given.",
         ),
         (
             "memory_networks.py",

@@ -27,7 +27,7 @@ from mindspore.train import (
     TimeMonitor,
 )
 
-from ms_gradaccum import ClipByGlobalNorm, Model, StepOutput
+from ms_gradaccum import ClipByGlobalNorm, Model
 
 # What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
@@ -50,12 +50,13 @@ def test_a_callback_finds_the_report_the_optimizer_and_the_training_cell(mode):
     network, model = toy(accumulation_steps=2, clip=ClipByGlobalNorm(10.0))
     model.train(1, batches(4), [Own()])
     (inside, *_), (end, optimizer, train_network) = found
+    inside, end = inside._asdict(), end._asdict()
     assert optimizer is train_network.optimizer and train_network is model.train_network
-    assert StepOutput._fields == FIELDS
-    assert all(isinstance(item, Tensor) for item in (*inside, *end))
+    assert tuple(inside) == tuple(end) == FIELDS
+    assert all(isinstance(item, Tensor) for item in (*inside.values(), *end.values()))
     # What only an update can tell is NaN inside a window. The gradient at weight 0 is 4 * mean(x * x) = 102.
     unknown = (float("nan"),) * 3
-    report = [[item.asnumpy().item() for item in output] for output in (inside, end)]
+    report = [[item.asnumpy().item() for item in output.values()] for output in (inside, end)]
     assert report[0] == pytest.approx([loss_of(0, *ALL[:4]), False, 1, False, *unknown, 4], nan_ok=True)
     assert report[1] == pytest.approx([loss_of(0, *ALL), False, 1, True, 102, 10, 0.02, 8], rel=1e-5)
 

@@ -224,3 +224,62 @@ def test_wrong_arguments():
     for value in (True, None, -100.0):
         with raises(TypeError, f"{rule}, but got {typed(value)}. It is the label of padding."):
             TokenMeanLoss(head(), value)
+
+
+class OwnLoss(nn.Cell):
+    """A language model that computes its loss itself."""
+
+    def __init__(self, weighted=False):
+        super().__init__()
+        self.head = nn.Dense(1, 2, weight_init=Tensor(START), has_bias=False)
+        self.weighted = weighted
+
+    def construct(self, ids, labels):
+        logits, labels = self.head(ids).reshape(-1, 2), labels.reshape(-1)
+        if self.weighted:
+            tokens = ops.cast(labels != IGNORED, ms.float32).sum()
+            return ops.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), tokens
+        return ops.cross_entropy(logits, labels, ignore_index=IGNORED)
+
+
+class OptionalLabels(OwnLoss):
+    def construct(self, ids, labels=None):
+        return ops.square(self.head(ids)).mean()
+
+
+OWN_LOSS = (
+    "A model that computes its loss itself goes into GradAccumulation without it: let it return (loss_sum, tokens), in "
+    "mindformers with calculate_per_token_loss=True, and set weighted=True."
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        (
+            OwnLoss,
+            TypeError,
+            "the backbone must take the inputs before the last one, which is the labels, but got construct(ids, "
+            f"labels) for 1 of them. {OWN_LOSS}",
+        ),
+        (
+            OptionalLabels,
+            ValueError,
+            f"the backbone must return logits with an axis of classes, but got a scalar. {OWN_LOSS}",
+        ),
+    ],
+)
+def test_a_model_that_computes_its_loss_is_refused_with_the_way_out(mode, kind, error, text):
+    network = kind()
+    step = TrainOneStepCell(GradAccumulation(TokenMeanLoss(network), 4), sgd_of(network))
+    with pytest.raises(error) as raised:
+        step(*tensors(IDS, LABELS))
+    assert str(raised.value).partition("\n")[0] == f"For 'TokenMeanLoss', {text}"
+    assert np.array_equal(network.head.weight.asnumpy(), START)
+
+
+def test_the_way_out_of_a_model_that_computes_its_loss_is_the_token_mean(mode):
+    network = OwnLoss(weighted=True)
+    step = TrainOneStepCell(GradAccumulation(network, 4, weighted=True), sgd_of(network))
+    assert number(step(*tensors(IDS, LABELS)).weight) == 36
+    np.testing.assert_allclose(network.head.weight.asnumpy().ravel(), [0.0953, 0.4337], atol=5e-5)

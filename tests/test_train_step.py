@@ -119,7 +119,7 @@ def test_what_only_an_update_can_tell_is_nan_inside_a_window(eager):
     for name in ("grad_norm", "clipped_grad_norm", "learning_rate"):
         assert np.isnan(number(getattr(inside, name))) and np.isfinite(number(getattr(last, name)))
     for output in (inside, last):
-        assert all(isinstance(item, Tensor) for item in output)
+        assert all(isinstance(item, Tensor) for item in output._asdict().values())
         assert (number(output.overflow), number(output.loss_scale)) == (False, 1)
 
 

@@ -10,7 +10,6 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.bad_micro_batch import check_dense
 from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.momentum_buffer import MomentumBuffer
 from ms_gradaccum.optimizers import keeps_absent_rows
 from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelShards, DataParallelSum
@@ -88,24 +87,16 @@ def build_parallel(
     settings: dict[str, Any],
     drops: bool = False,
     dtype: Any = ms.float32,
-    in_optimizer: bool = False,
 ) -> SingleProcess:
     """Return the buffer and what becomes of it in this world. All ranks start with the same weights. Collective.
 
-    ``drops`` is whether micro batches can be left out, ``dtype`` that in which the ranks add up gradients,
-    ``in_optimizer`` whether the sums are the optimizer's state.
+    ``drops`` is whether micro batches can be left out, ``dtype`` that in which the ranks add up gradients.
     """
     weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
     if drops:
         check_dense(owner, sparse_lookup(network))
-
-    def whole_buffer() -> GradBuffer:
-        if in_optimizer:
-            return MomentumBuffer(optimizer)
-        return GradBuffer(weights, dense_only, None, network.terms, drops)
-
     if kind is None:
-        return SingleProcess(weights, whole_buffer())
+        return SingleProcess(weights, GradBuffer(weights, dense_only, None, network.terms, drops))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_sent(owner, dtype)
     check_agreement(owner, {**settings, "parallel": repr(kind), "the optimizer's parameters": shapes})
@@ -118,7 +109,7 @@ def build_parallel(
     world = current_world(owner)
     layout = layout_for(kind, weights, world.size)
     if layout is None:
-        return DataParallelSum(weights, whole_buffer(), world, kind, dtype)
+        return DataParallelSum(weights, GradBuffer(weights, dense_only, None, network.terms, drops), world, kind, dtype)
     shards = Shards(layout, world, dtype)
     return _build_sharded(owner, kind, optimizer, network, dense_only, drops, shards, world)
 

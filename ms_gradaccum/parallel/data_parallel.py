@@ -74,5 +74,7 @@ class DataParallelSum(SeveralProcesses):
 class DataParallelShards(ShardedSums):
     """What data parallelism does with ``sync_each_batch``: only the buffer is sharded."""
 
+    takes_sums = False
+
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.shards.gather(grads, tuple(self.weights), None)

@@ -16,10 +16,10 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.grad_buffer import reciprocal
-from ms_gradaccum.grad_clip import ClipByValue
+from ms_gradaccum.grad_clip import ClipByValue, scale
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.micro_batch import split_shapes
-from ms_gradaccum.optimizers import LearningRate
+from ms_gradaccum.optimizers import LearningRate, scale_for
 from ms_gradaccum.parallel.semi_auto import gradient_is_returned
 
 _NO_NORM = Tensor(0.0, ms.float32)
@@ -46,15 +46,17 @@ class PartitionedWindow(nn.Cell):
         self.clips_by_value = isinstance(clip, ClipByValue)
         self.learning_rate = LearningRate(optimizer)
         self.loss_scale = loss_scale
+        self.handed_scale = scale_for("TrainOneStepCell", optimizer, loss_scale)
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.norms = PartitionedNorms()
+        self.map = ops.HyperMap()
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Return the items of a StepOutput, as a plain tuple: strict graph syntax knows no NamedTuple."""
         sums = self.sums(*inputs)
         # Of the loss sum alone; the weight beside it has no gradient.
-        scale = self.loss_scale.value()
-        grads = self.grad(self.sums, self.weights)(*inputs, scale * Tensor([1.0, 0.0], ms.float32))
+        loss_scale = self.loss_scale.value()
+        grads = self.grad(self.sums, self.weights)(*inputs, loss_scale * Tensor([1.0, 0.0], ms.float32))
         weight = sums[1]
         factor = reciprocal(weight)
         mean = self.mean_of(grads, self.loss_scale.unscaled(factor))
@@ -67,12 +69,14 @@ class PartitionedWindow(nn.Cell):
             updated = ops.logical_and(updated, ops.logical_not(overflow))
         learning_rate = self.learning_rate()
         mean = self.clip(mean, norm)
+        if self.handed_scale != 1.0:
+            mean = self.map(ops.partial(scale, Tensor(self.handed_scale, ms.float32)), mean)
         if not self.clips_by_value:
             clipped_norm = self.clip.norm_after(norm)
         report: tuple[Tensor, ...] = (
             sums[0] * factor,
             overflow,
-            scale,
+            loss_scale,
             updated,
             norm,
             clipped_norm,

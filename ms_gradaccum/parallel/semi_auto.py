@@ -34,9 +34,6 @@ class SemiAuto:
     def __init__(self, network: nn.Cell) -> None:
         self.auto_parallel = network if isinstance(network, AutoParallel) else None
 
-    def __repr__(self) -> str:
-        return "the compiler's own parallelism"
-
     def check(self, accumulation_steps: int, terms: int, drops: bool, clip: Any, dtype: Any) -> None:
         """Raise for settings with which the mean over all rows would be wrong, or nothing could work."""
         _check_settings(self._settings())

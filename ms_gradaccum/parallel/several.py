@@ -123,7 +123,6 @@ class SeveralProcesses(SingleProcess):
         super().__init__(weights, buffer)
         self.is_first = float(world.rank == 0)
         self.sum_over_world = Sum(Group(0, world.size, 1, world.rank, world.size))
-        # Whether the ranks meet in each micro batch, and not in each update alone.
         self.every_batch = settings.sync_each_batch
         self.check_weights = settings.check_weights
 

@@ -12,6 +12,10 @@ class SingleProcess(nn.Cell):
     """Nothing to communicate. The other kinds of parallelism override what they need."""
 
     several = False
+    # Whether the ranks meet in each micro batch, and not in each update alone.
+    every_batch = False
+    # Whether the optimizer takes the sums as they are, see `for_optimizer`.
+    takes_sums = True
     # 1 in one process of a job, 0 in the others.
     is_first = 1.0
 

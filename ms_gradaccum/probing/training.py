@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from ms_gradaccum._checks import sentence
 from ms_gradaccum.bad_micro_batch import check_bad_micro_batch
 from ms_gradaccum.grad_accumulation import GradAccumulation, as_grad_accumulation
 from ms_gradaccum.grad_clip import check_clip
-from ms_gradaccum.in_optimizer import check_in_optimizer
 from ms_gradaccum.micro_batch import SplitBatch, split_batch
 from ms_gradaccum.optimizers import check_optimizer
 from ms_gradaccum.parallel.semi_auto import is_semi_auto
@@ -23,12 +23,10 @@ from ms_gradaccum.structure import as_call
 OWNER = "find_micro_size"
 # How many micro batches stand for all at either end: the second one reuses what the first one has left.
 _ENDS = 2
-# What a TrainOneStepCell is given, with its default.
-_SETTINGS: dict[str, Any] = {
-    "clip": None,
-    "mixed_precision": None,
-    "bad_micro_batch": "skip_window",
-    "accumulate_in_optimizer": False,
+_SETTINGS: dict[str, Callable[[str, Any], Any]] = {
+    "clip": check_clip,
+    "mixed_precision": check_precision,
+    "bad_micro_batch": check_bad_micro_batch,
 }
 
 
@@ -68,9 +66,8 @@ class Training(NamedTuple):
     def in_parts(self, micro_size: int) -> GradAccumulation:
         """Return the network in so many micro batches, of which a few stand for all."""
         whole = self.network
-        return FewMicroBatches(
-            whole.network, micro_size, weighted=whole.weighted, batch_axis=whole.batch_axis, terms=whole.terms
-        )
+        settings: dict[str, Any] = {"weighted": whole.weighted, "terms": whole.terms, "losses": whole.losses}
+        return FewMicroBatches(whole.network, micro_size, batch_axis=whole.batch_axis, **settings)
 
 
 class FewMicroBatches(GradAccumulation):
@@ -95,33 +92,17 @@ def check_training(network: Any, optimizer: Any, batch: Any, settings: dict[str,
         raise ValueError(sentence(OWNER, "network", "a loss cell of one process", got, "Give the cell inside."))
     network = as_grad_accumulation(OWNER, network)
     check_optimizer(OWNER, optimizer, network)
-    _check_settings(network, optimizer, settings)
+    for name, value in settings.items():
+        if name not in _SETTINGS:
+            rule = "one of " + ", ".join(repr(name) for name in _SETTINGS)
+            raise ValueError(sentence(OWNER, "settings", rule, repr(name), "It is what TrainOneStepCell is given."))
+        _SETTINGS[name](OWNER, value)
     args, kwargs = as_call(OWNER, batch)
     inputs = network.positional(args, kwargs)
     network.bind(inputs, {})
     training = Training(network, optimizer, inputs, settings)
     training.rows()
     return training
-
-
-def _check_settings(network: GradAccumulation, optimizer: nn.Cell, settings: dict[str, Any]) -> None:
-    """Raise unless a TrainOneStepCell would take them."""
-    for name in settings:
-        if name not in _SETTINGS:
-            rule = "one of " + ", ".join(repr(name) for name in _SETTINGS)
-            raise ValueError(sentence(OWNER, "settings", rule, repr(name), "It is what TrainOneStepCell is given."))
-    asked = _SETTINGS | settings
-    check_in_optimizer(
-        OWNER,
-        asked["accumulate_in_optimizer"],
-        optimizer,
-        network,
-        check_precision(OWNER, asked["mixed_precision"]),
-        parallel=None,
-        accumulation_steps=1,
-        clip=check_clip(OWNER, asked["clip"]),
-        drops=check_bad_micro_batch(OWNER, asked["bad_micro_batch"]),
-    )
 
 
 class Script(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum.accumulator import Accumulator
+from ms_gradaccum.averages import averages_of
 from ms_gradaccum.events import COUNTS
 from ms_gradaccum.loss_scale import ForeignLossScale, NoLossScale
 from ms_gradaccum.optimizers import all_parameters
@@ -64,6 +65,9 @@ class Contents:
         self._seen: set[int] = set()
         for i, part in enumerate(parts):
             self._add_part(part, f"network{i}." if i else "")
+        averages = averages_of(step)
+        for parameter in () if averages is None else (*averages.values, averages.updates):
+            self._add("", parameter, None)
         trained = {id(weight) for part in parts for each in part.parallels for weight in each.replicas()}
         self.trained = [name for name, held in self.tensors.items() if id(held.parameter) in trained]
 

@@ -52,8 +52,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         TypeError: If an argument has the wrong type.
         ValueError: If `directory` is no path that the system can have, there is no state, it is damaged, or it belongs
             to another program.
-        RuntimeError: If it is called in the middle of an Accumulator's batch or of a window with
-            `accumulate_in_optimizer`.
+        RuntimeError: If an Accumulator is in the middle of a batch.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

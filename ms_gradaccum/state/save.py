@@ -32,9 +32,9 @@ def save_state(
 ) -> SavedState:
     r"""Save everything that a training needs to go on as if it had not stopped, also in the middle of a window.
 
-    That is: all parameters, the optimizer's state, the sums of the open window and their weight, the counts of batches
-    and updates, the loss scale, learning rate schedulers, the place in the data, the states of the random number
-    generators of Python, NumPy and MindSpore, and what is given as `extra`.
+    That is: all parameters, the averages of an :class:`EMA`, the optimizer's state, the sums of the open window and
+    their weight, the counts of batches and updates, the loss scale, learning rate schedulers, the place in the data,
+    the states of the random number generators of Python, NumPy and MindSpore, and what is given as `extra`.
 
     A state is a folder ``state-000001``, ``state-000002``, ... in `directory`: tensors in the safetensors format, by
     the names of MindSpore's checkpoints, so that ``mindspore.load_checkpoint`` reads them; the rest, sizes and
@@ -61,8 +61,7 @@ def save_state(
         TypeError: If an argument has the wrong type.
         ValueError: If `directory` is no path that the system can have, or `keep_checkpoint_max` is less than 1.
         OSError: If the state cannot be written, for example on a full disk. Those before it are whole.
-        RuntimeError: If it is called in the middle of an Accumulator's batch or of a window with
-            `accumulate_in_optimizer`, or the processes' weights differ.
+        RuntimeError: If an Accumulator is in the middle of a batch, or the processes' weights differ.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

@@ -7,6 +7,7 @@ import mindspore as ms
 
 from ms_gradaccum._checks import check_path, sentence
 from ms_gradaccum.accumulator import Accumulator
+from ms_gradaccum.averages import averages_of
 from ms_gradaccum.saved.data_order import PassPlace
 from ms_gradaccum.train_step import TrainOneStepCell
 
@@ -36,13 +37,11 @@ def step_of(owner: str, step: Any) -> TrainOneStepCell | Accumulator:
     if not isinstance(step, (TrainOneStepCell, Accumulator)):
         rule, got = "a TrainOneStepCell, an Accumulator or a Model", type(step).__name__
         raise TypeError(sentence(owner, "step", rule, got, "Give what trains, with its optimizer."))
+    averages = averages_of(step)
+    if averages is not None:
+        averages.check_weights_are_there(owner, "the call must come")
     if isinstance(step, Accumulator):
         step.window.check_between_batches(owner)
-    elif step.semi_auto is None and step.buffer.state_is_sums:
-        raise RuntimeError(
-            f"For '{owner}', with accumulate_in_optimizer the call must be between two windows, but got one inside: "
-            f"the optimizer's state is no state then. Call it in on_update_end, or after the step."
-        )
     return step
 
 

@@ -83,7 +83,7 @@ class WindowSums:
             parts = [own_of(rank).get(name) for rank in (range(ranks) if is_gathered else mine)]
             if is_gathered or 0 in mine:
                 parts.append(common.get(name))
-            steps.append(_set(parameter, _sum(name, parts, tuple(parameter.shape))))
+            steps.append(_set(parameter, _sum(name, parts, parameter.asnumpy())))
         return steps
 
 
@@ -97,11 +97,11 @@ def batches_in(saved: Any, number: int) -> list[int]:
     return counts
 
 
-def _sum(name: str, parts: list[Any], shape: tuple[int, ...]) -> Any:
+def _sum(name: str, parts: list[Any], like: Any) -> Any:
     parts = [part for part in parts if part is not None]
-    if any(part.shape != shape or part.dtype != np.float32 for part in parts):
-        raise another_program(f"has the sums {name!r} in another shape than {shape}")
-    total = parts[0] if parts else np.zeros(shape, np.float32)
+    if any(part.shape != like.shape or part.dtype != like.dtype for part in parts):
+        raise another_program(f"has the sums {name!r} in another shape than {like.shape}, or another dtype")
+    total = parts[0] if parts else np.zeros_like(like)
     for part in parts[1:]:
         total = total + part
     return total

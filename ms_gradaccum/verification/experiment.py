@@ -1,6 +1,6 @@
 """Windows and whole batches, run from one start as often as a diagnosis asks for them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -8,16 +8,16 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common.seed import _KERNEL_SEED
 
-from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.compiled import Compiled, op_by_op, runs_eagerly
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
 from ms_gradaccum.loss_weight import RowWeight, WeightedLoss
 from ms_gradaccum.micro_batch import MicroBatch, leaf_axes, split_batch
-from ms_gradaccum.micro_step import make_micro_step
+from ms_gradaccum.micro_loss import MicroLoss, Pace
+from ms_gradaccum.micro_step import AddMicroBatch, EagerMicroStep, build_micro_step
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.precision import check_precision
 from ms_gradaccum.saved import random_state
-from ms_gradaccum.structure import why_no_graph
 from ms_gradaccum.verification.comparison import Run
 
 _OWNER = "verify"
@@ -40,8 +40,6 @@ class Start:
         inside = {id(inner) for _, inner in network.cells_and_names()} if network.training else set()
         self.trained = [cell.training or id(cell) not in inside for cell in self.cells]
         self.random, self.kernel_seeds = random_state.take(), dict(_KERNEL_SEED)
-        # Whether the network could not be compiled, so that it need not be tried again.
-        self.eager = False
 
     def changed(self) -> dict[int, Any]:
         """Return the values of the parameters that are not as they were, by their places."""
@@ -85,6 +83,7 @@ class Experiment:
         reference: Another loss cell of the same parameters, which returns the mean loss of its batch.
         start: Where each run begins.
         frozen: Cells that are in evaluation mode meanwhile.
+        compiles: Whether the network is compiled in PYNATIVE mode too.
     """
 
     def __init__(
@@ -94,7 +93,9 @@ class Experiment:
         reference: nn.Cell | None,
         start: Start,
         frozen: Sequence[nn.Cell] = (),
+        compiles: bool = False,
     ) -> None:
+        self.compiles = compiles
         self.network = network
         self.inputs = inputs
         self.reference = reference
@@ -107,11 +108,11 @@ class Experiment:
         self.parallel = SingleProcess(self.weights, GradBuffer(self.weights, terms=network.terms))
         # As in training, but for a loss scale: gradients are compared as they are.
         self.precision = check_precision(_OWNER, None)
-        self._compiled: dict[Any, Compiled] = {}
+        self._steps: dict[Any, Any] = {}
 
     def freezing(self, cells: Sequence[nn.Cell]) -> "Experiment":
         """Return the same experiment with these cells in evaluation mode, too."""
-        return Experiment(self.network, self.inputs, self.reference, self.start, [*self.frozen, *cells])
+        return Experiment(self.network, self.inputs, self.reference, self.start, [*self.frozen, *cells], self.compiles)
 
     def rows_of(self, micro_batch: int) -> list[int]:
         """Return the places of its rows in the batch."""
@@ -144,14 +145,17 @@ class Experiment:
         self._begin()
         buffer = self.parallel.buffer
         buffer.clear()
+        batch_rows = sum(part.rows for part in micro_batches)
         for rows, tensors in micro_batches:
-            self._call("micro step", tensors, Tensor(rows, ms.float32))
+            step = self._step("micro step", tensors)
+            pace = step.pace if isinstance(step, EagerMicroStep) else step.cell.pace
+            step(*(Tensor(number, ms.float32) for number in pace.share_and_factor(rows, batch_rows)), *tensors)
         grads = _mean_grads(buffer)
         return Run(_number(buffer.mean_loss()), _number(buffer.weight), grads, self.start.changed())
 
     def _run_whole(self, which: str, batch: MicroBatch, same_random: bool = True) -> Run:
         self._begin(same_random)
-        loss, weight, grads = self._call(which, batch.tensors)
+        loss, weight, grads = self._step(which, batch.tensors)(*batch.tensors)
         weight = _number(weight) if self.network.weighted and which == "network" else float(batch.rows)
         arrays = [grad.asnumpy().astype(np.float32) for grad in grads]
         return Run(_number(loss), weight, arrays, self.start.changed())
@@ -162,34 +166,47 @@ class Experiment:
             self.start.rewind_random()
         self.start.train(self.frozen)
 
-    def _call(self, kind: str, tensors: tuple[Tensor, ...], *others: Tensor) -> Any:
-        # One for each shape: it is known beforehand that none of them changes.
-        key = (kind, tuple(tensor.shape for tensor in tensors))
-        if key not in self._compiled:
+    def _step(self, kind: str, tensors: tuple[Tensor, ...]) -> Any:
+        """Return what runs a micro batch or a whole one, as the training would: compiled, or op by op."""
+        eager = runs_eagerly(self.compiles)
+        # A graph for each shape: it is known beforehand that none of them changes.
+        key = (kind, eager, () if eager else tuple(tensor.shape for tensor in tensors))
+        if key not in self._steps:
             make = self._make_micro_step if kind == "micro step" else lambda: self._make_whole(kind)
-            why_not = why_no_graph(self.structure)
-            self._compiled[key] = Compiled(make, _OWNER, "the network", why_not, takes_gradient=True)
-        step = self._compiled[key]
-        step.eager = self.start.eager
-        output = step(*others, *tensors)
-        self.start.eager = step.eager
-        return output
+            if eager:
+                self._steps[key] = self._make_eager_step() if kind == "micro step" else EagerCell(make())
+            else:
+                self._steps[key] = Compiled(make, _OWNER, "the network", checks_hooks=True)
+        return self._steps[key]
 
     def _make_micro_step(self) -> nn.Cell:
         loss = self.network.loss_of(self.structure)
-        return self._in_training(lambda: make_micro_step(loss, [self.parallel], [self.weights], self.precision))
+        return build_micro_step(loss, [self.parallel], [self.weights], self.precision)
+
+    def _make_eager_step(self) -> EagerMicroStep:
+        adding = AddMicroBatch([self.parallel], [self.weights])
+        micro_loss = MicroLoss(self.network.weighted_loss, False, self.precision.loss_scale)
+        step = EagerMicroStep(_OWNER, micro_loss, [self.weights], adding, Pace.BATCH)
+        step.structure = self.structure
+        return step
 
     def _make_whole(self, which: str) -> nn.Cell:
         if which == "network":
             loss = self.network.loss_of(self.structure)
         else:
-            loss = RowWeight(self.reference, self.structure)
-        return self._in_training(lambda: WholeBatch(loss, self.weights))
+            loss = RowWeight(self.reference, self.structure, self.network.losses)
+        return WholeBatch(loss, self.weights)
 
-    def _in_training(self, make_cell: Callable[[], nn.Cell]) -> nn.Cell:
-        cell = make_cell().set_train()
-        self.start.train(self.frozen)
-        return cell
+
+class EagerCell:
+    """Calls a cell op by op."""
+
+    def __init__(self, cell: nn.Cell) -> None:
+        self.cell = cell
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        with op_by_op():
+            return self.cell(*tensors)
 
 
 class MeanLoss(nn.Cell):

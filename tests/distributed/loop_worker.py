@@ -52,7 +52,7 @@ def train_tokens():
 
 
 def _row(weights, output):
-    return [weights, *(float(output[i].asnumpy()) for i in (0, 3, 7))]
+    return [weights, *(float(item.asnumpy()) for item in (output.loss, output.updated, output.weight))]
 
 
 def run_out_of_data_early():

@@ -39,7 +39,6 @@ from ms_gradaccum import (  # noqa: E402
     DataParallel,
     GradAccumulation,
     Model,
-    StepReporter,
     TrainingPlan,
     TrainOneStepCell,
 )
@@ -299,46 +298,6 @@ def overlap():
             results[f"overlap refused, {name}"] = str(error)
 
 
-def accumulate_in_the_optimizer():
-    """Compiled once, with the messages in the last micro step."""
-    for name in ("data parallel", "data parallel, overlapping"):
-        with eagerly() if name == "data parallel" else nullcontext():
-            settings = {"parallel": KINDS[name], "accumulate_in_optimizer": True}
-            record(f"in optimizer, {name}", *train("Momentum", "none", rank, size, **settings))
-    with eagerly():
-        for in_optimizer in (True, False):
-            network = build_network()
-            optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-            model = Model(network, nn.MSELoss(), optimizer, accumulate_in_optimizer=in_optimizer)
-            # Rank 1 joins in the last batch of rank 0 without one.
-            model.train(2, NumpySlicesDataset(tuple(uneven_data(rank)), shuffle=False).batch(2))
-            results[f"early in optimizer {in_optimizer}"] = weights_of(network)
-        spoil_a_window()
-
-
-def spoil_a_window():
-    """One rank has a NaN: all make no update, and have the same moments afterwards."""
-    network, step = build_step("Momentum", accumulate_in_optimizer=True)
-    try:
-        StepReporter(step, communication_time=True)
-    except ValueError as error:
-        results["communication time refused"] = str(error)
-    train_batches(step, [0], rank, size)
-    before = fingerprint(network)
-    inputs = [Tensor(array * np.float32("nan" if rank else 1)) for array in share(batch(1), rank, size)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        output = step(*inputs)
-    moments = np.concatenate([item.asnumpy().ravel() for item in step.optimizer.moments])
-    results["spoilt"] = {
-        "moved": fingerprint(network) != before or bool(output.updated.asnumpy()),
-        "moments": float(np.abs(moments).max()),
-        "warnings": [str(warning.message) for warning in caught if "momentum" in str(warning.message)],
-    }
-    train_batches(step, [2], rank, size)
-    results["after the spoilt one"] = fingerprint(network)
-
-
 def warn_about_level3():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -351,15 +310,7 @@ PARTS += [train_on_from_another_world] if size == 4 else [save_at_an_update, not
 PARTS += (
     []
     if size == 4
-    else [
-        look_rows_up,
-        overlap,
-        accumulate_in_the_optimizer,
-        warn_about_level3,
-        look_inside_a_window,
-        train_all_optimizers,
-        run_out_of_data_early,
-    ]
+    else [look_rows_up, overlap, warn_about_level3, look_inside_a_window, train_all_optimizers, run_out_of_data_early]
 )
 PARTS += [count_messages] if size == 4 else [train_in_pynative_mode, count_messages]
 # What is not about the compiler: it would take most of the time.

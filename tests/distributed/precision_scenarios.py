@@ -41,7 +41,7 @@ def overflow_on_one_rank(kind, choice, bad, rank, size):
     seen = []
     for number in range(3):
         output = step(*bad_share(number, bad, rank, size))
-        seen.append([float(item.asnumpy()) for item in output])
+        seen.append([float(item.asnumpy()) for item in output._asdict().values()])
     return {
         "seen": seen,
         "weights": weights_of(network),

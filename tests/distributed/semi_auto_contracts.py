@@ -39,7 +39,6 @@ def refusals(batch: tuple[Tensor, Tensor]) -> dict[str, str]:
             "clip": said(lambda: _step(clip=ClipByGroupNorm({"*": 1.0}))),
             "reduce_dtype": said(lambda: _step(mixed_precision=MixedPrecision(reduce_dtype="fp16"))),
             "bad_micro_batch": said(lambda: _step(bad_micro_batch="drop")),
-            "in_optimizer": said(lambda: _step(accumulate_in_optimizer=True)),
             "rule in Python": said(lambda: partition(_step(mixed_precision=_MANAGER), *batch)),
             "rows": said(lambda: partition(_step(variant=Variant(7)), *batch)),
             "cast first": said(lambda: partition(_step(mixed_precision="fp16_apex"), *batch)),

@@ -105,32 +105,6 @@ def test_gradients_differ_inside_a_window_and_are_equal_at_its_boundary(two):
     np.testing.assert_allclose(np.add(first["sums"], second["sums"]), whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["data parallel", "data parallel, overlapping"])
-def test_sums_in_the_optimizers_state_are_those_of_all_ranks(name, two):
-    expected = whole_batches("Momentum", EACH)
-    np.testing.assert_allclose(two[0][f"in optimizer, {name}"]["weights"], expected, rtol=2e-5, atol=2e-6)
-
-
-def test_a_process_without_data_has_its_part_of_the_optimizers_state(two):
-    got, expected = [two[0][f"early in optimizer {value}"] for value in (True, False)]
-    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
-    assert got == two[1]["early in optimizer True"]
-
-
-def test_a_nan_on_one_rank_restarts_the_momentum_of_all(two):
-    for report in two:
-        spoilt = report["spoilt"]
-        assert not spoilt["moved"] and spoilt["moments"] == 0 and len(spoilt["warnings"]) == 1
-    assert two[0]["after the spoilt one"] == two[1]["after the spoilt one"]
-
-
-def test_messages_of_the_optimizers_state_are_not_sent_to_be_timed(two):
-    assert two[0]["communication time refused"] == (
-        "For 'StepReporter', the argument 'communication_time' must be False for several processes with "
-        "accumulate_in_optimizer, but got True. The messages would be those of the optimizer's state."
-    )
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_sharded_optimizer_updates_like_a_whole_one(optimizer, two):
     np.testing.assert_allclose(two[0][optimizer]["weights"], whole_batches(optimizer, EACH), rtol=2e-5, atol=2e-6)

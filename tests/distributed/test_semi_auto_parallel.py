@@ -137,10 +137,6 @@ def test_evaluation_compiles_after_training(reports):
         ("clip", "one for all in semi-auto-parallel, but got ClipByGroupNorm"),
         ("reduce_dtype", "one of float32 messages in semi-auto-parallel, but got reduce_dtype=Float16"),
         ("bad_micro_batch", "'skip_window' in semi-auto-parallel, but got 'drop'"),
-        (
-            "in_optimizer",
-            "'auto' or DataParallel() with accumulate_in_optimizer, but got the compiler's own parallelism",
-        ),
         ("rule in Python", "one that can be compiled, but got a DynamicLossScaleManager"),
         ("parallel", "'auto' in semi-auto-parallel, but got DataParallel(sync_each_batch=False"),
         ("cast first", "takes it as it is, in semi-auto-parallel, but got one that casts it to 16 bits"),

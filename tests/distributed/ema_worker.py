@@ -1,0 +1,38 @@
+"""What each process of `test_ema_of_ranks.py` does: average while it trains in shards, and save in mid-window."""
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+import mindspore as ms
+from mindspore.communication import get_group_size, get_rank, init
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import report  # noqa: E402
+from scenarios import build_step, fingerprint, train_batches, weights_of  # noqa: E402
+from state_scenarios import FIRST, LAST  # noqa: E402
+
+from ms_gradaccum import EMA, HSDP, save_state  # noqa: E402
+
+gc.freeze()
+init()
+rank, size = get_rank(), get_group_size()
+# Op by op, for which nothing is compiled.
+ms.set_context(mode=ms.PYNATIVE_MODE)
+os.environ["MS_JIT"] = "0"
+
+network, step = build_step(accumulation_steps=2, parallel=HSDP(threshold=0))
+ema = EMA(0.5, warmup_updates=0)
+step.add_callback(ema)
+train_batches(step, FIRST, rank, size)
+save_state(step, os.environ["STATES"])
+train_batches(step, LAST, rank, size)
+trained = fingerprint(network)
+with ema.swapped():
+    averages = weights_of(network)
+file = Path(os.environ["REPORT_FOLDER"]) / f"rank_{rank}.ckpt"
+ms.save_checkpoint(step, str(file))
+shapes = {name: tuple(value.shape) for name, value in ms.load_checkpoint(str(file)).items()}
+bits = [fingerprint(ema.parameters), trained == fingerprint(network)]
+report(rank, {"averages": averages, "bits": bits, "updates": ema.updates, "shapes": shapes})

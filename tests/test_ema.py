@@ -1,0 +1,472 @@
+"""EMA: averages that move once per update, by the formulas of mindcv and mindone, and are kept wherever weights are."""
+
+import re
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import ALL, batches, descend, line, sgd, toy, toy_with_metrics, weight_of
+from mindspore import Parameter, Tensor, nn, ops, train
+from state_probe import BATCHES, Net, new_loop, new_step
+
+from ms_gradaccum import (
+    EMA,
+    Accumulator,
+    GradAccumulation,
+    MixedPrecision,
+    StateCheckpoint,
+    TrainOneStepCell,
+    load_state,
+    runs,
+    save_state,
+)
+
+
+def peers_average(weights, decay=0.9999, temperature=2000, start=0.0):
+    """What the code of mindcv and mindone computes, in float64: `weights` are those after each update."""
+    average = np.asarray(start, np.float64)
+    for update, weight in enumerate(weights, 1):
+        factor = decay * (1 - np.exp(-update / temperature)) if temperature else decay
+        average = average * factor + np.asarray(weight, np.float64) * (1 - factor)
+    return average
+
+
+def values(parameters):
+    return [parameter.asnumpy().copy() for parameter in parameters]
+
+
+def assert_bits(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class Fails(train.Callback):
+    def on_eval_step_end(self, run_context):
+        raise KeyError("stop")
+
+
+@pytest.mark.parametrize("decay,warmup", [(0.9999, 2000), (0.9, 2), (0.5, 0)])
+def test_an_update_moves_the_averages_as_in_mindcv_and_mindone(decay, warmup, mode):
+    """Accumulation over three batches in float16, whose first windows overflow: neither batches nor these count."""
+    precision = MixedPrecision(ms.float16, "O1", init_scale=2.0**18, backoff_factor=2.0**-4)
+    step = new_step(mixed_precision=precision)
+    ema = EMA(decay, warmup_updates=warmup)
+    step.add_callback(ema)
+    weights = step.network.trainable_params()
+    start, seen, skipped = values(weights), [], 0
+    for batch in (BATCHES * 2)[:18]:
+        output = step(*batch)
+        skipped += bool(output.overflow.asnumpy())
+        if output.updated.asnumpy():
+            seen.append(values(weights))
+    assert skipped >= 1 and len(seen) >= 3 and skipped + len(seen) == 6
+    assert ema.updates == len(seen)
+    for i, average in enumerate(ema.parameters):
+        expected = peers_average([each[i] for each in seen], decay, warmup, start[i])
+        # As close as float32 is, and far nearer than the averages of a wrong count would be.
+        np.testing.assert_allclose(average.asnumpy(), expected, 2e-6, 1e-7)
+    moved = [np.abs(average.asnumpy() - weight.asnumpy()).max() for average, weight in zip(ema.parameters, weights)]
+    assert max(moved) > (1e-5 if warmup == 2000 else 1e-2)
+
+
+def test_the_formula_with_the_default_arguments(eager):
+    network, model = toy(accumulation_steps=4, learning_rate=0.002)
+    ema = EMA()
+    model.train(3, batches(2), callbacks=ema)
+    expected = peers_average([descend(*[ALL] * n, learning_rate=0.002) for n in (1, 2, 3)])
+    assert abs(ema.parameters[0].asnumpy().item() - expected) < 1e-6
+    assert abs(expected - weight_of(network)) > 1e-5  # Else the factor would not matter.
+
+
+def test_an_update_takes_one_run_of_tensors_after_the_other(mode, monkeypatch):
+    monkeypatch.setattr(runs, "_FEW", 1)
+    monkeypatch.setattr(runs, "_COMPILED", 1)
+    step = new_step(accumulation_steps=1)
+    ema = EMA(0.5, warmup_updates=0)
+    step.add_callback(ema)
+    assert len(step.ema_averages.runs) > 2
+    weights = step.network.trainable_params()
+    start, seen = values(weights), []
+    for batch in BATCHES[:3]:
+        step(*batch)
+        seen.append(values(weights))
+    for i, average in enumerate(ema.parameters):
+        expected = peers_average([each[i] for each in seen], 0.5, 0, start[i])
+        np.testing.assert_allclose(average.asnumpy(), expected, 2e-6, 1e-7)
+
+
+class HalfLine(nn.Cell):
+    """A line with a float16 weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope = Parameter(Tensor([[1.0009765625]], ms.float16), name="slope")
+
+    def construct(self, x, y):
+        return ops.mean((x * ops.cast(self.slope, ms.float32) - y) ** 2)
+
+
+def test_averages_of_float16_weights_are_float32_and_swap_exactly(mode):
+    network = HalfLine()
+    step = TrainOneStepCell(network, nn.SGD([network.slope], 0.0625))
+    ema = EMA(0.9, warmup_updates=0)
+    step.add_callback(ema)
+    x = Tensor([[1.0]], ms.float32)
+    seen = []
+    for _ in range(3):
+        step(x, 3 * x)
+        seen.append(network.slope.asnumpy().item())
+    average, weight = ema.parameters[0].asnumpy(), network.slope.asnumpy().copy()
+    assert average.dtype == np.float32
+    expected = peers_average(seen, 0.9, 0, 1.0009765625)
+    np.testing.assert_allclose(average.item(), expected, 1e-6)
+    assert abs(np.float16(expected) - expected) > 1e-6 * expected  # Else float16 averages would do.
+    with ema.swapped():
+        assert network.slope.dtype == ms.float16
+        assert network.slope.asnumpy() == average.astype(np.float16) != weight
+    assert_bits([network.slope.asnumpy(), ema.parameters[0].asnumpy()], [weight, average])
+
+
+def test_swapped_gives_the_averages_to_compiled_evaluation_and_trains_on_as_if_not(mode):
+    network, model = toy_with_metrics(accumulation_steps=4)
+    ema = EMA(0.5, warmup_updates=0)
+    model.train(2, batches(2), callbacks=ema)
+    weight = weight_of(network)
+    expected = peers_average([descend(ALL), descend(ALL, ALL)], 0.5, 0)
+    for _ in range(2):
+        with ema.swapped():
+            assert abs(weight_of(network) - expected) < 1e-6
+            assert abs(model.eval(batches(8))["mse"] - 25.5 * (2 - expected) ** 2) < 1e-3
+        assert weight_of(network) == weight
+        assert abs(model.eval(batches(8))["mse"] - 25.5 * (2 - weight) ** 2) < 1e-3
+    model.train(1, batches(2), callbacks=ema)
+    assert abs(weight_of(network) - descend(ALL, ALL, ALL)) < 1e-6
+    expected = peers_average([descend(*[ALL] * n) for n in (1, 2, 3)], 0.5, 0)
+    assert abs(ema.parameters[0].asnumpy().item() - expected) < 1e-6
+
+
+def test_the_weights_come_back_after_an_exception(eager):
+    network, model = toy(accumulation_steps=4)
+    ema = EMA(0.5, warmup_updates=0)
+    model.train(1, batches(2), callbacks=ema)
+    weight = weight_of(network)
+    with pytest.raises(KeyError), ema.swapped():
+        assert weight_of(network) != weight
+        raise KeyError("stop")
+    assert weight_of(network) == weight
+    ema.swap()
+    assert weight_of(network) != weight
+    ema.restore()
+    assert weight_of(network) == weight
+
+
+class Results(train.Callback):
+    def __init__(self):
+        super().__init__()
+        self.mse = []
+
+    def on_eval_end(self, run_context):
+        self.mse.append(run_context.original_args().metrics["mse"])
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_fit_evaluates_the_averages_if_told_to(evaluate, eager):
+    network, model = toy_with_metrics(accumulation_steps=4)
+    ema, results = EMA(0.5, warmup_updates=0, evaluate=evaluate), Results()
+    model.fit(2, batches(2), batches(8), callbacks=[ema, results])
+    weights = [descend(ALL), descend(ALL, ALL)]
+    averages = [peers_average(weights[:n], 0.5, 0) for n in (1, 2)]
+    np.testing.assert_allclose(results.mse, [25.5 * (2 - w) ** 2 for w in (averages if evaluate else weights)], 1e-3)
+    assert abs(weight_of(network) - weights[-1]) < 1e-6
+    # Model.eval with it, too.
+    evaluated = model.eval(batches(8), callbacks=ema)["mse"]
+    np.testing.assert_allclose(evaluated, results.mse[-1], 1e-6)
+    with ema.swapped():
+        np.testing.assert_allclose(model.eval(batches(8), callbacks=ema)["mse"], 25.5 * (2 - averages[-1]) ** 2, 1e-3)
+        assert abs(weight_of(network) - averages[-1]) < 1e-6  # What the evaluation has found, it leaves.
+    assert abs(weight_of(network) - weights[-1]) < 1e-6
+
+
+def test_an_evaluation_that_fails_leaves_the_weights(eager):
+    network, model = toy_with_metrics(accumulation_steps=4)
+    ema = EMA(0.5, warmup_updates=0)
+    with pytest.raises(KeyError):
+        model.fit(1, batches(2), batches(8), callbacks=[ema, Fails()])
+    assert abs(weight_of(network) - descend(ALL)) < 1e-6
+    model.fit(1, batches(2), batches(8), callbacks=[ema])
+    assert abs(weight_of(network) - descend(ALL, ALL)) < 1e-6
+
+
+def test_a_checkpoint_has_them_and_they_go_on_from_it(tmp_path, eager):
+    """Through ModelCheckpoint and MindSpore's own loading, as the same training without a break."""
+    settings = {"accumulation_steps": 4}
+    _, unbroken = toy(**settings)
+    expected = EMA(0.9, warmup_updates=3)
+    unbroken.train(4, batches(2), callbacks=expected)
+
+    _, model = toy(**settings)
+    config = train.CheckpointConfig(save_checkpoint_steps=4)
+    callbacks = [EMA(0.9, warmup_updates=3), train.ModelCheckpoint("run", str(tmp_path), config)]
+    model.train(2, batches(2), callbacks=callbacks)
+    file = next(tmp_path.glob("*-2_4.ckpt"))
+    saved = ms.load_checkpoint(str(file))
+    assert saved["ema.updates"].asnumpy() == 2
+    assert saved["ema.weight"].asnumpy() == callbacks[0].parameters[0].asnumpy() != saved["weight"].asnumpy()
+
+    network, fresh = toy(**settings)
+    ema = EMA(0.9, warmup_updates=3)
+    fresh.train_network.add_callback(ema)
+    assert ms.load_param_into_net(fresh.train_network, saved) == ([], [])
+    assert_bits(values(ema.parameters), [saved["ema.weight"].asnumpy()])
+    fresh.train(2, batches(2), callbacks=ema)
+    assert ema.updates == 4  # Once per update, although it was given twice.
+    assert_bits(values(ema.parameters), values(expected.parameters))
+
+
+def test_save_checkpoint_of_the_network_has_the_averages_while_they_are_there(tmp_path, eager):
+    network, model = toy(accumulation_steps=4)
+    ema = EMA(0.5, warmup_updates=0)
+    model.train(1, batches(2), callbacks=ema)
+    with ema.swapped():
+        ms.save_checkpoint(network, str(tmp_path / "averages.ckpt"))
+        assert [each.name for _, each in model.train_network.parameters_and_names()].count("weight") == 1
+    saved = ms.load_checkpoint(str(tmp_path / "averages.ckpt"))
+    assert abs(saved["weight"].asnumpy().item() - 1.02) < 1e-6
+    assert list(saved) == ["weight"]
+
+
+def test_a_state_in_mid_window_goes_on_bit_for_bit(tmp_path, eager):
+    step, fresh = new_step(), new_step()
+    ema, other = EMA(0.9, warmup_updates=3, trainable_only=False), EMA(0.9, warmup_updates=3, trainable_only=False)
+    step.add_callback(ema)
+    for batch in BATCHES[:5]:
+        step(*batch)
+    assert step.open_batches() == 2 and ema.updates == 1
+    save_state(step, tmp_path)
+    fresh.add_callback(other)
+    load_state(fresh, tmp_path)
+    assert_bits(values(other.parameters), values(ema.parameters))
+    for each in (step, fresh):
+        for batch in BATCHES[5:]:
+            each(*batch)
+    assert ema.updates == other.updates == 3
+    assert_bits(values(other.parameters), values(ema.parameters))
+    # BatchNorm's statistics are averaged, too.
+    names = [parameter.name for parameter in ema.parameters]
+    assert "ema.norm.moving_mean" in names and "ema.norm.gamma" in names
+    assert not np.array_equal(
+        ema.parameters[names.index("ema.norm.moving_mean")].asnumpy(),
+        step.network.parameters_dict()["norm.moving_mean"].asnumpy(),
+    )
+
+
+def test_a_state_must_be_loaded_with_the_averages_that_it_was_saved_with(tmp_path, eager):
+    step = new_step()
+    step.add_callback(EMA())
+    save_state(step, tmp_path / "with")
+    with pytest.raises(ValueError, match="also has ema.first.bias, .* Nothing was changed"):
+        load_state(new_step(), tmp_path / "with")
+    save_state(new_step(), tmp_path / "without")
+    with pytest.raises(ValueError, match="lacks ema.first.bias, "):
+        load_state(step, tmp_path / "without")
+
+
+def test_a_loop_of_ones_own(tmp_path, eager):
+    def looped(epochs, folder=None):
+        accumulator, data, scheduler = new_loop(accumulation_steps=2)
+        ema = EMA(0.9, warmup_updates=3)
+        accumulator.add_callback(ema)
+        if folder is not None and any(folder.iterdir()):
+            load_state(accumulator, folder)
+        weights = accumulator.window.networks[0].network.trainable_params()
+        seen = []
+        for _ in range(epochs):
+            for batch in data:
+                with accumulator.accumulate():
+                    accumulator.backward(*batch)
+                    accumulator.step()
+                    scheduler.step()
+                    accumulator.zero_grad()
+                if accumulator.updated:
+                    seen.append(values(weights))
+        return accumulator, ema, seen
+
+    start = values(new_loop()[0].window.networks[0].network.trainable_params())
+    _, ema, seen = looped(2)
+    assert ema.updates == len(seen) == 6
+    for i, average in enumerate(ema.parameters):
+        expected = peers_average([each[i] for each in seen], 0.9, 3, start[i])
+        np.testing.assert_allclose(average.asnumpy(), expected, 2e-6, 1e-7)
+    accumulator, _, _ = looped(1, tmp_path)
+    save_state(accumulator, tmp_path)
+    _, resumed, _ = looped(1, tmp_path)
+    assert_bits(values(resumed.parameters), values(ema.parameters))
+
+
+def test_a_model_resumes_with_them(tmp_path, eager):
+    def trained(epochs):
+        network, model = toy(accumulation_steps=4)
+        ema = EMA(0.9, warmup_updates=3)
+        model.train(epochs, batches(2), callbacks=[StateCheckpoint(tmp_path), ema], resume=True)
+        return ema
+
+    trained(1)
+    ema = trained(3)
+    assert ema.updates == 3
+    expected = peers_average([descend(*[ALL] * n) for n in (1, 2, 3)], 0.9, 3)
+    assert abs(ema.parameters[0].asnumpy().item() - expected) < 1e-6
+
+
+def test_the_last_window_of_a_pass_counts(eager):
+    """Three batches, then one: `apply` makes an update of each."""
+    _, model = toy(accumulation_steps=3)
+    ema = EMA(0.5, warmup_updates=0)
+    model.train(1, batches(2), callbacks=ema)
+    weights = [descend(range(1, 7)), descend(range(1, 7), range(7, 9))]
+    assert ema.updates == 2
+    assert abs(ema.parameters[0].asnumpy().item() - peers_average(weights, 0.5, 0)) < 1e-6
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_averages_begin_with_the_weights_of_the_first_update(looks, eager):
+    """Not with those of the time when the step was built: a checkpoint is loaded in between."""
+    network = line()
+    step = TrainOneStepCell(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4), sgd(network))
+    ema = EMA(0.5, warmup_updates=0)
+    for _ in range(2):  # Once or twice is the same.
+        step.add_callback(ema)
+    ms.load_param_into_net(network, {"weight": Parameter(Tensor([[1.5]], ms.float32))})
+    if looks:
+        with ema.swapped():
+            assert weight_of(network) == 1.5
+    x = ops.arange(1, 9).float().reshape(8, 1)
+    step(x, 2 * x)
+    weight = descend(ALL, weight=1.5)
+    assert abs(ema.parameters[0].asnumpy().item() - (1.5 + weight) / 2) < 1e-6
+    assert ema.updates == 1
+
+
+def test_only_trainable_parameters_are_averaged_by_default(eager):
+    step = new_step()
+    step.network.parameters_dict()["first.bias"].requires_grad = False
+    ema = EMA()
+    step.add_callback(ema)
+    assert [each.name for each in ema.parameters] == [f"ema.{each.name}" for each in step.network.trainable_params()]
+    assert not any(each.requires_grad for each in ema.parameters)
+    assert {each.name for each in step.trainable_params()}.isdisjoint(each.name for each in ema.parameters)
+
+
+def test_nothing_else_happens_while_the_averages_are_in_the_network(tmp_path, eager):
+    step = new_step()
+    ema = EMA(0.5)
+    step.add_callback(ema)
+    step(*BATCHES[0])
+    save_state(step, tmp_path)
+    begin = "with the weights, but got the averages of an EMA in their place. Leave 'with ema.swapped():'"
+    with ema.swapped():
+        for work in (lambda: step(*BATCHES[1]), step.flush, lambda: save_state(step, tmp_path), ema.swap):
+            with pytest.raises(RuntimeError, match=re.escape(begin)):
+                work()
+        with pytest.raises(RuntimeError, match=re.escape(begin)):
+            load_state(step, tmp_path)
+    with pytest.raises(RuntimeError, match=r"restore\(\) must follow swap\(\)"):
+        ema.restore()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments,kind,text",
+    [
+        ({"decay": "0.9"}, TypeError, "'decay' must be a number between 0 and 1, but got '0.9' of type str."),
+        ({"decay": True}, TypeError, "'decay' must be a number between 0 and 1, but got True of type bool."),
+        ({"decay": 1}, ValueError, "'decay' must be a number between 0 and 1, but got 1."),
+        ({"decay": 0.0}, ValueError, "'decay' must be a number between 0 and 1, but got 0.0."),
+        ({"decay": float("nan")}, ValueError, "'decay' must be a number between 0 and 1, but got nan."),
+        ({"warmup_updates": None}, TypeError, "'warmup_updates' must be a number, but got None of type NoneType."),
+        ({"warmup_updates": -1}, ValueError, "'warmup_updates' must be a number of at least 0, but got -1."),
+        ({"warmup_updates": np.inf}, ValueError, "'warmup_updates' must be a number of at least 0, but got inf."),
+        ({"trainable_only": 1}, TypeError, "'trainable_only' must be a bool, but got 1 of type int."),
+        ({"evaluate": None}, TypeError, "'evaluate' must be a bool, but got None of type NoneType."),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, kind, text):
+    with pytest.raises(kind, match=re.escape(f"For 'EMA', the argument {text}")):
+        EMA(**arguments)
+
+
+def test_what_it_cannot_average_is_refused(eager):
+    step = new_step()
+    ema = EMA()
+    with pytest.raises(RuntimeError, match="For 'EMA', a training step must have it before there are averages"):
+        ema.swap()
+    step.add_callback(ema)
+    with pytest.raises(ValueError, match="must be the only EMA of its training step, but got a second one."):
+        step.add_callback(EMA())
+    with pytest.raises(ValueError, match="must be an EMA of this training step, but got one that averages another's"):
+        new_step().add_callback(ema)
+    networks = [line(), line()]
+    several = Accumulator([nn.WithLossCell(each, nn.MSELoss()) for each in networks], [sgd(each) for each in networks])
+    with pytest.raises(ValueError, match="must be one for an Accumulator of one network, but got 2 networks."):
+        several.add_callback(EMA())
+    network = line()
+    network.weight.requires_grad = False
+    _, model = toy()
+    model.train_network.network.set_grad(False)
+    for weight in model.train_network.network.get_parameters():
+        weight.requires_grad = False
+    with pytest.raises(ValueError, match="must be one for a network with parameters to average, but got 0."):
+        model.train(1, batches(8), callbacks=EMA())
+
+
+def test_models_that_do_not_tell_it_of_updates_are_refused(eager):
+    network = line()
+    stock = train.Model(network, nn.MSELoss(), sgd(network))
+    with pytest.raises(TypeError, match="'EMA', the training step must be a TrainOneStepCell of ms_gradaccum, but got"):
+        stock.train(1, batches(8), callbacks=EMA())
+    network = line()
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network))
+    with pytest.raises(ValueError, match="For 'EMA', the training step must tell it of updates"):
+        train.Model(step).train(1, batches(8), callbacks=EMA())
+    ema = EMA()
+    step.add_callback(ema)
+    train.Model(step).train(1, batches(8), callbacks=ema)
+    assert ema.updates == 1
+
+
+def test_another_network_is_not_evaluated_in_its_place(eager):
+    _, model = toy_with_metrics()
+    _, other = toy_with_metrics()
+    ema = EMA()
+    model.train(1, batches(8), callbacks=ema)
+    with pytest.raises(ValueError, match="the evaluated network must be the one whose weights are averaged"):
+        other.eval(batches(8), callbacks=ema)
+    with pytest.raises(RuntimeError, match="must have it before there are averages"):
+        other.eval(batches(8), callbacks=EMA())
+
+
+def test_a_sink_of_several_batches_is_refused(eager):
+    """Of which it would hear of one update alone. The CPU has no data sink mode, so it is told of one."""
+    _, model = toy()
+    ema = EMA()
+    model.train_network.add_callback(ema)
+    params = train.callback._callback.InternalCallbackParam()
+    params.update(train_network=model.train_network, dataset_sink_mode=True, sink_size=4)
+    with pytest.raises(ValueError, match="'sink_size' must be 1 in data sink mode, but got 4."):
+        ema.on_train_begin(train.RunContext(params))
+    params.sink_size = 1
+    ema.on_train_begin(train.RunContext(params))
+
+
+def test_networks_whose_layers_are_normalised_train_on_while_evaluated(eager):
+    """A swap in mid-window leaves the sums, and so the next update, as they are."""
+    plain, watched = new_step(), new_step()
+    ema = EMA(0.9, warmup_updates=0)
+    watched.add_callback(ema)
+    for batch in BATCHES[:9]:
+        plain(*batch)
+        with ema.swapped():
+            pass
+        watched(*batch)
+    assert isinstance(watched.network.network._backbone, Net)
+    assert_bits(values(watched.network.get_parameters()), values(plain.network.get_parameters()))
+    assert ema.updates == 3

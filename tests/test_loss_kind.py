@@ -1,0 +1,204 @@
+"""Losses that are no means over rows, and batches without a weight: one warning with the way out."""
+
+import inspect
+import warnings
+
+import numpy as np
+import pytest
+from linear_toy import X, line, sgd, whole
+from mindspore import Tensor, mint, nn, ops
+from step_probe import KeepGradients, tensors
+
+from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
+from ms_gradaccum.loss_kind import loss_warning
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+TOKENS = np.float32(np.arange(8).reshape(4, 2))
+PADDED = np.int32([0, -100, 2, 1])
+START = "For 'GradAccumulation', the loss should be a mean over rows, but "
+BY_ROWS = "but a window counts its micro batches by their rows."
+PAIR = "return (loss_sum, weight) with weighted=True."
+
+
+def labels_loss(loss_fn, backbone=None):
+    return nn.WithLossCell(backbone or nn.Dense(2, 3), loss_fn)
+
+
+def said_of(loss_cell, *batch, micro_size=2, calls=1, **settings):
+    """What a training on one batch warns of."""
+    network = GradAccumulation(loss_cell, micro_size)
+    step = TrainOneStepCell(network, KeepGradients(loss_cell.trainable_params()), **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(calls):
+            step(*tensors(*batch))
+    return [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_labels_that_are_ignored_are_warned_of_once(kind):
+    text = (
+        f"{START}{kind.__name__} divides by the number of labels other than ignore_index=-100, {BY_ROWS} Use "
+        f"TokenMeanLoss, or {PAIR}"
+    )
+    assert said_of(labels_loss(kind()), TOKENS, PADDED, calls=2) == [text]
+    assert said_of(labels_loss(kind()), TOKENS, abs(PADDED) % 3) == []
+
+
+@pytest.mark.parametrize("kind", [mint.nn.CrossEntropyLoss, mint.nn.NLLLoss])
+def test_labels_of_losses_of_mint_are_looked_at(kind):
+    """This device has no kernel for them."""
+    said = [loss_warning(labels_loss(kind()), [tensors(TOKENS, labels)]) for labels in (PADDED, abs(PADDED) % 3)]
+    assert said[0].startswith(f"{START}{kind.__name__} divides by the number of labels other than ") and not said[1]
+
+
+def test_the_warning_is_right(mode):
+    """The same batch with an ignored label in one micro batch has another gradient than the whole batch has."""
+    backbone = nn.Dense(2, 3, weight_init="ones", bias_init="zeros")
+    loss_cell = labels_loss(nn.CrossEntropyLoss(), backbone)
+    gradients = []
+    for network in (loss_cell, GradAccumulation(loss_cell, 2), GradAccumulation(TokenMeanLoss(backbone), 2)):
+        step = TrainOneStepCell(network, KeepGradients(backbone.trainable_params()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(*tensors(TOKENS, PADDED))
+        gradients.append(step.optimizer.gradients()[0])
+    assert np.abs(gradients[0] - gradients[1]).max() > 0.05
+    np.testing.assert_allclose(gradients[0], gradients[2], rtol=1e-5, atol=1e-6)
+
+
+def test_a_value_among_the_inputs_of_the_network_is_no_label():
+    class Embedded(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4, 3)
+
+        def construct(self, words):
+            return self.table(words)
+
+    words, labels = np.int32([0, 1, 2, 3]), np.int32([1, 1, 2, 2])
+    assert said_of(labels_loss(nn.CrossEntropyLoss(ignore_index=0), Embedded()), words, labels) == []
+    assert len(said_of(labels_loss(nn.CrossEntropyLoss(ignore_index=2), Embedded()), words, labels)) == 1
+
+
+def test_class_weights_are_warned_of():
+    loss_fn = nn.CrossEntropyLoss(weight=Tensor(np.float32([1, 2, 3])))
+    expected = f"{START}CrossEntropyLoss divides by the sum of the class weights of its labels, {BY_ROWS} Rather {PAIR}"
+    assert said_of(labels_loss(loss_fn), TOKENS, np.int32([0, 1, 2, 0])) == [expected]
+
+
+ALL_LOSSES = [
+    kind
+    for module in (nn, mint.nn)
+    for name, kind in sorted(vars(module).items())
+    if name.endswith("Loss") and inspect.isclass(kind) and "reduction" in inspect.signature(kind.__init__).parameters
+]
+# Its constructor keeps nothing of the reduction but a function.
+UNKNOWN = {mint.nn.BCELoss, mint.nn.BCEWithLogitsLoss, nn.SampledSoftmaxLoss}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL_LOSSES if kind not in UNKNOWN])
+def test_every_loss_of_mindspore_that_adds_up_is_known(kind):
+    expected = (
+        f"{START}{kind.__name__} adds up its rows with reduction='sum', {BY_ROWS} Give it reduction='mean', or {PAIR}"
+    )
+    assert loss_warning(nn.WithLossCell(line(), kind(reduction="sum")), []) == expected
+    for reduction in ("mean", "none"):
+        assert loss_warning(nn.WithLossCell(line(), kind(reduction=reduction)), []) == ""
+
+
+def test_a_function_of_the_whole_batch_is_warned_of():
+    expected = (
+        f"{START}RMSELoss is a function of the whole batch, which no sum over micro batches gives. "
+        "Do not split a batch of it."
+    )
+    assert said_of(nn.WithLossCell(line(), nn.RMSELoss()), X, X) == [expected]
+
+
+class OwnLoss(nn.Cell):
+    """A loss cell of the user's own, with a weight and an ignore_index that mean something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(2, 3)
+        self.weight, self.ignore_index, self.reduction = 3.0, 1, "mean"
+
+    def construct(self, x, labels):
+        return ops.cross_entropy(self.dense(x), labels)
+
+
+def test_cells_of_the_user_are_not_judged():
+    assert said_of(OwnLoss(), TOKENS, np.int32([0, 1, 2, 0])) == []
+
+
+def test_a_window_of_one_micro_batch_needs_no_warning():
+    padded = (labels_loss(nn.CrossEntropyLoss()), TOKENS, PADDED)
+    assert said_of(*padded, micro_size=1) == []
+    assert len(said_of(*padded, micro_size=1, accumulation_steps=2)) == 1
+
+
+def test_an_accumulator_warns_too():
+    loss_cell = labels_loss(nn.CrossEntropyLoss())
+    for steps, count in ((1, 0), (2, 1)):
+        accumulator = Accumulator(loss_cell, KeepGradients(loss_cell.trainable_params()), steps)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accumulator.backward(*tensors(TOKENS, PADDED))
+        assert len([each for each in caught if START in str(each.message)]) == count
+
+
+def test_a_network_that_says_its_weight_needs_no_warning():
+    class Weighted(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.loss_fn = nn.Dense(2, 3), nn.CrossEntropyLoss(reduction="sum")
+
+        def construct(self, x, labels):
+            return self.loss_fn(self.dense(x), labels), (labels >= 0).sum()
+
+    network = Weighted()
+    step = TrainOneStepCell(GradAccumulation(network, 2, weighted=True), KeepGradients(network.trainable_params()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(*tensors(TOKENS, PADDED))
+
+
+ROWS = "For 'Accumulator', the argument 'weight' must be the rows of each batch where those of a window differ"
+
+
+def loop(sizes, steps, weights=None, passes=1):
+    """Give the gradients of batches of so many rows to an accumulator; return what it warns of."""
+    network = line()
+    accumulator = Accumulator(network, sgd(network), steps)
+    ends = np.cumsum(sizes)
+    parts = [(X[end - size : end],) for end, size in zip(ends, sizes)]
+    loader = accumulator.prepare(parts)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(passes):
+            for (part,) in loader:
+                grads = (Tensor(np.mean(2 * part * (part * network.weight.asnumpy() - 2 * part), keepdims=True)),)
+                accumulator(grads, *([] if weights is None else [len(part)]))
+    return [str(each.message) for each in caught if ROWS in str(each.message)]
+
+
+def test_batches_of_other_sizes_without_a_weight_are_warned_of_once():
+    expected = f"{ROWS}, but got 1.0 for one of 1 after one of 3, which count alike now. "
+    expected += "Call accumulator(grads, len(x), loss)."
+    assert loop([3, 3, 1], 3, passes=2) == [expected]
+
+
+def test_batches_that_weigh_what_they_are_need_no_warning():
+    assert loop([3, 3, 1], 3, weights="rows") == []
+    assert loop([3, 3, 3][:2], 2) == []
+    # The short batch is a window of its own.
+    assert loop([3, 3, 1], 2) == loop([3, 2, 1], 1) == []
+
+
+def test_the_weight_is_checked_as_ever():
+    network = line()
+    with pytest.raises(
+        ValueError, match=whole("For 'Accumulator', the argument 'weight' must be a number of at least 0")[:-1]
+    ):
+        Accumulator(network, sgd(network))((Tensor(np.ones((1, 1), np.float32)),), -1.0)

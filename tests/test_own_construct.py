@@ -1,0 +1,78 @@
+"""Subclasses of the public cells: an own construct would never be called, so it is refused."""
+
+import pytest
+from linear_toy import X, line, sgd, weight_of, whole
+from mindspore import nn
+from step_probe import tensors
+
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
+
+STEP = (
+    "For 'TrainOneStepCell', the argument 'construct' must be that of TrainOneStepCell, but got that of {}, which "
+    "would never be called. Clip with clip=ClipByGlobalNorm(1.0), put a moving average of the weights into a "
+    "callback's on_update_end(), or write the step as a loop with an Accumulator."
+)
+
+
+class ClippingStep(TrainOneStepCell):
+    """As model zoos write their steps."""
+
+    def construct(self, *inputs):
+        loss = self.network(*inputs)
+        grads = self.grad(self.network, self.weights)(*inputs, self.sens)
+        return loss, self.optimizer(grads)
+
+
+class LaterStep(ClippingStep):
+    """Inherits the construct."""
+
+
+class NamedStep(TrainOneStepCell):
+    """Adds what is called."""
+
+    def rate(self):
+        return 0.5
+
+
+class DoubledLoss(GradAccumulation):
+    def construct(self, *inputs):
+        return 2 * self.network(*inputs)
+
+
+class CountingSplit(GradAccumulation):
+    def split(self, *args, **kwargs):
+        batch = super().split(*args, **kwargs)
+        self.found = len(batch.micro_batches)
+        return batch
+
+
+def loss_cell():
+    network = line()
+    return network, nn.WithLossCell(network, nn.MSELoss())
+
+
+@pytest.mark.parametrize("kind", [ClippingStep, LaterStep])
+def test_a_step_with_its_own_construct_is_refused(kind):
+    network, cell = loss_cell()
+    optimizer = sgd(network)
+    with pytest.raises(TypeError, match=whole(STEP.format("ClippingStep"))):
+        kind(cell, optimizer)
+    # The refusal has not taken the optimizer.
+    TrainOneStepCell(cell, optimizer)
+
+
+def test_a_loss_cell_with_its_own_construct_is_refused():
+    text = (
+        "For 'GradAccumulation', the argument 'construct' must be that of GradAccumulation, but got that of "
+        "DoubledLoss, which would never be called. Put what it does into the construct of network, the loss cell."
+    )
+    with pytest.raises(TypeError, match=whole(text)):
+        DoubledLoss(loss_cell()[1], 2)
+
+
+def test_other_subclasses_train(eager):
+    network, cell = loss_cell()
+    split = CountingSplit(cell, 4)
+    step = NamedStep(split, sgd(network))
+    step(*tensors(X, 2 * X))
+    assert weight_of(network) == pytest.approx(2.04) and split.found == 4 and step.rate() == 0.5

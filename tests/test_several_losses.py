@@ -1,0 +1,188 @@
+"""Networks that return several losses: the user says what becomes of all but the first."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import whole
+from mindspore import Parameter, Tensor, nn, ops
+from step_probe import KeepGradients, keeping_step, number, tensors
+
+from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell, verify
+
+X = np.float32([[1, 2], [3, 1], [0, 2], [2, 2], [1, 1]])
+Y = np.float32([[1], [0], [2], [1], [3]])
+REMEDY = (
+    "Give losses='sum' to train their sum, losses='first' to train the first alone, or, for means over different "
+    "weights, return pairs (loss_sum, weight) with weighted=True and terms=2, for example."
+)
+
+
+class Losses(nn.Cell):
+    """A mean loss, and two more of other weights, in some form."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.first, self.second = (
+            Parameter(Tensor(np.ones((2, 1), np.float32)), "first"),
+            Parameter(Tensor([2.0]), "second"),
+        )
+        self.form = form
+
+    def construct(self, x, y):
+        out = ops.matmul(x, self.first)
+        return self.form(ops.square(out - y).mean(), (out * self.second).mean(), ops.square(self.second).mean(), out)
+
+
+class Only(nn.Cell):
+    """The loss that the user has in mind, for MindSpore's own step on the whole batch."""
+
+    def __init__(self, network, count):
+        super().__init__()
+        self.network, self.count = network, count
+
+    def construct(self, x, y):
+        losses = self.network(x, y)
+        total = losses[0]
+        for i in range(1, self.count):
+            total = total + losses[i]
+        return total
+
+
+def three(lm, mtp, aux, logits):
+    return lm, mtp, aux
+
+
+def logits_between(lm, mtp, aux, logits):
+    return [lm, logits, mtp, 3, None, logits.argmax(), (logits, aux)]
+
+
+def logits_alone(lm, mtp, aux, logits):
+    return lm, logits, None, 0.5, logits.argmax()
+
+
+def number_per_row(lm, mtp, aux, logits):
+    return lm, logits.reshape(-1)
+
+
+def by_mindspore(form, count):
+    network = Losses(form)
+    optimizer = KeepGradients(network.trainable_params())
+    loss = nn.TrainOneStepCell(Only(network, count), optimizer)(*tensors(X, Y))
+    return number(loss), optimizer.gradients()
+
+
+def check_trains(form, losses, expected, micro_size):
+    network = Losses(form)
+    loss_cell = GradAccumulation(network, micro_size, losses=losses)
+    step = TrainOneStepCell(loss_cell, KeepGradients(network.trainable_params()))
+    output = step(*tensors(X, Y))
+    loss, gradients = expected
+    assert number(output.loss) == pytest.approx(loss, rel=1e-6)
+    for found, wanted in zip(step.optimizer.gradients(), gradients):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", [three, logits_between])
+def test_a_sum_trains_all_losses_and_first_the_first(form, mode):
+    first, total = by_mindspore(three, 1), by_mindspore(three, 3)
+    assert abs(first[0] - total[0]) > 1  # the first alone is another training
+    check_trains(form, "sum", total, 2)
+    check_trains(form, "first", first, 2)
+
+
+@pytest.mark.parametrize("losses", [None, "sum", "first"])
+def test_further_outputs_that_are_no_losses_need_no_word(losses, mode):
+    # Micro batches of one row: what has a number per row has one element, and is no loss all the same.
+    check_trains(logits_alone, losses, by_mindspore(three, 1), 5)
+    check_trains(number_per_row, losses, by_mindspore(three, 1), 5)
+
+
+@pytest.mark.parametrize(("form", "count"), [(three, "2 further scalars"), (logits_between, "2 further scalars")])
+def test_several_losses_without_a_word_are_refused(form, count, mode):
+    text = whole(
+        "For 'GradAccumulation', the argument 'losses' must say what becomes of all losses that 'network' returns, but "
+        f"got None with {count} after the first loss. {REMEDY}"
+    )
+    step = keeping_step(Losses(form), 2)
+    before = [parameter.asnumpy().copy() for parameter in step.get_parameters()]
+    with pytest.raises(ValueError, match=text):
+        step(*tensors(X, Y))
+    assert all(np.array_equal(a, b.asnumpy()) for a, b in zip(before, step.get_parameters()))
+
+
+def test_a_loss_cell_without_a_grad_accumulation_is_refused_too(eager):
+    network = Losses(three)
+    with pytest.raises(ValueError, match="the argument 'losses' must say"):
+        TrainOneStepCell(network, KeepGradients(network.trainable_params()))(*tensors(X, Y))
+    network = Losses(three)
+    with pytest.raises(ValueError, match="the argument 'losses' must say"):
+        Accumulator(network, KeepGradients(network.trainable_params())).backward(*tensors(X, Y))
+
+
+class Pairs(nn.Cell):
+    """Pairs of a sum and a weight."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.weight, self.form = Parameter(Tensor([1.0]), "weight"), form
+
+    def construct(self, x):
+        loss = (self.weight * x).sum()
+        return self.form(loss, ops.cast(ops.ones_like(x).sum(), ms.float32), loss * loss)
+
+
+@pytest.mark.parametrize(
+    ("form", "terms", "count"),
+    [
+        (lambda loss, weight, aux: (loss, weight, aux), 1, "1 further scalar"),
+        (lambda loss, weight, aux: ((loss, weight), (aux, 1), (aux, weight)), 2, "2 further scalars"),
+    ],
+)
+def test_losses_beside_the_pairs_are_refused_and_left_out_on_demand(form, terms, count, eager):
+    def step(losses):
+        network = Pairs(form)
+        loss_cell = GradAccumulation(network, 2, weighted=True, terms=terms, losses=losses)
+        return TrainOneStepCell(loss_cell, KeepGradients(network.trainable_params()))
+
+    text = f"got None with {count} after the first loss. Give losses='first' to leave them out, or return one pair "
+    with pytest.raises(ValueError, match=whole(text)[1:-1]):
+        step(None)(Tensor(X))
+    assert number(step("first")(Tensor(X)).weight) == X.size
+
+
+@pytest.mark.parametrize(
+    ("losses", "weighted", "error", "text"),
+    [
+        ("all", False, ValueError, "must be one of 'sum', 'first', but got 'all'. 'sum' trains "),
+        (
+            1,
+            False,
+            TypeError,
+            "must be one of 'sum', 'first', but got 1 of type int. 'sum' trains ",
+        ),
+        (
+            "sum",
+            True,
+            ValueError,
+            "must be None or 'first' with weighted=True, but got 'sum'. A sum needs ",
+        ),
+    ],
+)
+def test_what_is_no_word_is_refused(losses, weighted, error, text):
+    with pytest.raises(error, match=whole(f"For 'GradAccumulation', the argument 'losses' {text}")[:-1]):
+        GradAccumulation(Losses(three), 2, weighted=weighted, losses=losses)
+
+
+def test_the_word_goes_with_the_cell_into_half_precision_and_verify(eager):
+    network = Losses(three)
+    loss_cell = GradAccumulation(network, 2, losses="sum")
+    assert verify(loss_cell, tensors(X, Y), None).equal
+    assert verify(loss_cell, tensors(X, Y), None, reference=network).equal
+    step = TrainOneStepCell(loss_cell, KeepGradients(network.trainable_params()), mixed_precision="fp16")
+    assert number(step(*tensors(X, Y)).loss) == pytest.approx(by_mindspore(three, 3)[0], rel=2e-3)
+
+
+def test_token_mean_loss_needs_no_word(eager):
+    backbone = nn.Dense(2, 3)
+    step = keeping_step(TokenMeanLoss(backbone), 2)
+    assert number(step(Tensor(X), Tensor(np.int32([0, 1, 2, 0, -100]))).weight) == 4

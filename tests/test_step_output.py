@@ -1,0 +1,179 @@
+"""StepOutput: three items as of MindSpore's steps, eight fields, and its loss where a number is wanted."""
+
+import copy
+import math
+import pickle
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X, line, sgd, whole
+from mindspore import Tensor, amp, nn
+from step_probe import number, tensors
+
+from ms_gradaccum import MixedPrecision, Model, StepOutput, TrainOneStepCell
+
+FIELDS = ("loss", "overflow", "loss_scale", "updated", "grad_norm", "clipped_grad_norm", "learning_rate", "weight")
+
+
+def output_of(loss=2.5, **fields):
+    """An output whose other fields are far from its loss, so that a mean over them would show."""
+    values = {"overflow": False, "loss_scale": 1024.0, "updated": True, "grad_norm": 70.0, "clipped_grad_norm": 1.0}
+    values = {"loss": loss, **values, "learning_rate": 0.02, "weight": 800.0, **fields}
+    return StepOutput(**{name: Tensor(value) for name, value in values.items()})
+
+
+def trained(**settings):
+    network = line()
+    return TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), **settings)
+
+
+def test_a_step_unpacks_as_mindspores_step_with_a_loss_scale(mode):
+    theirs = line()
+    stock = nn.TrainOneStepWithLossScaleCell(nn.WithLossCell(theirs, nn.MSELoss()), sgd(theirs), Tensor(4.0))
+    step = trained(mixed_precision=amp.FixedLossScaleManager(4.0, False))
+    assert step.scale_sense.asnumpy().item() == stock.scale_sense.asnumpy().item() == 4.0
+    loss, overflow, scale = output = step(*tensors(X, 2 * X))
+    assert (number(loss), number(overflow), number(scale)) == (pytest.approx(102), False, 4.0)
+    assert len(output) == 3 and output[-1] is scale and output.loss is loss and output.overflow is overflow
+    assert number(output.weight) == 8 and number(output.updated)
+
+
+def test_the_numbers_of_several_outputs_are_those_of_their_losses():
+    """A tuple of eight would have a mean of all that it holds."""
+    outputs = [output_of(2.5), output_of(0.5)]
+    assert np.mean(outputs) == 1.5 and np.array(outputs).shape == (2,)
+    assert sum(outputs) == 3.0 and max(outputs) is outputs[0] and min(outputs) is outputs[1]
+    assert sorted(outputs)[0] is outputs[1]
+    total = 0.0
+    for output in outputs:
+        total += output
+    assert total / len(outputs) == 1.5
+    assert np.isfinite(output_of()) and not np.isfinite(output_of(math.nan)) and math.isnan(output_of(math.nan))
+
+
+@pytest.mark.parametrize(
+    ("of_output", "of_loss"),
+    [
+        (lambda it: it + 1, 3.5),
+        (lambda it: 1 + it, 3.5),
+        (lambda it: it - 1, 1.5),
+        (lambda it: 1 - it, -1.5),
+        (lambda it: it * 2, 5.0),
+        (lambda it: 2 * it, 5.0),
+        (lambda it: it / 2, 1.25),
+        (lambda it: 5 / it, 2.0),
+        (lambda it: it + it, 5.0),
+        (lambda it: it * Tensor(2.0), 5.0),
+        (lambda it: np.float32(1) + it, 3.5),
+        (lambda it: np.ones(2) @ (np.ones(2) * it), 5.0),
+        (lambda it: -it, -2.5),
+        (lambda it: abs(it), 2.5),
+        (lambda it: it**2, 6.25),
+        (lambda it: it < 3, True),
+        (lambda it: it < 2.5, False),
+        (lambda it: it <= 2.5, True),
+        (lambda it: it > Tensor(2.0), True),
+        (lambda it: 3 > it, True),
+        (lambda it: it >= 3, False),
+        (lambda it: it == 2.5, True),
+        (lambda it: it != 2.5, False),
+        (lambda it: float(it), 2.5),
+        (lambda it: it.item(), 2.5),
+        (lambda it: it.asnumpy(), 2.5),
+        (lambda it: np.asarray(it), 2.5),
+        (lambda it: float(Tensor(it)), 2.5),
+        (lambda it: f"{it:.3f}", "2.500"),
+        (lambda it: f"{it}", "2.5"),
+        (lambda it: str(it), "2.5"),
+    ],
+)
+def test_an_output_is_its_loss_where_a_number_is_wanted(of_output, of_loss):
+    assert of_output(output_of()) == of_loss
+
+
+def test_a_tensor_on_the_left_is_refused_rather_than_added_to_three_items():
+    with pytest.raises(TypeError):
+        Tensor(1.0) + output_of()
+
+
+def test_an_output_has_the_methods_of_a_named_tuple():
+    output = output_of()
+    assert StepOutput._fields == FIELDS == tuple(output._asdict())
+    assert output == tuple(output) and output != output_of(1.0) and output is not None and output != "2.5"
+    changed = output._replace(weight=Tensor(3.0))
+    assert number(changed.weight) == 3 and number(output.weight) == 800 and changed.loss is output.loss
+    with pytest.raises(TypeError):
+        output._replace(lr=Tensor(0.1))
+    in_order = StepOutput(*output._asdict().values())
+    for same in (copy.copy(output), copy.deepcopy(output), pickle.loads(pickle.dumps(output)), in_order):
+        assert isinstance(same, StepOutput) and hash(output) == hash(tuple(output))
+        assert [number(item) for item in same._asdict().values()] == [2.5, 0, 1024, 1, 70, 1, pytest.approx(0.02), 800]
+    assert repr(output) == (
+        "StepOutput(loss=2.5, overflow=False, loss_scale=1024.0, updated=True, grad_norm=70.0, clipped_grad_norm=1.0, "
+        "learning_rate=0.02, weight=800.0)"
+    )
+
+
+def test_a_model_hands_three_items_to_its_callbacks(eager):
+    found = []
+
+    class Own(ms.train.Callback):
+        def on_train_step_end(self, run_context):
+            params = run_context.original_args()
+            loss, overflow, scale = params.net_outputs
+            found.append(
+                (number(loss), number(overflow), number(scale), params.train_network.scale_sense.asnumpy().item())
+            )
+
+    network = line()
+    precision = MixedPrecision(loss_scale=amp.FixedLossScaleManager(8.0, False))
+    model = Model(network, nn.MSELoss(), sgd(network), mixed_precision=precision)
+    model.train(1, ms.dataset.NumpySlicesDataset((X, 2 * X), shuffle=False).batch(8), Own())
+    assert found == [(pytest.approx(102), False, 8.0, 8.0)]
+
+
+def test_the_scale_of_the_step_follows_its_changes(eager):
+    step = trained(mixed_precision=MixedPrecision(init_scale=64.0, growth_interval=1))
+    assert step.scale_sense.asnumpy() == 64
+    used = step(*tensors(X, 2 * X)).loss_scale
+    assert (number(used), step.scale_sense.asnumpy().item()) == (64, 128)
+    assert trained().scale_sense.asnumpy() == 1
+
+
+@pytest.mark.parametrize("sens", [None, 1, 1.0])
+def test_arguments_of_mindspores_cell_that_ask_for_nothing_are_taken(sens, eager):
+    network = line()
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), sens, False)
+    step(*tensors(X, 2 * X))
+    assert network.weight.asnumpy().item() == pytest.approx(2.04)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (
+            {"sens": 1024.0},
+            ValueError,
+            "the argument 'sens' must be None or 1.0, but got 1024.0. Give mixed_precision=",
+        ),
+        ({"sens": "2"}, TypeError, "the argument 'sens' must be None or 1.0, but got '2' of type str. Give "),
+        ({"return_grad": True}, ValueError, "the argument 'return_grad' must be False, but got True. Take the "),
+        ({"return_grad": 1}, TypeError, "the argument 'return_grad' must be a bool, but got 1 of type int. Take the "),
+    ],
+)
+def test_arguments_of_mindspores_cell_that_ask_for_more_are_refused(arguments, error, text):
+    network = line()
+    loss_cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), sgd(network)
+    with pytest.raises(error, match=whole(f"For 'TrainOneStepCell', {text}")[:-1]):
+        TrainOneStepCell(loss_cell, optimizer, **arguments)
+    given = (arguments.get("sens"), arguments.get("return_grad", False))
+    with pytest.raises(error):
+        TrainOneStepCell(loss_cell, optimizer, *given)
+
+
+def test_the_way_out_of_sens_trains_as_without_a_scale(eager):
+    step = trained(mixed_precision=amp.FixedLossScaleManager(1024.0, False))
+    output = step(*tensors(X, 2 * X))
+    assert number(output.loss_scale) == 1024
+    assert step.optimizer.parameters[0].asnumpy().item() == pytest.approx(2.04)
