@@ -69,7 +69,7 @@ class AccumulatedStep(TrainOneStepCell):
 
     Outputs:
         Tuple of 5, as ``MFLossMonitor`` reads it: the loss, whether the update was skipped because of an Inf or a NaN,
-        the loss scale, the learning rate, and the global norm before clipping.
+        the loss scale of the next batch, the learning rate, and the global norm before clipping.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -107,15 +107,15 @@ class AccumulatedStep(TrainOneStepCell):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _monitored(super().__call__(*args, **kwargs))
+        output = super().__call__(*args, **kwargs)
+        # mindformers saves the scale of its next step, to go on with it.
+        return output.loss, output.overflow, self.scale_sense, _one_rate(output), output.grad_norm
 
 
-def _monitored(output: StepOutput) -> tuple[Tensor, ...]:
-    """Return what mindformers' monitors read."""
+def _one_rate(output: StepOutput) -> Tensor:
+    """Return the learning rate that the monitors show: of groups with rates of their own, that of the last one."""
     rates = output.learning_rate
-    # Of groups with rates of their own they show the last one.
-    rate = rates[-1] if rates.ndim > 0 else rates
-    return output.loss, output.overflow, output.loss_scale, rate, output.grad_norm
+    return rates[-1] if rates.ndim > 0 else rates
 
 
 def _check_settings(settings: dict[str, Any], is_legacy: bool) -> None:
