@@ -7,6 +7,7 @@ from mindspore import Tensor, amp, nn
 from ms_gradaccum._checks import check_bool, check_choice, check_positive_float32, sentence
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.grad_clip import ClipByGlobalNorm
+from ms_gradaccum.integrations.scale_sense import scale_taken_out
 from ms_gradaccum.model import Model
 
 _OWNER = "create_trainer"
@@ -77,7 +78,8 @@ def create_trainer(
     settings |= {"mixed_precision": _loss_scale(loss_scale_type, loss_scale, drop_overflow_update)}
     eval_network = nn.WithEvalCell(network, loss, amp_level in ("O2", "O3", "auto"))
     loss_cell = GradAccumulation(_with_loss(network, loss, amp_level, amp_cast_list), micro_size)
-    return Model(loss_cell, None, optimizer, metrics, eval_network, [0, 1, 2], **settings)
+    with scale_taken_out():
+        return Model(loss_cell, None, optimizer, metrics, eval_network, [0, 1, 2], **settings)
 
 
 def _with_loss(network: nn.Cell, loss: nn.Cell, amp_level: str, amp_cast_list: str | None) -> nn.Cell:

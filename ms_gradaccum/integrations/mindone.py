@@ -8,7 +8,7 @@ from mindspore import Tensor, nn
 from ms_gradaccum._checks import check_bool, check_cell, sentence
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.grad_clip import ClipByGlobalNorm
-from ms_gradaccum.integrations.scale_sense import precision_of
+from ms_gradaccum.integrations.scale_sense import precision_of, scale_taken_out
 from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "train_step"
@@ -114,11 +114,8 @@ def train_step(
         raise ValueError(sentence(_OWNER, "zero_helper", "None", type(zero_helper).__name__, remedy))
     clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm.")
     drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It is about an Inf or a NaN.")
-    return TrainOneStepCell(
-        GradAccumulation(network, micro_size),
-        optimizer,
-        accumulation_steps=gradient_accumulation_steps,
-        clip=ClipByGlobalNorm(clip_norm) if clips else None,
-        mixed_precision=precision_of(_OWNER, scale_sense, drops),
-        **settings,
-    )
+    settings |= {"accumulation_steps": gradient_accumulation_steps}
+    settings |= {"clip": ClipByGlobalNorm(clip_norm) if clips else None}
+    settings |= {"mixed_precision": precision_of(_OWNER, scale_sense, drops)}
+    with scale_taken_out():
+        return TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, **settings)

@@ -1,5 +1,8 @@
 """The loss scale that MindSpore's own training steps take as ``scale_sense``, as a `mixed_precision` of ours."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
@@ -9,6 +12,17 @@ from ms_gradaccum._checks import check_positive_float32, sentence, typed
 from ms_gradaccum.precision import MixedPrecision, PrecisionChoice
 
 _REMEDY = "For example 1024, or nn.DynamicLossScaleUpdateCell(65536, 2, 1000)."
+
+
+@contextmanager
+def scale_taken_out() -> Iterator[None]:
+    """Build a step in place of one that divides the gradient by a fixed scale itself.
+
+    That MindSpore's own step would leave it to the optimizer is then nothing to warn of.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*the optimizer's loss_scale is 1.0 beside FixedLossScaleManager")
+        yield
 
 
 def precision_of(owner: str, scale_sense: Any, drop_overflow_update: bool = True) -> PrecisionChoice:
