@@ -113,7 +113,7 @@ prepare_clients() {
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing mindformers, mindcv and mindone into .venv-clients. This takes a few minutes, once."
     local install=(.venv-clients/bin/python -m pip install --no-input --disable-pip-version-check --quiet)
-    PYTHONWARNINGS=ignore "${install[@]}" -e ".[pinned]" -r clients/requirements.txt
+    PYTHONWARNINGS=ignore "${install[@]}" -e . -r clients/requirements.txt
     "${install[@]}" --no-deps -r clients/no_deps.txt
     echo "$wanted" >"$stamp"
   fi

@@ -279,7 +279,7 @@ def test_a_trainer_of_mindcv_refuses_what_would_go_wrong(mindcv):
     network = line()
     expected = (
         "For 'create_trainer', the argument 'ema' must be False, but got True. "
-        "Give the callback ms_gradaccum.EMA(0.9999) to train() or fit()."
+        "Give the callback ms_gradaccum.EMA(0.9999, trainable_only=False) to train() or fit()."
     )
     with pytest.raises(ValueError, match=whole(expected)):
         trainer(network, ema=True)

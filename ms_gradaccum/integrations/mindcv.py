@@ -93,7 +93,7 @@ def _with_loss(network: nn.Cell, loss: nn.Cell, amp_level: str, amp_cast_list: s
 
 def _check_no_ema(ema: Any, ema_decay: Any) -> None:
     if check_bool(_OWNER, "ema", ema, "It averages the weights."):
-        remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}) to train() or fit()."
+        remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
         raise ValueError(sentence(_OWNER, "ema", "False", True, remedy))
 
 
