@@ -59,12 +59,12 @@ def print_table(client: str, rows: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("clients", nargs="*", choices=[*PROGRAMS, []], help="which ones; by default all")
+    parser.add_argument("client", nargs="?", choices=PROGRAMS, help="which one; by default all")
     parser.add_argument("--repeat", type=int, default=10, help="timed updates of each way, in turns")
     arguments = parser.parse_args()
     fails = False
     tables = {}
-    for client in arguments.clients or PROGRAMS:
+    for client in [arguments.client] if arguments.client else PROGRAMS:
         print(f"Running {client}.", flush=True)
         rows = rows_of(client, arguments.repeat)
         fails |= rows is None or any(row["fails"] for row in rows)
