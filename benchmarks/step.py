@@ -86,7 +86,7 @@ def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
         # What MindSpore's own Model builds. Its step applies accumulators that only semi-auto-parallel fills.
         step = ms.amp.build_train_network(StockGradAccumulation(network, micro_size), optimizer)
     else:
-        step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer)
+        step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, compile=True)
     if name == WHOLE:
         step = Outer(step).set_train()
     return Program(ms.get_context("mode"), step, network)

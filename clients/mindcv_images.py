@@ -107,7 +107,7 @@ def cases(repeat: int) -> list[dict[str, Any]]:
     repeated = case.theirs(f"mindcv, {STEPS}, each rate four times", entries=MICRO_SIZE)
     candidates = [case.whole(), case.micro(), repeated]
     rows += compare("mobilenet_v2_035_96, Lion, rates as a list", candidates, batch, repeat)
-    case = Case("mobilenet_v2_035_96", "adamw", 0, {"clip_grad": True, "clip_value": 1.0})
+    case = Case("mobilenet_v2_035_96", "adamw", 0, {"clip_grad": True, "clip_value": 0.05})
     candidates = [case.whole(), case.steps(), case.theirs(wrong=OWN_CLIP)]
     return rows + compare("mobilenet_v2_035_96, AdamW, one rate, clip", candidates, batch, repeat)
 

@@ -26,6 +26,7 @@ from ms_gradaccum.step_report import StepReport as StepReport
 from ms_gradaccum.step_report import StepReporter as StepReporter
 from ms_gradaccum.token_mean_loss import TokenMeanLoss as TokenMeanLoss
 from ms_gradaccum.train_step import TrainOneStepCell as TrainOneStepCell
+from ms_gradaccum.verification.compile_report import CompileReport as CompileReport
 from ms_gradaccum.verification.report import ParameterDifference as ParameterDifference
 from ms_gradaccum.verification.report import VerifyReport as VerifyReport
 from ms_gradaccum.verify import verify as verify

@@ -40,6 +40,10 @@ class Accumulator(nn.Cell, Observed):
     Nobody divides a loss: the update has the mean gradient over all rows (or tokens) of its window, and of all
     processes. In all batches but the last of a window, `clip_grad_norm`, `step` and `zero_grad` do nothing.
 
+    MindSpore's mode says whether networks and optimizers are compiled (GRAPH mode) or run op by op (PYNATIVE mode),
+    unless `compile` does. The cells keep the training mode that they have: where there is BatchNorm or Dropout, call
+    ``network.set_train()`` before the first batch, with `mixed_precision` before the Accumulator is built.
+
     With MindSpore's functional idiom, call the accumulator where the optimizer was called:
 
     .. code-block:: python

@@ -1,6 +1,7 @@
 """Run a cell as a compiled graph, whatever the mode of the caller."""
 
 import ctypes
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -9,6 +10,9 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import JitConfig, Tensor, nn
+
+# A gradient in PYNATIVE mode sets a flag in it with which a graph takes no function that has a @jit of its own.
+from mindspore._c_expression import MSContext
 
 # Not ms.get_context("mode"), which takes 25 times as long, and this is asked before every call.
 from mindspore.context import _get_mode
@@ -50,17 +54,18 @@ class Compiled:
         make_cell: Builds the cell. It is called again if a graph for changing lengths is needed.
         owner: Whose name errors begin with.
         what: What the cell is to the user, the subject of an error.
-        checks_hooks: Whether the cell holds code of the user's, whose hooks a graph would not call.
+        code: The cell of the user's inside, if there is one: its hooks no graph would call, and errors name its lines.
     """
 
-    def __init__(self, make_cell: Callable[[], nn.Cell], owner: str, what: str, *, checks_hooks: bool = False) -> None:
+    def __init__(self, make_cell: Callable[[], nn.Cell], owner: str, what: str, code: nn.Cell | None = None) -> None:
         self.make_cell = make_cell
         self.owner = owner
         self.what = what
         self.cell = make_cell()
         # A flat list, since it is gone through before every call.
-        self.hooked = [cell for _, cell in self.cell.cells_and_names()] if checks_hooks else []
-        self.parameters = self.cell.trainable_params() if checks_hooks else []
+        self.hooked = [] if code is None else [cell for _, cell in code.cells_and_names()]
+        self.parameters = [] if code is None else code.trainable_params()
+        self.code = code
         # Whether the last call got as far as running a graph, which may have changed something before it failed.
         self.has_run = False
         # The shapes for which there is a graph of fixed shapes.
@@ -98,7 +103,7 @@ class Compiled:
         try:
             cell = self.cell if shapes in self.fixed else self._compiled_for(tensors, shapes)
         except Exception as error:
-            raise compile_error(error, self.owner, self.what) from error
+            raise compile_error(error, self.owner, self.what, self.code) from error
         self.has_run = True
         try:
             with graph_mode():
@@ -147,6 +152,7 @@ class Compiled:
             general_cell = self.general_cell = self._compile_general(tensors, general)
         if general_cell is None:
             with graph_mode():
+                MSContext.get_instance()._set_not_convert_jit(False)
                 self.cell.compile(*tensors)
             # The shapes are good, so what failed was the length that changes.
             self.needs_fixed = len(self.fixed) >= MAX_FIXED_SHAPES
@@ -161,6 +167,7 @@ class Compiled:
         lengths = [[None if length < 0 else length for length in shape] for shape in shapes]
         try:
             with graph_mode():
+                MSContext.get_instance()._set_not_convert_jit(False)
                 cell.set_inputs(*(Tensor(shape=shape, dtype=t.dtype) for shape, t in zip(lengths, tensors)))
                 cell.compile(*tensors)
         except Exception:
@@ -230,14 +237,24 @@ def check_compile(owner: str, value: Any) -> bool:
     raise kind(sentence(owner, "compile", "True or None", typed(value), remedy))
 
 
-def compile_error(error: Exception, owner: str, what: str) -> Exception:
+def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None) -> Exception:
     """Return the error of a compilation with a first line that names the user's line and the way out."""
     text, first = str(error), first_line(error)
     if first.startswith(_SENTENCES):
         return type(error)(first)  # Without the compiler's call stack below it.
-    # The compiler goes from the outermost call to the innermost one.
-    places = [f"{file}:{line}" for file, line in _PLACE.findall(text) if not file.startswith(LIBRARIES)]
-    where = f" at {places[-1]}" if places else ""
     kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
     remedy = "No parameter was changed. Say it as GRAPH mode can, or use PYNATIVE mode without compile=True."
-    return kind(f"For '{owner}', MindSpore must be able to compile {what}, but got{where}: {first} {remedy}\n{text}")
+    got = f"{_place_of(text, code)}{first}"
+    return kind(f"For '{owner}', MindSpore must be able to compile {what}, but got {got} {remedy}\n{text}")
+
+
+def _place_of(text: str, code: nn.Cell | None) -> str:
+    # The compiler goes from the outermost call to the innermost one.
+    places = [f"{file}:{line}" for file, line in _PLACE.findall(text) if not file.startswith(LIBRARIES)]
+    if places:
+        return f"at {places[-1]}: "
+    # It knows no line of what it cannot even read.
+    source = None if code is None else inspect.getsourcefile(type(code).construct)
+    if code is None or source is None or source.startswith(LIBRARIES):
+        return ""
+    return f"in {type(code).__name__} at {source}:{inspect.getsourcelines(type(code).construct)[1]}: "

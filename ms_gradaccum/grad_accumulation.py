@@ -51,7 +51,8 @@ class GradAccumulation(nn.Cell):
         terms (int): Number of terms of the loss that have weights of their own. With more than one, `network` is
             `weighted` and returns a tuple of so many pairs `(loss_sum, weight)`, for example
             ``((cross_entropy_sum, tokens), (0.01 * balance_loss, 1))``. The loss is the sum of the terms' means. Each
-            term costs a backward pass and a buffer of its own. Default: ``1``.
+            term costs a backward pass and a buffer of its own. In PYNATIVE mode more than one needs ``compile=True`` of
+            what trains this cell. Default: ``1``.
         losses (Union[str, None]): What becomes of further floating-point scalars that `network` returns: ``"sum"``
             trains the sum of them all, ``"first"`` leaves out all but the first, and ``None`` refuses them.
             Default: ``None``.

@@ -18,6 +18,12 @@ _MEAN_REMEDY = (
     "Reduce it to its mean, for example with reduction='mean', or return (loss_sum, weight) with weighted=True."
 )
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
+# What the compiler leaves to the Python interpreter has no type in a graph, and no gradient.
+_OBJECT_REMEDY = (
+    "Return a tensor, alone or first in a tuple, that is computed of tensors. In GRAPH mode asnumpy(), float(), "
+    "Tensor(), dict(zip()), getattr() with a default, and classes that are no Cell make a Python object of one: "
+    "MindSpore's own step runs with it and leaves the weights as they are."
+)
 _LOSSES_REMEDY = (
     "Give losses='sum' to train their sum, losses='first' to train the first alone, or, for means over different "
     "weights, return pairs (loss_sum, weight) with weighted=True and terms=2, for example."
@@ -27,13 +33,21 @@ _TERMS_REMEDY = "With terms=2, for example, it returns ((sum_1, weight_1), (sum_
 
 
 @_primexpr
-def _check_loss(is_tensor: bool, shape: tuple[int, ...], dtype: Any, what: str, remedy: str) -> None:
-    if is_tensor and tuple(shape) in ((), (1,)) and dtype in mstype.float_type:
+def _check_loss(shape: tuple[int, ...], dtype: Any, what: str, remedy: str) -> None:
+    if tuple(shape) in ((), (1,)) and dtype in mstype.float_type:
         return
-    got = f"{dtype} of shape {tuple(shape)}" if is_tensor else "no tensor"
+    got = f"{dtype} of shape {tuple(shape)}"
     raise ValueError(
         f"For 'GradAccumulation', the argument 'network' must return {what}, a floating-point scalar, first, "
         f"but got {got}. {remedy}"
+    )
+
+
+@_primexpr
+def _refuse_no_tensor(what: str) -> None:
+    raise ValueError(
+        f"For 'GradAccumulation', the argument 'network' must return {what}, a floating-point scalar, first, "
+        f"but got no tensor but a Python object, which has no gradient. {_OBJECT_REMEDY}"
     )
 
 
@@ -106,9 +120,9 @@ class WeightedLoss(nn.Cell):
         if isinstance(outputs, (tuple, list)):
             outputs = outputs[0] if len(outputs) > 0 else None
         if isinstance(outputs, Tensor):
-            _check_loss(True, outputs.shape, outputs.dtype, what, remedy)
+            _check_loss(outputs.shape, outputs.dtype, what, remedy)
         else:
-            _check_loss(False, (), None, what, remedy)
+            _refuse_no_tensor(what)
         return scalar(outputs)
 
     def further(self, outputs: Any, begin: int) -> tuple[Tensor, ...]:

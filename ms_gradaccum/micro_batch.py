@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import COOTensor, CSRTensor, Tensor
 
 from ms_gradaccum._checks import sentence, typed
 from ms_gradaccum.structure import take_apart
@@ -107,7 +107,7 @@ def split_shapes(shapes: tuple[Any, ...], batch_axis: BatchAxis, micro_size: int
 
     An input that is no tensor has None for a shape.
     """
-    axes = _spread_axes(batch_axis, shapes)
+    axes = spread_axes(batch_axis, shapes)
     axes = tuple(axis if shape else None for axis, shape in zip(axes, shapes))
     leaves = [_Leaf(f"input[{i}]", shapes[i], axis) for i, axis in enumerate(axes) if axis is not None]
     return axes, tuple(split_rows(leaves, micro_size))
@@ -142,7 +142,7 @@ def _count_rows(leaves: Iterable[_Leaf]) -> int:
 def _place_leaves(item: Any, axis: Any, place: str, leaves: list[_Leaf]) -> None:
     """Append each tensor's place in the inputs, its shape and its batch axis, in the order of `take_apart`."""
     if isinstance(item, (tuple, list)):
-        for i, child_axis in enumerate(_spread_axes(axis, item)):
+        for i, child_axis in enumerate(spread_axes(axis, item)):
             _place_leaves(item[i], child_axis, f"{place}[{i}]", leaves)
     elif isinstance(item, dict):
         axes = _named_axes(axis, item)
@@ -153,9 +153,14 @@ def _place_leaves(item: Any, axis: Any, place: str, leaves: list[_Leaf]) -> None
         if isinstance(axis, (tuple, dict)):
             raise ValueError(sentence(_OWNER, "batch_axis", f"an int or None for {place}", axis, _AXIS_REMEDY))
         leaves.append(_Leaf(place, shape, axis if shape else None))
+    elif isinstance(item, (CSRTensor, COOTensor)):
+        remedy = "Give it dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
+        raise TypeError(
+            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(item).__name__} in {place}. {remedy}"
+        )
 
 
-def _spread_axes(axis: Any, items: Any) -> tuple[Any, ...]:
+def spread_axes(axis: Any, items: Any) -> tuple[Any, ...]:
     """Return one entry of ``batch_axis`` per item of a tuple or list."""
     if not isinstance(axis, tuple):
         return (axis,) * len(items)

@@ -194,7 +194,6 @@ class EagerMicroStep:
         # The inputs of the pass that is under way. They are no arguments of the function that is differentiated, which
         # could not be any Python value then.
         self.inputs: tuple[Any, ...] = ()
-        self.loss_and_grads: Any = None
 
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:
         """Run one micro batch."""
@@ -202,10 +201,7 @@ class EagerMicroStep:
         self.inputs = (share, factor, *rebuilt(self.structure, tensors))
         try:
             with op_by_op():
-                if self.loss_and_grads is None:
-                    # In PYNATIVE mode: in the other one MindSpore would make a graph of it.
-                    self.loss_and_grads = ops.value_and_grad(self._forward, None, self.weights, has_aux=True)
-                (_, *values), grads = self.loss_and_grads()
+                (_, *values), grads = ops.value_and_grad(self._forward, None, self.weights, has_aux=True)()
         finally:
             self.inputs = ()
         try:

@@ -8,6 +8,7 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum.ambiguous_inputs import explain_split
 from ms_gradaccum.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.convolutions import has_convolutions, pixels, warn_if_slow
 from ms_gradaccum.events import Events
@@ -101,9 +102,11 @@ class MicroSteps:
                     micro_step, _ = self._micro_step(structure, micro_batches, reduces)
                 outputs.append(micro_step(*starts[rows], *tensors))
                 self.events.micro_batch_end(index, rows)
-        except BaseException:
-            self.events.micro_batches = done
+        except BaseException as error:
             self.has_added = bool(outputs) or micro_step.has_run
+            self.events.micro_batches = done
+            if isinstance(error, Exception):
+                explain_split(self.network, error, args, kwargs)
             raise
         self._add_nothing(rounds - len(outputs))
         return outputs
@@ -163,7 +166,7 @@ class MicroSteps:
                 )
             pooled = self._is_for_thread_pool(micro_batches)
             build = self._builder(structure, pooled, reduces)
-            self.by_structure[key] = Compiled(build, self.owner, "the network", checks_hooks=True)
+            self.by_structure[key] = Compiled(build, self.owner, "the network", self.network.network)
             if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
                 warn(
                     f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
@@ -185,9 +188,10 @@ class MicroSteps:
 
 def _tell_of_evaluation_mode(owner: str, network: nn.Cell) -> None:
     """Warn of a network that is in evaluation mode as a whole. MindSpore's step leaves it there without a word."""
-    if network.training:
+    cells = [cell for _, cell in network.cells_and_names()]
+    idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY)]
+    if any(cell.training for cell in cells):
         return
-    idle = [cell.cls_name for _, cell in network.cells_and_names() if isinstance(cell, _TRAINS_ONLY)]
     if idle:
         warn(
             f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "

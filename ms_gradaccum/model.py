@@ -38,7 +38,8 @@ class Model(ms.Model):
 
     Everything of ``mindspore.train.Model`` works as it is documented there: `train`, `fit`, `eval`, `predict`,
     callbacks. One call of the training network takes one batch of the dataset; callbacks find a
-    :class:`StepOutput` in ``cb_params.net_outputs``.
+    :class:`StepOutput` in ``cb_params.net_outputs``. `train` sets all cells to training mode at its first step, and
+    MindSpore's mode says whether they are compiled, unless `compile` does.
 
     Args:
         network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, around a network with its

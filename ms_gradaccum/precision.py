@@ -34,6 +34,9 @@ class MixedPrecision:
     a window it never changes. The rule and the argument names are those of PyTorch's ``GradScaler`` and of
     Colossal-AI's ``FP16TorchMixedPrecision``.
 
+    Level O1 rewrites the network when the training step is built, with the training mode that its cells have then:
+    where there is BatchNorm or Dropout, call ``network.set_train()`` before.
+
     ============== ======== =====
     name           dtype    level
     ============== ======== =====
@@ -57,7 +60,9 @@ class MixedPrecision:
             ``float32``, ``float16`` or ``bfloat16``. 16 bits halve the messages and round each process's part of the
             mean gradient, times the scale; loss and weight stay float32. By name alone. Default: ``mindspore.float32``.
         loss_scale (Union[LossScaler, LossScaleManager, None]): An object of ``mindspore.amp`` that chooses the scale in
-            place of the four arguments before. It is asked once per window. Default: ``None``.
+            place of the four arguments before. It is asked once per window. With
+            ``FixedLossScaleManager(scale, drop_overflow_update=False)`` no window is skipped, and an optimizer whose
+            own ``loss_scale`` is the same number is handed the mean gradient times it. Default: ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.

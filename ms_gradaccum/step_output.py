@@ -23,14 +23,15 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     Attributes:
         loss: Weighted mean loss of the window so far, float32 scalar. On an update it is the loss of the
-            whole window: the loss that the same rows give as one batch.
+            whole window: the loss that the same rows give as one batch. (Float64 for float64 weights, as `weight`.)
         overflow: Whether the window's gradient had an Inf or a NaN, so that its update was skipped. Bool scalar.
         loss_scale: Factor by which the loss was multiplied before the backward pass. Float32 scalar.
         updated: Whether this call ran the optimizer. Bool scalar.
         grad_norm: Global L2 norm of the window's mean gradient before clipping. Float32 scalar.
         clipped_grad_norm: The same after clipping. Float32 scalar.
         learning_rate: Learning rate of the update: a float32 scalar, or a vector with one entry per parameter
-            of the optimizer if its groups have rates of their own.
+            of the optimizer if its groups have rates of their own. NaN where only an update that was not made could
+            tell, and in a graph with a schedule that has parameters of its own.
         weight: Weight of the window so far: rows, or what the network counts (tokens). Float32 scalar.
 
     Examples:

@@ -44,6 +44,9 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
     compiled graph; in PYNATIVE mode the network and the optimizer run op by op, as in MindSpore's own step. Inside a
     larger graph (data sink mode), the whole window is part of that graph.
 
+    It leaves the cells in the training mode that they have, as MindSpore's own step does: where there is BatchNorm or
+    Dropout, call ``train_step.set_train()`` before the first batch. :class:`Model` does so by itself.
+
     Args:
         network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, or any loss cell, which is then
             fed whole batches.
@@ -83,7 +86,8 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         TypeError: If an argument has the wrong type, or a subclass has its own `construct`.
         ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, or
             belongs to another training cell, the device lacks what `mixed_precision` asks for, or `sens` or
-            `return_grad` ask for something.
+            `return_grad` ask for something; later, if `compile` is ``True`` and the network has hooks, or PYNATIVE mode
+            without it has a loss of several `terms`.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

@@ -146,4 +146,4 @@ class EagerUpdate:
 
 def build_update(owner: str, update: Update, eager: bool) -> Any:
     """Return what runs an update, op by op or compiled."""
-    return EagerUpdate(owner, update) if eager else Compiled(lambda: update, owner, "the optimizer")
+    return EagerUpdate(owner, update) if eager else Compiled(lambda: update, owner, "the optimizer", update.optimizer)

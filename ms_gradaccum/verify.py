@@ -1,16 +1,24 @@
 """Does a window train like the whole batch, and if not, why?"""
 
+import os
+from dataclasses import replace
 from typing import Any
 
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, sentence
+from ms_gradaccum.compiled import check_compile
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.half_precision import computes_in_16_bits
 from ms_gradaccum.micro_batch import BatchAxis, check_batch_axis
 from ms_gradaccum.structure import as_call
+from ms_gradaccum.verification.compiled_run import CompiledSearch
+from ms_gradaccum.verification.eager_and_compiled import EagerAndCompiled
 from ms_gradaccum.verification.experiment import Experiment, Start
+from ms_gradaccum.verification.kept import notes_of_modes
+from ms_gradaccum.verification.python_reads import PythonReads
+from ms_gradaccum.verification.python_state import PythonState
 from ms_gradaccum.verification.report import VerifyReport, run_and_report
 
 _OWNER = "verify"
@@ -26,6 +34,7 @@ def verify(
     batch_axis: BatchAxis = 0,
     reference: nn.Cell | None = None,
     rtol: float | None = None,
+    compile: bool | None = None,
 ) -> VerifyReport:
     r"""Run a batch as one window and as one piece from the same start, and say what differs and why.
 
@@ -40,9 +49,20 @@ def verify(
     cause is shown by an experiment before it is named: BatchNorm, dropout and other random operators, state,
     losses that average over something else than rows, sums, divisions done twice, and rows that depend on each other.
 
-    Both run in training mode; if `network` is in training mode already, cells in it that ``set_train(False)`` has
-    frozen stay frozen. Afterwards parameters, modes and the random state are as they were (but for that which MindSpore
-    keeps inside random operators).
+    Both run as MindSpore's mode says, compiled in GRAPH mode and op by op in PYNATIVE mode, and in training mode. If
+    `network` is in training mode already, cells in it that ``set_train(False)`` has frozen stay frozen; the report has
+    a note on those that ``Model.train`` would set in training mode again.
+
+    With ``compile=True`` the window also runs op by op and compiled, in either mode. In PYNATIVE mode Python decides
+    anew in each step; in a graph, once. Between two runs what Python code may read is changed: attributes,
+    globals and variables of outer functions that `construct` and what it calls read, and the states of Python's and
+    NumPy's generators. What the eager run follows and the compiled one does not is named, as is what cannot be
+    compiled (hooks, NamedTuple inputs, ``lazy_inline`` on CPU), what the first runs differ in, and what an eager run
+    leaves behind in attributes and a compiled one does not. Dropout is off meanwhile.
+
+    Afterwards parameters, modes, the random state and what Python holds of the network are as they were. The exceptions
+    are the random state that MindSpore keeps inside operators, and what is inside of objects other than
+    tensors, arrays, lists, tuples, dicts, sets and deques of at most 10000 items, and plain objects in attributes.
 
     Args:
         network (Cell): A loss cell, or a :class:`GradAccumulation` around one.
@@ -60,18 +80,22 @@ def verify(
             loop is told from one that was not only by its reference. Default: ``None``.
         rtol (Union[float, None]): Relative difference up to which gradients are equal. ``None`` means 1e-4, and 2e-2
             if the network has 16-bit parameters or computes in mixed precision. Default: ``None``.
+        compile (Union[bool, None]): ``True`` also compares the window op by op with the window compiled, as training
+            with ``compile=True`` runs it, and measures both; see `compiled` of the report. Default: ``None``.
 
     Returns:
         :class:`VerifyReport`.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `micro_size`, `weighted` or `batch_axis` contradict a GradAccumulation, `network` is a training
-            step or has no trainable parameters, or `reference` lacks one of them.
+        ValueError: If `compile` is ``False``, or ``True`` while ``MS_JIT=0`` has nothing compiled. If `micro_size`,
+            `weighted` or `batch_axis` contradict a GradAccumulation, `network` is a training step or has no trainable
+            parameters, or `reference` lacks one of them.
 
     Note:
         A diagnosis runs up to two whole batches more per experiment, and keeps the gradients of the micro
-        batches in float32 in host memory.
+        batches in float32 in host memory. ``compile=True`` runs about three windows more of each kind, and a micro
+        batch per name that is changed.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -88,6 +112,7 @@ def verify(
         >>> print(report.causes[0])
         A sum where a mean is expected: ...
     """
+    compiles = _check_compile(compile)
     grad_accumulation = _as_grad_accumulation(network, micro_size, weighted, batch_axis)
     loss_cell = grad_accumulation.network
     _check_reference(reference, loss_cell)
@@ -96,12 +121,21 @@ def verify(
     args, kwargs = as_call(_OWNER, batch)
     inputs = grad_accumulation.positional(args, kwargs)
     grad_accumulation.bind(inputs, {})
-    start = Start(loss_cell, reference)
+    start, reads = Start(loss_cell, reference), PythonReads(loss_cell)
+    state = PythonState(reads.spaces)
+    rtol = rtol or _default_rtol(start)
+    notes = tuple(notes_of_modes(reads, start))
     try:
-        experiment = Experiment(grad_accumulation, inputs, reference, start)
-        return run_and_report(experiment, rtol or _default_rtol(start))
+        report = run_and_report(Experiment(grad_accumulation, inputs, reference, start), rtol)
+        if not compiles:
+            return replace(report, notes=notes)
+        runs = EagerAndCompiled(grad_accumulation, inputs, start, reads, state, rtol)
+        return replace(report, notes=notes, compiled=CompiledSearch(runs).report())
     finally:
-        start.restore()
+        try:
+            state.restore()
+        finally:
+            start.restore()
 
 
 def _as_grad_accumulation(
@@ -133,6 +167,14 @@ def _as_grad_accumulation(
             rule = f"{default!r} or that of the GradAccumulation, {own!r}"
             raise ValueError(sentence(_OWNER, name, rule, repr(given), remedy))
     return network
+
+
+def _check_compile(value: Any) -> bool:
+    compiles = check_compile(_OWNER, value)
+    if compiles and os.getenv("MS_JIT") == "0":
+        rule, got = "None where MS_JIT=0 has nothing compiled", "True"
+        raise ValueError(sentence(_OWNER, "compile", rule, got, "Unset MS_JIT, or leave compile out."))
+    return compiles
 
 
 def _check_reference(reference: Any, loss_cell: nn.Cell) -> None:

@@ -145,7 +145,7 @@ def test_model(name):
         model, said = attempt(Model, **{**good, name: make()}, stock=STOCK_METRICS)
         assert said or model.train_network is not None
         del model  # It has the optimizer.
-    assert Model(**good).train_network.training
+    assert Model(**good).train_network.network.micro_size == 1
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """Running cells as graphs from both modes: how many are compiled, and what happens where none can be."""
 
+import inspect
+
 import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, line
 from mindspore import Parameter, Tensor, nn, ops
-from step_probe import compilations, keeping_step, number, tensors
+from step_probe import KeepGradients, compilations, keeping_step, number, tensors
 
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum import compiled as compiled_module
 from ms_gradaccum.compiled import MAX_FIXED_SHAPES, Compiled
 
@@ -14,21 +17,54 @@ BATCH = tensors(X, 2 * X)
 GRADIENT = -102  # of the line at weight 0 for the eight rows of BATCH
 
 
+@pytest.fixture(autouse=True)
+def graph_mode(restored_mode):
+    """Compile, but for tests that say otherwise."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+
+
 def line_step(micro_size=2, **settings):
     return keeping_step(nn.WithLossCell(line(), nn.MSELoss()), micro_size, **settings)
 
 
-def test_both_modes_run_compiled_graphs_and_stay_as_they_were(mode):
-    step = line_step()
+def test_both_modes_run_compiled_graphs_if_told_so_and_stay_as_they_were(mode):
+    step = line_step(compile=True)
     with compilations() as compiled:
         step(*BATCH)
         assert sorted(compiled) == ["MicroStep", "Report", "Update"]
         step(*BATCH)
+        step.set_train()(*BATCH)
+    # MindSpore's own step starts out of training mode, too. Each mode has a graph, and both are kept.
+    assert sorted(compiled) == ["MicroStep", "Report", "Update"]
+    with compilations() as compiled:
         step.set_train(False)(*BATCH)
         step.set_train()(*BATCH)
-    # Out of training it is another graph, and each is kept.
-    assert sorted(compiled) == ["MicroStep", "MicroStep", "Report", "Report", "Update", "Update"]
+    assert sorted(compiled) == ["MicroStep", "Report", "Update"]
     assert step.optimizer.gradients() == [GRADIENT] and ms.get_context("mode") == mode
+
+
+class Counting(KeepGradients):
+    """An optimizer that counts in Python how often it runs."""
+
+    runs = 0
+
+    def construct(self, gradients):
+        self.runs += 1
+        return super().construct(gradients)
+
+
+def test_pynative_mode_compiles_what_holds_no_code_of_the_users(caplog):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    loss_cell = nn.WithLossCell(line(), nn.MSELoss())
+    optimizer = Counting(loss_cell.trainable_params())
+    step = TrainOneStepCell(GradAccumulation(loss_cell, 2), optimizer)
+    with compilations() as compiled:
+        for _ in range(3):
+            step(*BATCH)
+    assert sorted(compiled) == ["AddMicroBatch", "EndUpdate", "PutMeanGradients", "Report"]
+    assert optimizer.runs == 3 and optimizer.gradients() == [GRADIENT]
+    # One line of the log says how to find out whether compiling all of it gives the same.
+    assert [record.name for record in caplog.records] == ["ms_gradaccum"] and "compile=True" in caplog.text
 
 
 def test_what_the_compiler_has_freed_is_given_back(monkeypatch):
@@ -95,6 +131,24 @@ class Columns(Scores):
         return (ops.softmax(x * self.weight, -1) * x).sum()
 
 
+class NoProduct(nn.Cell):
+    """A loss cell whose matrix product fits no input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([0.0]), "weight")
+
+    def construct(self, x, y):
+        scaled = x * self.weight
+        return ops.MatMul()(scaled, ops.ones((7, 7))).mean()
+
+
+def test_an_error_of_the_compiler_begins_with_the_users_line():
+    line = inspect.getsourcelines(NoProduct.construct)[1] + 2
+    with pytest.raises(ValueError, match=f"^For 'TrainOneStepCell', .* but got at {__file__}:{line}: For 'MatMul'"):
+        keeping_step(NoProduct(), 2)(*BATCH)
+
+
 class ThreeColumns(Scores):
     """The same for three columns."""
 
@@ -136,7 +190,7 @@ def test_a_wrong_batch_does_not_change_how_others_are_compiled():
     cell = Compiled(ThreeColumns, "Test", "the cell")
     for rows in range(1, MAX_FIXED_SHAPES + 1):
         call_with_shapes(cell, [(rows, 3)])
-        with pytest.raises(ValueError, match="^For 'MatMul' the input dimensions must be equal"):
+        with pytest.raises(ValueError, match="For 'MatMul' the input dimensions must be equal"):
             cell(Tensor(np.ones((rows, 4), np.float32)))
     assert call_with_shapes(cell, [(rows, 3) for rows in range(1, 20)]) == 1
 
@@ -155,52 +209,78 @@ class Unsupported(nn.Cell):
             pass
 
 
-RUNS_EAGERLY = "For 'TrainOneStepCell', the network cannot be compiled and runs eagerly, which is slower: "
+CANNOT = "^For 'TrainOneStepCell', MindSpore must be able to compile the network, but got"
 
 
-def test_a_network_that_cannot_be_compiled_runs_eagerly_after_one_warning():
-    step = keeping_step(Unsupported(), 2)
-    with pytest.warns() as warned:
-        for _ in range(3):
-            step(*BATCH)
-    assert [str(w.message) for w in warned] == [RUNS_EAGERLY + "Unsupported statement 'Try'."]
-    assert warned[0].filename == __file__  # the user's line, not one of the package
-    assert step.optimizer.gradients() == [GRADIENT] and ms.get_context("mode") == ms.PYNATIVE_MODE
-
-
-def test_a_network_that_cannot_be_compiled_is_an_error_in_graph_mode():
-    ms.set_context(mode=ms.GRAPH_MODE)
-    step = keeping_step(Unsupported(), 2)
-    with pytest.raises(RuntimeError, match="^Unsupported statement 'Try'."):
+@pytest.mark.parametrize("compile", [None, True])
+def test_a_network_that_cannot_be_compiled_is_an_error_that_names_its_line(mode, compile):
+    step = keeping_step(Unsupported(), 2, compile=compile)
+    if mode == ms.PYNATIVE_MODE and not compile:
         step(*BATCH)
-    assert number(step.buffer.weight) == 0 and ms.get_context("mode") == ms.GRAPH_MODE
+        assert step.optimizer.gradients() == [GRADIENT]
+        return
+    place = f"{__file__}:{inspect.getsourcelines(Unsupported.construct)[1]}"
+    with pytest.raises(RuntimeError, match=f"{CANNOT} in Unsupported at {place}: Unsupported statement 'Try'."):
+        step(*BATCH)
+    assert number(step.buffer.weight) == 0 and ms.get_context("mode") == mode
 
 
 HOOKS = ["register_forward_pre_hook", "register_forward_hook", "register_backward_pre_hook", "register_backward_hook"]
+HOOK = (
+    "^For 'TrainOneStepCell', the argument 'compile' must be None where the network has hooks, but got True, and {} "
+    "has a hook, which a graph would not call. Remove the hook, or leave compile out.$"
+)
 
 
 @pytest.mark.parametrize("register", HOOKS)
 def test_hooks_of_cells_are_called_once_per_micro_batch_in_pynative_mode(register):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
     calls = []
     step = line_step(accumulation_steps=100)
     step(*BATCH)
-    # They may come at any time, also when there is a graph already.
+    # They may come at any time.
     getattr(step.network.network.backbone_network, register)(lambda *_: calls.append(1))
-    with pytest.warns() as warned:
-        step(*BATCH)
-    assert [str(w.message) for w in warned] == [RUNS_EAGERLY + "its Dense has a hook, which a graph would not call"]
+    step(*BATCH)
     assert len(calls) == 2 and number(step.buffer.sums[0]) == 16 * GRADIENT
 
 
-def test_hooks_of_weights_change_the_gradient_in_pynative_mode():
-    step = line_step()
+@pytest.mark.parametrize("register", HOOKS)
+def test_hooks_of_cells_are_refused_where_a_graph_would_not_call_them(register):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    step = line_step(compile=True)
     step(*BATCH)
-    (weight,) = step.network.trainable_params()
-    weight.register_hook(lambda gradient: 3 * gradient)
-    with pytest.warns(UserWarning, match=f"^{RUNS_EAGERLY}weight has a hook, which a graph would not call$") as warned:
+    getattr(step.network.network.backbone_network, register)(lambda *_: None)
+    with pytest.raises(ValueError, match=HOOK.format("Dense")):
         step(*BATCH)
-    assert len(warned) == 1  # of the network alone
+
+
+def test_hooks_of_weights_change_the_gradient_in_pynative_mode():
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    step, compiled = line_step(), line_step(compile=True)
+    for each in (step, compiled):
+        each(*BATCH)
+        (weight,) = each.network.trainable_params()
+        weight.register_hook(lambda gradient: 3 * gradient)
+    step(*BATCH)
     assert step.optimizer.gradients() == [3 * GRADIENT]
+    with pytest.raises(ValueError, match=HOOK.format("weight")):
+        compiled(*BATCH)
+
+
+def test_a_hook_sees_what_the_whole_batch_sends_to_each_row():
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    seen = []
+    step = line_step(4)
+    step.network.network.backbone_network.register_backward_hook(lambda cell, into, out: seen.append(out[0].asnumpy()))
+    step(*BATCH)
+    # Of the mean over the 8 rows: 2 * (0 - 2x) / 8. That of a micro batch alone would be 4 times as large.
+    np.testing.assert_allclose(np.concatenate(seen), -X / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong, kind", [(False, ValueError), (1, TypeError), ("yes", TypeError)])
+def test_compile_is_true_or_none(wrong, kind):
+    with pytest.raises(kind, match="^For 'TrainOneStepCell', the argument 'compile' must be True or None, but got "):
+        line_step(compile=wrong)
 
 
 def test_ms_jit_0_runs_eagerly_for_debugging(monkeypatch, mode):
@@ -227,7 +307,7 @@ def test_errors_in_pynative_mode_leave_nothing_behind(op_by_op, monkeypatch):
     ms.set_context(mode=ms.PYNATIVE_MODE)
     if op_by_op:
         monkeypatch.setenv("MS_JIT", "0")
-    step = keeping_step(TooFewRows(), 1)
+    step = keeping_step(TooFewRows(), 1, compile=True)
     for _ in range(3):
         with pytest.raises(ValueError, match="too few rows"):
             step(Tensor(X))
@@ -250,7 +330,7 @@ MANY = (
 )
 
 
-def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported(monkeypatch):
+def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported():
     step = keeping_step(Scaled(), 2, accumulation_steps=100)
     with compilations() as compiled:
         for factor in (1.0, 2.0, 1.0, float("nan"), float("nan")):
@@ -258,9 +338,8 @@ def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported(mo
             step(Tensor(X), factor)
             assert number(step.buffer.sums[0]) == pytest.approx(36 * factor, nan_ok=True)
     assert compiled.count("MicroStep") == 3
-    monkeypatch.setenv("MS_JIT", "0")  # only to save the time of compiling the others
     with pytest.warns() as warned:
-        for factor in range(9):
+        for factor in range(6):
             step(Tensor(X), factor)
     assert [str(w.message) for w in warned] == [MANY] and warned[0].filename == __file__
 

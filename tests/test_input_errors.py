@@ -9,6 +9,7 @@ from linear_toy import X, line
 from mindspore import Parameter, Tensor, nn, ops
 from step_probe import changed, keeping_step, values_of
 from test_errors import AXIS, raises
+from test_python_objects import REFUSED
 
 from ms_gradaccum import GradAccumulation
 
@@ -143,10 +144,11 @@ def an_int_sum(errors):
     return errors.sum().astype(ms.int32), 4
 
 
+NO_TENSOR = REFUSED.partition("but got ")[2]
 RETURNS = [
     (a_vector, False, f"{MEAN_RULE} Float32 of shape (4,). {MEAN_REMEDY}"),
     (an_int, False, f"{MEAN_RULE} Int32 of shape (). {MEAN_REMEDY}"),
-    *((form, False, f"{MEAN_RULE} no tensor. {MEAN_REMEDY}") for form in (nothing, a_number, no_items, a_dict)),
+    *((form, False, f"{MEAN_RULE} {NO_TENSOR}") for form in (nothing, a_number, no_items, a_dict)),
     (a_vector_sum, True, f"{SUM_RULE} Float32 of shape (4,). {PAIR_REMEDY}"),
     (an_int_sum, True, f"{SUM_RULE} Int32 of shape (). {PAIR_REMEDY}"),
     (one_sum, True, f"{WEIGHT_RULE} no number. {PAIR_REMEDY}"),

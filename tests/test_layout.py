@@ -14,11 +14,11 @@ PACKAGE = Path(__file__).parents[1] / "ms_gradaccum"
 ORDER = """
 _checks step_output stock_cell events structure micro_batch loss_weight token_mean_loss loss_kind runs kernels
 grad_buffer grad_clip compiled thread_pool convolutions optimizers loss_scale half_precision rewriting precision
-grad_accumulation bad_micro_batch parallel micro_loss micro_step micro_steps window_clip update window train_step
-accumulation_config window_counter saved prepared given_grads trained_network loop_window accumulator averages
-state state_checkpoint model_steps model planning plan verification verify probing micro_size_finder step_costs
-step_report metric_sinks metrics_logger ema progress_display callbacks integrations __init__ run_plot
-environment __main__
+grad_accumulation ambiguous_inputs bad_micro_batch parallel micro_loss micro_step micro_steps window_clip update
+window train_step accumulation_config window_counter saved prepared given_grads trained_network loop_window
+accumulator averages state state_checkpoint model_steps model planning plan verification verify probing
+micro_size_finder step_costs step_report metric_sinks metrics_logger ema progress_display callbacks integrations
+__init__ run_plot environment __main__
 """.split()
 
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)

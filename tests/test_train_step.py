@@ -104,7 +104,7 @@ def test_drop_forgets_the_window_as_if_it_had_not_been(eager):
 def test_weights_keep_the_bits_of_the_start_until_the_last_batch_of_the_window(eager):
     _, step = toy_step(2, make_optimizer=momentum, accumulation_steps=4)
     start = values_of(step)
-    window = {"accu_grads.weight", "accu_grads.window_loss", "accu_grads.window_weight", "accu_grads.window_batches"}
+    window = {"accu_grads.weight", *(f"accu_grads.weight.window_{name}" for name in ("loss", "weight", "batches"))}
     for _ in range(3):
         assert not number(step(*rows(1, 8)).updated)
         # Compared with the start, not with the call before: an update in the very first call would not be seen.
@@ -239,7 +239,7 @@ class Noisy(nn.Cell):
 
 def test_dropout_draws_a_mask_per_micro_batch_and_none_out_of_training():
     step = keeping_step(Noisy(), 2)
-    assert step.training  # built in training mode, like the stock step
+    assert not step.training  # As MindSpore's own step, which leaves the modes of all cells as they are.
     seen = []
     for training in (True, False, True):
         step.set_train(training)
@@ -251,7 +251,7 @@ def test_dropout_draws_a_mask_per_micro_batch_and_none_out_of_training():
 
 def test_batch_norm_moves_its_statistics_with_every_micro_batch():
     norm = nn.BatchNorm1d(1, momentum=0.5)
-    step = keeping_step(nn.WithLossCell(norm, nn.MSELoss()), 2)
+    step = keeping_step(nn.WithLossCell(norm, nn.MSELoss()), 2).set_train()
     step(*tensors(np.float32([[1], [3], [5], [7]]), np.zeros((4, 1), np.float32)))
     # From 0 half of the way to the mean 2 of the first micro batch, then half of the way to 6. One batch: 2.
     assert number(norm.moving_mean) == 3.5

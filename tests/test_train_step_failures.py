@@ -10,7 +10,7 @@ from step_probe import changed, number, tensors, values_of
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
 LABELS = np.int32([0, 1, 2, 0, 1, 2, 0, 1])
-WINDOW = {"accu_grads.weight", "accu_grads.bias", "accu_grads.window_loss", "accu_grads.window_weight"}
+WINDOW = {"accu_grads.weight", "accu_grads.bias", "accu_grads.weight.window_loss", "accu_grads.weight.window_weight"}
 DROPPED = "^For 'TrainOneStepCell', the batch failed in mid-window: the 1 batches before it are dropped with it.$"
 
 
@@ -58,7 +58,7 @@ def test_an_open_window_is_dropped_with_the_batch_that_failed():
     network.register_forward_hook(FailsAt(call=4 + 3))
     with pytest.warns(UserWarning, match="runs eagerly"):
         step(*tensors(X, LABELS))
-    assert changed(start, values_of(step)) == WINDOW | {"accu_grads.window_batches"}
+    assert changed(start, values_of(step)) == WINDOW | {"accu_grads.weight.window_batches"}
     with pytest.raises(OSError, match="^no more storage$"), pytest.warns(UserWarning, match=DROPPED) as warned:
         step(*tensors(X, LABELS))
     assert warned[0].filename == __file__

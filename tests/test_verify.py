@@ -1,6 +1,7 @@
 """verify: what is equal, what a report says, what is left as it was, and what is refused."""
 
 import random
+import warnings
 from unittest import mock
 
 import mindspore as ms
@@ -199,15 +200,28 @@ def test_parameters_modes_and_random_state_are_as_they_were(begun, fails, eager)
     assert {name for name, value in start.items() if value.tobytes() != after[name].tobytes()} == set()
 
 
-def test_a_network_that_cannot_be_compiled_runs_eagerly_after_one_warning():
+def test_a_network_that_cannot_be_compiled_runs_in_pynative_mode_alone():
     class Uncompilable(Line):
         def construct(self, x, y):
             return super().construct(x, Tensor(np.abs(y.asnumpy())))
 
-    sentence = "^For 'verify', the network cannot be compiled and runs eagerly, which is slower: "
-    with pytest.warns(UserWarning, match=sentence) as caught:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ms.set_context(mode=ms.PYNATIVE_MODE)
         assert verify(Uncompilable(), batch(), 2).equal
-    assert len(caught) == 1 and caught[0].filename == __file__
+    ms.set_context(mode=ms.GRAPH_MODE)
+    with pytest.raises(ValueError, match="must return its mean loss, .* but got no tensor"):
+        verify(Uncompilable(), batch(), 2)
+
+
+def test_a_loss_of_several_terms_is_a_graph_in_pynative_mode_too():
+    class Terms(Line):
+        def construct(self, x, y):
+            loss = super().construct(x, y)
+            return (loss * x.shape[0], x.shape[0]), (ops.square(self.weight).sum(), 1)
+
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    assert verify(GradAccumulation(Terms(), 2, weighted=True, terms=2), batch(), None).equal
 
 
 def test_network_and_batch_have_the_right_types():

@@ -26,7 +26,8 @@ class DataParallel:
             Face Accelerate's ``GradientAccumulationPlugin``. Default: ``False``.
         overlap (bool): Whether the last micro batch of a window adds up its gradients over the ranks while its backward
             pass goes on, as PyTorch's DistributedDataParallel does, where a device computes and communicates at a
-            time. That takes one more graph of the network to be compiled. Default: ``False``.
+            time. That takes one more graph of the network to be compiled; where PYNATIVE mode runs the network op by
+            op, the messages follow the backward pass. Default: ``False``.
         check_weights (bool): Whether to compare a hash of the weights over the ranks after each update and raise a
             RuntimeError if they differ; for debugging. Default: ``False``.
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from mindspore import nn
 
+from ms_gradaccum.ambiguous_inputs import ambiguous_inputs, name_of
 from ms_gradaccum.verification.comparison import Run, combine, is_finite, misfit, misfits, norm
 from ms_gradaccum.verification.experiment import Experiment
 from ms_gradaccum.verification.loss_search import WRONG_REDUCTIONS, LossSearch
@@ -43,6 +44,10 @@ _OTHER_LOSS = (
 )
 _NOT_FINITE = (
     "An Inf or NaN in {where}: nothing can be compared. A mean over no tokens is one, as is an overflow of 16 bits."
+)
+_NO_BATCH = (
+    "An input that is no batch and is split like one: with {name} of shape {shape} whole in each micro batch, the "
+    "gradients are equal. Give it None in batch_axis."
 )
 _UNKNOWN = "No cause was found. If the difference is small, it may be rounding: give rtol."
 
@@ -136,12 +141,26 @@ class Diagnosis:
         return found
 
     def _look_at_loss(self) -> None:
-        if self._same_gradient():
+        if self._same_gradient() or self._is_input_split():
             return
         search = LossSearch(self.experiment, self.whole, self.rtol)
         # Run from the start each, micro batches do not see the state that those before them have left.
         if not self.has_state or not self._same(search.expected(), self.whole, *search.runs):
             self.causes.append(search.cause(self.window))
+
+    def _is_input_split(self) -> bool:
+        """Name an input that is no batch: with it whole in each micro batch, the window is the whole batch."""
+        experiment = self.experiment
+        for place in ambiguous_inputs(experiment.inputs, experiment.network.batch_axis):
+            try:
+                window = experiment.unsplit(place).window()
+            except Exception:
+                continue  # It has rows, and the network cannot do without their split.
+            if is_finite(window) and max(misfits(window, self.whole)) <= self.rtol:
+                name, shape = name_of(experiment.network, place), tuple(experiment.inputs[place].shape)
+                self.causes.append(_NO_BATCH.format(name=name, shape=shape))
+                return True
+        return False
 
     def _look_at_reference(self) -> None:
         if self.experiment.reference is None:

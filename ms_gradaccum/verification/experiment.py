@@ -1,5 +1,6 @@
 """Windows and whole batches, run from one start as often as a diagnosis asks for them."""
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common.seed import _KERNEL_SEED
 
+from ms_gradaccum.ambiguous_inputs import without_split
 from ms_gradaccum.compiled import Compiled, op_by_op, runs_eagerly
 from ms_gradaccum.grad_accumulation import GradAccumulation
 from ms_gradaccum.grad_buffer import GradBuffer, reciprocal
@@ -95,7 +97,8 @@ class Experiment:
         frozen: Sequence[nn.Cell] = (),
         compiles: bool = False,
     ) -> None:
-        self.compiles = compiles
+        # Op by op, a loss of several terms would need a forward pass for each.
+        self.compiles = compiles or network.terms > 1
         self.network = network
         self.inputs = inputs
         self.reference = reference
@@ -113,6 +116,11 @@ class Experiment:
     def freezing(self, cells: Sequence[nn.Cell]) -> "Experiment":
         """Return the same experiment with these cells in evaluation mode, too."""
         return Experiment(self.network, self.inputs, self.reference, self.start, [*self.frozen, *cells], self.compiles)
+
+    def unsplit(self, place: int) -> "Experiment":
+        """Return the same experiment with one input of the network going whole into each micro batch."""
+        network = without_split(self.network, place, self.inputs)
+        return Experiment(network, self.inputs, self.reference, self.start, self.frozen, self.compiles)
 
     def rows_of(self, micro_batch: int) -> list[int]:
         """Return the places of its rows in the batch."""
@@ -141,17 +149,29 @@ class Experiment:
         """Run the whole batch through the reference."""
         return self._run_whole("reference", self.batch)
 
+    def seconds(self) -> float:
+        """Return how long the forward and backward passes of the window take."""
+        self._begin()
+        self.parallel.buffer.clear()
+        begin = time.perf_counter()
+        self._add(self.micro_batches)
+        _number(self.parallel.buffer.weight)  # Waits for what is still being computed.
+        return time.perf_counter() - begin
+
     def _run_window(self, micro_batches: Sequence[MicroBatch]) -> Run:
         self._begin()
         buffer = self.parallel.buffer
         buffer.clear()
+        self._add(micro_batches)
+        grads = _mean_grads(buffer)
+        return Run(_number(buffer.mean_loss()), _number(buffer.weight), grads, self.start.changed())
+
+    def _add(self, micro_batches: Sequence[MicroBatch]) -> None:
         batch_rows = sum(part.rows for part in micro_batches)
         for rows, tensors in micro_batches:
             step = self._step("micro step", tensors)
             pace = step.pace if isinstance(step, EagerMicroStep) else step.cell.pace
             step(*(Tensor(number, ms.float32) for number in pace.share_and_factor(rows, batch_rows)), *tensors)
-        grads = _mean_grads(buffer)
-        return Run(_number(buffer.mean_loss()), _number(buffer.weight), grads, self.start.changed())
 
     def _run_whole(self, which: str, batch: MicroBatch, same_random: bool = True) -> Run:
         self._begin(same_random)
@@ -176,7 +196,7 @@ class Experiment:
             if eager:
                 self._steps[key] = self._make_eager_step() if kind == "micro step" else EagerCell(make())
             else:
-                self._steps[key] = Compiled(make, _OWNER, "the network", checks_hooks=True)
+                self._steps[key] = Compiled(make, _OWNER, "the network", self.network.network)
         return self._steps[key]
 
     def _make_micro_step(self) -> nn.Cell:

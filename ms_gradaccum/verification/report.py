@@ -1,12 +1,12 @@
 """Window and whole batch side by side, parameter by parameter."""
 
-import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ms_gradaccum.verification.comparison import Run, misfits, norm_of, relative
+from ms_gradaccum.verification.compile_report import CompileReport, bullet
 from ms_gradaccum.verification.diagnosis import Diagnosis
 from ms_gradaccum.verification.experiment import Experiment
 
@@ -50,6 +50,8 @@ class VerifyReport:
         micro_batches: The rows of each micro batch.
         rtol: The relative difference up to which two gradients are equal.
         causes: One sentence or two per cause: what was found, and what to do. Empty if nothing differs.
+        notes: What else to know: cells that one way of training leaves in evaluation mode, and another does not.
+        compiled: What differs between op by op and compiled, a :class:`CompileReport`. None if that was not asked.
     """
 
     equal: bool
@@ -59,6 +61,8 @@ class VerifyReport:
     micro_batches: tuple[int, ...]
     rtol: float
     causes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    compiled: CompileReport | None = None
 
     def __str__(self) -> str:
         differing = [entry for entry in self.parameters if entry.differs]
@@ -72,8 +76,11 @@ class VerifyReport:
         lines.append(f"Loss: {self.window_loss:.8g} in the window, {self.whole_loss:.8g} in the whole batch.")
         if self.causes:
             lines.append("Probable cause:" if len(self.causes) == 1 else "Probable causes:")
-        for cause in self.causes:
-            lines.append(textwrap.fill(cause, 100, initial_indent="- ", subsequent_indent="  "))
+        lines.extend(bullet(cause) for cause in self.causes)
+        if self.notes:
+            lines.extend(["Note:", *(bullet(note) for note in self.notes)])
+        if self.compiled is not None:
+            lines.append(str(self.compiled))
         return "\n".join(lines)
 
 

@@ -17,6 +17,8 @@ from mindspore.communication import get_group_size, get_rank, init
 
 from ms_gradaccum import Accumulator, TokenMeanLoss
 
+ms.set_context(mode=ms.GRAPH_MODE)
+
 ACCUMULATION_STEPS, BATCH_SIZE, PADDING = 2, 4, -100
 INITIAL_WEIGHT = [[-0.00748682], [0.53644359]]
 # By the number of processes: the tokens of one update, and the weight after it.

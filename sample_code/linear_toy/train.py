@@ -13,6 +13,8 @@ from mindspore.dataset import NumpySlicesDataset
 
 from ms_gradaccum import Accumulator
 
+ms.set_context(mode=ms.GRAPH_MODE)
+
 x = np.arange(1, 9, dtype=np.float32).reshape(8, 1)
 y = 2 * x
 

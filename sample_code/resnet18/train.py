@@ -27,6 +27,7 @@ from ms_gradaccum import Accumulator
 BATCH_SIZE = int(os.getenv("BATCH_SIZE", "128"))
 GRADIENT_ACCUMULATION = 4
 
+ms.set_context(mode=ms.GRAPH_MODE)
 ms.set_device(os.getenv("DEVICE_TARGET", "CPU"))
 ms.set_seed(1)
 np.set_printoptions(precision=4, suppress=True, linewidth=120)
@@ -34,6 +35,8 @@ np.set_printoptions(precision=4, suppress=True, linewidth=120)
 net = ResNet18(num_classes=10)
 optimizer = nn.SGD(net.trainable_params(), learning_rate=0.1, momentum=0.9, weight_decay=5e-4)
 loss_cell = nn.WithLossCell(net, nn.CrossEntropyLoss())
+# As MindSpore has it, a network begins in evaluation mode, in which BatchNorm uses its moving averages.
+loss_cell.set_train()
 accumulator = Accumulator(loss_cell, optimizer, accumulation_steps=GRADIENT_ACCUMULATION)
 loader = accumulator.prepare(create_dataset(BATCH_SIZE, os.getenv("DATA")))
 

@@ -35,6 +35,7 @@ parser.add_argument("--mean-of-means", action="store_true", help="the wrong loss
 parser.add_argument("--losses", type=Path, help="file for the loss of each update, one JSON object per line")
 settings = parser.parse_args()
 
+ms.set_context(mode=ms.GRAPH_MODE)
 ms.set_device(os.getenv("DEVICE_TARGET", "CPU"))
 ms.set_seed(1)
 

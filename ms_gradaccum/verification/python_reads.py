@@ -1,0 +1,221 @@
+"""What the Python code of a network reads, and may change, besides its inputs and Parameters."""
+
+import dis
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+from mindspore import nn, ops
+
+# Whose code is taken for what it is: nobody changes it between two steps.
+_LIBRARIES = ("mindspore", "ms_gradaccum", "numpy")
+_STANDARD = (str(Path(dis.__file__).parent), "<frozen")
+# What every cell has of its own, whatever its class.
+_OF_ALL_CELLS = frozenset((*vars(nn.Cell()), "_cell_init_args", "_is_top_cell"))
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where names have values: the attributes of an object or a class, the globals of a module, a closure.
+
+    Attributes:
+        label: How a name in it is called, with ``{}`` for the name.
+        group: What those have in common that one change is made to at once, such as the class of cells.
+        values: The names and their values, which can be assigned to.
+        names: The names that count; None for all that come and go.
+        reads: The names that the code reads.
+        own: Whether it is the user's, and not a library's.
+    """
+
+    label: str
+    group: str
+    values: Any
+    names: frozenset[str] | None
+    reads: frozenset[str]
+    own: bool = True
+
+    def keys(self) -> list[str]:
+        """Return the names that have a value now."""
+        if self.names is not None:
+            return [name for name in sorted(self.names) if name in self.values]
+        return [name for name in self.values if name not in _OF_ALL_CELLS]
+
+    def call(self, name: str) -> str:
+        """Return how a text calls a name."""
+        return self.label.format(name)
+
+
+class ClassValues:
+    """The attributes of a class as a mapping."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __contains__(self, name: object) -> bool:
+        return name in vars(self.kind)
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.kind)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.kind, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.kind, name)
+
+
+class ClosureValues:
+    """The variables of outer functions that a function sees, as a mapping."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            return name in self.cells and self[str(name)] is not self
+        except ValueError:  # It has no value yet.
+            return False
+
+    def __getitem__(self, name: str) -> Any:
+        return self.cells[name].cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.cells[name].cell_contents
+
+
+class PythonReads:
+    """The code of a network's cells and of the functions that they call, and the spaces that it reads.
+
+    Args:
+        network: The network.
+    """
+
+    def __init__(self, network: nn.Cell) -> None:
+        self.cells = {name: cell for name, cell in network.cells_and_names()}
+        self.classes = _unique(kind for cell in self.cells.values() for kind in type(cell).__mro__ if _is_user(kind))
+        own = [function for kind in self.classes for function in _functions_of(kind)]
+        held = [value for cell in self.cells.values() for value in vars(cell).values() if _is_users_function(value)]
+        self.functions = _with_called([*own, *held])
+        self.codes = [code for function in self.functions for code in _codes(function.__code__)]
+        self.names = _names(self.codes)
+        self.spaces = [*self._of_cells(), *self._of_classes(), *self._of_functions()]
+
+    def changes_in_place(self) -> bool:
+        """Whether the code has an operator such as ``*=``."""
+        return any(
+            each.opname.startswith("INPLACE_") or (each.opname == "BINARY_OP" and each.argrepr.endswith("="))
+            for code in self.codes
+            for each in dis.get_instructions(code)
+        )
+
+    def has_gradient_hook(self) -> bool:
+        """Whether something is called in the backward pass: an operator of a cell, or a hook of a tensor."""
+        attributes = (value for cell in self.cells.values() for value in vars(cell).values())
+        by_operator = any(isinstance(value, ops.HookBackward) for value in attributes)
+        return by_operator or bool(self.names & {"HookBackward", "register_hook"})
+
+    def _of_cells(self) -> Iterator[Space]:
+        seen: set[int] = set()
+        for name, cell in self.cells.items():
+            kind, of = type(cell), f"of {name}" if name else "of the network"
+            own = _is_user(kind)
+            reads = self.names if own else self.names | _names(_codes_of_mro(kind))
+            yield Space(f"the attribute {{}} {of}", kind.__qualname__, vars(cell), None, reads, own)
+            yield Space(f"the cell {{}} {of}", kind.__qualname__, cell._cells, None, frozenset(), own)
+            helpers = vars(cell).items() if own else ()
+            for attribute, value in helpers:
+                if attribute not in _OF_ALL_CELLS and _is_record(value) and id(value) not in seen:
+                    seen.add(id(value))
+                    yield Space(f"{attribute}.{{}} {of}", kind.__qualname__ + attribute, vars(value), None, self.names)
+
+    def _of_classes(self) -> Iterator[Space]:
+        for kind in self.classes:
+            names = frozenset(name for name in vars(kind) if name in self.names and not name.startswith("__"))
+            label = f"the attribute {{}} of the class {kind.__name__}"
+            yield Space(label, kind.__qualname__, ClassValues(kind), names, names)
+
+    def _of_functions(self) -> Iterator[Space]:
+        for module in _unique(function.__module__ for function in self.functions):
+            values = vars(sys.modules[module]) if module in sys.modules else {}
+            yield Space(f"the global {{}} of {module}", module, values, self.names, self.names)
+        for function in self.functions:
+            if function.__closure__:
+                names = frozenset(function.__code__.co_freevars) - {"__class__"}
+                label = f"the variable {{}} around {function.__qualname__}"
+                yield Space(label, function.__qualname__, ClosureValues(function), names, names)
+
+
+def _is_user(kind: Any) -> bool:
+    return str(kind.__module__).split(".")[0] not in (*_LIBRARIES, "builtins")
+
+
+def _is_record(value: Any) -> bool:
+    """Whether it is an object of plain attributes, such as a dataclass with settings."""
+    known = _is_user(type(value)) and not callable(value)
+    return known and hasattr(value, "__dict__") and not isinstance(value, nn.Cell)
+
+
+def _functions_of(kind: type) -> Iterator[FunctionType]:
+    for name, value in vars(kind).items():
+        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(value, FunctionType) and name != "__init__":
+            yield value
+
+
+def _with_called(functions: list[FunctionType]) -> list[FunctionType]:
+    """Return the functions and those of the user's that they name, and so on."""
+    found: dict[int, FunctionType] = {}
+    ahead = list(functions)
+    while ahead:
+        function = ahead.pop()
+        if id(function) in found:
+            continue
+        found[id(function)] = function
+        names = [name for code in _codes(function.__code__) for name in code.co_names]
+        values: list[Any] = [function.__globals__.get(name) for name in names]
+        closures = ClosureValues(function)
+        values += [closures[name] for name in closures.cells if name in closures]
+        ahead += [value for value in values if _is_users_function(value)]
+    return list(found.values())
+
+
+def _is_users_function(value: Any) -> bool:
+    is_function = isinstance(value, FunctionType) and _is_user(value)
+    return is_function and not value.__code__.co_filename.startswith(_STANDARD)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of those inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _codes_of_mro(kind: type) -> list[CodeType]:
+    kinds = [each for each in kind.__mro__ if each not in nn.Cell.__mro__]
+    return [code for each in kinds for function in _functions_of(each) for code in _codes(function.__code__)]
+
+
+def reads_mode(cell: nn.Cell) -> bool:
+    """Whether the code of a cell asks whether it is in training."""
+    return "training" in _names(_codes_of_mro(type(cell)))
+
+
+def _names(codes: Iterable[CodeType]) -> frozenset[str]:
+    """Return the names that code uses, those in texts for `getattr` too."""
+    found: set[str] = set()
+    for code in codes:
+        found.update(code.co_names)
+        found.update(value for value in code.co_consts if isinstance(value, str) and value.isidentifier())
+    return frozenset(found)
+
+
+def _unique(items: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(items))

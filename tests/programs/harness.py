@@ -1,0 +1,361 @@
+"""Whole programs, trained by MindSpore's own step on whole batches and by ms_gradaccum in micro batches.
+
+A `Program` is written once. Each face of the package (training step, `Model`, `Accumulator`) must leave what
+MindSpore's own step, or its own `Model`, leaves in the same mode, or say in a warning or an error why it does not.
+There is no third state: weights that differ without a word fail.
+"""
+
+import functools
+import random
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.common.api import _pynative_executor
+from mindspore.dataset import GeneratorDataset
+from optimizer_parity import parameters_of, values_of
+
+from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell, verify
+
+ROWS = 8
+UPDATES = 3
+PARTS = 4
+MODES = {"GRAPH": ms.GRAPH_MODE, "PYNATIVE": ms.PYNATIVE_MODE}
+FACES = ("step 1", "step 4", "Model", "Accumulator")
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """The default of what a program may do."""
+
+
+def sgd(network: nn.Cell) -> nn.Cell:
+    return nn.SGD(network.trainable_params(), 0.1)
+
+
+def momentum(network: nn.Cell) -> nn.Cell:
+    return nn.Momentum(network.trainable_params(), 0.05, 0.9)
+
+
+def regression(rows: int = ROWS, columns: int = 4, outputs: int = 1, updates: int = UPDATES) -> list[Any]:
+    """Batches (x, y) whose rows differ much, so that no row can be left out unseen."""
+    numbers = np.random.default_rng(1)
+    return [
+        (
+            numbers.normal(size=(rows, columns)).astype(np.float32),
+            numbers.normal(size=(rows, outputs)).astype(np.float32),
+        )
+        for _ in range(updates)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A training program.
+
+    Args:
+        network: Builds the loss cell. Its trainable parameters then get numbers that are always the same.
+        optimizer: Builds the optimizer of the loss cell's parameters.
+        batches: NumPy batches, one for each update.
+        prepare: What is done to (cell, optimizer) before a step is built, for example freezing.
+        built: What is done to (cell, optimizer) after the step was built.
+        between: What is done after update i: between(i, cell, optimizer).
+        whole: Makes the loss cell that MindSpore's own step trains of ours, where it returns a weight.
+        parts: Number of micro batches of "step 4", "Model" and "Accumulator".
+        settings: Arguments of GradAccumulation.
+        step: Arguments of our step, Model and Accumulator.
+        stock_step: Arguments of MindSpore's own step.
+        stock_model: Arguments of MindSpore's own Model.
+        named: Pattern of the error or warning that micro batches get in place of equal weights.
+        names_whole: Whether whole batches get it too.
+        nature: Pattern of the cause that `verify` names where micro batches differ by nature, as with BatchNorm.
+        warned: Pattern of a warning that is given although the weights are equal.
+        watch: What else must be equal: numbers that Python has kept in the cell. Only for whole batches.
+        own_model: Whether MindSpore's own Model does something else than its own step.
+        faces: Which faces can run it.
+        modes: In which modes MindSpore's own step trains it.
+        rtol: Largest deviation relative to the largest entry of the tensor.
+    """
+
+    network: Callable[[], nn.Cell]
+    optimizer: Callable[[nn.Cell], nn.Cell] = sgd
+    batches: Callable[[], list[Any]] = regression
+    prepare: Callable[..., Any] = nothing
+    built: Callable[..., Any] = nothing
+    between: Callable[..., Any] = nothing
+    whole: Callable[[nn.Cell], nn.Cell] = staticmethod(lambda cell: cell)
+    parts: int = PARTS
+    settings: dict[str, Any] = field(default_factory=dict)
+    step: dict[str, Any] = field(default_factory=dict)
+    stock_step: dict[str, Any] = field(default_factory=dict)
+    stock_model: dict[str, Any] = field(default_factory=dict)
+    named: str | None = None
+    names_whole: bool = False
+    nature: str | None = None
+    warned: str | None = None
+    watch: Callable[[nn.Cell], Any] = staticmethod(lambda cell: [])
+    own_model: bool = False
+    faces: tuple[str, ...] = FACES
+    modes: tuple[str, ...] = ("GRAPH", "PYNATIVE")
+    rtol: float = 2e-5
+
+    def build(self) -> tuple[nn.Cell, nn.Cell]:
+        """Return a new loss cell and its optimizer, always with the same numbers."""
+        ms.set_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        cell = self.network()
+        numbers = np.random.default_rng(7)
+        for parameter in cell.get_parameters():
+            if parameter.requires_grad:
+                value = numbers.uniform(-0.6, 0.6, parameter.shape)
+                parameter.set_data(Tensor(value, parameter.dtype))
+        optimizer = self.optimizer(cell)
+        cell.set_train()
+        self.prepare(cell, optimizer)
+        return cell, optimizer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training has left."""
+
+    losses: list[float]
+    values: dict[str, Any]
+    watched: list[Any]
+
+
+def tensors(tree: Any) -> Any:
+    """Return a nest of arrays as a nest of tensors."""
+    if isinstance(tree, dict):
+        return {key: tensors(item) for key, item in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(tensors(item) for item in tree)
+    return Tensor(tree) if isinstance(tree, np.ndarray) else tree
+
+
+def rows_of(tree: Any, axis: Any, begin: int, end: int) -> Any:
+    """Return some rows of a nest of arrays, along the axes that GradAccumulation is told."""
+    if isinstance(tree, dict):
+        axes = axis if isinstance(axis, dict) else dict.fromkeys(tree, axis)
+        return {key: rows_of(item, axes[key], begin, end) for key, item in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        axes = axis if isinstance(axis, tuple) else (axis,) * len(tree)
+        return type(tree)(rows_of(item, each, begin, end) for item, each in zip(tree, axes))
+    if axis is None or not isinstance(tree, np.ndarray) or not tree.ndim:
+        return tree
+    return tree.take(range(begin, end), axis)
+
+
+def micro_batches(program: Program, batch: Any) -> list[Any]:
+    axis = program.settings.get("batch_axis", 0)
+    size = ROWS // program.parts
+    return [rows_of(batch, axis, i * size, (i + 1) * size) for i in range(program.parts)]
+
+
+def loss_of(output: Any) -> float:
+    output = output[0] if isinstance(output, (tuple, list)) else output
+    return float(output.asnumpy())
+
+
+class Between(ms.train.Callback):
+    """Does what the program does between its updates, and keeps the losses."""
+
+    def __init__(self, program: Program, cell: nn.Cell, optimizer: nn.Cell) -> None:
+        super().__init__()
+        self.between = functools.partial(program.between, cell=cell, optimizer=optimizer)
+        self.losses: list[float] = []
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        self.losses.append(loss_of(run_context.original_args().net_outputs))
+        self.between(len(self.losses) - 1)
+
+
+def train_step(program: Program, step: nn.Cell, cell: nn.Cell, optimizer: nn.Cell, batches: Any) -> list[float]:
+    losses = []
+    for i, batch in enumerate(batches):
+        losses.append(loss_of(step(*tensors(batch))))
+        program.between(i, cell, optimizer)
+    return losses
+
+
+def train_model(program: Program, model: ms.Model, cell: nn.Cell, optimizer: nn.Cell, batches: Any) -> list[float]:
+    names = [f"column_{i}" for i in range(len(batches[0]))]
+    dataset = GeneratorDataset(batches, names, shuffle=False)
+    callback = Between(program, cell, optimizer)
+    model.train(1, dataset, callbacks=[callback], dataset_sink_mode=False)
+    return callback.losses
+
+
+def train_loop(program: Program, cell: nn.Cell, optimizer: nn.Cell) -> list[float]:
+    loss_cell = GradAccumulation(cell, 1, **program.settings)
+    accumulator = Accumulator(loss_cell, optimizer, program.parts, **program.step)
+    program.built(cell, optimizer)
+    losses = []
+    for i, batch in enumerate(program.batches()):
+        for part in micro_batches(program, batch):
+            with accumulator.accumulate():
+                accumulator.backward(*tensors(part))
+                output = accumulator.step()
+                accumulator.zero_grad()
+        losses.append(loss_of(output))
+        program.between(i, cell, optimizer)
+    return losses
+
+
+def train_ours(program: Program, face: str, cell: nn.Cell, optimizer: nn.Cell) -> list[float]:
+    if face == "Accumulator":
+        return train_loop(program, cell, optimizer)
+    loss_cell = GradAccumulation(cell, 1 if face == "step 1" else program.parts, **program.settings)
+    if face == "Model":
+        model = Model(loss_cell, optimizer=optimizer, **program.step, **program.stock_model)
+        program.built(cell, optimizer)
+        return train_model(program, model, cell, optimizer, program.batches())
+    step = TrainOneStepCell(loss_cell, optimizer, **program.step)
+    program.built(cell, optimizer)
+    return train_step(program, step, cell, optimizer, program.batches())
+
+
+def train_stock(program: Program, face: str, cell: nn.Cell, optimizer: nn.Cell, batches: Any) -> list[float]:
+    whole = program.whole(cell)
+    if face == "Model":
+        model = ms.Model(whole, optimizer=optimizer, **program.stock_model)
+        program.built(cell, optimizer)
+        return train_model(program, model, cell, optimizer, batches)
+    step = nn.TrainOneStepCell(whole, optimizer, **program.stock_step)
+    program.built(cell, optimizer)
+    return train_step(program, step, cell, optimizer, batches)
+
+
+def outcome(program: Program, train: Callable[..., list[float]], face: str, *batches: Any) -> Outcome:
+    cell, optimizer = program.build()
+    try:
+        losses = train(program, face, cell, optimizer, *batches)
+    except BaseException:
+        # An error inside a gradient would be in the way of whatever runs next in PYNATIVE mode.
+        _pynative_executor.clear_res()
+        raise
+    parameters = parameters_of(optimizer) | {each.name: each for each in cell.get_parameters()}
+    return Outcome(losses, values_of(parameters), list(program.watch(cell)))
+
+
+@functools.cache
+def stock(program: Program, face: str, mode: str) -> Outcome:
+    """Return what MindSpore's own step, or its own Model, leaves. Check that it trains."""
+    cell, optimizer = program.build()
+    start = values_of({each.name: each for each in optimizer.parameters})
+    whole = outcome(program, train_stock, face, program.batches())
+    moved = {name: deviation(whole.values[name], value) for name, value in start.items()}
+    assert max(moved.values()) > 100 * program.rtol, f"nothing moves: {moved}"
+    return whole
+
+
+def deviation(found: Any, expected: Any) -> float:
+    """Largest deviation of one array relative to the largest entry of the expected one."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    if found.shape != expected.shape:
+        return np.inf
+    error = np.max(np.abs(found - expected), initial=0.0)
+    return error / max(np.max(np.abs(expected), initial=0.0), 1e-3) if np.isfinite(error) else np.inf
+
+
+def deviations(found: Outcome, expected: Outcome) -> dict[str, float]:
+    assert found.values.keys() == expected.values.keys()
+    return {name: deviation(found.values[name], value) for name, value in expected.values.items()}
+
+
+def check(program: Program, mode: str, face: str) -> None:
+    """Check one cell of the table: equal to MindSpore's own training, or named."""
+    ms.set_context(mode=MODES[mode])
+    if program.nature and face != "step 1" and verify_names(program, program.nature):
+        return
+    expected = stock(program, "Model" if face == "Model" and program.own_model else "step", mode)
+    named = program.named if face != "step 1" or program.names_whole else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = outcome(program, train_ours, face)
+        except Exception as error:
+            assert named and re.search(named, str(error), re.S), (
+                f"an error that nobody expects: {type(error).__name__}: {error}"
+            )
+            return
+    said = [str(each.message) for each in caught if str(each.message).startswith("For '")]
+    about = [text for text in said if re.search(named or program.warned or "$^", text)]
+    if named and about:
+        assert len(about) == 1, f"said more than once: {about}"
+        return
+    assert_equal(program, found, expected, whole=face == "step 1")
+    assert said == about, f"equal, but with a warning: {said}"
+
+
+def verify_names(program: Program, cause: str) -> bool:
+    """Return whether `verify` says that micro batches are something else here, and why."""
+    cell, _ = program.build()
+    report = verify(cell, tuple(tensors(program.batches()[0])), program.parts)
+    return not report.equal and bool(re.search(cause, " ".join(report.causes)))
+
+
+def assert_equal(program: Program, found: Outcome, expected: Outcome, whole: bool) -> None:
+    too_far = {name: error for name, error in deviations(found, expected).items() if error > program.rtol}
+    losses = deviation(found.losses, expected.losses)
+    assert not too_far and losses <= program.rtol, f"SILENT: {too_far}, losses {found.losses} not {expected.losses}"
+    if whole:
+        assert deviation(found.watched, expected.watched) <= program.rtol, f"{found.watched} not {expected.watched}"
+
+
+def check_sees_lost_rows(program: Program) -> None:
+    """Check that a training with the first micro batch of each batch alone would be seen."""
+    mode = program.modes[-1]
+    ms.set_context(mode=MODES[mode])
+    first = [micro_batches(program, batch)[0] for batch in program.batches()]
+    wrong = outcome(program, train_stock, "step", first)
+    error = max(deviations(wrong, stock(program, "step", mode)).values())
+    assert error > 20 * program.rtol, f"lost rows would pass: {error}"
+
+
+def rows(programs: dict[str, Program]) -> list[Any]:
+    """Return the cells of the table as the parameters of a test."""
+    return [
+        pytest.param(program, mode, face, id=f"{name}-{mode}-{face}".replace(" ", "_"))
+        for name, program in programs.items()
+        for mode in program.modes
+        for face in faces_of(program, mode)
+    ]
+
+
+def faces_of(program: Program, mode: str) -> list[str]:
+    """Return what of the program is run in this mode."""
+    faces = [face for face in program.faces if face in ("step 1", "step 4") or not program.nature]
+    if mode == "GRAPH":
+        # Each face is compiled anew, and takes the same way.
+        faces = [face for face in faces if face != "Accumulator"]
+        if "Model" in faces and not program.own_model:
+            faces = [face for face in faces if face != "step 4"]
+    return faces
+
+
+def splittable(programs: dict[str, Program]) -> list[Any]:
+    """Return the programs whose micro batches can be compared with whole batches."""
+    return [
+        pytest.param(each, id=name.replace(" ", "_"))
+        for name, each in programs.items()
+        if each.parts > 1 and each.named is None and each.nature is None
+    ]
+
+
+class MeanOfPair(nn.Cell):
+    """The mean loss of a cell that returns (loss_sum, weight), for MindSpore's own step."""
+
+    def __init__(self, cell: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.cell = cell
+
+    def construct(self, *inputs: Any) -> Tensor:
+        loss_sum, weight = self.cell(*inputs)
+        return loss_sum / ops.stop_gradient(weight)

@@ -1,0 +1,142 @@
+"""Programs with a part that is not trained, or not in training mode: pretrained backbones, frozen BatchNorm.
+
+What `set_train(False)` means is what MindSpore's own step makes of it, before it is built, afterwards and in
+mid-training; `Model.train` puts all cells in training mode when it begins, MindSpore's as ours.
+"""
+
+import numpy as np
+import pytest
+from harness import Program, check, check_sees_lost_rows, momentum, rows, splittable
+from mindspore import Parameter, Tensor, nn, ops
+
+
+class Doubles(nn.Cell):
+    """Shows its mode: what Dropout and BatchNorm do, without their chance and their statistics."""
+
+    def construct(self, x):
+        if self.training:
+            return 2 * x
+        return x
+
+
+def batch_norm(**settings):
+    means, variances = Tensor(np.linspace(-1, 1, 5, dtype=np.float32)), Tensor(np.linspace(1, 2, 5, dtype=np.float32))
+    return nn.BatchNorm1d(5, moving_mean_init=means, moving_var_init=variances, **settings)
+
+
+class Pretrained(nn.Cell):
+    """A backbone with a layer of two modes, and a head."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.backbone = nn.SequentialCell(nn.Dense(4, 5), layer(), nn.Tanh())
+        self.head = nn.Dense(5, 1)
+
+    def construct(self, x, y):
+        return ops.square(self.head(self.backbone(x)) - y).mean()
+
+
+def with_layer(layer):
+    return lambda: Pretrained(layer)
+
+
+def freeze_mode(cell, optimizer):
+    cell.backbone.set_train(False)
+
+
+def freeze_later(i, cell, optimizer):
+    if i == 0:
+        cell.backbone.set_train(False)
+
+
+def thaw_later(i, cell, optimizer):
+    if i == 0:
+        cell.backbone.set_train(True)
+
+
+def never_trained(cell, optimizer):
+    cell.set_train(False)
+
+
+def freeze_weights(cell, optimizer):
+    for parameter in cell.backbone.get_parameters():
+        parameter.requires_grad = False
+
+
+def head_only(cell):
+    return nn.Momentum(cell.head.trainable_params(), 0.05, 0.9)
+
+
+class EMA(nn.Cell):
+    """A moving average of a layer that the forward pass updates and the loss uses, as normalisers and quantisers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, 1)
+        self.mean = Parameter(Tensor(np.float32(0.5)), name="mean", requires_grad=False)
+
+    def construct(self, x, y):
+        out = self.layer(x)
+        loss = ops.square(out - y - self.mean).mean()
+        mean = 0.9 * self.mean + 0.1 * ops.stop_gradient(out).mean()
+        return ops.depend(loss, ops.assign(self.mean, mean))
+
+
+class Teacher(nn.Cell):
+    """A teacher that no optimizer knows and an EMA of the student, which the loop updates (mean teacher, BYOL)."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Dense(4, 2)
+        self.teacher = nn.Dense(4, 2, weight_init="ones")
+
+    def construct(self, x, y):
+        wanted = ops.stop_gradient(self.teacher(x))
+        return ops.square(self.student(x) - wanted).mean() + ops.square(self.student(x) - y).mean()
+
+
+def student(cell):
+    return nn.Momentum(cell.student.trainable_params(), 0.05, 0.9)
+
+
+def follow(i, cell, optimizer):
+    for mine, other in zip(cell.teacher.get_parameters(), cell.student.get_parameters()):
+        ops.assign(mine, 0.9 * mine + 0.1 * other)
+
+
+STEPS = ("step 1", "step 4", "Accumulator")
+DOUBLES = {"network": with_layer(Doubles), "optimizer": momentum, "own_model": True}
+NORM = {"network": with_layer(batch_norm), "optimizer": momentum, "own_model": True}
+DROPOUT = {"network": with_layer(lambda: nn.Dropout(p=0.5)), "optimizer": momentum}
+
+PROGRAMS = {
+    "mode before building": Program(**DOUBLES, prepare=freeze_mode),
+    "mode after building": Program(**DOUBLES, built=freeze_mode),
+    "mode in mid-training": Program(**DOUBLES, between=freeze_later),
+    "mode frozen, then not": Program(**DOUBLES, prepare=freeze_mode, between=thaw_later),
+    "never in training mode": Program(**DOUBLES, prepare=never_trained),
+    "BatchNorm before building": Program(**NORM, prepare=freeze_mode, faces=STEPS),
+    "BatchNorm after building": Program(**NORM, built=freeze_mode, faces=STEPS),
+    "BatchNorm before building, Model": Program(**NORM, prepare=freeze_mode, faces=("Model",), parts=1),
+    "BatchNorm in mid-training": Program(**NORM, between=freeze_later, parts=1),
+    "BatchNorm in training": Program(**NORM, nature="BatchNorm"),
+    "BatchNorm of moving averages": Program(
+        with_layer(lambda: batch_norm(use_batch_statistics=False)), momentum, prepare=freeze_weights
+    ),
+    "Dropout before building": Program(**DROPOUT, prepare=freeze_mode, faces=STEPS),
+    "Dropout after building": Program(**DROPOUT, built=freeze_mode, faces=STEPS),
+    "head alone, by the optimizer": Program(with_layer(Doubles), head_only),
+    "head alone, by requires_grad": Program(**DOUBLES, prepare=freeze_weights),
+    "teacher that follows the student": Program(Teacher, student, between=follow),
+    "EMA in the forward pass": Program(EMA, nature="[Ss]tate of the network|changes"),
+}
+
+
+@pytest.mark.parametrize("program,mode,face", rows(PROGRAMS))
+def test_equal_or_named(program, mode, face):
+    check(program, mode, face)
+
+
+@pytest.mark.parametrize("program", splittable(PROGRAMS))
+def test_lost_rows_would_be_seen(program):
+    check_sees_lost_rows(program)

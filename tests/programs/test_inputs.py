@@ -1,0 +1,156 @@
+"""Inputs as programs give them: dicts, tuples, what has no rows, and numbers of other types."""
+
+import numpy as np
+import pytest
+from harness import ROWS, UPDATES, Program, check, check_sees_lost_rows, regression, rows, splittable
+from mindspore import nn, ops
+
+LOOPS = ("step 1", "step 4", "Accumulator")
+# A loop of one's own cuts what has rows, and nothing else.
+SPLIT = ("step 1", "step 4", "Model")
+
+
+class OfDict(nn.Cell):
+    """Takes a batch as a dict, as collections of text models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Dense(4, 3)
+        self.second = nn.Dense(3, 1)
+
+    def loss(self, x, y, scale):
+        return ops.square(self.second(ops.tanh(self.first(x))) * scale - y).mean()
+
+    def construct(self, batch):
+        return self.loss(batch["x"], batch["labels"], 1.0)
+
+
+class OfTuple(OfDict):
+    def construct(self, pair, scale):
+        return self.loss(pair[0], pair[1], scale)
+
+
+class WithDefault(OfDict):
+    def construct(self, x, y, scale=2.0):
+        return self.loss(x, y, scale)
+
+
+class Graph(nn.Cell):
+    """A graph convolution per row: all rows share one adjacency matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, 1)
+
+    def construct(self, x, y, adjacency):
+        return ops.square(self.layer(ops.matmul(adjacency, x)) - y).mean()
+
+
+def nodes(count):
+    """Rows of `count` nodes with 4 features each, labels of the nodes, and a matrix for all."""
+
+    def build():
+        numbers = np.random.default_rng(4)
+        adjacency = numbers.uniform(size=(count, count)).astype(np.float32)
+        shapes = [(ROWS, count, 4), (ROWS, count, 1)]
+        return [(*(numbers.normal(size=s).astype(np.float32) for s in shapes), adjacency) for _ in range(UPDATES)]
+
+    return build
+
+
+class Masked(nn.Cell):
+    """Causal attention, whose mask is an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = nn.Dense(4, 4), nn.Dense(4, 4), nn.Dense(4, 1)
+
+    def construct(self, x, y, mask):
+        scores = ops.matmul(self.query(x), self.key(x).swapaxes(1, 2)) + mask
+        return ops.square(ops.matmul(ops.softmax(scores, -1), self.value(x)) - y).mean()
+
+
+def causal(length):
+    mask = np.triu(np.full((length, length), -1e4, np.float32), 1)
+    return lambda: [(x, y, mask) for x, y, _ in nodes(length)()]
+
+
+class Prior(nn.Cell):
+    """A vector for the whole batch: the prior of the classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, ROWS)
+
+    def construct(self, x, y, prior):
+        return ops.square(ops.softmax(self.layer(x) + prior, -1) - y).mean()
+
+
+def with_prior():
+    prior = np.linspace(-1, 1, ROWS, dtype=np.float32)
+    return [(x, y, prior) for x, y in regression(outputs=ROWS)]
+
+
+class OnAxisOne(nn.Cell):
+    """Time first: the rows are on axis 1, as nn.LSTM has them by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, 1)
+
+    def construct(self, x, y):
+        return ops.square(self.layer(x).mean(0) - y).mean()
+
+
+def time_first():
+    numbers = np.random.default_rng(5)
+    return [(numbers.normal(size=(3, ROWS, 4)).astype(np.float32), y) for _, y in regression()]
+
+
+class Scaled(nn.Cell):
+    """A tensor without axes, such as a step number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, 1)
+
+    def construct(self, x, y, scale):
+        return ops.square(self.layer(x) * scale - y).mean()
+
+
+def as_dicts():
+    return [({"x": x, "labels": y},) for x, y in regression()]
+
+
+SHARED = {"batch_axis": (0, 0, None)}
+
+PROGRAMS = {
+    "dict": Program(OfDict, batches=as_dicts, faces=LOOPS),
+    "tuple and a number": Program(OfTuple, batches=lambda: [((x, y), 1.5) for x, y in regression()], faces=LOOPS),
+    "default": Program(WithDefault),
+    "adjacency matrix": Program(
+        Graph, batches=nodes(5), named=r"input\[2\].*batch_axis", names_whole=True, faces=SPLIT
+    ),
+    "adjacency matrix, batch_axis": Program(Graph, batches=nodes(5), settings=SHARED),
+    "adjacency matrix as large as the rows": Program(
+        Graph, batches=nodes(ROWS), named=r"input\[2\].*batch_axis", faces=SPLIT
+    ),
+    "mask as large as the rows": Program(Masked, batches=causal(ROWS), named=r"input\[2\].*batch_axis", faces=SPLIT),
+    "mask as large as the rows, batch_axis": Program(Masked, batches=causal(ROWS), settings=SHARED),
+    "vector as long as the rows": Program(Prior, batches=with_prior, named=r"input\[2\].*batch_axis", faces=SPLIT),
+    "vector as long as the rows, batch_axis": Program(Prior, batches=with_prior, settings=SHARED),
+    "rows on axis 1": Program(OnAxisOne, batches=time_first, settings={"batch_axis": (1, 0)}),
+    "no rows": Program(
+        Scaled, batches=lambda: [(x, y, np.array(0.5 + i, np.float32)) for i, (x, y) in enumerate(regression())]
+    ),
+}
+
+
+@pytest.mark.parametrize("program,mode,face", rows(PROGRAMS))
+def test_equal_or_named(program, mode, face):
+    check(program, mode, face)
+
+
+@pytest.mark.parametrize("program", splittable(PROGRAMS))
+def test_lost_rows_would_be_seen(program):
+    check_sees_lost_rows(program)

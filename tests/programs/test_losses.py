@@ -1,0 +1,165 @@
+"""Losses as programs write them: means over rows, over something else, sums, several at once."""
+
+import numpy as np
+import pytest
+from harness import ROWS, MeanOfPair, Program, check, check_sees_lost_rows, regression, rows, splittable
+from mindspore import Tensor, nn, ops
+
+from ms_gradaccum import TokenMeanLoss
+
+CLASSES = 3
+
+
+def labelled(ignored=()):
+    """Batches (x, label) whose first rows have ignored labels."""
+    numbers = np.random.default_rng(2)
+    batches = []
+    for x, _ in regression():
+        labels = numbers.integers(0, CLASSES, ROWS).astype(np.int32)
+        labels[list(ignored)] = -100
+        batches.append((x, labels))
+    return batches
+
+
+def with_ignored():
+    return labelled(ignored=(0, 2, 5))
+
+
+def with_padding():
+    """One of the micro batches has no label at all."""
+    return labelled(ignored=(0, 1, 2, 5))
+
+
+def classifier(**settings):
+    return lambda: nn.WithLossCell(nn.Dense(4, CLASSES), nn.CrossEntropyLoss(**settings))
+
+
+CLASS_WEIGHTS = Tensor(np.array([0.2, 1.0, 5.0], np.float32))
+
+
+class HandWrittenSum(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, 1)
+
+    def construct(self, x, y):
+        return ops.square(self.layer(x) - y).sum()
+
+
+class Two(nn.Cell):
+    """Two losses, as multi-task networks return them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, 1)
+
+    def construct(self, x, y):
+        out = self.layer(x)
+        return ops.square(out - y).mean(), ops.abs(out).mean()
+
+
+class WithOutputs(Two):
+    """A loss and what else a loop wants to see."""
+
+    def construct(self, x, y):
+        out = self.layer(x)
+        return ops.square(out - y).mean(), ops.stop_gradient(out)
+
+
+class OfPositives(nn.Cell):
+    """SSD's loss: the sums over the boxes that match, divided by their number."""
+
+    def __init__(self, divide):
+        super().__init__()
+        self.boxes = nn.Dense(4, 6)
+        self.divide = divide
+
+    def construct(self, x, target, matched):
+        error = ops.square(self.boxes(x) - target).sum(-1)
+        found = matched.sum()
+        if self.divide:
+            return (error * matched).sum() / found
+        return (error * matched).sum(), found
+
+
+def boxes():
+    numbers = np.random.default_rng(3)
+    matched = np.array([1, 1, 0, 1, 0, 1, 1, 0], np.float32)
+    return [(x, numbers.normal(size=(ROWS, 6)).astype(np.float32), matched) for x, _ in regression()]
+
+
+class TwoTerms(nn.Cell):
+    """A loss over tokens and one over rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, 1)
+
+    def construct(self, x, y, tokens):
+        out = self.layer(x)
+        token_loss = (ops.square(out - y).squeeze(-1) * tokens).sum()
+        return (token_loss, tokens.sum()), (ops.square(out).sum(), Tensor(np.float32(1.0)) * x.shape[0])
+
+
+class MeanOfTerms(MeanOfPair):
+    def construct(self, *inputs):
+        first, second = self.cell(*inputs)
+        return first[0] / first[1] + second[0] / second[1]
+
+
+def counted():
+    tokens = np.arange(1, ROWS + 1, dtype=np.float32)
+    return [(x, y, tokens) for x, y in regression()]
+
+
+PROGRAMS = {
+    "mean cross-entropy": Program(classifier(), batches=labelled),
+    "ignore_index without such labels": Program(classifier(ignore_index=-100), batches=labelled),
+    "ignore_index": Program(classifier(ignore_index=-100), batches=with_ignored, named="ignore_index"),
+    "ignore_index, rows of padding": Program(classifier(ignore_index=-100), batches=with_padding, named="ignore_index"),
+    "class weights": Program(classifier(weight=CLASS_WEIGHTS), batches=labelled, named="weight"),
+    "reduction='sum'": Program(classifier(reduction="sum"), batches=labelled, named="(?i)sum"),
+    "sum, square error": Program(lambda: nn.WithLossCell(nn.Dense(4, 1), nn.MSELoss(reduction="sum")), named="(?i)sum"),
+    "sum by hand": Program(HandWrittenSum, nature="(?i)sum"),
+    "label smoothing": Program(classifier(label_smoothing=0.1), batches=labelled),
+    "TokenMeanLoss": Program(lambda: TokenMeanLoss(nn.Dense(4, CLASSES)), batches=with_padding, whole=MeanOfPair),
+    "several losses": Program(Two, named="all losses|several losses", names_whole=True),
+    "a loss and outputs": Program(WithOutputs, whole=lambda cell: First(cell)),
+    "mean over matches": Program(lambda: OfPositives(True), batches=boxes, nature="something else than rows"),
+    "mean over matches, weighted": Program(
+        lambda: OfPositives(False), batches=boxes, whole=MeanOfPair, settings={"weighted": True}
+    ),
+    # In PYNATIVE mode it has to be compiled, and says so.
+    "two terms": Program(
+        TwoTerms,
+        batches=counted,
+        whole=MeanOfTerms,
+        settings={"weighted": True, "terms": 2},
+        named="single term in PYNATIVE mode",
+        names_whole=True,
+    ),
+    "binary cross-entropy": Program(
+        lambda: nn.WithLossCell(nn.Dense(4, 1), nn.BCEWithLogitsLoss()),
+        batches=lambda: [(x, (y > 0).astype(np.float32)) for x, y in regression()],
+        # In PYNATIVE mode MindSpore 2.10 divides its gradient by the rows of the first batch of the process.
+        modes=("GRAPH",),
+    ),
+    "Huber": Program(lambda: nn.WithLossCell(nn.Dense(4, 1), nn.HuberLoss())),
+}
+
+
+class First(MeanOfPair):
+    """The loss among several outputs, which is what `value_and_grad(..., has_aux=True)` differentiates."""
+
+    def construct(self, *inputs):
+        return self.cell(*inputs)[0]
+
+
+@pytest.mark.parametrize("program,mode,face", rows(PROGRAMS))
+def test_equal_or_named(program, mode, face):
+    check(program, mode, face)
+
+
+@pytest.mark.parametrize("program", splittable(PROGRAMS))
+def test_lost_rows_would_be_seen(program):
+    check_sees_lost_rows(program)

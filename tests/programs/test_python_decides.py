@@ -1,0 +1,318 @@
+"""Programs in which Python decides, from one step to the next, what the network does.
+
+In PYNATIVE mode MindSpore's own step obeys all of it. In GRAPH mode some is compiled in for ever, by MindSpore's step
+and by ours; there the two must agree.
+"""
+
+import random
+import time
+
+import mindspore as ms
+import numpy as np
+import pytest
+from harness import Program, check, check_sees_lost_rows, outcome, rows, splittable, stock, train_ours
+from mindspore import Tensor, nn, ops
+
+
+class Net(nn.Cell):
+    """Two layers and a squared error: what the programs below change."""
+
+    def __init__(self, columns=4):
+        super().__init__()
+        self.first = nn.Dense(columns, 5)
+        self.second = nn.Dense(5, 1)
+
+    def forward(self, x):
+        return self.second(ops.tanh(self.first(x)))
+
+    def construct(self, x, y):
+        return ops.square(self.forward(x) - y).mean()
+
+
+class Annealed(Net):
+    """A VAE's beta, a temperature: a weight of a term of the loss that moves with the training."""
+
+    beta = 0.0
+
+    def construct(self, x, y):
+        out = self.forward(x)
+        return ops.square(out - y).mean() + self.beta * ops.square(out).mean()
+
+
+def anneal(i, cell, optimizer):
+    cell.beta = 0.5 * (i + 1)
+
+
+class WithConstant(Net):
+    """A tensor of the cell that the training loop replaces by another one, such as the target of a DQN."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = Tensor(np.float32(0.0))
+
+    def construct(self, x, y):
+        return ops.square(self.forward(x) - y - self.target).mean()
+
+
+def replace_target(i, cell, optimizer):
+    cell.target = Tensor(np.float32(i + 1))
+
+
+class Switched(Net):
+    """A network whose activation is replaced in mid-training."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.Tanh()
+
+    def forward(self, x):
+        return self.second(self.act(self.first(x)))
+
+
+def replace_cell(i, cell, optimizer):
+    cell.act = nn.ReLU()
+
+
+SCALE = 1.0
+
+
+class OfGlobal(Net):
+    def construct(self, x, y):
+        return ops.square(self.forward(x) - SCALE * y).mean()
+
+
+def change_global(i, cell, optimizer):
+    global SCALE
+    SCALE = 2.0 + i
+
+
+def reset_global(cell, optimizer):
+    global SCALE
+    SCALE = 1.0
+
+
+def freeze_first(i, cell, optimizer):
+    for parameter in cell.first.get_parameters():
+        parameter.requires_grad = False
+
+
+class NoisyByPython(Net):
+    """Augmentation by Python's own random numbers."""
+
+    def construct(self, x, y):
+        return ops.square(self.forward(x * (0.5 + random.random())) - y).mean()
+
+
+class NoisyByNumpy(Net):
+    def construct(self, x, y):
+        return ops.square(self.forward(x * float(np.random.uniform(0.5, 1.5))) - y).mean()
+
+
+class Clocked(Net):
+    """A loss that depends on a clock, which the program makes tick once per update."""
+
+    def construct(self, x, y):
+        return ops.square(self.forward(x) - time.process_time() * y).mean()
+
+
+class Reversed(nn.Cell):
+    """A domain classifier behind a gradient reversal."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Dense(4, 5)
+        self.label = nn.Dense(5, 1)
+        self.domain = nn.Dense(5, 1)
+        self.reverse = ops.HookBackward(lambda grads: tuple(-0.5 * grad for grad in grads))
+
+    def construct(self, x, y):
+        features = ops.tanh(self.features(x))
+        domain = self.domain(self.reverse(features))
+        return ops.square(self.label(features) - y).mean() + ops.square(domain - 1.0).mean()
+
+
+class InPlace(Net):
+    """An operation in place on a second name of a tensor."""
+
+    def construct(self, x, y):
+        hidden = ops.tanh(self.first(x))
+        alias = hidden
+        alias *= 2
+        return ops.square(self.second(hidden) - y).mean()
+
+
+class Remembers(Net):
+    """Keeps its last loss, to look at it after the step."""
+
+    last = None
+
+    def construct(self, x, y):
+        loss = super().construct(x, y)
+        self.last = loss
+        return loss
+
+
+class Grows(Net):
+    """Keeps all losses in a list, and counts calls in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.history = []
+        self.calls = {}
+
+    def construct(self, x, y):
+        loss = super().construct(x, y)
+        self.history.append(float(loss))
+        self.calls[len(self.history)] = len(self.history)
+        return loss * (1.0 + 0.1 * len(self.calls))
+
+
+class EarlyExit(Net):
+    """A branch on a value, in Python."""
+
+    def construct(self, x, y):
+        out = self.forward(x)
+        loss = ops.square(out - y).mean()
+        if loss > 1e-6:
+            loss = loss + 0.1 * ops.abs(out).mean()
+        return loss
+
+
+class ByNumpy(Net):
+    """Leaves MindSpore for NumPy in the forward pass: MindSpore's JIT fallback."""
+
+    def construct(self, x, y):
+        scale = Tensor(np.array([1.0, 2.0, 3.0, 4.0], np.float32))
+        return ops.square(self.forward(x * scale) - y).mean()
+
+
+class NumpyOfValues(Net):
+    """NumPy on values that are known only while the step runs."""
+
+    def construct(self, x, y):
+        weights = Tensor(np.abs(y.asnumpy()))
+        return (ops.square(self.forward(x) - y) * weights).mean()
+
+
+class TypedNumpy(Net):
+    """The same with its type said, so that MindSpore's compiler can take its gradient."""
+
+    def construct(self, x, y):
+        weights = Tensor(np.abs(y.asnumpy()))  # @jit.typing: () -> tensor_type[float32]
+        return (ops.square(self.forward(x) - y) * weights).mean()
+
+
+class NumpyBeside(Net):
+    """A number for the log beside the loss."""
+
+    def construct(self, x, y):
+        return ops.square(self.forward(x) - y).mean(), np.abs(x.asnumpy()).mean()
+
+
+def hook_cell(cell, optimizer):
+    cell.second.register_backward_hook(lambda hooked, grad_input, grad_output: tuple(2 * grad for grad in grad_input))
+
+
+def hook_forward(cell, optimizer):
+    cell.first.register_forward_hook(lambda hooked, inputs, output: output * 2)
+
+
+def hook_parameter(cell, optimizer):
+    cell.second.weight.register_hook(lambda grad: 3 * grad)
+
+
+def hook_later(i, cell, optimizer):
+    if i == 0:
+        cell.first.register_forward_hook(lambda hooked, inputs, output: output * 2)
+
+
+def change_momentum(i, cell, optimizer):
+    optimizer.momentum = 0.1
+
+
+class PythonSGD(nn.Optimizer):
+    """An optimizer of a user, with a Python number that the loop changes."""
+
+    factor = 1.0
+
+    def __init__(self, params):
+        super().__init__(0.1, params)
+
+    def construct(self, gradients):
+        for parameter, gradient in zip(self.parameters, gradients):
+            ops.assign_add(parameter, -0.1 * self.factor * gradient)
+        return True
+
+
+def change_factor(i, cell, optimizer):
+    optimizer.factor = 0.5 / (i + 1)
+
+
+def set_learning_rate(i, cell, optimizer):
+    ops.assign(optimizer.learning_rate, Tensor(0.1 / (i + 2), ms.float32))
+
+
+ONLY_EAGER = {"modes": ("PYNATIVE",)}
+
+PROGRAMS = {
+    "annealed weight": Program(Annealed, between=anneal),
+    "replaced tensor": Program(WithConstant, between=replace_target),
+    "replaced cell": Program(Switched, between=replace_cell),
+    "changed global": Program(OfGlobal, prepare=reset_global, between=change_global),
+    "requires_grad=False in mid-training": Program(Net, between=freeze_first),
+    "random in construct": Program(NoisyByPython, parts=1, **ONLY_EAGER),
+    "np.random in construct": Program(NoisyByNumpy, parts=1, **ONLY_EAGER),
+    "gradient reversal": Program(Reversed, **ONLY_EAGER),
+    "in place on an alias": Program(InPlace, **ONLY_EAGER),
+    "self.last": Program(Remembers, watch=lambda cell: [cell.last.asnumpy()], **ONLY_EAGER),
+    "list and dict that grow": Program(Grows, parts=1, watch=lambda cell: cell.history, **ONLY_EAGER),
+    "branch on a value": Program(EarlyExit),
+    "numpy of constants": Program(ByNumpy),
+    "numpy of values": Program(NumpyOfValues, **ONLY_EAGER),
+    "numpy of values, typed": Program(TypedNumpy),
+    "numpy beside the loss": Program(NumpyBeside),
+    "backward hook of a cell": Program(Net, prepare=hook_cell, **ONLY_EAGER),
+    "forward hook of a cell": Program(Net, prepare=hook_forward, **ONLY_EAGER),
+    "forward hook in mid-training": Program(Net, between=hook_later, **ONLY_EAGER),
+    "hook of a parameter": Program(Net, prepare=hook_parameter, **ONLY_EAGER),
+    "optimizer's attribute": Program(Net, lambda net: PythonSGD(net.trainable_params()), between=change_factor),
+    "learning rate by hand": Program(Net, between=set_learning_rate),
+}
+
+
+@pytest.mark.parametrize("program,mode,face", rows(PROGRAMS))
+def test_equal_or_named(program, mode, face):
+    check(program, mode, face)
+
+
+@pytest.mark.parametrize("program", splittable(PROGRAMS))
+def test_lost_rows_would_be_seen(program):
+    check_sees_lost_rows(program)
+
+
+@pytest.mark.parametrize("face", ["step 1", "step 4", "Accumulator"])
+def test_the_clock_is_read_in_each_step(face, monkeypatch):
+    now = [0.0]
+
+    def read():
+        return now[0]
+
+    def tick(i, cell, optimizer):
+        now[0] = i + 1.0
+
+    def reset(cell, optimizer):
+        now[0] = 0.0
+
+    monkeypatch.setattr(time, "process_time", read)
+    check(Program(Clocked, prepare=reset, between=tick), "PYNATIVE", face)
+
+
+def test_numpy_without_a_type_is_refused_where_it_would_not_train():
+    """In GRAPH mode MindSpore's own step returns a loss here and moves no weight."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    program = Program(NumpyOfValues)
+    with pytest.raises(AssertionError, match="nothing moves"):
+        stock(program, "step", "GRAPH")
+    for face in ("step 1", "step 4"):
+        with pytest.raises(ValueError, match="must return its mean loss.*got no tensor"):
+            outcome(program, train_ours, face)

@@ -1,0 +1,97 @@
+"""Losses that the compiler leaves to the Python interpreter: what trains MindSpore's own step trains ours."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import whole
+from mindspore import Parameter, Tensor, nn, ops
+
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
+
+REFUSED = (
+    "For 'GradAccumulation', the argument 'network' must return its mean loss, a floating-point scalar, first, "
+    "but got no tensor but a Python object, which has no gradient. Return a tensor, alone or first in a tuple, "
+    "that is computed of tensors. In GRAPH mode asnumpy(), float(), Tensor(), dict(zip()), getattr() with a "
+    "default, and classes that are no Cell make a Python object of one: MindSpore's own step runs with it and "
+    "leaves the weights as they are."
+)
+
+
+class Settings:
+    factor = 2.0
+
+
+class Holder:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+class Loss(nn.Cell):
+    """The mean of weight * x, by a way through Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0]), "weight")
+        self.settings = Settings()
+
+
+class NumpyFactor(Loss):
+    def construct(self, x):
+        return (self.weight * x).mean() * float(np.array([1.0, 1.0]).sum())
+
+
+class ObjectFactor(Loss):
+    def construct(self, x):
+        return (self.weight * x).mean() * self.settings.factor
+
+
+class ByList(Loss):
+    def construct(self, x):
+        losses = []
+        losses.append((self.weight * x).mean())
+        return 2 * sum(losses)
+
+
+class ByHolder(Loss):
+    def construct(self, x):
+        return Holder(2 * (self.weight * x).mean()).loss
+
+
+class ByNumpy(Loss):
+    def construct(self, x):
+        loss = (self.weight * x).mean()
+        return 2 * loss + 0 * float(ops.stop_gradient(loss).asnumpy())
+
+
+class ByZip(Loss):
+    def construct(self, x):
+        return dict(zip(["loss"], [2 * (self.weight * x).mean()]))["loss"], x
+
+
+def trained(kind, own):
+    network = kind()
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    step = nn.TrainOneStepCell(network, optimizer) if own else TrainOneStepCell(GradAccumulation(network, 2), optimizer)
+    step(Tensor(np.float32([1, 2, 3, 4])))
+    return network.weight.asnumpy().item()
+
+
+@pytest.mark.parametrize("kind", [NumpyFactor, ObjectFactor, ByList])
+def test_what_the_compiler_can_follow_trains(kind):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    # The gradient of 2 * weight * 2.5 is 5.
+    assert trained(kind, own=True) == trained(kind, own=False) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("kind", [ByHolder, ByNumpy, ByZip])
+def test_what_loses_its_gradient_is_refused_with_that_reason(kind):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    # The reason is true: MindSpore's own step runs, and its weight stays.
+    assert trained(kind, own=True) == 1.0
+    with pytest.raises(ValueError, match=whole(REFUSED)):
+        trained(kind, own=False)
+
+
+@pytest.mark.parametrize("kind", [ByHolder, ByNumpy, ByZip])
+def test_it_trains_op_by_op(kind, eager):
+    assert trained(kind, own=False) == pytest.approx(0.5)
