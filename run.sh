@@ -17,6 +17,9 @@ usage() {
 ./run.sh bench [NAME]
                    a program of benchmarks: peers (the default; installs PyTorch and Accelerate into .venv-peers),
                    step, shares, distributed, communication, growth, report, long_run; more arguments go to it
+./run.sh clients [NAME]
+                   networks of mindformers, mindcv and mindone in their own trainers, with this accumulation and with
+                   theirs; installs them into .venv-clients; more arguments go to clients/run.py
 ./run.sh faults    kill a training 50 times and see that nothing is lost; --kills N for another number
 ./run.sh help      this text
 
@@ -102,6 +105,20 @@ prepare_peers() {
   fi
 }
 
+# The projects whose trainers train with this package have an environment of their own: their pins are not ours.
+prepare_clients() {
+  local wanted stamp=.venv-clients/installed
+  make_venv .venv-clients
+  wanted=$(cat pyproject.toml setup.py ms_gradaccum/*.cc clients/*.txt | cksum)
+  if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
+    echo "Installing mindformers, mindcv and mindone into .venv-clients. This takes a few minutes, once."
+    local install=(.venv-clients/bin/python -m pip install --no-input --disable-pip-version-check --quiet)
+    PYTHONWARNINGS=ignore "${install[@]}" -e . -r clients/requirements.txt
+    "${install[@]}" --no-deps -r clients/no_deps.txt
+    echo "$wanted" >"$stamp"
+  fi
+}
+
 check() {
   ruff format --check .
   ruff check .
@@ -158,6 +175,10 @@ case $command in
     prepare "$extras"
     [[ $benchmark != peers ]] || prepare_peers || echo "They cannot be installed, see above: their rows are missing."
     exec python "benchmarks/$benchmark.py" "$@"
+    ;;
+  clients)
+    prepare_clients
+    exec .venv-clients/bin/python clients/run.py "$@"
     ;;
   faults)
     prepare pinned

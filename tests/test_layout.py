@@ -17,8 +17,8 @@ grad_buffer grad_clip compiled thread_pool convolutions optimizers loss_scale ha
 grad_accumulation ambiguous_inputs bad_micro_batch parallel micro_loss micro_step micro_steps window_clip update
 window train_step accumulation_config window_counter saved prepared given_grads trained_network loop_window
 accumulator averages state state_checkpoint model_steps model planning plan verification verify probing
-micro_size_finder step_costs step_report metric_sinks metrics_logger ema progress_display callbacks __init__
-run_plot environment __main__
+micro_size_finder step_costs step_report metric_sinks metrics_logger ema progress_display callbacks integrations
+__init__ run_plot environment __main__
 """.split()
 
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)

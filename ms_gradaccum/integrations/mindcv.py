@@ -1,0 +1,122 @@
+"""``create_trainer`` of mindcv, whose Model accumulates as this package does."""
+
+from typing import Any
+
+from mindspore import Tensor, amp, nn
+
+from ms_gradaccum._checks import check_bool, check_choice, check_positive_float32, sentence
+from ms_gradaccum.grad_accumulation import GradAccumulation
+from ms_gradaccum.grad_clip import ClipByGlobalNorm
+from ms_gradaccum.integrations.scale_sense import scale_taken_out
+from ms_gradaccum.model import Model
+
+_OWNER = "create_trainer"
+_GROWTH_FACTOR, _GROWTH_INTERVAL = 2, 2000
+
+
+def create_trainer(
+    network: nn.Cell,
+    loss: nn.Cell,
+    optimizer: nn.Cell,
+    metrics: Any,
+    amp_level: str,
+    amp_cast_list: str | None,
+    loss_scale_type: str,
+    loss_scale: float = 1.0,
+    drop_overflow_update: bool = False,
+    ema: bool = False,
+    ema_decay: float = 0.9999,
+    clip_grad: bool = False,
+    clip_value: float = 15.0,
+    gradient_accumulation_steps: int = 1,
+    *,
+    micro_size: int = 1,
+    **settings: Any,
+) -> Model:
+    r"""Return a model as mindcv's function of this name does, with this package's accumulation in it.
+
+    The arguments are those of mindcv 0.3.0, and two things more. What converts the network to half precision is
+    mindcv's own.
+
+    Args:
+        network (Cell): The network without its loss.
+        loss (Cell): The loss of its output and the label: a mean over rows.
+        optimizer (Cell): The optimizer, with a `loss_scale` of 1: the gradient is divided by the scale before.
+        metrics (Union[dict, set]): Metrics of the evaluation.
+        amp_level (str): ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``, as mindcv means them.
+        amp_cast_list (Union[str, None]): As in mindcv.
+        loss_scale_type (str): ``"fixed"``, ``"dynamic"``, or ``"auto"`` with a `loss_scale` of 1, which scales nothing.
+        loss_scale (float): The scale, or the first one. Default: ``1.0``.
+        drop_overflow_update (bool): Whether a window whose gradient has an Inf or a NaN makes no update; a dynamic
+            scale always drops it. Default: ``False``.
+        ema (bool): Only ``False``: :class:`ms_gradaccum.EMA` is a callback. Default: ``False``.
+        ema_decay (float): Unused. Default: ``0.9999``.
+        clip_grad (bool): Whether the window's mean gradient is clipped by its global norm. Default: ``False``.
+        clip_value (float): The largest norm that is let through. Default: ``15.0``.
+        gradient_accumulation_steps (int): Number of batches of one update. Default: ``1``.
+
+    Keyword Args:
+        micro_size (int): The number of micro batches that each batch is split into (a count, not rows).
+            Default: ``1``.
+        **settings: Further arguments of :class:`ms_gradaccum.Model`, such as `last_window`.
+
+    Returns:
+        :class:`ms_gradaccum.Model`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, `ema` is set, or the optimizer has a loss scale of its own.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+    """
+    _check_no_ema(ema, ema_decay)
+    _check_own_scale(optimizer)
+    clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_value.")
+    settings |= {"accumulation_steps": gradient_accumulation_steps}
+    settings |= {"clip": ClipByGlobalNorm(clip_value) if clips else None}
+    settings |= {"mixed_precision": _loss_scale(loss_scale_type, loss_scale, drop_overflow_update)}
+    eval_network = nn.WithEvalCell(network, loss, amp_level in ("O2", "O3", "auto"))
+    loss_cell = GradAccumulation(_with_loss(network, loss, amp_level, amp_cast_list), micro_size)
+    with scale_taken_out():
+        return Model(loss_cell, None, optimizer, metrics, eval_network, [0, 1, 2], **settings)
+
+
+def _with_loss(network: nn.Cell, loss: nn.Cell, amp_level: str, amp_cast_list: str | None) -> nn.Cell:
+    """Return the loss cell of mindcv, which has converted the network in place."""
+    from mindcv.utils.amp import auto_mixed_precision
+    from mindcv.utils.trainer_factory import add_loss_network
+
+    auto_mixed_precision(network, amp_level, amp_cast_list)
+    return add_loss_network(network, loss, amp_level)
+
+
+def _check_no_ema(ema: Any, ema_decay: Any) -> None:
+    if check_bool(_OWNER, "ema", ema, "It averages the weights."):
+        remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
+        raise ValueError(sentence(_OWNER, "ema", "False", True, remedy))
+
+
+def _check_own_scale(optimizer: Any) -> None:
+    """Raise if the optimizer would divide the gradient by a scale once more."""
+    factor = getattr(optimizer, "reciprocal_scale", 1.0)
+    factor = factor.asnumpy().item() if isinstance(factor, Tensor) else factor
+    if factor != 1:
+        remedy = "The gradient is divided by the scale before: create_optimizer(..., loss_scale=1.0)."
+        raise ValueError(sentence(_OWNER, "optimizer", "one with a loss_scale of 1", f"one of {1 / factor:g}", remedy))
+
+
+def _loss_scale(kind: Any, value: Any, drops: Any) -> Any:
+    remedy = "A fixed scale stays, a dynamic one halves and doubles."
+    name = kind.lower() if isinstance(kind, str) else kind
+    name = check_choice(_OWNER, "loss_scale_type", name, ("fixed", "dynamic", "auto"), remedy)
+    value = check_positive_float32(_OWNER, "loss_scale", value, "1.0 scales nothing.")
+    if value < 1:
+        raise ValueError(sentence(_OWNER, "loss_scale", "at least 1", value, "1.0 scales nothing."))
+    if name == "dynamic":
+        return amp.DynamicLossScaler(value, _GROWTH_FACTOR, _GROWTH_INTERVAL)
+    if name == "auto" and value != 1:
+        remedy = "Say loss_scale_type='fixed' or 'dynamic' for another one."
+        raise ValueError(sentence(_OWNER, "loss_scale", "1.0 with loss_scale_type='auto'", value, remedy))
+    drops = check_bool(_OWNER, "drop_overflow_update", drops, "It is about windows with an Inf or a NaN.")
+    return amp.FixedLossScaleManager(value, drops)

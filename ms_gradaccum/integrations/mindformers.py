@@ -1,0 +1,135 @@
+"""The wrapper ``AccumulatedStep`` in the registry of mindformers. To import this file is to register it."""
+
+from typing import Any
+
+from mindformers.core.context.build_context import is_legacy_model
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import Tensor, nn
+
+from ms_gradaccum._checks import check_bool, sentence
+from ms_gradaccum.grad_accumulation import GradAccumulation
+from ms_gradaccum.grad_clip import ClipByGlobalNorm
+from ms_gradaccum.integrations.scale_sense import precision_of
+from ms_gradaccum.parallel.semi_auto import in_semi_auto
+from ms_gradaccum.step_output import StepOutput
+from ms_gradaccum.train_step import TrainOneStepCell
+
+_OWNER = "AccumulatedStep"
+# What mindformers' trainer gives to every wrapper and this one has no use for.
+_UNUSED = ("parallel_config", "lr_scheduler", "global_norm_spike_threshold")
+# What must be off, and what to do about it.
+_OFF = {
+    "local_norm": "The norm is that of the window's mean gradient over all parameters.",
+    "use_skip_data_by_global_norm": "A large gradient can be clipped: use_clip_grad: True.",
+    "grouped_lr_scheduler": "Give one lr_schedule: the monitor reads grouped rates from mindformers' own step.",
+    "print_separate_loss": "The report has the sum of the terms.",
+}
+
+
+class SummedLoss(nn.Cell):
+    """The one loss of a model that returns its terms, as those of mindformers without ``use_legacy`` do.
+
+    Args:
+        network: Returns four mean losses, or six items with sums of losses and the number of tokens.
+        per_token: Which of the two.
+    """
+
+    def __init__(self, network: nn.Cell, per_token: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.per_token = per_token
+
+    def construct(self, *inputs: Any) -> Any:
+        terms = self.network(*inputs)
+        if self.per_token:
+            # Next-token loss, its tokens, the same of further tokens, and two terms that are multiplied by tokens.
+            return terms[0] + terms[2] + terms[4] + terms[5], terms[1]
+        return terms[0] + terms[1] + terms[2] + terms[3]
+
+
+class AccumulatedStep(TrainOneStepCell):
+    r"""Train a network of mindformers with the batches of its dataset in `micro_size` micro batches each.
+
+    Takes the place of ``MFTrainOneStepCell`` in ``runner_wrapper`` of the YAML file.
+
+    Args:
+        network (Cell): The network, which mindformers' trainer gives.
+        optimizer (Cell): The optimizer, which mindformers' trainer gives.
+        micro_size (int): The number of micro batches of one batch (a count, not rows). Default: ``1``.
+        use_clip_grad (bool): Whether the window's mean gradient is clipped by its global norm. Default: ``False``.
+        max_grad_norm (float): The largest norm that is let through. Default: ``1.0``.
+        scale_sense (Union[int, float, Tensor, Cell]): The loss scale: a number, or a ``FixedLossScaleUpdateCell`` or
+            ``DynamicLossScaleUpdateCell``, whose rule is followed once per window. Default: ``1.0``.
+        calculate_per_token_loss (bool): Whether the network returns the sum of the loss and the number of tokens. Then
+            the loss is the mean over all tokens of the batch, else the mean over its rows. mindformers' trainer
+            gives the setting of the same name. Default: ``False``.
+
+    Inputs:
+        - **\*inputs** - One batch, as `network` takes it.
+
+    Outputs:
+        Tuple of 5, as ``MFLossMonitor`` reads it: the loss, whether the update was skipped because of an Inf or a NaN,
+        the loss scale of the next batch, the learning rate, and the global norm before clipping.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range or a setting of ``MFTrainOneStepCell`` that this step does not know,
+            or the compiler partitions the step (semi-auto-parallel).
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+    """
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        optimizer: nn.Cell,
+        micro_size: int = 1,
+        use_clip_grad: bool = False,
+        max_grad_norm: float = 1.0,
+        scale_sense: Any = 1.0,
+        calculate_per_token_loss: bool | None = False,
+        **settings: Any,
+    ) -> None:
+        is_legacy = is_legacy_model()
+        _check_settings(settings, is_legacy)
+        # The trainer gives None for what is not in the YAML file.
+        per_token = check_bool(
+            _OWNER, "calculate_per_token_loss", calculate_per_token_loss or False, "It is what the network returns."
+        )
+        clips = check_bool(_OWNER, "use_clip_grad", use_clip_grad, "The limit is max_grad_norm.")
+        loss_cell = network if is_legacy else SummedLoss(network, per_token)
+        super().__init__(
+            GradAccumulation(loss_cell, micro_size, weighted=per_token),
+            optimizer,
+            clip=ClipByGlobalNorm(max_grad_norm) if clips else None,
+            mixed_precision=precision_of(_OWNER, scale_sense),
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__(*args, **kwargs)
+        # mindformers saves the scale of its next step, to go on with it.
+        return output.loss, output.overflow, self.scale_sense, _one_rate(output), output.grad_norm
+
+
+def _one_rate(output: StepOutput) -> Tensor:
+    """Return the learning rate that the monitors show: of groups with rates of their own, that of the last one."""
+    rates = output.learning_rate
+    return rates[-1] if rates.ndim > 0 else rates
+
+
+def _check_settings(settings: dict[str, Any], is_legacy: bool) -> None:
+    if in_semi_auto():
+        remedy = "There, mindformers' own gradient_accumulation_steps accumulates: use MFTrainOneStepCell."
+        raise ValueError(
+            sentence(_OWNER, "parallel_mode", "stand-alone or data parallel", "semi-auto-parallel", remedy)
+        )
+    for name, value in settings.items():
+        # A legacy model returns one loss, whatever the trainer's default says.
+        if name in _UNUSED or (name == "print_separate_loss" and is_legacy) or (name in _OFF and not value):
+            continue
+        remedy = _OFF.get(name, "It takes micro_size, use_clip_grad, max_grad_norm and scale_sense.")
+        raise ValueError(sentence(_OWNER, name, "left out", repr(value), remedy))
+
+
+MindFormerRegister.register_cls(AccumulatedStep, module_type=MindFormerModuleType.WRAPPER)

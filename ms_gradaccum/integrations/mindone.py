@@ -1,0 +1,121 @@
+"""The training step of mindone's trainers, and the loss of its transformers as a loss cell."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspore import Tensor, nn
+
+from ms_gradaccum._checks import check_bool, check_cell, sentence
+from ms_gradaccum.grad_accumulation import GradAccumulation
+from ms_gradaccum.grad_clip import ClipByGlobalNorm
+from ms_gradaccum.integrations.scale_sense import precision_of, scale_taken_out
+from ms_gradaccum.train_step import TrainOneStepCell
+
+_OWNER = "train_step"
+
+
+class ModelLoss(nn.Cell):
+    r"""The loss that a model of ``mindone.transformers`` computes itself, given labels.
+
+    Args:
+        model (Cell): The model. It is called with keywords and ``return_dict=False``, and returns its loss first.
+        columns (Sequence[str]): The model's names for what a batch has, in the order of the batch, for example
+            ``("input_ids", "attention_mask", "labels")``.
+
+    Inputs:
+        - **\*inputs** - One batch: a tensor for each of `columns`.
+
+    Outputs:
+        The loss.
+
+    Raises:
+        TypeError: If `model` is not a Cell or `columns` are not names.
+        ValueError: If there are no `columns`.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+    """
+
+    def __init__(self, model: nn.Cell, columns: Sequence[str]) -> None:
+        super().__init__(auto_prefix=False)
+        self.model = check_cell("ModelLoss", "model", model, "Give the model itself.")
+        rule, remedy = "the names of the model's inputs", "For example ('input_ids', 'labels')."
+        if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
+            raise TypeError(sentence("ModelLoss", "columns", rule, repr(columns), remedy))
+        if not columns:
+            raise ValueError(sentence("ModelLoss", "columns", rule, "none", remedy))
+        self.columns = tuple(columns)
+
+    def construct(self, *inputs: Any) -> Tensor:
+        batch = {}
+        for name, value in zip(self.columns, inputs):
+            batch[name] = value
+        loss: Tensor = self.model(**batch, return_dict=False)[0]
+        return loss
+
+
+def train_step(
+    network: nn.Cell,
+    optimizer: nn.Cell,
+    scale_sense: Any = 1.0,
+    ema: Any = None,
+    updates: int = 0,
+    drop_overflow_update: bool = True,
+    gradient_accumulation_steps: int = 1,
+    clip_grad: bool = False,
+    clip_norm: float = 1.0,
+    verbose: bool = False,
+    zero_helper: Any = None,
+    *,
+    micro_size: int = 1,
+    **settings: Any,
+) -> TrainOneStepCell:
+    """Return the training step for mindone's trainers, in place of ``TrainOneStepWrapper``.
+
+    The arguments are those of ``mindone.trainers.train_step.TrainOneStepWrapper`` in mindone 0.5.0, and two things
+    more.
+
+    Args:
+        network (Cell): The loss cell, for example a :class:`ModelLoss`.
+        optimizer (Cell): The optimizer.
+        scale_sense (Union[int, float, Tensor, Cell]): The loss scale: a number, or a ``FixedLossScaleUpdateCell`` or
+            ``DynamicLossScaleUpdateCell``, whose rule is followed once per window. Default: ``1.0``.
+        ema (None): Only None: :class:`ms_gradaccum.EMA` is a callback. Default: ``None``.
+        updates (int): Unused, there as here. Default: ``0``.
+        drop_overflow_update (bool): Whether a window whose gradient has an Inf or a NaN makes no update. A dynamic
+            scale always drops it. Default: ``True``.
+        gradient_accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
+        clip_grad (bool): Whether the window's mean gradient is clipped by its global norm. Default: ``False``.
+        clip_norm (float): The largest norm that is let through. Default: ``1.0``.
+        verbose (bool): Unused, there as here. Default: ``False``.
+        zero_helper (None): Only None: `parallel` says what several processes share. Default: ``None``.
+
+    Keyword Args:
+        micro_size (int): The number of micro batches that each batch is split into (a count, not rows).
+            Default: ``1``.
+        **settings: Further arguments of :class:`ms_gradaccum.TrainOneStepCell`, such as `parallel`.
+
+    Returns:
+        :class:`ms_gradaccum.TrainOneStepCell`, which returns the loss, whether the update was skipped, and the loss
+        scale, as mindone's does.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, or `ema` or `zero_helper` is given.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+    """
+    if ema is not None:
+        remedy = "Give an ms_gradaccum.EMA to add_callback() of the step."
+        raise ValueError(sentence(_OWNER, "ema", "None", type(ema).__name__, remedy))
+    if zero_helper is not None:
+        remedy = "parallel=HSDP() shares the optimizer's state among the processes."
+        raise ValueError(sentence(_OWNER, "zero_helper", "None", type(zero_helper).__name__, remedy))
+    clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm.")
+    drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It is about an Inf or a NaN.")
+    settings |= {"accumulation_steps": gradient_accumulation_steps}
+    settings |= {"clip": ClipByGlobalNorm(clip_norm) if clips else None}
+    settings |= {"mixed_precision": precision_of(_OWNER, scale_sense, drops)}
+    with scale_taken_out():
+        return TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, **settings)

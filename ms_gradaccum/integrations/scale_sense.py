@@ -1,0 +1,57 @@
+"""The loss scale that MindSpore's own training steps take as ``scale_sense``, as a `mixed_precision` of ours."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, amp, nn
+
+from ms_gradaccum._checks import check_positive_float32, sentence, typed
+from ms_gradaccum.precision import MixedPrecision, PrecisionChoice
+
+_REMEDY = "For example 1024, or nn.DynamicLossScaleUpdateCell(65536, 2, 1000)."
+
+
+@contextmanager
+def scale_taken_out() -> Iterator[None]:
+    """Build a step in place of one that divides the gradient by a fixed scale itself.
+
+    That MindSpore's own step would leave it to the optimizer is then nothing to warn of.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*the optimizer's loss_scale is 1.0 beside FixedLossScaleManager")
+        yield
+
+
+def precision_of(owner: str, scale_sense: Any, drop_overflow_update: bool = True) -> PrecisionChoice:
+    """Return the `mixed_precision` that scales the loss as this ``scale_sense`` does and converts nothing.
+
+    ``drop_overflow_update`` is whether a window with an Inf or a NaN makes no update, which a fixed scale can do
+    without.
+    """
+    if isinstance(scale_sense, (amp.LossScaler, amp.LossScaleManager)):
+        return scale_sense
+    if isinstance(scale_sense, nn.Cell):
+        number = _number_of_cell(owner, scale_sense)
+        if isinstance(number, MixedPrecision):
+            return number
+    else:
+        number = scale_sense
+    if isinstance(number, Tensor) and number.size == 1:
+        number = number.asnumpy().item()
+    number = check_positive_float32(owner, "scale_sense", number, _REMEDY)
+    return amp.FixedLossScaleManager(number, drop_overflow_update)
+
+
+def _number_of_cell(owner: str, cell: nn.Cell) -> Any:
+    """Return the number of a fixed scale, or the rule of one that changes."""
+    # Exactly these types: a subclass can have another rule.
+    if type(cell) is nn.FixedLossScaleUpdateCell:
+        return cell.get_loss_scale()
+    if type(cell) is nn.DynamicLossScaleUpdateCell:
+        factor, interval = cell.scale_factor.asnumpy().item(), cell.scale_window.asnumpy().item()
+        return MixedPrecision(ms.float16, "O0", float(cell.get_loss_scale()), factor, 1 / factor, interval)
+    rule = "a number, a FixedLossScaleUpdateCell or a DynamicLossScaleUpdateCell"
+    raise TypeError(sentence(owner, "scale_sense", rule, typed(cell), _REMEDY))

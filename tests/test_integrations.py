@@ -1,0 +1,360 @@
+"""Steps and trainers of other projects with this package inside. Of the projects there is what they are asked for."""
+
+import importlib
+import math
+import sys
+import types
+import warnings
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X, batches, line, sgd, weight_of, whole
+from mindspore import Tensor, nn, ops
+from mindspore.train import Callback
+
+from ms_gradaccum.integrations.mindcv import create_trainer
+from ms_gradaccum.integrations.mindone import ModelLoss, train_step
+
+BATCH = (Tensor(X), Tensor(2 * X))
+# What mindformers' trainer gives to each wrapper beside the network and the optimizer.
+TRAINER = {
+    "calculate_per_token_loss": None,
+    "global_norm_spike_threshold": 1.0,
+    "print_separate_loss": True,
+    "use_skip_data_by_global_norm": False,
+    "lr_scheduler": None,
+    "grouped_lr_scheduler": None,
+}
+
+
+def module(monkeypatch, name, **contents):
+    """Have a module of another project imported that has these names."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        path = ".".join(parts[:end])
+        if path not in sys.modules:
+            monkeypatch.setitem(sys.modules, path, types.ModuleType(path))
+    vars(sys.modules[name]).update(contents)
+
+
+@pytest.fixture
+def mindformers(monkeypatch):
+    """The integration, imported with a registry of mindformers' interface; ``legacy[0]`` is what its context says."""
+    legacy, registered = [True], {}
+
+    class Register:
+        @classmethod
+        def register_cls(cls, register_class, module_type=None):
+            registered[module_type, register_class.__name__] = register_class
+            return register_class
+
+    kinds = types.SimpleNamespace(WRAPPER="wrapper")
+    module(monkeypatch, "mindformers.tools.register", MindFormerRegister=Register, MindFormerModuleType=kinds)
+    module(monkeypatch, "mindformers.core.context.build_context", is_legacy_model=lambda: legacy[0])
+    monkeypatch.delitem(sys.modules, "ms_gradaccum.integrations.mindformers", raising=False)
+    importlib.import_module("ms_gradaccum.integrations.mindformers")
+    yield types.SimpleNamespace(legacy=legacy, step=registered["wrapper", "AccumulatedStep"])
+    sys.modules.pop("ms_gradaccum.integrations.mindformers")
+
+
+@pytest.fixture
+def mindcv(monkeypatch):
+    """What the integration asks mindcv for: its conversion, which notes what it was asked for, and its loss cell."""
+    asked = []
+    converting = {"auto_mixed_precision": lambda network, *how: asked.append((network, *how))}
+    module(monkeypatch, "mindcv.utils.amp", **converting)
+    module(
+        monkeypatch,
+        "mindcv.utils.trainer_factory",
+        add_loss_network=lambda network, loss, level: nn.WithLossCell(network, loss),
+    )
+    return asked
+
+
+class Seen(Callback):
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+
+    def on_train_step_end(self, run_context):
+        self.outputs.append(run_context.original_args().net_outputs)
+
+
+class Pair(nn.Cell):
+    """The sum of squared errors of the rows whose label counts, and their number: what a model calls its tokens."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, x, y):
+        counts = (y > 3).float()
+        return (counts * (self.network(x) - y) ** 2).sum(), counts.sum()
+
+
+class Terms(nn.Cell):
+    """What a model of mindformers' without use_legacy returns."""
+
+    def __init__(self, network, per_token):
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.per_token = per_token
+
+    def construct(self, x, y):
+        losses = (self.network(x) - y) ** 2
+        rows = ops.ones_like(x).sum()
+        if self.per_token:
+            losses = losses.sum()
+            return losses, rows, 2 * losses, rows, 3 * losses, 4 * losses
+        losses = losses.mean()
+        return losses, 2 * losses, 3 * losses, 4 * losses
+
+
+def loss_cell(network):
+    return nn.WithLossCell(network, nn.MSELoss())
+
+
+@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
+def test_a_step_of_mindformers_trains_like_the_whole_batch_and_its_monitors_read_it(mindformers, mode):
+    ms.set_context(mode=mode)
+    network = line()
+    step = mindformers.step(loss_cell(network), sgd(network), micro_size=4, **TRAINER)
+    seen = Seen()
+    ms.Model(step).train(1, batches(8), seen, dataset_sink_mode=False)
+    assert weight_of(network) == pytest.approx(2.04)
+    (output,) = seen.outputs
+    # Loss, overflow, loss scale, learning rate, norm.
+    assert [float(item.asnumpy()) for item in output] == pytest.approx([102, 0, 1, 0.02, 102])
+
+
+def test_a_step_of_mindformers_clips_the_mean_gradient(mindformers):
+    network = line()
+    step = mindformers.step(loss_cell(network), sgd(network), micro_size=4, use_clip_grad=True, max_grad_norm=60.0)
+    output = step(*BATCH)
+    assert weight_of(network) == pytest.approx(1.2)  # 0.9 if each micro batch were clipped
+    assert float(output[4].asnumpy()) == pytest.approx(102)
+
+
+def test_a_step_of_mindformers_takes_the_mean_over_tokens(mindformers):
+    network = line()
+    step = mindformers.step(Pair(network), sgd(network), micro_size=4, **TRAINER | {"calculate_per_token_loss": True})
+    output = step(*BATCH)
+    counting = X[2 * X > 3].astype(np.float64)
+    assert weight_of(network) == pytest.approx(0.02 * np.mean(4 * counting**2))
+    assert float(output[0].asnumpy()) == pytest.approx(np.mean(4 * counting**2))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_terms_of_a_newer_model_of_mindformers_are_added(mindformers, per_token):
+    mindformers.legacy[0] = False
+    network = line()
+    settings = TRAINER | {"calculate_per_token_loss": per_token, "print_separate_loss": False}
+    step = mindformers.step(Terms(network, per_token), sgd(network), micro_size=4, **settings)
+    output = step(*BATCH)
+    assert float(output[0].asnumpy()) == pytest.approx(10 * 102)
+    assert weight_of(network) == pytest.approx(10 * 2.04)  # 2.04 with the first term alone
+
+
+def test_the_rate_of_the_last_group_is_shown(mindformers):
+    network = nn.Dense(1, 1, weight_init="zeros", bias_init="zeros")
+    groups = [{"params": [network.weight], "lr": 0.25}, {"params": [network.bias], "lr": 0.5}]
+    output = mindformers.step(loss_cell(network), nn.SGD(groups, 0.125), micro_size=4)(*BATCH)
+    assert float(output[3].asnumpy()) == 0.5
+
+
+def test_a_scale_follows_the_rule_of_the_cell_that_is_given(mindformers):
+    """The oracle is the cell itself, told what happens."""
+    factor, interval = 4, 2
+    cell, scale = nn.DynamicLossScaleUpdateCell(1024, factor, interval), ms.Parameter(Tensor(1024.0), name="scale")
+    network = line()
+    given = nn.DynamicLossScaleUpdateCell(1024, factor, interval)
+    step = mindformers.step(loss_cell(network), sgd(network, 1e-6), micro_size=4, scale_sense=given)
+    ours, theirs = [], []
+    for overflows in (False, False, False, True, False, False, True, True, True, True, True, True, True, True, False):
+        x = X * (np.inf if overflows else 1)
+        output = step(Tensor(x), Tensor(2 * X))
+        cell(scale, Tensor(overflows))
+        assert bool(output[1].asnumpy()) == overflows
+        ours.append(float(output[2].asnumpy()))
+        theirs.append(float(scale.asnumpy()))
+    assert ours == theirs
+    assert min(ours) == 1 and max(ours) == 4096
+
+
+@pytest.mark.parametrize(
+    "scale_sense",
+    [512, 512.0, Tensor(512.0), Tensor([512.0]), nn.FixedLossScaleUpdateCell(512), ms.amp.StaticLossScaler(512)],
+)
+def test_a_fixed_scale_is_taken_out_again(mindformers, scale_sense):
+    network = line()
+    output = mindformers.step(loss_cell(network), sgd(network), micro_size=4, scale_sense=scale_sense)(*BATCH)
+    assert float(output[2].asnumpy()) == 512
+    assert weight_of(network) == pytest.approx(2.04)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [
+        ("local_norm", True, "The norm is that of the window's mean gradient over all parameters."),
+        ("use_skip_data_by_global_norm", True, "A large gradient can be clipped: use_clip_grad: True."),
+        ("micro_batch_num", 4, "It takes micro_size, use_clip_grad, max_grad_norm and scale_sense."),
+    ],
+)
+def test_what_a_step_of_mindformers_does_not_know_is_refused(mindformers, setting, value, remedy):
+    network = line()
+    expected = f"For 'AccumulatedStep', the argument '{setting}' must be left out, but got {value!r}. {remedy}"
+    with pytest.raises(ValueError, match=whole(expected)):
+        mindformers.step(loss_cell(network), sgd(network), 4, **TRAINER | {setting: value})
+
+
+def test_single_terms_are_not_shown(mindformers):
+    mindformers.legacy[0] = False
+    network = line()
+    with pytest.raises(ValueError, match="'print_separate_loss' must be left out, but got True"):
+        mindformers.step(Terms(network, False), sgd(network), 4, **TRAINER)
+
+
+def test_a_scale_of_another_kind_is_refused(mindformers):
+    class Own(nn.DynamicLossScaleUpdateCell):
+        pass
+
+    network = line()
+    with pytest.raises(TypeError, match="'scale_sense' must be a number, a FixedLossScaleUpdateCell or a Dynamic"):
+        mindformers.step(loss_cell(network), sgd(network), 4, scale_sense=Own(1024, 2, 1000))
+    with pytest.raises(ValueError, match="'scale_sense' must be a positive number, but got 0"):
+        mindformers.step(loss_cell(network), sgd(network), 4, scale_sense=0)
+
+
+def test_mindformers_accumulates_itself_where_the_compiler_partitions(mindformers):
+    network = line()
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+    try:
+        with pytest.raises(ValueError, match="'parallel_mode' must be stand-alone or data parallel, but got semi-auto"):
+            mindformers.step(loss_cell(network), sgd(network), 4)
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+def trainer(network, optimizer=None, metrics=None, kind="fixed", scale=1.0, **settings):
+    """A model by mindcv's signature."""
+    optimizer = sgd(network) if optimizer is None else optimizer
+    return create_trainer(network, nn.MSELoss(), optimizer, metrics, "O1", "[nn.Dense]", kind, scale, **settings)
+
+
+@pytest.mark.parametrize(("rows", "settings"), [(8, {"micro_size": 4}), (2, {"gradient_accumulation_steps": 4})])
+def test_a_trainer_of_mindcv_trains_like_the_whole_batch(mindcv, rows, settings):
+    network = line()
+    model = trainer(network, metrics={"mse"}, **settings)
+    model.train(1, batches(rows), dataset_sink_mode=False)
+    assert weight_of(network) == pytest.approx(2.04)
+    assert mindcv == [(network, "O1", "[nn.Dense]")]
+    assert model.eval(batches(8), dataset_sink_mode=False)["mse"] == pytest.approx(np.mean((0.04 * X) ** 2), rel=1e-4)
+
+
+def test_a_trainer_of_mindcv_clips_the_mean_gradient(mindcv):
+    network = line()
+    model = trainer(network, clip_grad=True, clip_value=60.0, gradient_accumulation_steps=4)
+    model.train(1, batches(2), dataset_sink_mode=False)
+    assert weight_of(network) == pytest.approx(1.2)  # 0.9 if each micro batch were clipped, as in mindcv
+
+
+@pytest.mark.parametrize(("drops", "moved"), [(True, False), (False, True)])
+def test_a_trainer_of_mindcv_updates_in_spite_of_an_overflow_if_told_so(mindcv, drops, moved):
+    network = line()
+    model = trainer(network, scale=1024.0, drop_overflow_update=drops, micro_size=4)
+    model.train(1, batches(8, X * np.float32(np.inf)), dataset_sink_mode=False)
+    assert math.isnan(weight_of(network)) == moved
+
+
+def test_a_dynamic_scale_of_mindcv_halves(mindcv):
+    network = line()
+    model = trainer(network, kind="dynamic", scale=1024.0, micro_size=4)
+    model.train(1, batches(8, X * np.float32(np.inf)), dataset_sink_mode=False)
+    assert weight_of(network) == 0
+    assert float(model.train_network.scale_sense.asnumpy()) == 512
+
+
+def test_a_trainer_of_mindcv_refuses_what_would_go_wrong(mindcv):
+    network = line()
+    expected = (
+        "For 'create_trainer', the argument 'ema' must be False, but got True. "
+        "Give the callback ms_gradaccum.EMA(0.9999, trainable_only=False) to train() or fit()."
+    )
+    with pytest.raises(ValueError, match=whole(expected)):
+        trainer(network, ema=True)
+    scaled = nn.SGD(network.trainable_params(), 0.02, loss_scale=1024.0)
+    with pytest.raises(ValueError, match="'optimizer' must be one with a loss_scale of 1, but got one of 1024"):
+        trainer(network, scaled)
+    with pytest.raises(ValueError, match="'loss_scale_type' must be one of 'fixed', 'dynamic', 'auto', but got 'none'"):
+        trainer(network, kind="none")
+    with pytest.raises(ValueError, match="'loss_scale' must be at least 1, but got 0.5"):
+        trainer(network, scale=0.5)
+    with pytest.raises(ValueError, match="'loss_scale' must be 1.0 with loss_scale_type='auto', but got 2.0"):
+        trainer(network, kind="auto", scale=2.0)
+
+
+class ReturnsADict(nn.Cell):
+    """A model with the interface of mindone's transformers."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, inputs=None, unused=None, labels=None, return_dict=True):
+        outputs = self.network(inputs)
+        loss = ((outputs - labels) ** 2).mean()
+        return {"loss": loss} if return_dict else (loss, outputs)
+
+
+@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
+@pytest.mark.parametrize(("calls", "settings"), [(1, {"micro_size": 4}), (4, {"gradient_accumulation_steps": 4})])
+def test_a_step_of_mindone_trains_like_the_whole_batch(mode, calls, settings):
+    ms.set_context(mode=mode)
+    network = line()
+    step = train_step(ModelLoss(ReturnsADict(network), ("labels", "inputs")), sgd(network), 1024.0, **settings)
+    step.set_train()
+    for part in np.split(X, calls):
+        loss, overflow, scale = step(Tensor(2 * part), Tensor(part))
+    assert weight_of(network) == pytest.approx(2.04)
+    assert (float(loss.asnumpy()), bool(overflow.asnumpy()), float(scale.asnumpy())) == (102, False, 1024)
+
+
+@pytest.mark.parametrize(("drops", "moved"), [(True, False), (False, True)])
+def test_a_step_of_mindone_clips_and_updates_in_spite_of_an_overflow_if_told_so(drops, moved):
+    network = line()
+    settings = {"clip_grad": True, "clip_norm": 60.0, "drop_overflow_update": drops, "micro_size": 4}
+    step = train_step(loss_cell(network), sgd(network), **settings)
+    step(*BATCH)
+    assert weight_of(network) == pytest.approx(1.2)
+    step(Tensor(X * np.float32(np.inf)), Tensor(X))
+    assert math.isnan(weight_of(network)) == moved
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_scale_of_a_step_that_divides_by_it_is_nothing_to_warn_of(mindcv, scale):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        network = line()
+        trainer(network, scale=scale, micro_size=4)
+        network = line()
+        step = train_step(loss_cell(network), sgd(network), scale, drop_overflow_update=False, micro_size=4)
+    step(*BATCH)
+    assert weight_of(network) == pytest.approx(2.04)
+
+
+def test_a_step_of_mindone_refuses_what_has_another_place():
+    network = line()
+    expected = (
+        "For 'train_step', the argument 'ema' must be None, but got object. "
+        "Give an ms_gradaccum.EMA to add_callback() of the step."
+    )
+    with pytest.raises(ValueError, match=whole(expected)):
+        train_step(loss_cell(network), sgd(network), ema=object())
+    with pytest.raises(ValueError, match="'zero_helper' must be None, but got object. parallel=HSDP()"):
+        train_step(loss_cell(network), sgd(network), zero_helper=object())
+    for columns, error in (("labels", TypeError), ((1,), TypeError), ((), ValueError)):
+        with pytest.raises(
+            error, match="For 'ModelLoss', the argument 'columns' must be the names of the model's inputs"
+        ):
+            ModelLoss(network, columns)
