@@ -114,6 +114,9 @@ def spread(number: Tensor, like: Parameter) -> Tensor:
     return ops.FillV2()(like.shape, number) if _on_cpu() else ops.BroadcastTo(like.shape)(number)
 
 
-@_primexpr
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
+    """Return whether MindSpore computes on CPU."""
     return bool(ms.get_context("device_target") == "CPU")
+
+
+_on_cpu = _primexpr(on_cpu)

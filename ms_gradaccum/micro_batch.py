@@ -14,7 +14,7 @@ from ms_gradaccum.structure import take_apart
 BatchAxis = int | None | Sequence[Any] | dict[str, Any]
 
 _OWNER = "GradAccumulation"
-_AXIS_REMEDY = "Give batch_axis one axis for all inputs, or one entry per input with None for an input that is not split."
+_AXIS_REMEDY = "Give batch_axis one axis for all inputs, or one entry per input, None for one that is not split."
 
 
 class MicroBatch(NamedTuple):

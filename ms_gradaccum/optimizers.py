@@ -107,7 +107,7 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: Any) -> float:
     MindSpore's documents ask for it with ``FixedLossScaleManager(scale, drop_overflow_update=False)``: its step then
     leaves the gradients scaled, and the optimizer is told the scale.
     """
-    own = float(getattr(inner_optimizer(optimizer), "loss_scale", 1.0))
+    own = _divisor_of(inner_optimizer(optimizer))
     scale = loss_scale.left_to_optimizer()
     if scale is None:
         if own != 1.0 and loss_scale.scales:
@@ -128,6 +128,14 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: Any) -> float:
         f"divides it. Give the optimizer loss_scale={scale:g} for the same in both."
     )
     return 1.0
+
+
+def _divisor_of(optimizer: nn.Cell) -> float:
+    """Return what an optimizer divides gradients by. Some of other packages know its reciprocal alone."""
+    if hasattr(optimizer, "loss_scale"):
+        return float(optimizer.loss_scale)
+    reciprocal = getattr(optimizer, "reciprocal_scale", 1.0)
+    return 1.0 / float(reciprocal.asnumpy() if isinstance(reciprocal, Tensor) else reciprocal)
 
 
 class LearningRate(nn.Cell):

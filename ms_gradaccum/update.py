@@ -5,8 +5,9 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from ms_gradaccum._checks import warn
 from ms_gradaccum.compiled import NOTHING, Compiled, op_by_op
-from ms_gradaccum.kernels import as_dtype
+from ms_gradaccum.kernels import as_dtype, on_cpu
 from ms_gradaccum.loss_scale import NoLossScale
 from ms_gradaccum.optimizers import all_parameters, may_have_branches
 from ms_gradaccum.parallel.single import SingleProcess
@@ -133,6 +134,12 @@ class EagerUpdate:
         self.sums = update.gradients.parallel.sums
         self.put_gradients = Compiled(lambda: PutMeanGradients(update.gradients), owner, "the mean gradient")
         self.end = Compiled(lambda: update.end, owner, "the end of the update")
+        if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
+            warn(
+                f"For '{owner}', {type(self.optimizer).__name__} of mindspore.mint changes nothing on CPU in PYNATIVE "
+                f"mode, also in MindSpore's own step: its in-place operators do nothing there. Give compile=True, or "
+                f"take the optimizer of mindspore.nn or mindspore.experimental."
+            )
 
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
         """Update, and return the norm after clipping."""

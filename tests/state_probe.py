@@ -51,7 +51,7 @@ def new_step(make_optimizer=None, terms=1, accumulation_steps=3, **settings):
         loss_cell = GradAccumulation(TwoTerms(network), 2, weighted=True, terms=terms)
         settings["compile"] = True
     optimizer = make_optimizer(network.trainable_params())
-    return TrainOneStepCell(loss_cell, optimizer, accumulation_steps=accumulation_steps, **settings)
+    return TrainOneStepCell(loss_cell, optimizer, accumulation_steps=accumulation_steps, **settings).set_train()
 
 
 def train_step(step, batches):
@@ -70,7 +70,7 @@ def new_loop(schedule=None, **settings):
     data = NumpySlicesDataset((INPUTS[:20], LABELS[:20]), shuffle=True).batch(4)
     scheduler = optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     data, scheduler = accumulator.prepare(data, scheduler)
-    return accumulator, data, scheduler
+    return accumulator.set_train(), data, scheduler
 
 
 def train_loop(accumulator, data, scheduler, epochs, first_epoch=0, save_after=None, **save):

@@ -282,7 +282,7 @@ DROPPED = "^For 'Accumulator', the batch failed in mid-window: the 1 batches bef
 def test_a_batch_that_fails_op_by_op_leaves_its_window_as_it_was():
     found = []
     for bad in (False, True):
-        network = nn.Dense(1, 3, "ones")
+        network = nn.Dense(1, 3, "ones", "zeros")
         optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
         accumulator = Accumulator(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 3)
         assert updates_of(accumulator, [tensors(X, LABELS)]) == [False]

@@ -8,7 +8,7 @@ from mindspore import nn
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, TrainOneStepCell
 
-AXIS = "Give batch_axis one axis for all inputs, or one entry per input with None for an input that is not split."
+AXIS = "Give batch_axis one axis for all inputs, or one entry per input, None for one that is not split."
 
 
 def raises(error, sentence):

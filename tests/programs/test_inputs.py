@@ -131,13 +131,9 @@ PROGRAMS = {
     "dict": Program(OfDict, batches=as_dicts, faces=LOOPS),
     "tuple and a number": Program(OfTuple, batches=lambda: [((x, y), 1.5) for x, y in regression()], faces=LOOPS),
     "default": Program(WithDefault),
-    "adjacency matrix": Program(
-        Graph, batches=nodes(5), named=NOT_A_BATCH, names_whole=True, faces=SPLIT
-    ),
+    "adjacency matrix": Program(Graph, batches=nodes(5), named=NOT_A_BATCH, names_whole=True, faces=SPLIT),
     "adjacency matrix, batch_axis": Program(Graph, batches=nodes(5), settings=SHARED),
-    "adjacency matrix as large as the rows": Program(
-        Graph, batches=nodes(ROWS), named=NOT_A_BATCH, faces=SPLIT
-    ),
+    "adjacency matrix as large as the rows": Program(Graph, batches=nodes(ROWS), named=NOT_A_BATCH, faces=SPLIT),
     "mask as large as the rows": Program(Masked, batches=causal(ROWS), named=NOT_A_BATCH, faces=SPLIT),
     "mask as large as the rows, batch_axis": Program(Masked, batches=causal(ROWS), settings=SHARED),
     "vector as long as the rows": Program(Prior, batches=with_prior, named=NOT_A_BATCH, faces=SPLIT),
