@@ -205,16 +205,9 @@ class EagerMicroStep:
         finally:
             self.inputs = ()
         try:
-            return self._add(*values, *grads)
+            return self.adding(*values, *grads)
         finally:
-            self.has_run = self.has_run or self.adding.has_run
-
-    def _add(self, *tensors: Any) -> Any:
-        if all(isinstance(tensor, Tensor) for tensor in tensors):
-            return self.adding(*tensors)
-        with op_by_op():  # No graph takes the gradient of a sparse lookup as an input.
-            self.has_run = True
-            return self.adding.cell(*tensors)
+            self.has_run = self.adding.has_run
 
     def _forward(self) -> Any:
         return self.micro_loss(*self.inputs)

@@ -16,6 +16,7 @@ from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.micro_batch import MicroBatch
 from ms_gradaccum.micro_loss import MicroLoss, is_half, pace_of
 from ms_gradaccum.micro_step import AddMicroBatch, EagerMicroStep, EmptyStep, MicroStep, build_micro_step
+from ms_gradaccum.parallel.choose import sparse_lookup
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.precision import Precision
 from ms_gradaccum.structure import why_no_graph
@@ -121,7 +122,7 @@ class MicroSteps:
 
     def _micro_step(self, structure: Any, micro_batches: list[MicroBatch], reduces: bool = False) -> Any:
         """Return what runs a micro batch of this structure now, and its pace."""
-        if not runs_eagerly(self.compiles):
+        if not self._runs_eagerly():
             compiled = self._compiled(structure, micro_batches, reduces)
             return compiled, compiled.cell.pace
         if reduces not in self.eager:
@@ -130,11 +131,23 @@ class MicroSteps:
         step.structure = structure
         return step, step.pace
 
-    def _build_eager(self, reduces: bool) -> EagerMicroStep:
-        if self.network.terms > 1:
+    def _runs_eagerly(self) -> bool:
+        if not runs_eagerly(self.compiles):
+            return False
+        if self.network.terms == 1:
+            return True
+        if ms.get_context("mode") == ms.PYNATIVE_MODE and not self.compiles:
             got = "a loss of several terms, each of which needs a backward pass of the same forward pass"
             remedy = "Give compile=True, or set GRAPH mode."
             raise ValueError(sentence(self.owner, "network", "one of a single term in PYNATIVE mode", got, remedy))
+        return False  # What MS_JIT=0 runs for debugging may make a forward pass for each of them.
+
+    def _build_eager(self, reduces: bool) -> EagerMicroStep:
+        lookup = sparse_lookup(self.network)
+        if lookup is not None:
+            rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
+            remedy = "Use nn.Embedding, or give compile=True."
+            raise ValueError(sentence(self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
         if not reduces:
             _LOGGER.warning(
                 "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "

@@ -52,6 +52,8 @@ def build(cell, accumulation_steps=1, terms=1, **settings):
     network = GradAccumulation(cell, PARTS, weighted=terms > 1, terms=terms)
     optimizer = nn.Momentum(cell.trainable_params(), 0.1, 0.9)
     settings = {"bad_micro_batch": "drop", "accumulation_steps": accumulation_steps, **settings}
+    if terms > 1:
+        settings["compile"] = True
     return TrainOneStepCell(network, optimizer, clip=ClipByGlobalNorm(1.0), **settings)
 
 

@@ -185,7 +185,8 @@ def test_every_form_in_which_a_network_may_return_its_loss(form):
     output = step(*tensors(x, 2 * x))
     assert (number(output.loss), number(output.weight)) == (pytest.approx(20, rel=1e-4), 7)
     assert output.loss.dtype == output.weight.dtype == ms.float32
-    assert number(step.buffer.sums[0]) == pytest.approx(7 * -40, rel=1e-4)
+    # A share of 3 of 7 rows is rounded where it reaches a loss in 16 bits.
+    assert number(step.buffer.sums[0]) == pytest.approx(7 * -40, rel=1e-3 if form is float16 else 1e-4)
 
 
 def test_a_weight_has_no_gradient_of_its_own():
@@ -201,6 +202,7 @@ def test_a_weight_has_no_gradient_of_its_own():
     step = keeping_step(OwnWeight(), 2, weighted=True)
     step(Tensor(np.float32([1, 2, 3])))
     assert step.optimizer.gradients() == [1]
+    step.set_train()  # As a cell it splits its batch in training alone.
     with pytest.warns(UserWarning, match=FOREIGN_TRAIN_CELL):
         gradients = ops.grad(step.network, None, step.weights)(Tensor(np.float32([1, 2, 3])))
     assert [number(gradient) for gradient in gradients] == [1]

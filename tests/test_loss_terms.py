@@ -61,7 +61,7 @@ def step_of_terms():
 
 def keeping_terms(loss_cell, micro_size=4):
     network = GradAccumulation(loss_cell, micro_size, weighted=True, terms=2)
-    return TrainOneStepCell(network, KeepGradients(loss_cell.trainable_params()))
+    return TrainOneStepCell(network, KeepGradients(loss_cell.trainable_params()), compile=True)
 
 
 def test_each_term_is_divided_by_its_own_weight():
@@ -105,7 +105,7 @@ def test_a_term_that_weighs_nothing_leaves_the_other():
 def loop():
     network = TwoTerms()
     loss_cell = GradAccumulation(network, 1, weighted=True, terms=2)
-    return network, Accumulator(loss_cell, sgd(network, 1.0), 4)
+    return network, Accumulator(loss_cell, sgd(network, 1.0), 4, compile=True)
 
 
 def run(loop, rows, clip=None):
@@ -188,7 +188,9 @@ def test_as_a_cell_it_returns_the_sum_of_the_terms_means(mode):
 def test_the_terms_of_several_batches_and_a_clip_of_the_step(eager):
     network = TwoTerms()
     loss_cell = GradAccumulation(network, 2, weighted=True, terms=2)
-    step = TrainOneStepCell(loss_cell, sgd(network, 1.0), accumulation_steps=2, clip=ClipByGlobalNorm(1.0))
+    step = TrainOneStepCell(
+        loss_cell, sgd(network, 1.0), accumulation_steps=2, clip=ClipByGlobalNorm(1.0), compile=True
+    )
     outputs = [step(Tensor(TOKENS[:2])), step(Tensor(TOKENS[2:]))]
     _, gradient = by_hand(TOKENS)
     update = np.float32([1, 2]) - network.weight.asnumpy()

@@ -168,8 +168,9 @@ def test_a_backbone_returns_logits(form, eager):
     )
     if form is a_number:
         sentence = (
-            "For 'TokenMeanLoss', the labels must have the shape of the logits without their last axis, but got labels "
-            "of shape () and logits of shape (). Give one label per token."
+            "For 'TokenMeanLoss', the backbone must return logits with an axis of classes, but got a scalar. A model "
+            "that computes its loss itself goes into GradAccumulation without it: let it return (loss_sum, tokens), in "
+            "mindformers with calculate_per_token_loss=True, and set weighted=True."
         )
     with raises(ValueError, sentence):
         TokenMeanLoss(Returns(form))(Tensor(np.ones((4, 1), np.float32)), labels)

@@ -142,7 +142,7 @@ def test_losses_beside_the_pairs_are_refused_and_left_out_on_demand(form, terms,
     def step(losses):
         network = Pairs(form)
         loss_cell = GradAccumulation(network, 2, weighted=True, terms=terms, losses=losses)
-        return TrainOneStepCell(loss_cell, KeepGradients(network.trainable_params()))
+        return TrainOneStepCell(loss_cell, KeepGradients(network.trainable_params()), compile=True)
 
     text = f"got None with {count} after the first loss. Give losses='first' to leave them out, or return one pair "
     with pytest.raises(ValueError, match=whole(text)[1:-1]):
