@@ -3,8 +3,9 @@
 // AssignAdd writes each sum twice and is not vectorized. A product, a zero tensor or squares that are then assigned or
 // summed go through memory twice as often as need be, and take another tensor of it.
 //
-// A kernel is given its inputs and its result, and returns 0 if it could use them. MindSpore asks for the shape of the
-// result by the name of the kernel and "InferShape", also while it runs a graph whose shapes change.
+// A kernel is given its inputs and its result, and returns 0 if it could use them. MindSpore asks for the shape and the
+// type of the result by the name of the kernel and "InferShape" or "InferType", also while it runs a graph whose shapes
+// or types it does not know before.
 
 #include <algorithm>
 #include <cstdint>
@@ -13,6 +14,7 @@
 
 #define KERNEL(name)                                                                                              \
   extern "C" std::vector<int64_t> name##InferShape(int *dimensions, int64_t **shapes, void *extra) { return {1}; } \
+  extern "C" int name##InferType(std::vector<int> types, void *extra) { return types[0]; }                        \
   extern "C" int name(int count, void **tensors, int *dimensions, int64_t **shapes, const char **dtypes, void *stream, \
                       void *extra)
 

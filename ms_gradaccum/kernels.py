@@ -42,8 +42,8 @@ def _make_kernels() -> tuple[Any, ...]:
     library, kernels = _load(), []
     for name in _NAMES:
         try:
-            getattr(library, name), getattr(library, f"{name}InferShape")
-            kernel = ops.Custom(f"{LIBRARY}:{name}", None, ms.float32, "aot")
+            getattr(library, name), getattr(library, f"{name}InferShape"), getattr(library, f"{name}InferType")
+            kernel = ops.Custom(f"{LIBRARY}:{name}", None, None, "aot")
         # There is none, or one of an older version, or $MS_CUSTOM_AOT_WHITE_LIST forbids it, or its path has a colon.
         except (AttributeError, TypeError):
             return (None,) * len(_NAMES)

@@ -142,6 +142,8 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         if self.semi_auto is not None:
             self.semi_auto.check(accumulation_steps, network.terms, drops, clip, precision.reduce_dtype)
             self.partitioned = PartitionedWindow(network, optimizer, clip, precision.loss_scale)
+            # The compiler knows accumulation in training alone. The user's cells keep the modes that they have.
+            self.add_flags(training=True)
         else:
             self._build_host_driven(kind, clip, precision, drops)
         claim_optimizer(optimizer, self)

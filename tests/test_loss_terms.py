@@ -224,7 +224,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form, rest", FORMS.values(), ids=FORMS)
-def test_networks_that_return_something_else(form, rest):
+def test_networks_that_return_something_else(form, rest, eager):
     step = keeping_terms(Returns(form))
     with raises(ValueError, f"For 'GradAccumulation', the argument 'network' {rest}"):
         step(Tensor(TOKENS))

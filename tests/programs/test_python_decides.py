@@ -270,7 +270,10 @@ PROGRAMS = {
     "numpy of constants": Program(ByNumpy),
     "numpy of values": Program(NumpyOfValues, **ONLY_EAGER),
     "numpy of values, typed": Program(TypedNumpy),
-    "numpy beside the loss": Program(NumpyBeside),
+    "numpy beside the loss": Program(NumpyBeside, **ONLY_EAGER),
+    "numpy beside the loss, compiled": Program(
+        NumpyBeside, modes=("GRAPH",), named="but got no tensor but a Python object", names_whole=True
+    ),
     "backward hook of a cell": Program(Net, prepare=hook_cell, **ONLY_EAGER),
     "forward hook of a cell": Program(Net, prepare=hook_forward, **ONLY_EAGER),
     "forward hook in mid-training": Program(Net, between=hook_later, **ONLY_EAGER),
