@@ -2,10 +2,12 @@
 
 import re
 
+import mindspore as ms
 import pytest
-from mindspore import nn
+from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum import HSDP, DataParallel
+from ms_gradaccum.parallel.choose import check_parameters_sent
 from ms_gradaccum.parallel.hsdp import check_shardable
 
 SIZE = "For 'HSDP', the argument 'shard_size' must be an int of at least 1 or -1, but got "
@@ -80,3 +82,14 @@ def test_an_optimizer_whose_state_has_other_shapes_is_refused():
     network = nn.Dense(2, 3)
     with pytest.raises(ValueError, match=r"but got Rows with the state 'row_norms' of shape \(3,\)"):
         check_shardable(Rows(network.trainable_params()))
+
+
+def test_float64_parameters_cannot_be_added_up_over_processes():
+    parameters = [Parameter(Tensor([1.0], ms.float32), "small"), Parameter(Tensor([1.0], ms.float64), "large")]
+    check_parameters_sent("TrainOneStepCell", parameters[:1])
+    sentence = (
+        "For 'TrainOneStepCell', the argument 'network' must be one without float64 parameters in several processes, "
+        "but got 'large' of float64. MindSpore's AllReduce knows no float64: use float32, or one process."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        check_parameters_sent("TrainOneStepCell", parameters)

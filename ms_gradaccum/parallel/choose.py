@@ -99,6 +99,7 @@ def build_parallel(
         return SingleProcess(weights, GradBuffer(weights, dense_only, None, network.terms, drops))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_sent(owner, dtype)
+    check_parameters_sent(owner, weights)
     check_agreement(owner, {**settings, "parallel": repr(kind), "the optimizer's parameters": shapes})
     if isinstance(kind, HSDP):
         check_shardable(optimizer)
@@ -112,6 +113,15 @@ def build_parallel(
         return DataParallelSum(weights, GradBuffer(weights, dense_only, None, network.terms, drops), world, kind, dtype)
     shards = Shards(layout, world, dtype)
     return _build_sharded(owner, kind, optimizer, network, dense_only, drops, shards, world)
+
+
+def check_parameters_sent(owner: str, parameters: Any) -> None:
+    """Raise for float64 parameters, whose sums MindSpore cannot add up over processes."""
+    for parameter in parameters:
+        if parameter.dtype == ms.float64:
+            rule, got = "one without float64 parameters in several processes", f"{parameter.name!r} of float64"
+            remedy = "MindSpore's AllReduce knows no float64: use float32, or one process."
+            raise ValueError(sentence(owner, "network", rule, got, remedy))
 
 
 def layout_for(kind: Any, tensors: Any, ranks: int) -> ShardLayout | None:
