@@ -4,7 +4,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, nn, ops
 from optimizer_parity import (
-    BOTH,
     RowLoss,
     WholeBatch,
     accumulate,
@@ -47,5 +46,5 @@ def test_the_gradient_of_a_sparse_lookup_trains_like_that_of_a_dense_one():
     data = [(np.roll(ids, i), y, factor) for i, (_, y, factor) in enumerate(batches())]
     whole = WholeBatch(lambda: RowLoss(Lookup(sparse=False)), adam, data)
     assert_not_vacuous(whole, micro_size=4)
-    for outputs, values in accumulate(lambda: RowLoss(Lookup(sparse=True)), adam, 4, BOTH, data).values():
+    for outputs, values in accumulate(lambda: RowLoss(Lookup(sparse=True)), adam, 4, [ms.GRAPH_MODE], data).values():
         assert_like_whole_batch(whole, outputs, values)

@@ -115,7 +115,7 @@ def train_lookup(rank=0, size=1, **settings):
     """Train one window and return the table. Row 3 is never read."""
     cell = SumOfRows()
     optimizer = nn.Momentum(cell.trainable_params(), 0.1, 0.9)
-    step = TrainOneStepCell(GradAccumulation(cell, 2), optimizer, **settings)
+    step = TrainOneStepCell(GradAccumulation(cell, 2), optimizer, compile=True, **settings)
     ids, factors = np.array([0, 1, 1, 2, 0, 1, 2, 2, 1, 1, 0, 2], np.int32), np.arange(12, dtype=np.float32)
     step(*[Tensor(array) for array in share([ids, factors], rank, size)])
     return weights_of(cell)
