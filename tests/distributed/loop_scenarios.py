@@ -62,7 +62,7 @@ def train_sentences(parts, terms=1, **settings):
     cell = TokenMeanLoss(backbone) if terms == 1 else TwoTerms(backbone)
     network = GradAccumulation(cell, 1, weighted=True, terms=terms)
     optimizer = nn.SGD(backbone.trainable_params(), 0.08)
-    accumulator = Accumulator(network, optimizer, len(parts), **settings)
+    accumulator = Accumulator(network, optimizer, len(parts), compile=True if terms > 1 else None, **settings)
     for part in parts:
         with accumulator.accumulate():
             accumulator.backward(*[Tensor(array) for array in sentences(part)])

@@ -83,7 +83,7 @@ def own_statistics():
         network = nn.SequentialCell(nn.Dense(6, 8), nn.BatchNorm1d(8), nn.Dense(8, 3))
         ms.set_seed(1)
         loss_cell = nn.WithLossCell(network, nn.MSELoss())
-        return network, TrainOneStepCell(loss_cell, nn.Momentum(network.trainable_params(), 0.1, 0.9))
+        return network, TrainOneStepCell(loss_cell, nn.Momentum(network.trainable_params(), 0.1, 0.9)).set_train()
 
     network, step = build()
     train_batches(step, FIRST, rank, size)
