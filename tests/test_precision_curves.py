@@ -23,6 +23,12 @@ TOLERANCE = 2e-3
 SMALL = 2.0**-22
 
 
+@pytest.fixture(autouse=True)
+def graph_mode(restored_mode):
+    """Compile, as the sample does: op by op the transformer takes minutes."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+
+
 class SmallLoss(nn.Cell):
     """The mean cross-entropy, times a factor."""
 
