@@ -21,12 +21,11 @@ from ms_gradaccum._checks import (
 from ms_gradaccum.bad_micro_batch import BadMicroBatch
 from ms_gradaccum.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.grad_clip import Clip
-from ms_gradaccum.model_steps import PassSteps
+from ms_gradaccum.model_steps import PassSteps, ResumingCallback
 from ms_gradaccum.parallel.choose import ParallelChoice, check_parallel
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.precision import PrecisionChoice, combined
 from ms_gradaccum.saved.data_order import PassPlace
-from ms_gradaccum.state_checkpoint import StateCheckpoint
 from ms_gradaccum.train_step import TrainOneStepCell
 
 _OWNER = "Model"
@@ -243,7 +242,7 @@ class Model(ms.Model):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
         # Before a state is loaded, which has their tensors.
         self._train_network.adopt(callbacks)
-        checkpoints = [callback for callback in callbacks if isinstance(callback, StateCheckpoint)]
+        checkpoints = [callback for callback in callbacks if isinstance(callback, ResumingCallback)]
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0))
         if not self._resume:
             self.resumed_place = None

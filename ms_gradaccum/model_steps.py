@@ -1,8 +1,8 @@
 """What Model does around the steps of a training, so that windows, ranks and states fit its passes over the data."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from mindspore import Tensor
@@ -12,10 +12,20 @@ from ms_gradaccum._checks import sentence
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.saved import random_state
 from ms_gradaccum.saved.data_order import PassPlace, Sources, skipping
-from ms_gradaccum.state_checkpoint import StateCheckpoint, load_last
 from ms_gradaccum.step_output import StepOutput
 
 _OWNER = "Model"
+
+
+@runtime_checkable
+class ResumingCallback(Protocol):
+    """A callback that keeps the states of a training. It runs after all others, since it saves what they change."""
+
+    def watching(self, model: Any) -> AbstractContextManager[None]:
+        """Enclose a training of ``model``."""
+
+    def resume_into(self, model: Any) -> None:
+        """Give ``model`` the last state that was kept, if there is one. Collective."""
 
 
 class PassSteps(Callback):
@@ -47,13 +57,13 @@ class PassSteps(Callback):
         self.resumed: PassPlace | None = None
         self._until_first_batch = ExitStack()
 
-    def resume(self, checkpoints: list[StateCheckpoint], epochs: int, settings: dict[str, Any]) -> bool:
+    def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, Any]) -> bool:
         """Load the last state and let the training go on there. Return False if it has ended already."""
         if self.model.resumed_place is None:
             if not checkpoints:
                 remedy = "Give StateCheckpoint(directory), or call load_state(model, directory) first."
                 raise ValueError(sentence(_OWNER, "callbacks", "some with a StateCheckpoint to resume", "none", remedy))
-            load_last(self.model, checkpoints[0].directory)
+            checkpoints[0].resume_into(self.model)
         place, self.model.resumed_place = self.model.resumed_place, None
         if place is None:
             return True

@@ -108,6 +108,13 @@ class StateCheckpoint(Callback):
             if hears:
                 signal.signal(signal.SIGTERM, before)
 
+    def resume_into(self, model: Any) -> None:
+        """Give ``model`` the last state in the folder, if there is one; rank 0 looks. Collective."""
+        ranks = Ranks("load_state")
+        found = ranks.exchange(lambda: ranks.is_first and bool(states_in(self.directory)))
+        if found[0]:
+            load_state(model, self.directory)
+
     def on_train_begin(self, run_context: Any) -> None:
         if self.model is None:
             raise ValueError(
@@ -151,10 +158,3 @@ class StateCheckpoint(Callback):
         step = run_context.original_args().cur_step_num
         if step != self._saved_step and self.model.can_save:
             self._save(step)
-
-
-def load_last(model: Any, directory: Any) -> SavedState | None:
-    """Load the last state in a folder, if there is one; rank 0 looks."""
-    ranks = Ranks("load_state")
-    found = ranks.exchange(lambda: ranks.is_first and bool(states_in(directory)))
-    return load_state(model, directory) if found[0] else None
