@@ -70,7 +70,7 @@ make_venv() {
 prepare() {
   local wanted stamp=$venv/installed-$1
   make_venv "$venv"
-  wanted=$(cat pyproject.toml setup.py ms_gradaccum/*.cc | cksum)
+  wanted=$(cat pyproject.toml setup.py ms_gradaccum/backend/*.cc | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing MindSpore and what else is needed into $venv. This takes a few minutes, once."
     PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --quiet \
@@ -109,7 +109,7 @@ prepare_peers() {
 prepare_clients() {
   local wanted stamp=.venv-clients/installed
   make_venv .venv-clients
-  wanted=$(cat pyproject.toml setup.py ms_gradaccum/*.cc clients/*.txt | cksum)
+  wanted=$(cat pyproject.toml setup.py ms_gradaccum/backend/*.cc clients/*.txt | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing mindformers, mindcv and mindone into .venv-clients. This takes a few minutes, once."
     local install=(.venv-clients/bin/python -m pip install --no-input --disable-pip-version-check --quiet)

@@ -20,7 +20,8 @@ from mindspore.communication import get_group_size, get_rank, init
 from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, make_batch, make_network, run_window, versions
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, TrainOneStepCell
-from ms_gradaccum.parallel import layout, sharding
+from ms_gradaccum.parallel import layout
+from ms_gradaccum.parallel import shards as sharding
 from ms_gradaccum.parallel.world import gather_counts
 
 # The tests start their processes with the same launcher.

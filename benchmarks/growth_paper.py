@@ -4,9 +4,9 @@ import math
 from typing import Any, NamedTuple
 
 from ms_gradaccum import HSDP, DataParallel, TrainingPlan
-from ms_gradaccum.parallel.choose import layout_for
 from ms_gradaccum.parallel.cost import Message
-from ms_gradaccum.planning.settings import Weight
+from ms_gradaccum.parallel.factory import layout_for
+from ms_gradaccum.tools.planning.settings import Weight
 
 DEVICES, MICRO_SIZE = 1000, 8
 LAYERS, WIDTH, WORDS = 83, 10_000, 50_000

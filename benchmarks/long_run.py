@@ -17,7 +17,7 @@ from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank, init
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
-from ms_gradaccum.compiled import Compiled
+from ms_gradaccum.backend.compiled import Compiled
 
 FEATURES, SLICES = 64, 50
 

@@ -21,7 +21,7 @@ from mindspore.communication import get_group_size, get_rank, init
 from windows import versions
 
 from ms_gradaccum import GradAccumulation, MetricsLogger, ProgressBar, StepOutput, StepReporter, TrainOneStepCell
-from ms_gradaccum.events import Events
+from ms_gradaccum.training.events import Events
 
 Observer = Callable[[Any], Any]
 

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from ms_gradaccum.environment import describe
-from ms_gradaccum.micro_size_finder import find_for_script
-from ms_gradaccum.run_plot import draw
+from ms_gradaccum.tools.environment import describe
+from ms_gradaccum.tools.probing.micro_size_finder import find_for_script
+from ms_gradaccum.tools.reporting.run_plot import draw
 
 _PROGRAM = "python -m ms_gradaccum"
 

@@ -184,3 +184,12 @@ def warn_of_dropped(owner: str, batches: int) -> None:
         warn(
             f"For '{owner}', the batch failed in mid-window: the {batches} batches before it are dropped with it.",
         )
+
+
+class DamagedState(ValueError):
+    """A state that is not as it was written, or not one of this program."""
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    """Return whether a value from a manifest is a number of things."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62

@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 from step_probe import tensors
 
 from ms_gradaccum import AccumulationConfig, Accumulator
-from ms_gradaccum.loop_window import LoopWindow
+from ms_gradaccum.loops.loop_window import LoopWindow
 
 
 def batch(*rows):

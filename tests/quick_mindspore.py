@@ -23,7 +23,7 @@ def _read_once(thing):
 
 def install():
     """Speed up this process, and those that it starts."""
-    # See ms_gradaccum/convolutions.py.
+    # See ms_gradaccum/backend/cpu.py.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     # Otherwise threads hand each operator on to one another and spin meanwhile: an eager step takes 7 times as long.
     ms.runtime.launch_blocking()

@@ -7,7 +7,7 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 
 from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, TrainOneStepCell, save_state
-from ms_gradaccum.optimizers import all_parameters
+from ms_gradaccum.backend.optimizers import all_parameters
 
 _RANDOM = np.random.default_rng(0)
 INPUTS = _RANDOM.normal(size=(40, 3)).astype(np.float32)

@@ -12,7 +12,7 @@ from step_probe import compilations, number
 from test_errors import raises, typed
 
 from ms_gradaccum import AccumulationConfig, AccumulationSchedule, Accumulator
-from ms_gradaccum.accumulation_config import merge_config
+from ms_gradaccum.loops.schedule import merge_config
 
 # What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")

@@ -4,7 +4,7 @@ import pytest
 from test_errors import typed
 
 from ms_gradaccum import AccumulationConfig, AccumulationSchedule
-from ms_gradaccum.accumulation_config import merge_config
+from ms_gradaccum.loops.schedule import merge_config
 
 STEPS_REMEDY = "It counts the batches of one update; 1 means an update per batch."
 DICT, EXAMPLE = "a dict from counts to numbers of batches", "For example {0: 1, 4: 2}."

@@ -11,7 +11,7 @@ from mindspore import Tensor, nn, ops
 from step_probe import compilations, number
 
 from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput
-from ms_gradaccum.loop_window import LoopWindow
+from ms_gradaccum.loops.loop_window import LoopWindow
 
 PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))
 

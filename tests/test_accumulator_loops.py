@@ -12,7 +12,7 @@ from mindspore.dataset import NumpySlicesDataset
 from step_probe import compilations, number
 
 from ms_gradaccum import AccumulationConfig
-from ms_gradaccum.window_counter import WindowCounter
+from ms_gradaccum.loops.schedule import WindowCounter
 
 # What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")

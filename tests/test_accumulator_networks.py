@@ -7,7 +7,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from step_probe import number
 
 from ms_gradaccum import Accumulator
-from ms_gradaccum.loop_window import LoopWindow
+from ms_gradaccum.loops.loop_window import LoopWindow
 
 # What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")

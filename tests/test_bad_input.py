@@ -28,7 +28,7 @@ from ms_gradaccum import (
     TrainingPlan,
     TrainOneStepCell,
 )
-from ms_gradaccum.precision import check_precision
+from ms_gradaccum.gradients.mixed_precision import check_precision
 
 LIMITS = st.floats(1e-30, 1e30) | st.integers(1, 10**30)
 COUNTS = st.integers(1, 2**31 - 1)

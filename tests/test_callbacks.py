@@ -10,15 +10,9 @@ import pytest
 from mindspore import dataset, nn
 from mindspore.train import Callback, LossMonitor
 
-from ms_gradaccum import (
-    Accumulator,
-    GradAccumulation,
-    Model,
-    ProgressBar,
-    TrainOneStepCell,
-    callbacks,
-    progress_display,
-)
+from ms_gradaccum import Accumulator, GradAccumulation, Model, ProgressBar, TrainOneStepCell
+from ms_gradaccum.tools.reporting import progress_bar as callbacks
+from ms_gradaccum.tools.reporting import progress_display
 
 pytestmark = pytest.mark.usefixtures("eager")
 SPEED = r"[\d.e+]+ batches/s, 00:0\d elapsed, 00:00 left"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ms_gradaccum import environment
 from ms_gradaccum.__main__ import main
-from ms_gradaccum.kernels import has_kernels
-from ms_gradaccum.run_plot import draw, read_run
+from ms_gradaccum.backend.kernels import has_kernels
+from ms_gradaccum.tools import environment
+from ms_gradaccum.tools.reporting.run_plot import draw, read_run
 
 
 def write_run(path, updates, loss=lambda update: 1.0 / update, **items):

@@ -10,8 +10,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from step_probe import KeepGradients, compilations, keeping_step, number, tensors
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
-from ms_gradaccum import compiled as compiled_module
-from ms_gradaccum.compiled import MAX_FIXED_SHAPES, Compiled
+from ms_gradaccum.backend import compiled as compiled_module
+from ms_gradaccum.backend.compiled import MAX_FIXED_SHAPES, Compiled
 
 BATCH = tensors(X, 2 * X)
 GRADIENT = -102  # of the line at weight 0 for the eight rows of BATCH

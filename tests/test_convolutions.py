@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from mindspore import nn
 
-from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, convolutions
+from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
+from ms_gradaccum.backend import cpu as convolutions
 
 WARNING = (
     "For '{}', MindSpore's convolutions take 10 to 40 times as long as they could on this CPU. "
@@ -51,14 +52,14 @@ def test_without_a_reason_there_is_no_warning(why, slow, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         network = nn.Dense(1, 1) if why == "no convolution" else nn.Conv2d(1, 1, 1)
-        convolutions.warn_if_slow("TrainOneStepCell", network)
+        convolutions.warn_of_slow_convolutions("TrainOneStepCell", network)
 
 
 CONVOLUTION = """
 import numpy as np
 from mindspore import Tensor, ops
 
-from ms_gradaccum.convolutions import are_slow
+from ms_gradaccum.backend.cpu import are_slow
 
 images, filters = (Tensor(np.ones(shape, np.float32)) for shape in ((8, 16, 16, 16), (16, 16, 3, 3)))
 ops.Conv2D(16, 3, pad_mode="same")(images, filters).asnumpy()

@@ -17,9 +17,9 @@ from ms_gradaccum import (
     StateCheckpoint,
     TrainOneStepCell,
     load_state,
-    runs,
     save_state,
 )
+from ms_gradaccum.backend import tensors as runs
 
 
 def peers_average(weights, decay=0.9999, temperature=2000, start=0.0):

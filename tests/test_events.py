@@ -7,8 +7,8 @@ from mindspore import Tensor, nn
 from mindspore.train import Callback
 
 from ms_gradaccum import Accumulator, GradAccumulation, StepEvent, TrainOneStepCell
-from ms_gradaccum.events import Events
-from ms_gradaccum.model_steps import PassSteps
+from ms_gradaccum.loops.epoch import PassSteps
+from ms_gradaccum.training.events import Events
 
 pytestmark = pytest.mark.usefixtures("eager")
 

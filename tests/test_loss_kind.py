@@ -10,7 +10,7 @@ from mindspore import Tensor, mint, nn, ops
 from step_probe import KeepGradients, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
-from ms_gradaccum.loss_kind import loss_warning
+from ms_gradaccum.batch.loss_kind import loss_warning
 
 pytestmark = pytest.mark.usefixtures("eager")
 

@@ -16,7 +16,7 @@ from ms_gradaccum import (
     StepOutput,
     TrainOneStepCell,
 )
-from ms_gradaccum.loss_scale import dynamic_loss_scale, loss_scale_of
+from ms_gradaccum.gradients.loss_scaler import dynamic_loss_scale, loss_scale_of
 
 SCALE, CLEAN = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
 COLUMNS, ROWS = 3, 8

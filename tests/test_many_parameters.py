@@ -6,11 +6,11 @@ import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByGroupNorm, TrainOneStepCell
-from ms_gradaccum.compiled import execution_mode
-from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.parallel.single import SingleProcess
-from ms_gradaccum.runs import runs_of
-from ms_gradaccum.window import FoldTerms
+from ms_gradaccum.backend.compiled import execution_mode
+from ms_gradaccum.backend.tensors import runs_of
+from ms_gradaccum.gradients.buffer import GradBuffer
+from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.training.window import FoldTerms
 
 MANY = 100
 # Of 1000, MindSpore's default.

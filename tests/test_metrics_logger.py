@@ -12,15 +12,8 @@ from linear_toy import Recorder, X, batches, line, sgd, toy, toy_with_metrics, w
 from mindspore import Tensor, nn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ms_gradaccum import (
-    Accumulator,
-    MetricsLogger,
-    Model,
-    StepOutput,
-    StepReporter,
-    TrainOneStepCell,
-    metrics_logger,
-)
+from ms_gradaccum import Accumulator, MetricsLogger, Model, StepOutput, StepReporter, TrainOneStepCell
+from ms_gradaccum.tools.reporting import metrics_logger
 
 pytestmark = pytest.mark.usefixtures("eager")
 FULL_DISK = "/dev/full"  # takes no byte

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor
 
-from ms_gradaccum.micro_batch import check_batch_axis, split_batch, split_shapes
-from ms_gradaccum.structure import rebuilder
+from ms_gradaccum.batch.nested_inputs import rebuilder
+from ms_gradaccum.batch.split import check_batch_axis, split_batch, split_shapes
 
 
 def table(rows, columns=2):

@@ -20,7 +20,7 @@ from test_errors import raises
 
 from ms_gradaccum import GradAccumulation, find_micro_size
 from ms_gradaccum.__main__ import main
-from ms_gradaccum.compiled import execution_mode
+from ms_gradaccum.backend.compiled import execution_mode
 
 FOLDER = Path(__file__).parent
 MIB = 2**20
@@ -265,7 +265,7 @@ def test_folders_that_mindspore_searches_first_do_not_hide_modules_of_python(by_
 
 def test_the_child_computes_as_the_caller_does(monkeypatch):
     """A network that can only run op by op is measured op by op."""
-    from ms_gradaccum.probing.training import Context
+    from ms_gradaccum.tools.probing.training import Context
 
     devices = []
     # A process that has computed something already cannot choose any more.

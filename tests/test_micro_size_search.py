@@ -14,10 +14,10 @@ from mindspore import Tensor, nn, ops
 from test_errors import raises, typed
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, TrainOneStepCell, find_micro_size
-from ms_gradaccum.probing import child, transport
-from ms_gradaccum.probing.memory import as_text, check_memory_limit
-from ms_gradaccum.probing.search import candidates, first_that_fits, largest_part
-from ms_gradaccum.probing.training import Training, check_training
+from ms_gradaccum.tools.probing import child, transport
+from ms_gradaccum.tools.probing.memory import as_text, check_memory_limit
+from ms_gradaccum.tools.probing.search import candidates, first_that_fits, largest_part
+from ms_gradaccum.tools.probing.training import Training, check_training
 
 
 @settings(max_examples=30, deadline=None)

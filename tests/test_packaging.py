@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from ms_gradaccum.kernels import LIBRARY
+from ms_gradaccum.backend.kernels import LIBRARY
 
 ROOT = Path(__file__).parents[1]
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M).group(1)
 PACKAGE_FILES = {file.relative_to(ROOT).as_posix() for file in (ROOT / "ms_gradaccum").rglob("*.py")}
 PACKAGE_FILES.add("ms_gradaccum/py.typed")
 # What the kernels are built of, and where it is then, if there is a compiler.
-KERNELS_SOURCES = {"setup.py", "ms_gradaccum/kernels.cc"}
-KERNELS = f"ms_gradaccum/{LIBRARY.name}"
+KERNELS_SOURCES = {"setup.py", "ms_gradaccum/backend/kernels.cc"}
+KERNELS = f"ms_gradaccum/backend/{LIBRARY.name}"
 BUILT_FILES = PACKAGE_FILES | ({KERNELS} if shutil.which("g++") else set())
 METADATA = f"ms_gradaccum-{VERSION}.dist-info"
 
@@ -38,7 +38,7 @@ from mindspore import Tensor, nn
 import ms_gradaccum
 from ms_gradaccum import GradAccumulation, MetricsLogger, TrainOneStepCell
 from ms_gradaccum.__main__ import main
-from ms_gradaccum.kernels import LIBRARY
+from ms_gradaccum.backend.kernels import LIBRARY
 
 network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
 x = Tensor(np.arange(1, 9, dtype=np.float32).reshape(8, 1))

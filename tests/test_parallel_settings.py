@@ -7,7 +7,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum import HSDP, DataParallel
-from ms_gradaccum.parallel.choose import check_parameters_sent
+from ms_gradaccum.parallel.factory import check_parameters_sent
 from ms_gradaccum.parallel.hsdp import check_shardable
 
 SIZE = "For 'HSDP', the argument 'shard_size' must be an int of at least 1 or -1, but got "

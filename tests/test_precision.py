@@ -11,15 +11,8 @@ from linear_toy import batches, line, sgd, toy, weight_of, whole
 from mindspore import Parameter, Tensor, amp, nn, ops
 from step_probe import number, tensors
 
-from ms_gradaccum import (
-    Accumulator,
-    GradAccumulation,
-    MixedPrecision,
-    Model,
-    TokenMeanLoss,
-    TrainOneStepCell,
-    precision,
-)
+from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, Model, TokenMeanLoss, TrainOneStepCell
+from ms_gradaccum.gradients import mixed_precision as precision
 
 NAMES = {"fp16": "O1", "fp16_apex": "O2", "fp16_naive": "O3", "O1": "O1", "O2": "O2", "O3": "O3", "auto": "auto"}
 

@@ -14,7 +14,7 @@ from sample_process import SAMPLES, SUBSET, run_program  # noqa: E402
 sys.path.append(str(SAMPLES / "mixed_precision"))
 import compare  # noqa: E402
 
-from ms_gradaccum.run_plot import read_run  # noqa: E402
+from ms_gradaccum.tools.reporting.run_plot import read_run  # noqa: E402
 
 # Of losses about 2.3 after 4 updates: float16 has 11 bits.
 TOLERANCE = 2e-3

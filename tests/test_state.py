@@ -12,7 +12,7 @@ from mindspore.experimental import optim
 from state_probe import BATCHES, Net, bits_of, compare, new_loop, new_step, train_loop, train_step
 
 from ms_gradaccum import HSDP, Accumulator, ClipByGlobalNorm, MixedPrecision, TrainOneStepCell, load_state, save_state
-from ms_gradaccum.saved.data_order import PassPlace, Sources, skipping
+from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 
 SHARDS = {"num_shards": 2, "shard_id": 0}
 pytestmark = pytest.mark.usefixtures("eager")

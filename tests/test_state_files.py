@@ -16,7 +16,7 @@ from mindspore import Tensor, nn
 from safetensors.numpy import load_file, save_file
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_state, save_state
-from ms_gradaccum.saved import files
+from ms_gradaccum.checkpoint import files
 
 pytestmark = pytest.mark.usefixtures("eager")
 X = Tensor(np.arange(1, 5, dtype=np.float32).reshape(4, 1))

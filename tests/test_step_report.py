@@ -10,16 +10,8 @@ from linear_toy import X, line, sgd, weight_of
 from mindspore import Tensor, nn
 from mindspore.experimental import optim
 
-from ms_gradaccum import (
-    Accumulator,
-    ClipByGlobalNorm,
-    GradAccumulation,
-    StepOutput,
-    StepReporter,
-    TrainOneStepCell,
-    step_costs,
-    step_report,
-)
+from ms_gradaccum import Accumulator, ClipByGlobalNorm, GradAccumulation, StepOutput, StepReporter, TrainOneStepCell
+from ms_gradaccum.tools.reporting import step_costs, step_report
 
 pytestmark = pytest.mark.usefixtures("eager")
 

@@ -9,8 +9,10 @@ import pytest
 from mindspore import JitConfig, Tensor, nn
 from step_probe import Around, Weights, compilations, operators, values_of
 
-from ms_gradaccum import GradAccumulation, TrainOneStepCell, micro_steps, thread_pool
-from ms_gradaccum.thread_pool import is_faster
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
+from ms_gradaccum.backend import cpu as thread_pool
+from ms_gradaccum.backend.cpu import thread_pool_is_faster
+from ms_gradaccum.training import micro_steps
 
 
 @pytest.fixture(autouse=True)
@@ -38,24 +40,24 @@ def dense_layers(number, width):
 )
 def test_they_are_faster_where_there_is_enough_to_compute(number, width, rows, faster):
     """As it was measured, see docs/speed.md; graphs of many parameters they run in any case."""
-    assert is_faster(dense_layers(number, width), rows, {}) == faster
+    assert thread_pool_is_faster(dense_layers(number, width), rows, {}) == faster
 
 
 @pytest.mark.parametrize("cores, faster", [(1, False), (2, True), (4, True), (5, False)])
 def test_only_on_few_cores(cores, faster, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    assert is_faster(dense_layers(6, 1024), 64, {}) == faster
+    assert thread_pool_is_faster(dense_layers(6, 1024), 64, {}) == faster
 
 
 def test_each_core_must_have_enough(monkeypatch):
-    assert is_faster(dense_layers(6, 512), 16, {})
+    assert thread_pool_is_faster(dense_layers(6, 512), 16, {})
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
-    assert not is_faster(dense_layers(6, 512), 16, {})
+    assert not thread_pool_is_faster(dense_layers(6, 512), 16, {})
 
 
 def test_only_on_cpu(monkeypatch):
     monkeypatch.setattr(thread_pool.ms, "get_context", lambda name: "GPU")
-    assert not is_faster(dense_layers(6, 1024), 64, {})
+    assert not thread_pool_is_faster(dense_layers(6, 1024), 64, {})
 
 
 @pytest.mark.parametrize("policy, faster", [(None, False), ("active", False), ("passive", True), ("PASSIVE", True)])
@@ -68,7 +70,7 @@ def test_fused_kernels_must_not_spin(how, policy, faster, monkeypatch):
         values = {"device_target": "CPU", "enable_graph_kernel": True}
         monkeypatch.setattr(thread_pool.ms, "get_context", values.get)
     settings = JitConfig(jit_level="O1").jit_config_dict if how == "jit_config" else {}
-    assert is_faster(dense_layers(6, 1024), 64, settings) == faster
+    assert thread_pool_is_faster(dense_layers(6, 1024), 64, settings) == faster
 
 
 def columns(rows, seed=0):
@@ -77,7 +79,7 @@ def columns(rows, seed=0):
 
 def run_by(monkeypatch, pooled):
     """Have all micro steps run by MindSpore's threads, or none."""
-    monkeypatch.setattr(micro_steps, "is_faster", lambda weights, positions, jit_config: pooled)
+    monkeypatch.setattr(micro_steps, "thread_pool_is_faster", lambda weights, positions, jit_config: pooled)
 
 
 def trained(make_network, **settings):
@@ -167,7 +169,7 @@ def test_the_first_batch_decides():
 
 def test_not_among_several_processes(monkeypatch):
     run_by(monkeypatch, True)
-    monkeypatch.setattr("ms_gradaccum.parallel.single.SingleProcess.several", True)
+    monkeypatch.setattr("ms_gradaccum.parallel.reducer.SingleProcess.several", True)
     network = Weights(3)
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
     assert not step.micro_steps.may_use_thread_pool

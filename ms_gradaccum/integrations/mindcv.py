@@ -5,10 +5,10 @@ from typing import Any
 from mindspore import Tensor, amp, nn
 
 from ms_gradaccum._checks import check_bool, check_choice, check_positive_float32, sentence
-from ms_gradaccum.grad_accumulation import GradAccumulation
-from ms_gradaccum.grad_clip import ClipByGlobalNorm
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import scale_taken_out
-from ms_gradaccum.model import Model
+from ms_gradaccum.loops.model import Model
+from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 _OWNER = "create_trainer"
 _GROWTH_FACTOR, _GROWTH_INTERVAL = 2, 2000

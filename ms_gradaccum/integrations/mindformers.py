@@ -7,12 +7,12 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import check_bool, sentence
-from ms_gradaccum.grad_accumulation import GradAccumulation
-from ms_gradaccum.grad_clip import ClipByGlobalNorm
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import precision_of
 from ms_gradaccum.parallel.semi_auto import in_semi_auto
-from ms_gradaccum.step_output import StepOutput
-from ms_gradaccum.train_step import TrainOneStepCell
+from ms_gradaccum.training.grad_accumulation import GradAccumulation
+from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "AccumulatedStep"
 # What mindformers' trainer gives to every wrapper and this one has no use for.

@@ -6,10 +6,10 @@ from typing import Any
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import check_bool, check_cell, sentence
-from ms_gradaccum.grad_accumulation import GradAccumulation
-from ms_gradaccum.grad_clip import ClipByGlobalNorm
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import precision_of, scale_taken_out
-from ms_gradaccum.train_step import TrainOneStepCell
+from ms_gradaccum.training.grad_accumulation import GradAccumulation
+from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "train_step"
 

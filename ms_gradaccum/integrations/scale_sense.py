@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Tensor, amp, nn
 
 from ms_gradaccum._checks import check_positive_float32, sentence, typed
-from ms_gradaccum.precision import MixedPrecision, PrecisionChoice
+from ms_gradaccum.gradients.mixed_precision import MixedPrecision, PrecisionChoice
 
 _REMEDY = "For example 1024, or nn.DynamicLossScaleUpdateCell(65536, 2, 1000)."
 

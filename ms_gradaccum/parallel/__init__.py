@@ -1,1 +1,1 @@
-"""What each world does to the sums of a window: one process, data parallel, HSDP, the compiler's own."""
+"""What several processes do to the sums of a window."""

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ms_gradaccum.grad_clip import ClipByGroupNorm, ClipByValue
-from ms_gradaccum.parallel.choose import layout_for
+from ms_gradaccum.gradients.clipping import ClipByGroupNorm, ClipByValue
 from ms_gradaccum.parallel.collectives import has_all_gather, has_reduce_scatter
+from ms_gradaccum.parallel.factory import layout_for
 from ms_gradaccum.parallel.layout import ShardLayout, all_backwards, sum_buckets
 
 # Sums are float32, and so is all that is sent.

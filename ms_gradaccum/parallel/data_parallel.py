@@ -6,10 +6,10 @@ from typing import Any
 from mindspore import ParameterTuple, Tensor
 
 from ms_gradaccum._checks import check_bool, sentence
-from ms_gradaccum.grad_buffer import GradBuffer
+from ms_gradaccum.gradients.buffer import GradBuffer
 from ms_gradaccum.parallel.layout import all_backwards
-from ms_gradaccum.parallel.several import SeveralProcesses, SumOverRanks
-from ms_gradaccum.parallel.sharding import ShardedSums
+from ms_gradaccum.parallel.reducer import SeveralProcesses, SumOverRanks
+from ms_gradaccum.parallel.shards import ShardedSums
 from ms_gradaccum.parallel.world import World
 
 

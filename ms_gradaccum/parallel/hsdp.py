@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import check_bool, check_choice, sentence, typed
-from ms_gradaccum.grad_buffer import GradBuffer
-from ms_gradaccum.parallel.sharding import ShardedSums, Shards, assign_some
+from ms_gradaccum.gradients.buffer import GradBuffer
+from ms_gradaccum.parallel.shards import ShardedSums, Shards, assign_some
 from ms_gradaccum.parallel.world import World
 
 _OWNER = "HSDP"

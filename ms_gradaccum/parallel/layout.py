@@ -4,7 +4,7 @@ import math
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ms_gradaccum.runs import fill_buckets
+from ms_gradaccum.backend.tensors import fill_buckets
 
 # Elements of one message: fewer messages cost less latency, larger ones more memory for the copy.
 BUCKET_SIZE = 4 * 1024 * 1024

@@ -15,11 +15,11 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.grad_buffer import reciprocal
-from ms_gradaccum.grad_clip import ClipByValue, scale
-from ms_gradaccum.loss_scale import NoLossScale
-from ms_gradaccum.micro_batch import split_shapes
-from ms_gradaccum.optimizers import LearningRate, scale_for
+from ms_gradaccum.backend.optimizers import LearningRate, scale_for
+from ms_gradaccum.batch.split import split_shapes
+from ms_gradaccum.gradients.buffer import reciprocal
+from ms_gradaccum.gradients.clipping import ClipByValue, scale
+from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.semi_auto import gradient_is_returned
 
 _NO_NORM = Tensor(0.0, ms.float32)

@@ -16,7 +16,7 @@ from mindspore.parallel._utils import (
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence
-from ms_gradaccum.grad_clip import ClipByGroupNorm
+from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 
 _OWNER = "TrainOneStepCell"
 _MODES = ("semi_auto_parallel", "auto_parallel")

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
-from ms_gradaccum.compiled import graph_mode
+from ms_gradaccum.backend.compiled import graph_mode
 
 
 class World(NamedTuple):

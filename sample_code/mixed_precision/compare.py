@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from ms_gradaccum.run_plot import read_run
+from ms_gradaccum.tools.reporting.run_plot import read_run
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "transformer_lm"))
 from plot import differences, draw_runs

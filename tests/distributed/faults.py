@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from sample_process import processes_in, running_sample  # noqa: E402
 
-from ms_gradaccum.saved.files import number_of, states_in  # noqa: E402
+from ms_gradaccum.checkpoint.files import number_of, states_in  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("fault_worker.py")
 # What is killed, and with what.

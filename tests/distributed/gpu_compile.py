@@ -17,7 +17,7 @@ from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2
 
 import ms_gradaccum
-from ms_gradaccum.compiled import graph_mode
+from ms_gradaccum.backend.compiled import graph_mode
 
 GPU_GROUP = "nccl_world_group"
 

@@ -42,7 +42,7 @@ from ms_gradaccum import (  # noqa: E402
     TrainingPlan,
     TrainOneStepCell,
 )
-from ms_gradaccum.parallel import world  # noqa: E402
+from ms_gradaccum.parallel import world
 
 # Each compilation collects garbage, which takes longest in the modules that never become any.
 gc.freeze()

@@ -8,7 +8,7 @@ from mindspore import Tensor, nn
 from mindspore.experimental import optim as experimental
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, TrainOneStepCell
-from ms_gradaccum.compiled import graph_mode
+from ms_gradaccum.backend.compiled import graph_mode
 
 ROWS, STEPS = 12, 3
 

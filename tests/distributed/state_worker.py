@@ -26,8 +26,8 @@ from scenarios import (  # noqa: E402
 from state_scenarios import FIRST, KINDS, LAST, MOVES  # noqa: E402
 
 from ms_gradaccum import DataParallel, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state  # noqa: E402
-from ms_gradaccum.parallel import choose  # noqa: E402
-from ms_gradaccum.saved import files  # noqa: E402
+from ms_gradaccum.checkpoint import files
+from ms_gradaccum.parallel import factory as choose
 
 gc.freeze()
 init()

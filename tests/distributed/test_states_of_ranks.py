@@ -14,7 +14,7 @@ from scenarios import build_step, train_batches, weights_of, whole_batches  # no
 from state_scenarios import FIRST, KINDS, LAST, MOVES  # noqa: E402
 
 from ms_gradaccum import load_state  # noqa: E402
-from ms_gradaccum.saved.files import read_manifest  # noqa: E402
+from ms_gradaccum.checkpoint.files import read_manifest  # noqa: E402
 
 WORKER = Path(__file__).with_name("state_worker.py")
 

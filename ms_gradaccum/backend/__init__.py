@@ -1,0 +1,1 @@
+"""What MindSpore's compiler, its optimizers and its CPU kernels need to be told."""

@@ -1,0 +1,230 @@
+"""What the step needs to know of an optimizer: whether it fits the network, and its learning rate."""
+
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
+
+from ms_gradaccum._checks import LIBRARIES, sentence, warn
+from ms_gradaccum.backend.compiled import op_by_op
+from ms_gradaccum.backend.tensors import scalar
+
+_OWN_REMEDY = "Build it from network.trainable_params()."
+
+# The training cell that each optimizer belongs to. Weak on both sides: it goes with either of them.
+_trainers: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[nn.Cell]]" = weakref.WeakKeyDictionary()
+
+
+def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
+    """Raise unless ``optimizer`` is one, updates parameters of ``network`` and is free."""
+    if not isinstance(optimizer, (nn.Optimizer, ExperimentalOptimizer)):
+        got = type(optimizer).__name__
+        rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
+        raise TypeError(sentence(owner, "optimizer", rule, got, _OWN_REMEDY))
+    if getattr(optimizer, "thor", False):
+        got = "thor, which keeps statistics of the last forward pass"
+        remedy = "Those of one micro batch are not those of the batch; choose another optimizer."
+        raise ValueError(sentence(owner, "optimizer", "one that needs gradients only", got, remedy))
+    known = {id(parameter) for parameter in network.get_parameters()}
+    strangers = [parameter.name for parameter in optimizer.parameters if id(parameter) not in known]
+    if strangers:
+        got = f"{len(strangers)} parameters that it does not have, first {strangers[0]!r}"
+        raise ValueError(sentence(owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY))
+    _check_free(owner, optimizer)
+
+
+def _check_free(owner: str, optimizer: nn.Cell) -> None:
+    if _trainer(optimizer) is None:
+        return
+    gc.collect()  # A deleted training cell lives on in reference cycles.
+    if _trainer(optimizer) is not None:
+        got = f"the optimizer of another {type(_trainer(optimizer)).__name__}"
+        remedy = "Two training cells would divide its windows between them: use the first one, or delete it."
+        raise ValueError(sentence(owner, "optimizer", "one that nothing else trains with", got, remedy))
+
+
+def _trainer(optimizer: nn.Cell) -> Any:
+    reference = _trainers.get(optimizer)
+    return None if reference is None else reference()
+
+
+def claim_optimizer(optimizer: nn.Cell, train_step: nn.Cell) -> None:
+    """Record that ``train_step`` trains with ``optimizer``."""
+    _trainers[optimizer] = weakref.ref(train_step)
+
+
+def keeps_absent_rows(optimizer: nn.Cell) -> bool:
+    """Return whether a sparse gradient makes the optimizer leave alone the rows that it does not mention."""
+    lazy = (nn.FTRL, nn.LazyAdam, nn.ProximalAdagrad)
+    return isinstance(optimizer, lazy) or bool(getattr(optimizer, "use_lazy", False))
+
+
+def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
+    """Return every parameter of the optimizer, also those that it keeps in lists and groups."""
+    # By name: a group can hold a rate that the optimizer has replaced by one of the same name.
+    found = {item.name: item for item in optimizer.get_parameters()}
+    places = [
+        *vars(optimizer).values(),
+        *(v for group in getattr(optimizer, "param_groups", []) for v in group.values()),
+    ]
+    for place in places:
+        for item in place if isinstance(place, (list, tuple)) else [place]:
+            if isinstance(item, Parameter):
+                found.setdefault(item.name, item)
+    return ParameterTuple(found.values())
+
+
+def may_have_branches(optimizer: nn.Cell) -> bool:
+    """Return whether the update may have branches that depend on values, which those of mindspore.nn have not."""
+    parts = {optimizer, inner_optimizer(optimizer)}
+    return any(not type(part).__module__.startswith("mindspore.nn.") or isinstance(part, nn.ASGD) for part in parts)
+
+
+def compiles_itself(optimizer: nn.Cell) -> bool:
+    """Return whether MindSpore compiles the update in PYNATIVE mode too, as it does with most of ``mindspore.nn``.
+
+    It runs no Python at each update then. Called op by op, such a graph would go on with the old weights after a
+    checkpoint was loaded; as part of a graph of ours it does not.
+    """
+    construct = type(optimizer).construct
+    return hasattr(construct, "__wrapped__") and construct.__code__.co_filename.startswith(LIBRARIES)
+
+
+def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
+    """Return the optimizer that has the rate and the count of updates: LARS leaves both to the one that it wraps."""
+    return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
+
+
+def scale_for(owner: str, optimizer: nn.Cell, loss_scale: Any) -> float:
+    """Return the factor with which the optimizer gets the mean gradient, because it divides by that itself.
+
+    MindSpore's documents ask for it with ``FixedLossScaleManager(scale, drop_overflow_update=False)``: its step then
+    leaves the gradients scaled, and the optimizer is told the scale.
+    """
+    own = _divisor_of(inner_optimizer(optimizer))
+    scale = loss_scale.left_to_optimizer()
+    if scale is None:
+        if own != 1.0 and loss_scale.scales:
+            warn(
+                f"For '{owner}', the optimizer divides the gradient by its own loss_scale of {own:g} once more, as in "
+                f"MindSpore's own step. Leave its loss_scale at 1.0, unless it belongs to "
+                f"FixedLossScaleManager({own:g}, drop_overflow_update=False)."
+            )
+        return 1.0
+    if own == scale:
+        return own
+    if own != 1.0:
+        rule, got = f"one whose loss_scale is that of the FixedLossScaleManager, {scale:g}", f"{own:g}"
+        raise ValueError(sentence(owner, "optimizer", rule, got, "Give both the same number."))
+    warn(
+        f"For '{owner}', the optimizer's loss_scale is 1.0 beside FixedLossScaleManager({scale:g}, "
+        f"drop_overflow_update=False): MindSpore's own step would update with {scale:g} times the gradient, this one "
+        f"divides it. Give the optimizer loss_scale={scale:g} for the same in both."
+    )
+    return 1.0
+
+
+def _divisor_of(optimizer: nn.Cell) -> float:
+    """Return what an optimizer divides gradients by. Some of other packages know its reciprocal alone."""
+    if hasattr(optimizer, "loss_scale"):
+        return float(optimizer.loss_scale)
+    reciprocal = getattr(optimizer, "reciprocal_scale", 1.0)
+    return 1.0 / float(reciprocal.asnumpy() if isinstance(reciprocal, Tensor) else reciprocal)
+
+
+class LearningRate(nn.Cell):
+    """Learning rate of the next update: a float32 scalar, or one entry per parameter if groups differ.
+
+    It is computed as ``nn.Optimizer.get_lr`` does, and that is not called: optimizers override it and count their
+    updates in it. A schedule that is not one of MindSpore's may have effects too. So in PYNATIVE mode what the
+    optimizer asks for itself is `recorded`, and in a graph a schedule with parameters of its own is left alone.
+    """
+
+    def __init__(self, optimizer: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer = inner_optimizer(optimizer)
+        self.groups = tuple(range(len(optimizer.lrs))) if isinstance(optimizer, ExperimentalOptimizer) else None
+        schedules = [cell for cell in _schedules(self.optimizer) if not type(cell).__module__.startswith("mindspore.")]
+        self.has_state = any(True for cell in schedules for _ in cell.get_parameters())
+        overrides = self.groups is None and type(self.optimizer).get_lr is not nn.Optimizer.get_lr
+        self.is_recorded = self.groups is None and bool(schedules or overrides)
+
+    def construct(self) -> Tensor:
+        if self.groups is not None:
+            rates = tuple([self.optimizer.lrs[i] for i in self.groups])
+        elif self.has_state:
+            rates = Tensor(math.nan, ms.float32)
+        else:
+            rates = self.scheduled()
+        if isinstance(rates, (tuple, list)):
+            rates = tuple([scalar(rate) for rate in rates])
+            return ops.stack(rates) if len(rates) > 1 else rates[0] + 0.0
+        # + 0.0: a copy, since the report outlives the next change of the parameter.
+        return scalar(rates) + 0.0
+
+    def scheduled(self) -> Any:
+        """Return the rates of an ``nn.Optimizer`` at its count of updates."""
+        rates = self.optimizer.learning_rate
+        if self.optimizer.dynamic_lr:
+            if self.optimizer.is_group_lr:
+                found: tuple[Any, ...] = ()
+                for rate in self.optimizer.learning_rate:
+                    found += (rate(self.optimizer.global_step),)
+                rates = found
+            else:
+                rates = self.optimizer.learning_rate(self.optimizer.global_step)
+        return rates
+
+    def eagerly(self) -> Tensor:
+        """Return the rate before an update that runs op by op; NaN if only that will tell."""
+        if self.is_recorded:
+            return Tensor(math.nan, ms.float32)
+        with op_by_op():
+            return self()
+
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[], Tensor] | None]:
+        """Record the rate that the optimizer asks for inside; give what returns it, or None if it is known before."""
+        if not self.is_recorded:
+            yield None
+            return
+        rates: list[Any] = []
+        get_lr = self.optimizer.get_lr
+
+        def recorded() -> Any:
+            rates.append(get_lr())
+            return rates[-1]
+
+        vars(self.optimizer)["get_lr"] = recorded
+        try:
+            yield lambda: _as_rate(rates)
+        finally:
+            del vars(self.optimizer)["get_lr"]
+
+
+class UnknownRate(nn.Cell):
+    """Stands for the rate in a graph that is not to compute it."""
+
+    def construct(self) -> Tensor:
+        return Tensor(math.nan, ms.float32)
+
+
+def _as_rate(rates: list[Any]) -> Tensor:
+    """Return the last one of what an optimizer's ``get_lr`` has returned, from the host."""
+    last = rates[-1] if rates else math.nan
+    each = [last] if not isinstance(last, (tuple, list)) else last
+    values = [float(rate.asnumpy().item()) if isinstance(rate, Tensor) else float(rate) for rate in each]
+    return Tensor(values[0] if len(values) == 1 else values, ms.float32)
+
+
+def _schedules(optimizer: nn.Cell) -> list[nn.Cell]:
+    """Return the cells that compute the rates of an ``nn.Optimizer``."""
+    rates = getattr(optimizer, "learning_rate", None)
+    found = rates if isinstance(rates, (tuple, list, nn.CellList)) else [rates]
+    return [cell for rate in found if isinstance(rate, nn.Cell) for _, cell in rate.cells_and_names()]

@@ -1,0 +1,200 @@
+"""A loss as a pair (sum, weight): what the network returns, in the form that can be added up.
+
+Sums and weights can be added over micro batches and over ranks and divided once at the end, which is exact
+however the rows or tokens were split. A mean of means is not. The distinction was made public by the
+"Gradient accumulation on variable size training samples" section of Hugging Face Accelerate's guide.
+"""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.primitive import _primexpr
+
+from ms_gradaccum.backend.tensors import scalar
+from ms_gradaccum.batch.nested_inputs import rebuilder
+
+_MEAN_REMEDY = (
+    "Reduce it to its mean, for example with reduction='mean', or return (loss_sum, weight) with weighted=True."
+)
+_PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
+# What the compiler leaves to the Python interpreter has no type in a graph, and no gradient.
+_OBJECT_REMEDY = (
+    "Return a tensor, alone or first in a tuple, that is computed of tensors. In GRAPH mode asnumpy(), float(), "
+    "Tensor(), dict(zip()), getattr() with a default, and classes that are no Cell make a Python object of one: "
+    "MindSpore's own step runs with it and leaves the weights as they are."
+)
+_LOSSES_REMEDY = (
+    "Give losses='sum' to train their sum, losses='first' to train the first alone, or, for means over different "
+    "weights, return pairs (loss_sum, weight) with weighted=True and terms=2, for example."
+)
+_FURTHER_REMEDY = "Give losses='first' to leave them out, or return one pair (loss_sum, weight) per loss, with terms."
+_TERMS_REMEDY = "With terms=2, for example, it returns ((sum_1, weight_1), (sum_2, weight_2))."
+
+
+@_primexpr
+def _check_loss(shape: tuple[int, ...], dtype: Any, what: str, remedy: str) -> None:
+    if tuple(shape) in ((), (1,)) and dtype in mstype.float_type:
+        return
+    got = f"{dtype} of shape {tuple(shape)}"
+    raise ValueError(
+        f"For 'GradAccumulation', the argument 'network' must return {what}, a floating-point scalar, first, "
+        f"but got {got}. {remedy}"
+    )
+
+
+@_primexpr
+def _refuse_no_tensor(what: str) -> None:
+    raise ValueError(
+        f"For 'GradAccumulation', the argument 'network' must return {what}, a floating-point scalar, first, "
+        f"but got no tensor but a Python object, which has no gradient. {_OBJECT_REMEDY}"
+    )
+
+
+@_primexpr
+def _check_weight(is_weight: bool, shape: tuple[int, ...]) -> None:
+    if is_weight and tuple(shape) in ((), (1,)):
+        return
+    got = f"a tensor of shape {tuple(shape)}" if is_weight else "no number"
+    raise ValueError(
+        f"For 'GradAccumulation', the argument 'network' must return its weight, a scalar, after the loss sum, "
+        f"but got {got}. {_PAIR_REMEDY}"
+    )
+
+
+@_primexpr
+def _refuse_terms(terms: int, got: int) -> None:
+    raise ValueError(
+        f"For 'GradAccumulation', the argument 'network' must return {terms} pairs (loss_sum, weight), one per term, "
+        f"but got {got}. {_TERMS_REMEDY}"
+    )
+
+
+@_primexpr
+def _refuse_losses(count: int, remedy: str) -> None:
+    raise ValueError(
+        f"For 'GradAccumulation', the argument 'losses' must say what becomes of all losses that 'network' returns, "
+        f"but got None with {count} further scalar{'s' if count > 1 else ''} after the first loss. {remedy}"
+    )
+
+
+@_primexpr
+def _is_loss(ndim: int, shape: Any, dtype: Any) -> bool:
+    return dtype in mstype.float_type and (ndim == 0 or tuple(shape) == (1,))
+
+
+class WeightedLoss(nn.Cell):
+    """The loss of a network as (sum, weight), from the tensors of one micro batch.
+
+    Args:
+        network: The loss cell.
+        structure: What `take_apart` left of its inputs. None if these are given as the network takes them.
+        losses: What becomes of further losses that it returns: "sum", "first", or None if there may be none.
+    """
+
+    # Whether the weight is the number of rows, and not what the network says.
+    counts_rows = False
+
+    def __init__(self, network: nn.Cell, structure: Any = None, losses: str | None = None) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.losses = losses
+        self.structure = None if structure is None else rebuilder(structure)
+
+    def outputs(self, tensors: tuple[Any, ...]) -> Any:
+        """Return what the network returns."""
+        if self.structure is None:
+            return self.network(*tensors)
+        return self.network(*self.structure(tensors))
+
+    def first(self, outputs: Any, what: str, remedy: str) -> Tensor:
+        """Return the loss at the head of ``outputs`` as a float32 scalar."""
+        if isinstance(outputs, (tuple, list)):
+            outputs = outputs[0] if len(outputs) > 0 else None
+        if isinstance(outputs, Tensor):
+            _check_loss(outputs.shape, outputs.dtype, what, remedy)
+        else:
+            _refuse_no_tensor(what)
+        return scalar(outputs)
+
+    def further(self, outputs: Any, begin: int) -> tuple[Tensor, ...]:
+        """Return the scalars among ``outputs`` from the place ``begin`` on, which are losses as the first one is.
+
+        One of shape (1,) counts as one if the first loss has that shape too: else it belongs to the only row.
+        """
+        found: tuple[Tensor, ...] = ()
+        if not isinstance(outputs, (tuple, list)):
+            return found
+        first = outputs[0][0] if isinstance(outputs[0], (tuple, list)) else outputs[0]
+        for i in range(begin, len(outputs)):
+            items = outputs[i] if isinstance(outputs[i], (tuple, list)) else (outputs[i],)
+            for item in items:
+                if isinstance(item, Tensor):
+                    if item.ndim <= first.ndim:
+                        if _is_loss(item.ndim, item.shape, item.dtype):
+                            found += (item,)
+        return found
+
+    def check_alone(self, outputs: Any, begin: int, remedy: str) -> None:
+        """Raise if there are further losses from the place ``begin`` on and nobody has said what becomes of them."""
+        if self.losses is None:
+            further = self.further(outputs, begin)
+            if len(further) > 0:
+                _refuse_losses(len(further), remedy)
+
+
+class RowWeight(WeightedLoss):
+    """Make ``(mean * rows, rows)`` of a network that returns a mean loss, alone or before other outputs."""
+
+    counts_rows = True
+
+    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+        outputs = self.outputs(tensors)
+        loss = self.first(outputs, "its mean loss", _MEAN_REMEDY)
+        self.check_alone(outputs, 1, _LOSSES_REMEDY)
+        if self.losses == "sum":
+            for other in self.further(outputs, 1):
+                loss = loss + scalar(other)
+        return loss * rows, rows
+
+
+class OwnWeight(WeightedLoss):
+    """Pass on ``(loss_sum, weight)`` of a network that counts its own weight, for example its tokens."""
+
+    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        outputs = self.outputs(tensors)
+        pair = self.pair(outputs)
+        self.check_alone(outputs, 2, _FURTHER_REMEDY)
+        return pair
+
+    def pair(self, outputs: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss sum and the weight at the head of ``outputs``, in float32."""
+        loss_sum = self.first(outputs, "its loss sum", _PAIR_REMEDY)
+        weight: Any = outputs[1] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else None
+        if isinstance(weight, (int, float)):
+            weight = Tensor(weight, ms.float32)
+        if isinstance(weight, Tensor):
+            _check_weight(True, weight.shape)
+        else:
+            _check_weight(False, ())
+        return loss_sum, ops.stop_gradient(scalar(weight))
+
+
+class OwnWeights(OwnWeight):
+    """The same of a network that returns several such pairs, one per term: sum, weight, sum, weight and so on."""
+
+    def __init__(self, network: nn.Cell, structure: Any = None, losses: str | None = None, terms: int = 2) -> None:
+        super().__init__(network, structure, losses)
+        self.terms = terms
+
+    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        outputs = self.outputs(tensors)
+        found = len(outputs) if isinstance(outputs, (tuple, list)) else 1
+        if found < self.terms:
+            _refuse_terms(self.terms, found)
+        flat: tuple[Tensor, ...] = ()
+        for i in range(self.terms):
+            flat += self.pair(outputs[i])
+        self.check_alone(outputs, self.terms, _FURTHER_REMEDY)
+        return flat

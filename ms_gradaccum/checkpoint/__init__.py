@@ -1,0 +1,1 @@
+"""All that a training needs to go on, as files."""

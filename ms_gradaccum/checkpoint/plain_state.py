@@ -1,0 +1,83 @@
+"""The numbers of a Python object, such as a learning rate scheduler's, as JSON and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspore import Parameter, Tensor
+from mindspore.experimental.optim.lr_scheduler import LRScheduler
+
+from ms_gradaccum._checks import DamagedState
+
+# What is to be done, once all of a state has been checked.
+Steps = list[Callable[[], None]]
+_PLAIN = (bool, int, float, str)
+
+
+def take(item: Any) -> dict[str, Any]:
+    """Return the attributes of ``item`` that are numbers, strings, parameters or schedulers, or lists of them."""
+    return {name: _as_json(value) for name, value in vars(item).items() if _is_state(value)}
+
+
+def _is_state(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_state, value))
+    # A tensor that is no parameter is a constant.
+    return isinstance(value, (*_PLAIN, Parameter, LRScheduler))
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Parameter):
+        return value.asnumpy().tolist()
+    if isinstance(value, LRScheduler):
+        return take(value)
+    return [_as_json(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def plan_to_put(item: Any, saved: Any, what: str) -> Steps:
+    """Return what gives ``item`` the attributes that `take` has returned. Raise if they are not its own."""
+    own = [name for name, value in vars(item).items() if _is_state(value)]
+    if not isinstance(saved, dict) or set(saved) != set(own):
+        raise DamagedState(f"{what} has not the attributes {', '.join(own)} of a {type(item).__name__}")
+    return [step for name in own for step in _plan(item, name, saved[name], f"{what}.{name}")]
+
+
+def _plan(item: Any, name: str, saved: Any, what: str) -> Steps:
+    current = vars(item)[name]
+    if _is_plain(current):
+        _check(_is_plain(saved) and _kind(saved) == _kind(current), what)
+        value = type(current)(saved) if isinstance(current, tuple) else saved
+        return [lambda: setattr(item, name, value)]
+    return _plan_inside(current, saved, what)
+
+
+def _plan_inside(current: Any, saved: Any, what: str) -> Steps:
+    """Return what changes parameters and schedulers in place: others hold them too."""
+    if isinstance(current, LRScheduler):
+        return plan_to_put(current, saved, what)
+    if isinstance(current, (list, tuple)):
+        _check(isinstance(saved, list) and len(saved) == len(current), what)
+        return [step for own, its in zip(current, saved) for step in _plan_inside(own, its, what)]
+    if not isinstance(current, Parameter):
+        return []
+    try:
+        tensor = Tensor(saved, current.dtype)
+    except (TypeError, ValueError, RuntimeError):
+        raise DamagedState(f"{what} is no tensor") from None
+    _check(tensor.shape == current.shape, what)
+    return [lambda: current.set_data(tensor)]
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _PLAIN)
+
+
+def _kind(value: Any) -> type:
+    if isinstance(value, (list, tuple)):
+        return list
+    # A count can become a float and the other way round.
+    return float if type(value) is int else type(value)
+
+
+def _check(good: bool, what: str) -> None:
+    if not good:
+        raise DamagedState(f"{what} has another type or length than this program's")

@@ -1,0 +1,222 @@
+"""``save_state``: everything that a training needs to go on, on the disk at one instant."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mindspore as ms
+
+from ms_gradaccum._checks import check_positive_int, sentence, typed, warn
+from ms_gradaccum.checkpoint import files, loop_state
+from ms_gradaccum.checkpoint.contents import Contents
+from ms_gradaccum.checkpoint.ranks import Ranks
+from ms_gradaccum.checkpoint.saved_state import SavedState, check_directory, epoch_of, step_of
+from ms_gradaccum.checkpoint.window_sums import Held
+from ms_gradaccum.loops import random_state
+from ms_gradaccum.loops.accumulator import Accumulator
+from ms_gradaccum.training.train_step import TrainOneStepCell
+
+_OWNER = "save_state"
+Named = list[tuple[str, Held]]
+_Result = TypeVar("_Result")
+
+
+def save_state(
+    step: TrainOneStepCell | Accumulator | ms.Model,
+    directory: str | os.PathLike[str],
+    *,
+    keep_checkpoint_max: int = 5,
+    extra: dict[str, Any] | None = None,
+) -> SavedState:
+    r"""Save everything that a training needs to go on as if it had not stopped, also in the middle of a window.
+
+    That is: all parameters, the averages of an :class:`EMA`, the optimizer's state, the sums of the open window and
+    their weight, the counts of batches and updates, the loss scale, learning rate schedulers, the place in the data,
+    the states of the random number generators of Python, NumPy and MindSpore, and what is given as `extra`.
+
+    A state is a folder ``state-000001``, ``state-000002``, ... in `directory`: tensors in the safetensors format, by
+    the names of MindSpore's checkpoints, so that ``mindspore.load_checkpoint`` reads them; the rest, sizes and
+    checksums in ``manifest.json``. No pickle. It appears by a rename once all of it is on the disk: a program that is
+    killed at any instant leaves the state before it whole.
+
+    Of several processes all must call it at the same time, with one folder that all of them reach. Shards are gathered
+    tensor by tensor; each process adds its own sums of an open window. It fails on all of them, or on none.
+
+    Args:
+        step (Union[TrainOneStepCell, Accumulator, Model]): What trains.
+        directory (Union[str, PathLike]): Folder of the states of this training. Made if it is missing.
+
+    Keyword Args:
+        keep_checkpoint_max (int): Number of states that are kept; older ones are removed once the new one is there.
+            Default: ``5``.
+        extra (dict, optional): What else is to be kept, anything that JSON holds; :func:`load_state` returns it.
+            Default: ``None``.
+
+    Returns:
+        :class:`SavedState`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If `directory` is no path that the system can have, or `keep_checkpoint_max` is less than 1.
+        OSError: If the state cannot be written, for example on a full disk. Those before it are whole.
+        RuntimeError: If an Accumulator is in the middle of a batch, or the processes' weights differ.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import tempfile
+        >>> from mindspore import nn, ops
+        >>> from ms_gradaccum import GradAccumulation, TrainOneStepCell, load_state, save_state
+        >>> def build():
+        ...     network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+        ...     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size=2)
+        ...     return TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.02), accumulation_steps=2)
+        >>> x = ops.arange(1, 9).float().reshape(8, 1)
+        >>> train_step = build()
+        >>> output = train_step(x[:4], 2 * x[:4])
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> saved = save_state(train_step, folder.name, extra={"seen": 4})
+        >>> train_step = build()
+        >>> loaded = load_state(train_step, folder.name)
+        >>> output = train_step(x[4:], 2 * x[4:])
+        >>> print(loaded.batches, loaded.extra, output.loss, train_step.network.trainable_params()[0].value())
+        1 {'seen': 4} 102.0 [[2.04]]
+        >>> folder.cleanup()
+    """
+    trained = step_of(_OWNER, step)
+    path = check_directory(_OWNER, directory)
+    remedy = "It counts the states that are left after this one is saved."
+    check_positive_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, remedy)
+    extra = _check_extra(extra)
+    return _Saving(step, trained, path).run(keep_checkpoint_max, extra)
+
+
+class _Saving:
+    def __init__(self, step: Any, trained: Any, directory: Path) -> None:
+        self.ranks = Ranks(_OWNER)
+        self.directory = directory
+        self.trained = trained
+        self.model = step if isinstance(step, ms.Model) else None
+        self.contents = Contents(trained)
+        self.name = ""
+
+    def run(self, keep_checkpoint_max: int, extra: dict[str, Any]) -> SavedState:
+        numbers = self._numbers()
+        try:
+            own_names = self._begin()
+            written = self.ranks.exchange(lambda: [self._write(own_names), numbers])
+            self.ranks.exchange(lambda: self._commit(written, extra))
+        except BaseException:
+            if self.ranks.is_first:
+                files.give_up(self.directory, self.name)
+            raise
+        if self.ranks.is_first:
+            self._remove_old(keep_checkpoint_max)
+        events = self.trained.events
+        return SavedState(self.directory / self.name, events.batches, events.updates, epoch_of(numbers), extra)
+
+    def _numbers(self) -> dict[str, Any]:
+        numbers = {**self.contents.numbers(), "random": random_state.take()}
+        if isinstance(self.trained, Accumulator):
+            numbers["loop"] = loop_state.take(self.trained.window)
+        place = None if self.model is None else getattr(self.model, "data_place", None)
+        return numbers if place is None else {**numbers, "data": place.as_json()}
+
+    def _begin(self) -> set[str]:
+        """Agree about the name of the state, and return the names of the tensors that differ from rank to rank."""
+        is_partitioned = self.contents.is_partitioned
+        compares = self.ranks.world.size > 1 and not is_partitioned
+
+        def first_words() -> Any:
+            name = ""
+            if self.ranks.is_first:
+                name = files.next_name(self.directory)
+                files.begin(self.directory, name)
+            return name, self.contents.digests() if compares else {}
+
+        words = self.ranks.exchange(lambda: self._explained(first_words))
+        self.name = words[0][0]
+        if is_partitioned:
+            return set(self.contents.tensors)
+        digests = [each for _, each in words]
+        differing = {name for name in digests[0] if any(each.get(name) != digests[0][name] for each in digests)}
+        strangers = sorted(differing & set(self.contents.trained))
+        if strangers:
+            raise RuntimeError(
+                f"For '{_OWNER}', the processes must have the same weights, but got different ones of "
+                f"{strangers[0]!r}. Look for what changes weights outside the optimizer, or load the last state."
+            )
+        return differing
+
+    def _write(self, own_names: set[str]) -> dict[str, Any]:
+        sums = [item for each in self.contents.sums for item in each.tensors().items()]
+        tensors = list(self.contents.tensors.items())
+        own = [(name, held) for name, held in tensors if name in own_names]
+        own += [(name, held) for name, held in sums if not held.is_gathered]
+        common = [(name, held) for name, held in tensors if name not in own_names]
+        common += [(name, held) for name, held in sums if held.is_gathered]
+        return self._explained(lambda: self._write_common(common) | self._write_files(f"rank_{self._rank}/", own))
+
+    @property
+    def _rank(self) -> int:
+        return self.ranks.world.rank
+
+    def _write_common(self, common: Named) -> dict[str, Any]:
+        """Write what all ranks have in common, or help the first one to gather it, also if it fails in the middle."""
+        pending = [held for _, held in common if held.is_gathered]
+        try:
+            return self._write_files("", common, pending) if self.ranks.is_first else {}
+        finally:
+            for held in pending:
+                held.value()
+
+    def _write_files(self, prefix: str, tensors: Named, pending: list[Held] | None = None) -> dict[str, Any]:
+        def values() -> Iterator[tuple[str, Any]]:
+            for name, held in tensors:
+                if pending and pending[0] is held:
+                    del pending[0]
+                yield name, held.value
+
+        return files.write_tensors(files.partial_of(self.directory, self.name), prefix, values())
+
+    def _commit(self, written: list[Any], extra: dict[str, Any]) -> None:
+        if not self.ranks.is_first:
+            return
+        found = {name: facts for each, _ in written for name, facts in each.items()}
+        numbers = [each for _, each in written]
+        manifest = {"versions": {"mindspore": ms.__version__}, "extra": extra, "files": found, "ranks": numbers}
+        self._explained(lambda: files.commit(self.directory, self.name, manifest))
+
+    def _remove_old(self, keep_checkpoint_max: int) -> None:
+        try:
+            files.keep_last(self.directory, keep_checkpoint_max)
+        except OSError as error:
+            warn(f"For '{_OWNER}', the state is saved, but an old one cannot be removed ({error}).")
+
+    def _explained(self, work: Callable[[], _Result]) -> _Result:
+        try:
+            return work()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"For '{_OWNER}', the state cannot be written to {self.directory}: {error.strerror}. The states before "
+                f"it are whole. Make room, or give a folder that all processes can write to",
+            ) from error
+
+
+def _check_extra(extra: Any) -> dict[str, Any]:
+    remedy = "Keep numbers, strings, lists and dicts of them."
+    if extra is None:
+        return {}
+    if not isinstance(extra, dict):
+        got = typed(extra)
+        raise TypeError(sentence(_OWNER, "extra", "a dict or None", got, remedy))
+    try:
+        text = json.dumps(extra)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(sentence(_OWNER, "extra", "one that JSON holds", f"{error}", remedy)) from None
+    held: dict[str, Any] = json.loads(text)
+    return held

@@ -1,0 +1,160 @@
+"""The callback that saves states while a Model trains."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mindspore.train import Callback
+
+from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int
+from ms_gradaccum.checkpoint.files import states_in
+from ms_gradaccum.checkpoint.load import load_state
+from ms_gradaccum.checkpoint.ranks import Ranks
+from ms_gradaccum.checkpoint.save import save_state
+from ms_gradaccum.checkpoint.saved_state import SavedState, check_directory
+from ms_gradaccum.parallel.world import current_world, gather_counts
+
+_OWNER = "StateCheckpoint"
+
+
+class StateCheckpoint(Callback):
+    """Save the state of a training with :func:`save_state`, so that ``Model.train(..., resume=True)`` goes on from it.
+
+    At the end of each pass over the data; in between as often as asked for, also in the middle of a window; and when
+    the program is told to end: after a SIGTERM the next window is finished (of one process, the next batch), the state
+    is saved and the program exits with status 143. Sample order, random numbers, learning rate and windows go on as if
+    it had not stopped, bit for bit.
+
+    Args:
+        directory (Union[str, PathLike]): Folder of the states. All processes must reach it.
+
+    Keyword Args:
+        save_checkpoint_steps (int, optional): A state after so many batches, too. Default: ``None``.
+        save_checkpoint_seconds (float, optional): A state at the end of a window if so much time has gone by, too.
+            Unit: seconds. Default: ``None``.
+        keep_checkpoint_max (int): Number of states that are kept. Default: ``5``.
+        save_at_sigterm (bool): Whether to save at a SIGTERM. Several processes then agree after each window, which
+            costs a message of a few bytes. Default: ``True``.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If `directory` is no path that the system can have, or a number is not positive.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from mindspore import nn
+        >>> from mindspore.dataset import NumpySlicesDataset
+        >>> from ms_gradaccum import Model, StateCheckpoint
+        >>> x = np.arange(1, 9, dtype=np.float32).reshape(8, 1)
+        >>> def train(epochs, folder):
+        ...     network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+        ...     optimizer = nn.SGD(network.trainable_params(), 0.02)
+        ...     model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=optimizer, accumulation_steps=4)
+        ...     data = NumpySlicesDataset((x, 2 * x), shuffle=False).batch(2)
+        ...     model.train(epochs, data, callbacks=[StateCheckpoint(folder)], resume=True)
+        ...     return network.weight.asnumpy().item()
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> print(f"{train(1, folder.name):.3f} {train(2, folder.name):.3f}")
+        2.040 1.999
+        >>> folder.cleanup()
+    """
+
+    # What it is in the callbacks of.
+    model: Any = None
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        save_checkpoint_steps: int | None = None,
+        save_checkpoint_seconds: float | None = None,
+        keep_checkpoint_max: int = 5,
+        save_at_sigterm: bool = True,
+    ) -> None:
+        super().__init__()
+        self.directory = check_directory(_OWNER, directory)
+        if save_checkpoint_steps is not None:
+            check_positive_int(_OWNER, "save_checkpoint_steps", save_checkpoint_steps, "It counts batches.")
+        if save_checkpoint_seconds is not None:
+            check_positive_float(_OWNER, "save_checkpoint_seconds", save_checkpoint_seconds, "Its unit is seconds.")
+        remedy = "It counts the states that are left after one is saved."
+        self.steps, self.seconds = save_checkpoint_steps, save_checkpoint_seconds
+        self.keep_max = check_positive_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, remedy)
+        self.save_at_sigterm = check_bool(_OWNER, "save_at_sigterm", save_at_sigterm, "The default is True.")
+        # The last state that was saved, and its step.
+        self.last: SavedState | None = None
+        self._saved_step = -1
+        self._told_to_end = False
+        self._time = 0.0
+
+    @contextmanager
+    def watching(self, model: Any) -> Iterator[None]:
+        """Belong to a training of ``model``. Only the main thread can hear of signals."""
+        hears = self.save_at_sigterm and threading.current_thread() is threading.main_thread()
+        self.model, self._told_to_end = model, False
+        before = signal.signal(signal.SIGTERM, self._note_signal) if hears else None
+        try:
+            yield
+        finally:
+            self.model = None
+            if hears:
+                signal.signal(signal.SIGTERM, before)
+
+    def resume_into(self, model: Any) -> None:
+        """Give ``model`` the last state in the folder, if there is one; rank 0 looks. Collective."""
+        ranks = Ranks("load_state")
+        found = ranks.exchange(lambda: ranks.is_first and bool(states_in(self.directory)))
+        if found[0]:
+            load_state(model, self.directory)
+
+    def on_train_begin(self, run_context: Any) -> None:
+        if self.model is None:
+            raise ValueError(
+                f"For '{_OWNER}', the model must be one of ms_gradaccum, but got another. "
+                f"Import Model from ms_gradaccum."
+            )
+        self._time = time.monotonic()
+        self._saved_step = run_context.original_args().cur_step_num
+
+    def _note_signal(self, *_: Any) -> None:
+        self._told_to_end = True
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        params = run_context.original_args()
+        ends_pass = params.cur_step_num % params.batch_num == 0
+        counted = self.steps is not None and params.cur_step_num % self.steps == 0
+        told, late = self._agree(params.net_outputs.ends_window or ends_pass)
+        if not (ends_pass or counted or told or late) or not self.model.can_save:
+            return
+        self._save(params.cur_step_num)
+        if told:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def _agree(self, ends_window: bool) -> tuple[bool, bool]:
+        """Return whether some process was told to end, and whether it is time, as rank 0's clock says."""
+        late = self.seconds is not None and time.monotonic() - self._time >= self.seconds
+        several = current_world(_OWNER).size > 1
+        if not several:
+            return self._told_to_end, late
+        if not ends_window or not (self.save_at_sigterm or self.seconds is not None):
+            return False, False
+        answers = gather_counts(2 * self._told_to_end + late)
+        return max(answers) > 1, answers[0] % 2 == 1
+
+    def _save(self, step: int) -> None:
+        self.last = save_state(self.model, self.directory, keep_checkpoint_max=self.keep_max)
+        self._saved_step, self._time = step, time.monotonic()
+
+    def on_train_end(self, run_context: Any) -> None:
+        # Another callback has ended the training in the middle of a pass.
+        step = run_context.original_args().cur_step_num
+        if step != self._saved_step and self.model.can_save:
+            self._save(step)

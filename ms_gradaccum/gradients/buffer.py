@@ -1,0 +1,203 @@
+"""Sums of gradients and losses in float32, or float64 for float64 weights, and the weight that belongs to them."""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common.initializer import initializer
+from mindspore.ops.primitive import _primexpr
+
+from ms_gradaccum.backend.kernels import add_in_place, as_dtype, fill_in_place, spread
+from ms_gradaccum.backend.tensors import run_of, runs_of
+
+
+class TermSums(nn.Cell):
+    """The sums of one term of a loss: of its gradients, its values and its weights."""
+
+    def __init__(self, weights: ParameterTuple, dense_only: bool, shapes: Any, term: str = "") -> None:
+        super().__init__(auto_prefix=False)
+        # 16-bit sums would lose the small addends of a long window.
+        dtypes = [ms.float64 if weight.dtype == ms.float64 else ms.float32 for weight in weights]
+        names = [f"accu_grads.{term}{weight.name}" for weight in weights]
+        self.sums = ParameterTuple(zeros(name, shape, dtype) for name, shape, dtype in zip(names, shapes, dtypes))
+        dtype = ms.float64 if ms.float64 in dtypes else ms.float32
+        # Named after a weight: the buffers of two optimizers can be in one graph.
+        self.loss = zeros(f"{names[0]}.window_loss", (), dtype)
+        self.weight = zeros(f"{names[0]}.window_weight", (), dtype)
+        self.runs = runs_of([total.size for total in self.sums])
+        self.map = ops.HyperMap()
+        # The last gradient comes first out of a backward pass, and is let go once it is added.
+        self.map_backwards = ops.HyperMap(reverse=True)
+        self.add_one = _add_dense_only if dense_only else _add
+
+    def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...], factor: Tensor) -> Any:
+        """Add one micro batch, its gradients times ``factor``. Return the sums, the loss and the weight with it."""
+        added = self.map_backwards(ops.partial(self.add_one, factor), self.sums, grads)
+        return added, _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
+
+    def term_loss(self) -> Tensor:
+        """Return the weighted mean of the term so far."""
+        return self.loss * reciprocal(self.weight)
+
+    def clear_term(self, done: Any) -> Any:
+        """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
+        for begin, end in self.runs:
+            zero = zero_after(done, self.weight)
+            done = self.map(ops.partial(_fill, zero), run_of(self.sums, begin, end))
+        return done, _assign_zero(self.loss), _assign_zero(self.weight)
+
+
+class GradBuffer(TermSums):
+    """The sums of one window. They live and are cleared together.
+
+    The names begin with ``accu_grads``, the prefix that MindSpore's checkpoint merges and transforms, its
+    fault tolerance and its compiler know.
+
+    Args:
+        weights: What the gradients belong to.
+        dense_only: Whether gradients of sparse lookups are refused.
+        shapes: What is kept of each weight's gradient: a part, if the ranks share the sums. Default: the whole.
+        terms: Number of terms of the loss that have weights of their own. The first one's sums are this buffer's.
+        counts_dropped: Whether micro batches can be left out, and are counted.
+    """
+
+    def __init__(
+        self,
+        weights: ParameterTuple,
+        dense_only: bool = False,
+        shapes: Any = None,
+        terms: int = 1,
+        counts_dropped: bool = False,
+    ) -> None:
+        self.names = tuple(weight.name for weight in weights)
+        if shapes is None:
+            shapes = tuple(tuple(weight.shape) for weight in weights)
+        super().__init__(weights, dense_only, shapes)
+        others = [TermSums(weights, dense_only, shapes, f"term{i}.") for i in range(1, terms)]
+        self.others = nn.CellList(others, auto_prefix=False)
+        # Calls that the open window has taken in. 0 from an update to the next batch.
+        self.batches = zeros(f"{self.sums[0].name}.window_batches", (), ms.int32)
+        # Micro batches that were left out, in the dtype of what else is added over the ranks.
+        self.dropped: Any = (
+            zeros(f"{self.sums[0].name}.window_dropped", (), self.loss.dtype) if counts_dropped else None
+        )
+
+    def all_sums(self) -> list[Parameter]:
+        """Return the sums of all terms."""
+        return [total for term in (self, *self.others) for total in term.sums]
+
+    def no_grads(self, weights: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
+        """Return the gradients of no rows, after ``done``."""
+        grads: tuple[Tensor, ...] = self.map(ops.partial(_spread, zero_after(done, self.weight)), weights)
+        return grads
+
+    def count_batch(self) -> Tensor:
+        """Count one batch and return how many the window has now."""
+        return ops.assign_add(self.batches, Tensor(1, ms.int32))
+
+    def count_dropped(self, finite: Tensor) -> Any:
+        """Count one micro batch that is left out unless it is ``finite``."""
+        return _add_number(self.dropped, ops.cast(ops.logical_not(finite), ms.float32))
+
+    def totals(self) -> list[Parameter]:
+        """Return the numbers that are added over the ranks beside the sums."""
+        return [self.loss, self.weight] + ([] if self.dropped is None else [self.dropped])
+
+    def mean_loss(self) -> Tensor:
+        """Return the weighted mean loss of the window so far: the sum of its terms."""
+        loss = self.term_loss()
+        for other in self.others:
+            loss = loss + other.term_loss()
+        return loss
+
+    def reciprocal_weight(self) -> Tensor:
+        """Return 1 / weight, or 0 for a window in which nothing was weighed."""
+        return reciprocal(self.weight)
+
+    def clear(self, done: Any = ()) -> Any:
+        """Empty the buffer after ``done``."""
+        done = self.clear_term(done)
+        for other in self.others:
+            done = other.clear_term(done)
+        if self.dropped is not None:
+            done = done, _assign_zero(self.dropped)
+        return done, _assign_zero(self.batches)
+
+
+_add = ops.MultitypeFuncGraph("add_gradient")
+
+
+@_add.register("Tensor", "Tensor", "Tensor")
+def _add_dense(factor: Tensor, total: Parameter, grad: Tensor) -> Tensor:
+    return add_in_place(total, grad, factor)
+
+
+@_add.register("Tensor", "Tensor", "RowTensor")
+def _add_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
+    # A sparse lookup has a gradient for the rows that it read; a row can be there more than once.
+    return ops.scatter_add(total, grad.indices, as_dtype(grad.values, total.dtype) * factor)
+
+
+_add_dense_only = ops.MultitypeFuncGraph("add_dense_gradient")
+
+
+@_add_dense_only.register("Tensor", "Tensor", "Tensor")
+def _add_dense_alone(factor: Tensor, total: Parameter, grad: Tensor) -> Tensor:
+    return add_in_place(total, grad, factor)
+
+
+@_add_dense_only.register("Tensor", "Tensor", "RowTensor")
+def _add_no_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
+    _refuse_rows()
+    return total
+
+
+def _add_number(total: Parameter, number: Tensor) -> Tensor:
+    return ops.assign_add(total, as_dtype(number, total.dtype))
+
+
+@_primexpr
+def _refuse_rows() -> None:
+    raise ValueError(
+        "For 'GradAccumulation', the gradients of this optimizer must be dense, but got one of a sparse lookup. It "
+        "would leave alone the rows that one batch does not read, which no sum over micro batches knows. "
+        "Use nn.Embedding, or another optimizer."
+    )
+
+
+def reciprocal(weight: Tensor) -> Tensor:
+    """Return 1 / weight, or 0 for a window in which nothing was weighed."""
+    # Not ops.equal, which takes the compiler 8 times as long with a number.
+    empty = weight == 0.0
+    inverse = 1.0 / ops.select(empty, ops.ones_like(weight), weight)
+    return ops.select(empty, ops.zeros_like(weight), inverse)
+
+
+def zero_after(done: Any, weight: Tensor) -> Tensor:
+    """Return 0 after ``done``, as a number that the compiler does not know: constants of a graph stay for ever."""
+    return ops.cast(ops.less(ops.abs(ops.depend(weight, done)), 0.0), ms.float32)
+
+
+_spread = ops.MultitypeFuncGraph("spread")
+
+
+@_spread.register("Tensor", "Tensor")
+def _spread_one(number: Tensor, like: Parameter) -> Tensor:
+    return spread(number, like)
+
+
+_fill = ops.MultitypeFuncGraph("fill")
+
+
+@_fill.register("Tensor", "Tensor")
+def _fill_one(value: Tensor, total: Parameter) -> Tensor:
+    return fill_in_place(total, value)
+
+
+def _assign_zero(scalar: Parameter) -> Tensor:
+    return ops.assign(scalar, ops.zeros_like(scalar))
+
+
+def zeros(name: str, shape: tuple[int, ...], dtype: Any = ms.float32) -> Parameter:
+    """Return a parameter of zeros that no optimizer updates."""
+    return Parameter(initializer("zeros", shape, dtype), name, requires_grad=False)

@@ -1,0 +1,253 @@
+"""Gradient clipping: once per window, on the reduced and unscaled mean gradient."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from ms_gradaccum._checks import check_positive_float32, sentence
+from ms_gradaccum.backend.kernels import as_dtype, sum_of_squares
+from ms_gradaccum.backend.tensors import Runs, once, run_of
+
+Grads = tuple[Tensor, ...]
+
+_map = ops.HyperMap()
+
+
+_squares_after = ops.MultitypeFuncGraph("squares_after")
+
+
+@_squares_after.register("Tensor", "Tensor")
+def _squares_of_one(done: Tensor, grad: Tensor) -> Tensor:
+    return sum_of_squares(as_dtype(ops.depend(grad, done), ms.float32))
+
+
+def squares_of(grads: Grads, runs: Runs) -> Tensor:
+    """Return the sum of the squares of each gradient: a float32 tensor, as long as ``grads``."""
+    done = Tensor(0.0, ms.float32)
+    squares: tuple[Tensor, ...] = ()
+    for begin, end in runs:
+        some = _map(ops.partial(_squares_after, done), run_of(grads, begin, end))
+        squares += some
+        done = once(done, some)
+    return ops.stack(squares)
+
+
+def global_norm(tensors: Grads, runs: Runs) -> Tensor:
+    """Return the L2 norm of ``tensors`` taken as one vector, a float32 scalar."""
+    return ops.sqrt(ops.sum(squares_of(tensors, runs)))
+
+
+scale = ops.MultitypeFuncGraph("scale")
+
+
+@scale.register("Tensor", "Tensor")
+def _scale_one(factor: Tensor, grad: Tensor) -> Tensor:
+    # Not in 16 bits, where a small factor may be no number.
+    wide = grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)
+    return as_dtype(wide * factor, grad.dtype)
+
+
+_limit = ops.MultitypeFuncGraph("limit")
+
+
+@_limit.register("Tensor", "Tensor")
+def _limit_one(limit: Tensor, grad: Tensor) -> Tensor:
+    return as_dtype(ops.minimum(ops.maximum(grad, -limit), limit), grad.dtype)
+
+
+class NoClip(nn.Cell):
+    """Stand-in used when gradients are not clipped."""
+
+    def construct(self, grads: Grads, norm: Tensor) -> Grads:
+        return grads
+
+    def norm_after(self, norm: Tensor) -> Tensor:
+        """Return the norm after clipping."""
+        return norm
+
+
+class ClipByGlobalNorm(nn.Cell):
+    r"""Scale the window's mean gradient down so that its global L2 norm is at most `max_norm`.
+
+    All gradients are multiplied by :math:`\min(1, max\_norm / norm)`, so the direction stays.
+    See "On the difficulty of training Recurrent Neural Networks" (Pascanu et al., 2013).
+
+    Args:
+        max_norm (Union[int, float]): The largest norm that is let through. Positive and finite.
+
+    Inputs:
+        - **grads** (tuple[Tensor]) - Mean gradients of any shape and floating-point dtype.
+        - **norm** (Tensor) - Their global norm, a float32 scalar.
+        - **max_norm** (Tensor, optional) - A float32 scalar in place of the argument. Default: ``None``.
+
+    Outputs:
+        Tuple of Tensors, the clipped gradients, with the same shapes and dtypes.
+
+    Raises:
+        TypeError: If `max_norm` is not an int or a float.
+        ValueError: If `max_norm` is not positive and finite.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Tensor
+        >>> from ms_gradaccum import ClipByGlobalNorm
+        >>> grads = ClipByGlobalNorm(1.0)((Tensor([3.0, 4.0]),), Tensor(5.0))
+        >>> print(grads[0])
+        [0.6 0.8]
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        super().__init__()
+        remedy = "Typical norms are 0.5 to 5."
+        self.max_norm = check_positive_float32("ClipByGlobalNorm", "max_norm", max_norm, remedy)
+
+    def as_tensor(self) -> Tensor:
+        """Return the limit as an input of `construct`."""
+        return Tensor(self.max_norm, ms.float32)
+
+    def extend_repr(self) -> str:
+        """Return the argument, for ``repr``."""
+        return f"max_norm={self.max_norm}"
+
+    def construct(self, grads: Grads, norm: Tensor, max_norm: Tensor | None = None) -> Grads:
+        limit = self.limit_or(max_norm)
+        clipped: Grads = _map(ops.partial(scale, limit / ops.maximum(norm, limit)), grads)
+        return clipped
+
+    def limit_or(self, max_norm: Tensor | None) -> Tensor:
+        """Return the limit of this call: ``max_norm`` if given, else that of the cell."""
+        return Tensor(self.max_norm, ms.float32) if max_norm is None else max_norm
+
+    def norm_after(self, norm: Tensor, max_norm: Tensor | None = None) -> Tensor:
+        """Return the norm after clipping."""
+        return ops.minimum(norm, self.limit_or(max_norm))
+
+
+class ClipByValue(nn.Cell):
+    r"""Limit each element of the window's mean gradient to :math:`[-limit, limit]`.
+
+    Args:
+        limit (Union[int, float]): The largest absolute value that is let through. Positive and finite.
+
+    Inputs:
+        - **grads** (tuple[Tensor]) - Mean gradients of any shape and floating-point dtype.
+        - **norm** (Tensor) - Their global norm, a float32 scalar.
+        - **limit** (Tensor, optional) - A float32 scalar in place of the argument. Default: ``None``.
+
+    Outputs:
+        Tuple of Tensors, the clipped gradients, with the same shapes and dtypes.
+
+    Raises:
+        TypeError: If `limit` is not an int or a float.
+        ValueError: If `limit` is not positive and finite.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import Tensor
+        >>> from ms_gradaccum import ClipByValue
+        >>> grads = ClipByValue(3.0)((Tensor([-3.0, 9.0, 4.0]),), Tensor(10.3))
+        >>> print(grads[0])
+        [-3.  3.  3.]
+    """
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = check_positive_float32("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
+
+    def as_tensor(self) -> Tensor:
+        """Return the limit as an input of `construct`."""
+        return Tensor(self.limit, ms.float32)
+
+    def extend_repr(self) -> str:
+        """Return the argument, for ``repr``."""
+        return f"limit={self.limit}"
+
+    def construct(self, grads: Grads, norm: Tensor, limit: Tensor | None = None) -> Grads:
+        limit = Tensor(self.limit, ms.float32) if limit is None else limit
+        clipped: Grads = _map(ops.partial(_limit, limit), grads)
+        return clipped
+
+    def norm_after(self, norm: Tensor, limit: Tensor | None = None) -> None:
+        """Return None: the norm after clipping takes a pass of its own."""
+        return None
+
+
+@dataclass(frozen=True)
+class ClipByGroupNorm:
+    r"""Scale the window's mean gradient down group by group, each by the L2 norm of its own gradients.
+
+    A parameter belongs to the first pattern that its name fits; one that fits none is not clipped. Costs one pass over
+    the gradients for the norms of the groups and one for the norm afterwards.
+
+    Args:
+        limits (dict[str, float]): The largest norm of each group, by a pattern of the names of its parameters, with
+            ``*`` and ``?`` as in file names. Positive and finite.
+
+    Raises:
+        TypeError: If `limits` is not a dict of numbers.
+        ValueError: If a limit is not positive and finite, or `limits` is empty; later, if a pattern fits no parameter
+            of the optimizer.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import nn, ops
+        >>> from ms_gradaccum import ClipByGroupNorm, TrainOneStepCell
+        >>> network = nn.Dense(1, 1, weight_init="zeros", bias_init="zeros")
+        >>> optimizer = nn.SGD(network.trainable_params(), 1.0)
+        >>> clip = ClipByGroupNorm({"*bias": 0.5, "*": 2.0})
+        >>> train_step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, clip=clip)
+        >>> output = train_step(ops.ones((4, 1)), 10 * ops.ones((4, 1)))
+        >>> print(network.weight.value(), network.bias.value())
+        [[2.]] [0.5]
+    """
+
+    limits: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        rule, remedy = "a dict of a norm per pattern", "For example {'*embedding*': 0.1, '*': 1.0}."
+        if not isinstance(self.limits, Mapping):
+            raise TypeError(sentence("ClipByGroupNorm", "limits", rule, repr(self.limits), remedy))
+        if not self.limits:
+            raise ValueError(sentence("ClipByGroupNorm", "limits", rule, "an empty one", remedy))
+        limits = {
+            str(pattern): check_positive_float32("ClipByGroupNorm", f"limits[{pattern!r}]", limit, "It is a norm.")
+            for pattern, limit in self.limits.items()
+        }
+        object.__setattr__(self, "limits", limits)
+
+    def groups_of(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Return the number of each parameter's group, -1 for none."""
+        patterns = list(self.limits)
+        groups = tuple(
+            next((i for i, pattern in enumerate(patterns) if fnmatchcase(name, pattern)), -1) for name in names
+        )
+        for i, pattern in enumerate(patterns):
+            if i not in groups:
+                got = f"{pattern!r}, which fits none that is left of {len(names)}, first {names[0]!r}"
+                remedy = "The first pattern that fits counts: put wide ones last."
+                raise ValueError(sentence("ClipByGroupNorm", "limits", "patterns of parameter names", got, remedy))
+        return groups
+
+
+# What a face takes as `clip`.
+Clip = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | None
+
+
+def check_clip(owner: str, clip: Any) -> Any:
+    """Return ``clip``, or for None what clips nothing."""
+    if clip is None:
+        return NoClip()
+    if not isinstance(clip, (ClipByGlobalNorm, ClipByValue, ClipByGroupNorm)):
+        rule = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None"
+        raise TypeError(sentence(owner, "clip", rule, f"{clip!r}", "For example clip=ClipByGlobalNorm(1.0)."))
+    return clip

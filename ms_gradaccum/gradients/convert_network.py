@@ -1,0 +1,127 @@
+"""Networks that compute in 16 bits: which do, and how one is converted."""
+
+import atexit
+import functools
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, amp, nn
+from mindspore.ops import functional as F
+
+from ms_gradaccum._checks import sentence
+from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
+from ms_gradaccum.gradients.mixed_precision import Precision
+
+
+def levels_of(cells: Iterable[nn.Cell]) -> set[str]:
+    """Return the levels of mixed precision that ``amp.auto_mixed_precision`` has converted cells to."""
+    return {getattr(cell, "_amp_level", None) or "O0" for cell in cells} - {"O0"}
+
+
+def computes_in_16_bits(parameters: Iterable[Parameter], cells: Iterable[nn.Cell]) -> bool:
+    """Return whether there are 16-bit weights, or cells that were told to compute in 16 bits."""
+    cells = list(cells)
+    return (
+        any(parameter.dtype in (ms.float16, ms.bfloat16) for parameter in parameters)
+        or bool(levels_of(cells))
+        or any(cell.get_flags().get("fp16") or cell.get_flags().get("bf16") for cell in cells)
+    )
+
+
+@contextmanager
+def rewriting() -> Iterator[None]:
+    """Let level O1 write the sources that it rewrites elsewhere than in the user's working directory.
+
+    What is installed below that, in a .venv, it would take for the user's own and try to rewrite. And it leaves folders
+    of sources in the path of modules, of which one hides Python's own math from new processes.
+    """
+    here, path = os.getcwd(), list(sys.path)
+    os.chdir(_folder_apart())
+    try:
+        yield
+    finally:
+        os.chdir(here)
+        sys.path[:] = path
+
+
+@functools.cache
+def _folder_apart() -> str:
+    # To the end of the process: the compiler reads the sources.
+    folder = tempfile.mkdtemp(prefix="ms_gradaccum_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+class OutputInFloat32(nn.Cell):
+    """Casts what the network returns to float32, so that its loss is computed there."""
+
+    def __init__(self, network: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self._get_attr_from_cell(network)
+
+    def construct(self, *inputs: Any) -> Any:
+        return F.mixed_precision_cast(ms.float32, self.network(*inputs))
+
+
+class InputsInFloat32(nn.Cell):
+    """Casts what a loss is given to float32. `to_float` alone does not, where nothing is compiled."""
+
+    def __init__(self, loss_fn: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.loss_fn = loss_fn
+
+    def construct(self, *inputs: Any) -> Any:
+        return self.loss_fn(*F.mixed_precision_cast(ms.float32, inputs))
+
+
+def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cell:
+    """Return the loss cell with its network converted, and the loss itself in float32. The parameters are the same."""
+    if precision.level == "O0":
+        return loss_cell
+    if type(loss_cell) is nn.WithLossCell:
+        backbone = _converted(owner, loss_cell.backbone_network, precision)
+        return nn.WithLossCell(OutputInFloat32(backbone), loss_cell._loss_fn)
+    if type(loss_cell) is TokenMeanLoss:
+        return TokenMeanLoss(_converted(owner, loss_cell.backbone, precision), loss_cell.ignore_index)
+    converted = _converted(owner, loss_cell, precision)
+    if precision.level in ("O2", "O3"):
+        # What the loss cell itself does, and the labels; the cells inside stay in half precision.
+        converted.add_flags(fp16=False, bf16=False, fp32=True)
+    for _, cell in list(converted.cells_and_names()):
+        for name, inner in cell.name_cells().items():
+            if isinstance(inner, nn.LossBase) and type(cell) is not InputsInFloat32:
+                setattr(cell, name, InputsInFloat32(inner).to_float(ms.float32))
+    return converted
+
+
+def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
+    level = precision.level
+    found = levels_of(cell for _, cell in network.cells_and_names())
+    if found - {level}:
+        rule = f"the level that the network has been converted to, {' and '.join(sorted(found))}"
+        remedy = "A network cannot be converted twice: give that level, or another network."
+        raise ValueError(sentence(owner, "mixed_precision", rule, level, remedy))
+    if found:
+        return network
+    try:
+        with rewriting():
+            converted = amp.auto_mixed_precision(network, level, precision.dtype)
+    except RuntimeError as error:
+        # Level O1 rewrites the sources of the network, and knows not all that Python can say.
+        rule = "a level that MindSpore can convert the network to"
+        remedy = "Name the inputs of each construct, in place of *inputs, or take level 'O2'."
+        raise ValueError(
+            sentence(owner, "mixed_precision", rule, f"{level}: {str(error).splitlines()[0]}", remedy)
+        ) from error
+    if level in ("O2", "O3"):
+        # Without the cell around it that casts its output, and hides the names of its inputs.
+        (converted,) = converted.cells()
+        converted._amp_level = level
+    return converted

@@ -1,0 +1,189 @@
+"""The factor of the loss in the backward pass, with which small half-precision gradients are no zeros.
+
+One factor per window: the sums of a window hold gradients of one scale, and one decision is made about all of them.
+The rule is that of "Mixed Precision Training" (Micikevicius et al., 2018), as in PyTorch's ``GradScaler``.
+"""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, amp, nn, ops
+from mindspore.ops.primitive import _primexpr
+
+from ms_gradaccum.backend.compiled import Compiled
+
+_SCALE, _CLEAN_WINDOWS = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
+
+
+class NoLossScale(nn.Cell):
+    """Stand-in used when losses are not scaled, and the interface of the others."""
+
+    # Whether a window whose gradient has an Inf or a NaN makes no update.
+    skips_overflow = True
+    # Whether losses are scaled.
+    scales = False
+
+    def left_to_optimizer(self) -> float | None:
+        """Return the scale if MindSpore's own step leaves it to the optimizer to divide by it."""
+        return None
+
+    def value(self) -> Tensor:
+        """Return the scale of the open window, a float32 scalar."""
+        return Tensor(1.0, ms.float32)
+
+    def unscaled(self, factor: Tensor) -> Tensor:
+        """Return ``factor`` divided by the scale."""
+        return factor
+
+    def construct(self, updated: Tensor, bad: Tensor, done: Any = ()) -> Any:
+        """Choose the scale of the next window as part of a graph, after ``done``.
+
+        A window neither updated nor bad, such as an empty one, says nothing about the scale.
+        """
+        return ()
+
+    def adjust(self, updated: Tensor, bad: Tensor) -> None:
+        """Do the same from the host."""
+
+
+class LossScale(NoLossScale):
+    """A scale that grows after so many clean windows and shrinks after a bad one, but not below 1.
+
+    Args:
+        scale: What holds the scale, a float32 scalar.
+        clean_windows: What counts the windows since it has last changed, an int32 scalar.
+        growth_factor: Factor of a growth.
+        backoff_factor: Factor after a bad window.
+        growth_interval: Clean windows until it grows.
+    """
+
+    scales = True
+
+    def __init__(
+        self,
+        scale: Parameter,
+        clean_windows: Parameter,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.scale = scale
+        self.clean_windows = clean_windows
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.run = Compiled(lambda: self, "MixedPrecision", "the loss scale")
+
+    def value(self) -> Tensor:
+        # + 0.0: a copy, since the report outlives the next change of the parameter.
+        return self.scale + 0.0
+
+    def unscaled(self, factor: Tensor) -> Tensor:
+        return factor / self.scale
+
+    def construct(self, updated: Tensor, bad: Tensor, done: Any = ()) -> Any:
+        scale, clean = ops.depend(self.scale + 0.0, done), ops.depend(self.clean_windows + 0, done)
+        good = ops.logical_and(updated, ops.logical_not(bad))
+        full = ops.greater_equal(clean + 1, self.growth_interval)
+        larger = scale * self.growth_factor
+        grows = ops.logical_and(ops.logical_and(good, full), ops.isfinite(larger))
+        smaller = ops.maximum(scale * self.backoff_factor, ops.ones_like(scale))
+        new_scale = ops.select(bad, smaller, ops.select(grows, larger, scale))
+        again = ops.logical_or(bad, ops.logical_and(good, full))
+        counted = clean + ops.cast(good, ms.int32)
+        new_clean = ops.select(again, ops.zeros_like(clean), counted)
+        return ops.assign(self.scale, new_scale), ops.assign(self.clean_windows, new_clean)
+
+    def adjust(self, updated: Tensor, bad: Tensor) -> None:
+        self.run(updated, bad)
+
+
+class FixedLossScale(NoLossScale):
+    """A scale that stays."""
+
+    scales = True
+
+    def __init__(self, scale: Parameter, skips_overflow: bool = True) -> None:
+        super().__init__(auto_prefix=False)
+        self.scale = scale
+        self.skips_overflow = skips_overflow
+
+    def left_to_optimizer(self) -> float | None:
+        return None if self.skips_overflow else float(self.scale.asnumpy())
+
+    def value(self) -> Tensor:
+        return self.scale + 0.0
+
+    def unscaled(self, factor: Tensor) -> Tensor:
+        return factor / self.scale
+
+
+class ForeignLossScale(FixedLossScale):
+    """The scale that an object of MindSpore's interfaces, or of a user's own class, chooses in Python."""
+
+    def __init__(self, chooser: Any) -> None:
+        super().__init__(new_scale(1.0))
+        self.chooser = chooser
+        # A manager of fixed scale can ask for the update all the same.
+        get_drop = getattr(chooser, "get_drop_overflow_update", None)
+        self.skips_overflow = get_drop is None or bool(get_drop())
+        self._follow()
+
+    def left_to_optimizer(self) -> None:
+        return None  # It changes, and what an optimizer was told does not.
+
+    def construct(self, updated: Tensor, bad: Tensor, done: Any = ()) -> Any:
+        _refuse_in_graph(type(self.chooser).__name__)
+        return ()
+
+    def adjust(self, updated: Tensor, bad: Tensor) -> None:
+        is_bad = bool(bad.asnumpy())
+        if not (is_bad or updated.asnumpy()):
+            return
+        if isinstance(self.chooser, amp.LossScaler):
+            self.chooser.adjust(Tensor(not is_bad))
+        else:
+            self.chooser.update_loss_scale(is_bad)
+        self._follow()
+
+    def _follow(self) -> None:
+        if isinstance(self.chooser, amp.LossScaler):
+            value = float(self.chooser.scale(Tensor(1.0, ms.float32)).asnumpy())
+        else:
+            value = float(self.chooser.get_loss_scale())
+        self.scale.set_data(Tensor(value, ms.float32))
+
+
+@_primexpr
+def _refuse_in_graph(kind: str) -> None:
+    raise ValueError(
+        f"For 'MixedPrecision', the loss scale inside a larger graph must be one that can be compiled, but got a "
+        f"{kind}. Give a MixedPrecision, a DynamicLossScaler or a StaticLossScaler, or call the step from Python."
+    )
+
+
+def new_scale(value: float) -> Parameter:
+    """Return a parameter that holds a scale, by the name that checkpoints know."""
+    return Parameter(Tensor(value, ms.float32), _SCALE, requires_grad=False)
+
+
+def dynamic_loss_scale(
+    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int
+) -> LossScale:
+    """Return a scale of our own."""
+    clean_windows = Parameter(Tensor(0, ms.int32), _CLEAN_WINDOWS, requires_grad=False)
+    return LossScale(new_scale(init_scale), clean_windows, growth_factor, backoff_factor, growth_interval)
+
+
+def loss_scale_of(chooser: Any) -> NoLossScale:
+    """Return the loss scale that an object of MindSpore's describes. It keeps its state in the object."""
+    # Exactly these types: a subclass can have another rule.
+    if type(chooser) is amp.DynamicLossScaler:
+        factor = float(chooser.scale_factor)
+        return LossScale(chooser.scale_value, chooser.counter, factor, 1 / factor, chooser.scale_window)
+    if type(chooser) is amp.StaticLossScaler:
+        return FixedLossScale(chooser.scale_value)
+    if type(chooser) is amp.FixedLossScaleManager:
+        return FixedLossScale(new_scale(chooser.get_loss_scale()), chooser.get_drop_overflow_update())
+    return ForeignLossScale(chooser)

@@ -1,0 +1,228 @@
+"""Mixed precision: what computes in 16 bits, and the loss scale that goes with it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import mindspore as ms
+from mindspore import Tensor, amp, ops
+
+from ms_gradaccum._checks import check_choice, check_positive_float32, check_positive_int, sentence
+from ms_gradaccum.backend.compiled import execution_mode
+from ms_gradaccum.gradients.loss_scaler import FixedLossScale, LossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
+
+_OWNER = "MixedPrecision"
+Level = Literal["O0", "O1", "O2", "O3", "auto"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+_CHOOSERS = (amp.LossScaler, amp.LossScaleManager)
+_DTYPES = {"float16": ms.float16, "fp16": ms.float16, "bfloat16": ms.bfloat16, "bf16": ms.bfloat16}
+_DTYPES |= {"float32": ms.float32, "fp32": ms.float32}
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    r"""Compute in half precision, with a loss scale that follows what the gradients can bear.
+
+    The weights, the sums of a window, the norm and the update stay in float32. The loss is multiplied by the scale
+    before each backward pass; the window's mean gradient is divided by it, once. A window whose gradient has an Inf
+    or a NaN makes no update: weights, optimizer state, learning rate and update count stay, and the scale is
+    multiplied by `backoff_factor`. After `growth_interval` clean windows it is multiplied by `growth_factor`. Inside
+    a window it never changes. The rule and the argument names are those of PyTorch's ``GradScaler`` and of
+    Colossal-AI's ``FP16TorchMixedPrecision``.
+
+    Level O1 rewrites the network when the training step is built, with the training mode that its cells have then:
+    where there is BatchNorm or Dropout, call ``network.set_train()`` before.
+
+    ============== ======== =====
+    name           dtype    level
+    ============== ======== =====
+    ``fp16``       float16  O1
+    ``fp16_apex``  float16  O2
+    ``fp16_naive`` float16  O3
+    ``bf16``       bfloat16 O1
+    ============== ======== =====
+
+    Args:
+        dtype (Union[mindspore.dtype, str]): ``float16`` or ``bfloat16``, which has the range of float32: it needs
+            no loss scale and gets none. Default: ``mindspore.float16``.
+        level (str): What computes in `dtype`, as in ``mindspore.amp.auto_mixed_precision``. ``"O1"``: matrix products
+            and convolutions. ``"O2"``: all but normalisation. ``"O3"``: all. ``"auto"``: operator by operator.
+            ``"O0"``: what the network itself says, for example by ``to_float``. Default: ``"O1"``.
+        init_scale (float): The first scale, at least 1. Default: ``65536``.
+        growth_factor (float): Factor of a growth, at least 1. Default: ``2.0``.
+        backoff_factor (float): Factor after an overflow, below 1. The scale does not fall below 1. Default: ``0.5``.
+        growth_interval (int): Clean windows until the scale grows. Default: ``2000``.
+        reduce_dtype (Union[mindspore.dtype, str]): In which dtype several processes add up their gradients:
+            ``float32``, ``float16`` or ``bfloat16``. 16 bits halve the messages and round each process's part of the
+            mean gradient, times the scale; loss and weight stay float32. By name alone. Default: ``mindspore.float32``.
+        loss_scale (Union[LossScaler, LossScaleManager, None]): An object of ``mindspore.amp`` that chooses the scale in
+            place of the four arguments before. It is asked once per window. With
+            ``FixedLossScaleManager(scale, drop_overflow_update=False)`` no window is skipped, and an optimizer whose
+            own ``loss_scale`` is the same number is handed the mean gradient times it. Default: ``None``.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import mindspore as ms
+        >>> from mindspore import nn, ops
+        >>> from ms_gradaccum import GradAccumulation, MixedPrecision, TrainOneStepCell
+        >>> network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+        >>> loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size=4)
+        >>> optimizer = nn.SGD(network.trainable_params(), 0.02)
+        >>> precision = MixedPrecision(ms.float16, "O2", init_scale=128)
+        >>> train_step = TrainOneStepCell(loss_cell, optimizer, mixed_precision=precision)
+        >>> x = ops.arange(1, 9).float().reshape(8, 1)
+        >>> output = train_step(x, 2 * x)
+        >>> print(output.loss_scale, output.updated, network.weight.value())
+        128.0 True [[2.04]]
+    """
+
+    dtype: Any = ms.float16
+    level: Level = "O1"
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    loss_scale: Any = field(default=None, repr=False)
+    reduce_dtype: Any = field(default=ms.float32, kw_only=True)
+
+    def __post_init__(self) -> None:
+        half = (ms.float16, ms.bfloat16)
+        self._set_dtype("dtype", half, "float16 or bfloat16", "MindSpore trains in these two.")
+        remedy = "It is the dtype of messages between processes."
+        self._set_dtype("reduce_dtype", (ms.float32, *half), "float32, float16 or bfloat16", remedy)
+        check_choice(_OWNER, "level", self.level, LEVELS, "Higher levels compute more in half precision.")
+        for name, remedy in (("init_scale", "The default is 65536."), ("growth_factor", "The default is 2.0.")):
+            value = check_positive_float32(_OWNER, name, getattr(self, name), remedy)
+            if value < 1:
+                raise ValueError(sentence(_OWNER, name, "a number of at least 1", value, remedy))
+            object.__setattr__(self, name, value)
+        value = check_positive_float32(_OWNER, "backoff_factor", self.backoff_factor, "The default is 0.5.")
+        if value >= 1:
+            raise ValueError(sentence(_OWNER, "backoff_factor", "a number below 1", value, "The default is 0.5."))
+        check_positive_int(_OWNER, "growth_interval", self.growth_interval, "It counts windows without overflow.")
+        if self.loss_scale is not None and not isinstance(self.loss_scale, _CHOOSERS):
+            remedy = "For a number, give init_scale."
+            rule = "a LossScaler, a LossScaleManager or None"
+            raise TypeError(sentence(_OWNER, "loss_scale", rule, repr(self.loss_scale), remedy))
+
+    def _set_dtype(self, name: str, choices: Sequence[Any], rule: str, remedy: str) -> None:
+        value = getattr(self, name)
+        dtype = _DTYPES.get(value, value) if isinstance(value, str) else value
+        if dtype not in choices:
+            raise ValueError(sentence(_OWNER, name, rule, repr(value), remedy))
+        object.__setattr__(self, name, dtype)
+
+
+# What a face takes as `mixed_precision`.
+PrecisionChoice = str | MixedPrecision | amp.LossScaler | amp.LossScaleManager | None
+# The first four are Colossal-AI's, the others MindSpore's.
+NAMES: dict[str, MixedPrecision] = {
+    "fp16": MixedPrecision(ms.float16, "O1"),
+    "fp16_apex": MixedPrecision(ms.float16, "O2"),
+    "fp16_naive": MixedPrecision(ms.float16, "O3"),
+    "bf16": MixedPrecision(ms.bfloat16, "O1"),
+    **{level: MixedPrecision(ms.float16, level) for level in LEVELS[1:]},
+}
+
+
+class Precision(NamedTuple):
+    """What has come of the settings.
+
+    Attributes:
+        level: What to convert in the network.
+        dtype: To which dtype.
+        loss_scale: The scale and its rule.
+        text: The settings in words, for the ranks to compare.
+        reduce_dtype: In which dtype the ranks add up their gradients.
+    """
+
+    level: str
+    dtype: Any
+    loss_scale: NoLossScale
+    text: str
+    reduce_dtype: Any
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is converted and nothing scaled."""
+        return self.level == "O0" and type(self.loss_scale) is NoLossScale
+
+
+def combined(owner: str, mixed_precision: Any, amp_level: Any, loss_scale_manager: Any) -> MixedPrecision | None:
+    """Return what ``mixed_precision`` and the two arguments of MindSpore's Model say together; None if nothing."""
+    check_choice(owner, "amp_level", amp_level, LEVELS, "mixed_precision has more names and settings.")
+    if loss_scale_manager is not None and mixed_precision is not None:
+        got = f"{mixed_precision!r} beside a loss_scale_manager"
+        remedy = "MixedPrecision(..., loss_scale=manager) takes both."
+        raise ValueError(sentence(owner, "mixed_precision", "None with a loss_scale_manager", got, remedy))
+    settings = _settings(owner, mixed_precision if loss_scale_manager is None else loss_scale_manager)
+    if settings is None or amp_level == "O0":
+        return settings or NAMES.get(amp_level)
+    if settings.level == "O0":
+        return replace(settings, level=amp_level)
+    if settings.level != amp_level:
+        got = f"{mixed_precision!r} beside amp_level={amp_level!r}"
+        raise ValueError(sentence(owner, "mixed_precision", "in accord with amp_level", got, "Give one of the two."))
+    return settings
+
+
+def check_precision(owner: str, mixed_precision: Any) -> Precision:
+    """Return what comes of the setting, or raise."""
+    settings = _settings(owner, mixed_precision)
+    if settings is None:
+        return Precision("O0", ms.float32, NoLossScale(), "None", ms.float32)
+    scale: NoLossScale = NoLossScale()
+    if settings.dtype == ms.bfloat16:
+        _check_bfloat16(owner)
+    if settings.loss_scale is not None:
+        scale = loss_scale_of(settings.loss_scale)
+    elif settings.dtype == ms.float16:
+        numbers = (settings.init_scale, settings.growth_factor, settings.backoff_factor, settings.growth_interval)
+        scale = dynamic_loss_scale(*numbers)
+    text = f"{settings!r}, {type(settings.loss_scale).__name__}, {_number_of(scale)}"
+    return Precision(settings.level, settings.dtype, scale, text, settings.reduce_dtype)
+
+
+def check_scale_of_each(owner: str, mixed_precision: Any, networks: int) -> None:
+    """Raise if several networks would share one of MindSpore's objects, which each of them would adjust."""
+    settings = _settings(owner, mixed_precision)
+    if networks > 1 and settings is not None and settings.loss_scale is not None:
+        rule, got = "a rule for the scale of each network", f"one {type(settings.loss_scale).__name__} for {networks}"
+        raise ValueError(sentence(owner, "mixed_precision", rule, got, "Give a name or a MixedPrecision without one."))
+
+
+def _number_of(scale: NoLossScale) -> Any:
+    # From the host, with no operator: a device may not be there when a step is built to be compiled for it.
+    return scale.scale.asnumpy().item() if isinstance(scale, (LossScale, FixedLossScale)) else 1.0
+
+
+def _settings(owner: str, mixed_precision: Any) -> MixedPrecision | None:
+    if mixed_precision is None or isinstance(mixed_precision, MixedPrecision):
+        return mixed_precision
+    if isinstance(mixed_precision, _CHOOSERS):
+        return MixedPrecision(level="O0", loss_scale=mixed_precision)
+    if isinstance(mixed_precision, str):
+        remedy = "MixedPrecision(...) takes single settings."
+        return NAMES[check_choice(owner, "mixed_precision", mixed_precision, tuple(NAMES), remedy)]
+    rule = "a name, a MixedPrecision, a LossScaler, a LossScaleManager or None"
+    remedy = "For example mixed_precision='fp16'."
+    raise TypeError(sentence(owner, "mixed_precision", rule, repr(mixed_precision), remedy))
+
+
+def _check_bfloat16(owner: str) -> None:
+    """Raise unless this device can multiply matrices in bfloat16, which only trying can tell."""
+    try:
+        with execution_mode(ms.PYNATIVE_MODE):
+            ones = Tensor([[1.0]], ms.bfloat16)
+            ops.matmul(ones, ones).asnumpy()
+    except Exception as error:
+        device = ms.get_context("device_target")
+        remedy = "Use float16 here, for example mixed_precision='fp16'."
+        text = sentence(owner, "mixed_precision", "one that the device has", f"bfloat16 on {device}", remedy)
+        raise ValueError(text) from error

@@ -1,0 +1,60 @@
+"""Leave out the micro batch whose gradients are not finite, and its weight with it."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from mindspore import Parameter, Tensor, nn, ops
+
+from ms_gradaccum._checks import check_choice, sentence
+from ms_gradaccum.backend.tensors import runs_of
+from ms_gradaccum.gradients.clipping import squares_of
+
+# What a face takes as `bad_micro_batch`.
+BadMicroBatch = Literal["skip_window", "drop"]
+
+
+def check_bad_micro_batch(owner: str, bad_micro_batch: Any) -> bool:
+    """Return whether a micro batch that is not finite is left out; else its window makes no update."""
+    remedy = "'skip_window' makes no update in a window with an Inf or a NaN, 'drop' leaves out its micro batch alone."
+    return check_choice(owner, "bad_micro_batch", bad_micro_batch, get_args(BadMicroBatch), remedy) == "drop"
+
+
+def check_dense(owner: str, lookup: str | None) -> None:
+    """Raise if the network has a sparse lookup, here its name: the compiler cannot look at such a gradient twice."""
+    if lookup is not None:
+        rule, got = "'skip_window' where a gradient is sparse", f"'drop' with a sparse lookup in {lookup}"
+        raise ValueError(sentence(owner, "bad_micro_batch", rule, got, "Use nn.Embedding."))
+
+
+_keep = ops.MultitypeFuncGraph("keep")
+
+
+@_keep.register("Tensor", "Tensor")
+def _keep_one(finite: Tensor, value: Tensor) -> Tensor:
+    # A product with 0 would keep NaN.
+    return ops.select(finite, value, ops.zeros_like(value))
+
+
+class KeepFinite(nn.Cell):
+    """Put zeros in place of what a micro batch adds, if any of it is Inf or NaN.
+
+    Args:
+        weights: What the gradients belong to.
+    """
+
+    def __init__(self, weights: Sequence[Parameter]) -> None:
+        super().__init__(auto_prefix=False)
+        self.runs = runs_of([weight.size for weight in weights])
+        self.map = ops.HyperMap()
+
+    def is_finite(self, grads: tuple[Tensor, ...]) -> Tensor:
+        """Return whether all of ``grads`` are finite. One pass over them.
+
+        As for the norm of a window, a gradient whose square is too large for a float32 is not.
+        """
+        return ops.isfinite(ops.sum(squares_of(grads, self.runs)))
+
+    def kept(self, finite: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the values, or zeros."""
+        kept: tuple[Tensor, ...] = self.map(ops.partial(_keep, finite), values)
+        return kept

@@ -1,0 +1,1 @@
+"""Who drives batches into windows: Model, loops that users write, their data."""

@@ -1,0 +1,318 @@
+"""Gradient accumulation for loops that users write themselves."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mindspore import Tensor, nn
+
+from ms_gradaccum._checks import check_choice, check_tensor
+from ms_gradaccum.backend.compiled import check_compile
+from ms_gradaccum.backend.optimizers import claim_optimizer
+from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue, check_clip
+from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_precision, check_scale_of_each
+from ms_gradaccum.gradients.non_finite import BadMicroBatch, check_bad_micro_batch
+from ms_gradaccum.loops.dataloader import prepare
+from ms_gradaccum.loops.external_gradients import GraphWindow, NoGraphWindow
+from ms_gradaccum.loops.loop_window import LoopWindow
+from ms_gradaccum.loops.network_trainer import TrainedNetwork, pair_networks
+from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
+from ms_gradaccum.parallel.factory import ParallelChoice
+from ms_gradaccum.parallel.world import gather_counts
+from ms_gradaccum.training.events import Observed
+from ms_gradaccum.training.step_output import StepOutput
+
+_OWNER = "Accumulator"
+
+
+class Accumulator(nn.Cell, Observed):
+    r"""Gradient accumulation for hand-written training loops, with Hugging Face Accelerate's words.
+
+    .. code-block:: python
+
+        for batch in accumulator.prepare(dataset):
+            with accumulator.accumulate():
+                loss = accumulator.backward(*batch)      # forward, backward, add
+                accumulator.clip_grad_norm(1.0)
+                accumulator.step()
+                accumulator.zero_grad()
+
+    Nobody divides a loss: the update has the mean gradient over all rows (or tokens) of its window, and of all
+    processes. In all batches but the last of a window, `clip_grad_norm`, `step` and `zero_grad` do nothing.
+
+    MindSpore's mode says whether networks and optimizers are compiled (GRAPH mode) or run op by op (PYNATIVE mode),
+    unless `compile` does. The cells keep the training mode that they have: where there is BatchNorm or Dropout, call
+    ``network.set_train()`` before the first batch, with `mixed_precision` before the Accumulator is built.
+
+    With MindSpore's functional idiom, call the accumulator where the optimizer was called:
+
+    .. code-block:: python
+
+        loss, grads = grad_fn(x, y)                      # grad_fn = value_and_grad(forward, None, optimizer.parameters)
+        accumulator(grads, weight=len(x), loss=loss)     # instead of optimizer(grads)
+
+    Args:
+        network (Union[Cell, list[Cell]]): Loss cell: it returns a mean loss, or is a :class:`GradAccumulation` (which
+            also splits each batch), or a :class:`TokenMeanLoss`. Or several of them, which share the window.
+        optimizer (Union[Cell, list[Cell]]): Optimizer of the network's weights. For one network, also several of
+            different weights; for several networks, one each (an entry may be a list).
+        accumulation_steps (int): Number of batches of one update. Default: ``1``.
+
+    Keyword Args:
+        config (AccumulationConfig, optional): What happens at the end of the data, a schedule of
+            `accumulation_steps`, and when the ranks communicate. Default: ``None``.
+        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): Clipping of each window's mean
+            gradient, without a call of `clip_grad_norm`. Default: ``None``.
+        mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
+            :class:`TrainOneStepCell`. Each network has a loss scale of its own. Default: ``None``.
+        parallel (Union[str, DataParallel, HSDP]): As for :class:`Model`. Default: ``"auto"``.
+        bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
+        compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
+
+    Inputs:
+        - **grads** (tuple[Tensor]) - Gradients of a batch, in the order of ``optimizer.parameters``. With
+          `mixed_precision` those of ``accumulator.scale(loss)``, since a small gradient of `loss` itself is 0 in
+          half precision.
+        - **weight** (Union[int, float]) - What they count for: the rows or tokens of the batch. Default: ``1.0``.
+        - **loss** (Union[Tensor, float], optional) - The batch's loss, for the report. Default: ``None``.
+        - **reduction** (str) - ``"mean"`` if `grads` and `loss` are means over `weight` rows, ``"sum"`` if they are
+          sums. Default: ``"mean"``.
+        - **network** (Cell, optional) - Of several networks the one that they belong to. Default: ``None``.
+
+    Outputs:
+        :class:`StepOutput`, as of :class:`TrainOneStepCell`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If `accumulation_steps` is less than 1 or contradicts `config`, networks and optimizers do not fit,
+            or an optimizer belongs to another training cell.
+        RuntimeError: If the calls come in an order that has no meaning: two backward passes of a network in one
+            batch, or a new batch although a full window waits for `step`.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import nn, ops
+        >>> from ms_gradaccum import Accumulator
+        >>> network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+        >>> optimizer = nn.SGD(network.trainable_params(), 0.02)
+        >>> accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, 4)
+        >>> x = ops.arange(1, 9).float().reshape(4, 2, 1)
+        >>> for batch in accumulator.prepare([(part, 2 * part) for part in x]):
+        ...     with accumulator.accumulate():
+        ...         loss = accumulator.backward(*batch)
+        ...         output = accumulator.step()
+        ...         accumulator.zero_grad()
+        >>> print(network.weight.value())
+        [[2.04]]
+    """
+
+    def __init__(
+        self,
+        network: nn.Cell | Sequence[nn.Cell],
+        optimizer: nn.Cell | Sequence[Any],
+        accumulation_steps: int = 1,
+        *,
+        config: AccumulationConfig | None = None,
+        clip: Clip = None,
+        mixed_precision: PrecisionChoice = None,
+        parallel: ParallelChoice = "auto",
+        bad_micro_batch: BadMicroBatch = "skip_window",
+        compile: bool | None = None,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.config = merge_config(_OWNER, accumulation_steps, config)
+        compiles = check_compile(_OWNER, compile) or self.config.compile is True
+        self.clip = check_clip(_OWNER, clip)
+        drops = check_bad_micro_batch(_OWNER, bad_micro_batch)
+        self._networks = []
+        pairs = pair_networks(network, optimizer)
+        check_scale_of_each(_OWNER, mixed_precision, len(pairs))
+        for cell, optimizers in pairs:
+            precision = check_precision(_OWNER, mixed_precision)
+            settings = {"config": self.config.as_text(), "clip": repr(self.clip), "bad_micro_batch": drops}
+            settings["mixed_precision"] = precision.text
+            each_batch = self.config.sync_each_batch
+            trained = TrainedNetwork(
+                cell, optimizers, self.clip, parallel, each_batch, precision, drops, settings, compiles
+            )
+            self._networks.append(trained)
+        for trained in self._networks:
+            for each in trained.optimizers:
+                claim_optimizer(each, self)
+        self.window = LoopWindow(self.config, self._networks)
+        self.events = self.window.events
+        first, steps = self._networks[0], self.config.accumulation_steps
+        simple = len(self._networks) == len(first.windows) == 1 and self.config.schedule is None
+        window = GraphWindow(first.add_grads_cell, first.windows[0], steps) if simple else NoGraphWindow(_OWNER)
+        self.in_graph: Callable[..., tuple[Tensor, ...]] = window
+
+    def set_train(self, mode: bool = True) -> "Accumulator":
+        """Set the mode of the networks and all cells in them, see ``nn.Cell.set_train``. Nothing else does so."""
+        super().set_train(mode)
+        for trained in self._networks:
+            for cell in (trained.network, *trained.micro_steps.compiled_cells()):
+                cell.set_train(mode)
+        return self
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current batch ends its window, so that `step` updates. The name is Accelerate's."""
+        return self.window.ends
+
+    @property
+    def updated(self) -> bool:
+        """Whether the current batch has ended in an update; it has not if its gradient had an Inf or a NaN."""
+        return self.window.updated
+
+    def prepare(self, *objects: Any) -> Any:
+        """Return a dataset that knows its last batch, a learning rate scheduler that moves once per update.
+
+        Args:
+            objects: Datasets (of ``mindspore.dataset``, or anything to loop over; with a length if there are several
+                processes), schedulers of ``mindspore.experimental.optim.lr_scheduler``, and cells, which are
+                returned as they are.
+
+        Returns:
+            The prepared object, or a tuple of them in the same order.
+        """
+        prepared = tuple(prepare(item, self.window) for item in objects)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Enclose what is done with one batch. At its beginning it is known whether it ends the window."""
+        return self.window.batch()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let no batch that begins here end its window: for loops that decide themselves which one does."""
+        return self.window.withheld()
+
+    def scale(self, loss: Tensor, *, network: nn.Cell | None = None) -> Tensor:
+        """Return ``loss`` times the loss scale: what to differentiate for gradients that the caller takes.
+
+        Args:
+            loss (Tensor): A loss, of any shape and floating-point dtype.
+            network (Cell, optional): Which of several networks. Default: ``None``, the only one.
+        """
+        loss = check_tensor(_OWNER, "loss", loss, "Give what is differentiated.")
+        return loss * self.window.only(network).loss_scale.value()
+
+    def backward(self, *args: Any, network: nn.Cell | None = None, **kwargs: Any) -> Tensor:
+        """Run forward and backward of one batch, add its gradients, and return its mean loss, a float32 scalar.
+
+        Outside ``accumulate()`` it counts as a batch of its own.
+
+        Args:
+            args: The batch, as the network takes it; keywords are allowed.
+            network (Cell, optional): Which of several networks. Default: ``None``, the only one.
+        """
+        trained = self.window.only(network)
+        with self.window.batch_of(trained):
+            return trained.backward(args, kwargs)
+
+    def __call__(
+        self,
+        grads: Any,
+        weight: float = 1.0,
+        loss: Any = None,
+        *,
+        reduction: str = "mean",
+        network: nn.Cell | None = None,
+    ) -> StepOutput:
+        weight = self.window.checked_weight(weight)
+        check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
+        trained = self.window.only(network)
+        with self.window.batch_of(trained):
+            self.events.micro_batch_begin(0, None)
+            trained.add_grads(grads, weight, loss, weight if reduction == "mean" else 1.0)
+            self.events.micro_batch_end(0, None)
+        if self.sync_gradients:
+            return self.window.step(trained)
+        return trained.so_far()
+
+    def construct(self, grads: Any, weight: Any = 1.0, loss: Any = None, reduction: str = "mean") -> tuple[Tensor, ...]:
+        """Be called inside a compiled function: the same, with the items of a StepOutput in a tuple.
+
+        It counts its batches itself, and knows nothing of the end of the data: call `flush` there.
+        """
+        return self.in_graph(grads, weight, loss, reduction)
+
+    def clip_grad_norm(self, max_norm: float, *, network: nn.Cell | None = None) -> Tensor | None:
+        """Clip the window's mean gradient to a global norm in the coming `step`.
+
+        Args:
+            max_norm (float): The largest norm that is let through, see :class:`ClipByGlobalNorm`.
+            network (Cell, optional): Which of several networks. Default: ``None``, each for itself.
+
+        Returns:
+            The norm before clipping, a float32 scalar (of the first network, if there are several); None inside
+            a window.
+        """
+        return self._clip(ClipByGlobalNorm(max_norm), network)
+
+    def clip_grad_value(self, limit: float, *, network: nn.Cell | None = None) -> Tensor | None:
+        """Clip each element of the window's mean gradient in the coming `step`, see :class:`ClipByValue`."""
+        return self._clip(ClipByValue(limit), network)
+
+    def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
+        chosen = self.window.chosen(network)
+        full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
+        for trained in full:
+            trained.check_clip_with(clip)
+        for trained in chosen:
+            trained.last_clip = clip
+        for trained in full:
+            trained.clip = clip
+        norms = [trained.measure().grad_norm for trained in full]
+        return norms[0] if norms else None
+
+    def step(self, *, network: nn.Cell | None = None) -> Any:
+        """Update at the end of a window, with the mean gradient of all its rows; do nothing inside it.
+
+        Args:
+            network (Cell, optional): Which of several networks. Default: ``None``, all of them.
+
+        Returns:
+            :class:`StepOutput` of the window, a tuple of them for several networks; None inside a window.
+        """
+        chosen = self.window.chosen(network)
+        if not self.sync_gradients:
+            return None
+        return _one_or_all(tuple(self.window.step(trained) for trained in chosen))
+
+    def zero_grad(self, *, network: nn.Cell | None = None) -> None:
+        """Throw away a full window that has not been stepped. After `step`, and inside a window, do nothing.
+
+        Neither before `backward`, where loops for PyTorch often have it.
+        """
+        for trained in self.window.chosen(network):
+            if self.sync_gradients and trained.is_open and (trained.has_batch or not self.window.in_batch):
+                trained.drop()
+
+    def flush(self) -> Any:
+        """Update with an unfinished window, divided by its true weight; return what `step` returns, or None if empty.
+
+        Of several processes all must call it.
+        """
+        found = self.window.is_open or any(trained.batches_in_buffer() for trained in self._networks)
+        if self._networks[0].several:
+            found = max(gather_counts(found)) > 0
+        if found:
+            return _one_or_all(self.window.flush())
+        return None
+
+    def drop(self) -> int:
+        """Throw an unfinished window away and return the number of batches that it had."""
+        return self.window.drop()
+
+    def join(self) -> None:
+        """Take part in a batch of the other processes without one: this process has run out of data.
+
+        A prepared dataset does so at its end.
+        """
+        self.window.join()
+
+
+def _one_or_all(outputs: tuple[Any, ...]) -> Any:
+    return outputs[0] if len(outputs) == 1 else outputs

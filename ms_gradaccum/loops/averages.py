@@ -1,0 +1,111 @@
+"""Averages of the weights, as parameters of a training step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+from ms_gradaccum._checks import sentence
+from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.backend.kernels import add_in_place
+from ms_gradaccum.backend.tensors import once, run_of, runs_of
+from ms_gradaccum.gradients.buffer import zeros
+
+_OWNER = "EMA"
+
+
+class Averages(nn.Cell):
+    """The averages of some weights, as parameters of a training step.
+
+    Attributes:
+        weights: Whole ones, of the network.
+        values: Their averages, in float32.
+        updates: How many updates these have seen.
+        kept: The weights, while the averages are in the network; empty otherwise.
+    """
+
+    def __init__(self, weights: Sequence[Parameter]) -> None:
+        super().__init__(auto_prefix=False)
+        if not weights:
+            remedy = "Set requires_grad of some, or trainable_only=False."
+            raise ValueError(sentence(_OWNER, "callback", "one for a network with parameters to average", 0, remedy))
+        self.weights = ParameterTuple(weights)
+        self.values = ParameterTuple(zeros(f"ema.{weight.name}", tuple(weight.shape)) for weight in weights)
+        self.updates = zeros("ema.updates", (), ms.int32)
+        self.init_parameters_data()
+        self.runs = runs_of([value.size for value in self.values])
+        self.map = ops.HyperMap()
+        self.kept: tuple[Tensor, ...] = ()
+        self.run = Compiled(lambda: self, _OWNER, "the averages")
+
+    def construct(self, share: Tensor) -> Tensor:
+        """Move the averages by this share of their distance to the weights, and count that."""
+        done: Any = ops.assign_add(self.updates, Tensor(1, ms.int32))
+        for begin, end in self.runs:
+            move = ops.partial(_move, once(share, done))
+            done = self.map(move, run_of(self.values, begin, end), run_of(self.weights, begin, end))
+        return once(share, done)
+
+    def count(self) -> int:
+        """Return how many updates the averages have seen. It waits for the device."""
+        return int(self.updates.asnumpy())
+
+    def begin(self) -> None:
+        """Begin where the weights are, before the first update: they may have been loaded since."""
+        if self.count() == 0:
+            self.copy_weights()
+
+    def copy_weights(self) -> None:
+        """Make the averages equal to the weights."""
+        _assign(self.values, self.weights)
+
+    def check_weights_are_there(self, owner: str, rule: str) -> None:
+        """Raise if the averages are in the network, in place of the weights."""
+        if self.kept:
+            raise RuntimeError(
+                f"For '{owner}', {rule} with the weights, but got the averages of an EMA in their place. "
+                f"Leave 'with ema.swapped():', or call ema.restore(), first."
+            )
+
+    def swap(self) -> None:
+        """Put the averages into the network."""
+        self.check_weights_are_there(_OWNER, "swap() must begin")
+        self.begin()
+        # Tensors, since parameters would be the step's. A tensor of a parameter shares its memory: of a copy, then.
+        self.kept = tuple(Tensor(weight.copy()) for weight in self.weights)
+        try:
+            _assign(self.weights, self.values)
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Put the weights back."""
+        if not self.kept:
+            raise RuntimeError(
+                f"For '{_OWNER}', restore() must follow swap(), but got a network that has its weights. "
+                f"'with ema.swapped():' calls both."
+            )
+        _assign(self.weights, self.kept)
+        self.kept = ()
+
+
+def averages_of(step: Any) -> Averages | None:
+    """Return the averages that a training step has, if it has an EMA."""
+    averages: Averages | None = getattr(step, "ema_averages", None)
+    return averages
+
+
+_move = ops.MultitypeFuncGraph("move_average")
+
+
+@_move.register("Tensor", "Tensor", "Tensor")
+def _move_one(share: Tensor, average: Parameter, weight: Parameter) -> Tensor:
+    return add_in_place(average, (ops.cast(weight, ms.float32) - average) * share)
+
+
+def _assign(targets: Sequence[Parameter], values: Sequence[Tensor]) -> None:
+    """Copy tensors into parameters, one by one from the host: it is done seldom and compiles nothing."""
+    for target, value in zip(targets, values, strict=True):
+        ops.assign(target, ops.cast(value, target.dtype))

@@ -1,0 +1,222 @@
+"""The order of the samples: what it depends on at the beginning of a pass, and how a pass goes on in the middle.
+
+MindSpore's pipelines follow one seed, which is random unless the program sets it. Data in Python follows the generators
+of Python and NumPy. Both are noted when a pass begins; a resumed pass begins with them and leaves out what was seen.
+"""
+
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import mindspore.dataset as ds
+from mindspore.dataset import Dataset
+from mindspore.dataset.core.config import _config
+from mindspore.dataset.engine.datasets import ShuffleDataset
+from mindspore.dataset.transforms.py_transforms_util import Implementation
+
+from ms_gradaccum._checks import DamagedState, is_count, warn
+from ms_gradaccum.loops import random_state
+
+# What MindSpore takes for "not set".
+_UNSET = 5489
+_PYTHON_INSIDE = (ds.NumpySlicesDataset, ds.PaddedDataset)
+
+
+class Sources:
+    """What the order of the samples of a pass depends on.
+
+    Args:
+        seed: Seed of MindSpore's pipelines.
+        hosts: States of the generators of Python and NumPy, as JSON.
+    """
+
+    def __init__(self, seed: int, hosts: dict[str, Any]) -> None:
+        self.seed = seed
+        self.hosts = hosts
+
+    @staticmethod
+    def now(ranks: int) -> "Sources":
+        """Return those of a pass that begins now on so many ranks. A seed that is not set is drawn, to be known.
+
+        Not by several ranks: those that deal the samples among them follow a seed of MindSpore's own, which all have;
+        others shall go on to have a random one each.
+        """
+        seed = ds.config.get_seed()
+        if seed == _UNSET and ranks == 1:
+            # From the system: that leaves the program's own random numbers alone.
+            seed = secrets.randbelow(2**31)
+        return Sources(seed, random_state.hosts())
+
+    def check_known(self, data: Any, ranks: int) -> None:
+        """Warn if a resumed pass will have another order."""
+        if self.seed == _UNSET and ranks > 1 and isinstance(data, Dataset) and not _is_repeated(data):
+            warn(
+                "For 'save_state', the data is shuffled on each process for itself and without a seed, so that nobody "
+                "knows the order: a resumed pass will have another one. Call mindspore.dataset.config.set_seed()."
+            )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `of_json` takes."""
+        return {"seed": self.seed, "random": random_state.as_json(self.hosts)}
+
+    @staticmethod
+    def of_json(saved: Any, what: str) -> "Sources":
+        """Return the sources in a state. Raise if there are none."""
+        if not isinstance(saved, dict) or not is_count(saved.get("seed")) or saved["seed"] >= 2**32:
+            raise DamagedState(f"{what} has no seed of its data")
+        return Sources(saved["seed"], random_state.checked_hosts(saved.get("random"), what))
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Let pipelines that begin here have this seed. Not by ``set_seed``, which seeds Python and NumPy too."""
+        before = ds.config.get_seed()
+        _config.set_seed(self.seed)
+        try:
+            yield
+        finally:
+            _config.set_seed(before)
+
+    @contextmanager
+    def begun(self, data: Any, random_now: dict[str, Any] | None = None) -> Iterator[None]:
+        """Enclose what takes the first batch of a pass over ``data``.
+
+        A pass that goes on begins with these sources, and the program has ``random_now`` after it; unless the data
+        draws from Python's and NumPy's generators itself, in threads that are ahead by then.
+        """
+        if random_now is not None:
+            random_state.put_hosts(self.hosts)
+        with self.seeded():
+            yield
+        if random_now is not None and not draws_in_python(data):
+            random_state.put_hosts(random_now)
+
+
+@contextmanager
+def skipping(dataset: Dataset, batches: int) -> Iterator[None]:
+    """Let iterators over ``dataset`` that begin here leave out its first batches, as if they had been taken."""
+    before = ds.config.get_fast_recovery()
+    # Fast, it would not draw the random numbers of what it leaves out.
+    ds.config.set_fast_recovery(False)
+    dataset.set_init_step(batches)
+    try:
+        yield
+    finally:
+        dataset.set_init_step(0)
+        ds.config.set_fast_recovery(before)
+
+
+def _is_repeated(dataset: Any) -> bool:
+    """Return whether a pipeline has the same order without a seed: in the order of its data, or dealt among ranks."""
+    if isinstance(dataset, ShuffleDataset):
+        return False
+    if dataset.children:
+        return all(map(_is_repeated, dataset.children))
+    return isinstance(getattr(dataset, "sampler", None), (ds.DistributedSampler, ds.SequentialSampler))
+
+
+def draws_in_python(dataset: Any) -> bool:
+    """Return whether a pipeline calls Python functions, from threads of its own, which may draw random numbers."""
+    if not isinstance(dataset, Dataset):
+        return False
+    if isinstance(dataset, ds.GeneratorDataset) and not isinstance(dataset, _PYTHON_INSIDE):
+        return True
+    functions = [getattr(dataset, name, None) for name in ("predicate", "per_batch_map", "batch_size")]
+    operations = [each for each in getattr(dataset, "operations", []) if _is_python(each)]
+    return any(map(callable, functions)) or bool(operations) or any(map(draws_in_python, dataset.children))
+
+
+def _is_python(operation: Any) -> bool:
+    return not hasattr(operation, "parse") or getattr(operation, "implementation", None) == Implementation.PY
+
+
+def rest_of(data: Any, batches: int) -> Iterable[Any]:
+    """Return what is left of a pass over ``data`` after so many batches."""
+    if isinstance(data, Dataset):
+        if batches == 0:
+            return _tuples(data)
+        if batches >= data.get_dataset_size():
+            return ()
+        with skipping(data, batches):
+            return _tuples(data)
+    iterator: Iterator[Any] = iter(data)
+    for _ in range(batches):
+        next(iterator, None)
+    return iterator
+
+
+def _tuples(data: Dataset) -> Iterable[Any]:
+    batches: Iterable[Any] = data.create_tuple_iterator(num_epochs=1)
+    return batches
+
+
+class PassPlace(NamedTuple):
+    """Where a process is in a pass over its data.
+
+    Attributes:
+        epoch: Number of the pass, from 0 on; -1 before the first one.
+        batches: Batches of it that were taken; None between two passes.
+        length: Batches of a pass on this rank, if known.
+        sources: What the order of the samples of this pass depends on.
+        ranks: Number of processes that shared the data.
+        random_now: What Python and NumPy go on with after the resumed pass has begun.
+        first_epoch: Number of the pass with which the sources began.
+    """
+
+    epoch: int
+    batches: int | None
+    length: int | None
+    sources: Sources | None
+    ranks: int = 1
+    random_now: dict[str, Any] | None = None
+    first_epoch: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `of_json` takes."""
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "length": self.length,
+            "first_epoch": self.first_epoch,
+            "sources": None if self.sources is None else self.sources.as_json(),
+        }
+
+    @staticmethod
+    def of_json(saved: Any, ranks: int) -> "PassPlace":
+        """Return the place in a state that so many ranks have saved. Raise if there is none."""
+        if not isinstance(saved, dict) or not is_count(saved.get("epoch"), least=-1):
+            raise DamagedState("the state does not say how often its data was gone through")
+        batches, length, first_epoch = saved.get("batches"), saved.get("length"), saved.get("first_epoch")
+        if not all(value is None or is_count(value) for value in (batches, length)) or not is_count(first_epoch):
+            raise DamagedState("the state does not say where in its data it was saved")
+        has_sources = batches is not None or saved.get("sources") is not None
+        sources = Sources.of_json(saved.get("sources"), "the state") if has_sources else None
+        return PassPlace(saved["epoch"], batches, length, sources, ranks, first_epoch=int(first_epoch or 0))
+
+    @property
+    def next_epoch(self) -> int:
+        """Number of the pass that the next batch is of."""
+        return self.epoch + (self.batches is None)
+
+    def among(self, length: int | None, ranks: int) -> "PassPlace":
+        """Return the place on a rank of so many, which has ``length`` batches in a pass.
+
+        Several ranks deal the samples among them, so what is left is dealt anew among another number of ranks: then a
+        pass has as many batches in all. Where they do not divide, some samples come twice rather than never.
+        """
+        if self.length is None or length is None or length == self.length:
+            return self
+        if abs(self.length * self.ranks - length * ranks) >= max(self.ranks, ranks):
+            raise DamagedState(
+                f"the state is one of data with {self.length} batches on each of {self.ranks} processes, but got data "
+                f"with {length} on each of {ranks}"
+            )
+        if self.batches is None:
+            return self._replace(length=length)
+        batches = min(self.batches * self.ranks // ranks, length - 1)
+        if batches * ranks != self.batches * self.ranks:
+            warn(
+                f"For 'load_state', {self.batches} batches on each of {self.ranks} processes are no whole number on "
+                f"each of {ranks}: the last samples before the state was saved are used once more."
+            )
+        return self._replace(batches=batches, length=length)

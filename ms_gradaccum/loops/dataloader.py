@@ -1,0 +1,192 @@
+"""Datasets and schedulers that know where their window stands."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mindspore import nn
+from mindspore.dataset import Dataset
+from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ms_gradaccum._checks import sentence, typed
+from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of
+from ms_gradaccum.parallel.world import current_world, gather_counts
+
+_OWNER = "Accumulator"
+
+
+class ActivePasses:
+    """The passes over prepared datasets that are under way, the innermost one last."""
+
+    def __init__(self) -> None:
+        self._open: list[PreparedDataset] = []
+
+    def enter(self, dataset: "PreparedDataset") -> None:
+        """Note that ``dataset`` gives a batch: what was begun inside its last one has been left."""
+        if dataset in self._open:
+            del self._open[self._open.index(dataset) + 1 :]
+        else:
+            self._open.append(dataset)
+
+    def leave(self, dataset: "PreparedDataset") -> None:
+        """Note that a pass over ``dataset`` is over."""
+        if dataset in self._open:
+            del self._open[self._open.index(dataset) :]
+
+    def innermost(self) -> "PreparedDataset | None":
+        """Return the dataset that the current batch is from."""
+        return self._open[-1] if self._open else None
+
+
+class PreparedDataset:
+    """A dataset whose last batch is known as such before it is used.
+
+    Iterating over it is a pass over the dataset. Of several processes all must do it at the same time; those that have
+    fewer batches join the others in their last ones.
+    """
+
+    def __init__(self, dataset: Any, window: Any) -> None:
+        self.dataset = dataset
+        self.window = window
+        self.number = window.enroll(self)
+        self.epoch = -1
+        self.at_end = False
+        # Of the current batch, None if it has no tensors.
+        self.rows: int | None = None
+        # Of the current pass: batches taken, those that every process has, and what their order depends on.
+        self.batches = self.common = 0
+        self.sources: Sources | None = None
+        self.several = current_world(_OWNER).size > 1
+        if self.several:
+            self._length()
+
+    def __len__(self) -> int:
+        return self._length()
+
+    def _length(self) -> int:
+        if isinstance(self.dataset, Dataset):
+            return int(self.dataset.get_dataset_size())
+        if hasattr(self.dataset, "__len__"):
+            return len(self.dataset)
+        got, remedy = type(self.dataset).__name__, "The ranks must know who has batches left: give it a __len__."
+        raise TypeError(sentence(_OWNER, "dataset", "one with a length", got, remedy))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # Of a copy that is being made.
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        begin = self._begin()
+        passes = self.window.passes
+        lengths = gather_counts(self._length() - self.batches) if self.several else [0]
+        missing = max(lengths) - (self._length() - self.batches) if self.several else 0
+        self.common = self.batches + min(lengths)
+        try:
+            for batch, is_last in _look_ahead(self._batches(*begin)):
+                self.at_end = is_last and missing == 0
+                self.batches += 1
+                self.rows = _rows_of(batch)
+                passes.enter(self)
+                yield batch
+            for i in range(missing):
+                self.at_end = i == missing - 1
+                passes.enter(self)
+                self.window.join()
+        finally:
+            self.at_end, self.sources = False, None
+            passes.leave(self)
+
+    def _begin(self) -> tuple[Sources, dict[str, Any] | None]:
+        """Begin a pass, or go on with one that a state was saved in. Return its sources, and with what it goes on."""
+        place = self.window.take_place(self.number)
+        if place is not None:
+            length = self._length() if place.length is not None else None
+            place = place.among(length, current_world(_OWNER).size)
+            self.epoch = place.next_epoch - 1
+        self.epoch += 1
+        self.batches, self.sources, random_now = 0, None, None
+        if place is not None and place.batches is not None:
+            self.batches, self.sources, random_now = place.batches, place.sources, place.random_now
+        if self.sources is None:
+            self.sources = Sources.now(current_world(_OWNER).size)
+        return self.sources, random_now
+
+    def _batches(self, sources: Sources, random_now: dict[str, Any] | None) -> Iterator[Any]:
+        with sources.begun(self.dataset, random_now):
+            batches = iter(rest_of(self.dataset, self.batches))
+            first = list(itertools.islice(batches, 1))
+        yield from first
+        yield from batches
+
+    def place(self) -> PassPlace:
+        """Return where this process is in its data, between two batches."""
+        known = isinstance(self.dataset, Dataset) or hasattr(self.dataset, "__len__")
+        length, ranks = self._length() if known else None, current_world(_OWNER).size
+        if self.sources is None or self.at_end:
+            return PassPlace(self.epoch, None, length, None, ranks)
+        if self.several and self.batches > self.common:
+            raise RuntimeError(
+                f"For '{_OWNER}', a state must be saved in a batch that all processes have, but got batch "
+                f"{self.batches} of a pass in which some have {self.common}. Save it before, or after the pass."
+            )
+        self.sources.check_known(self.dataset, ranks)
+        return PassPlace(self.epoch, self.batches, length, self.sources, ranks)
+
+
+def _rows_of(batch: Any) -> int | None:
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (tuple, list)) else [batch]
+    return next((int(item.shape[0]) for item in items if getattr(item, "shape", ())), None)
+
+
+def _look_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Give each batch, and whether it is the last one."""
+    iterator = iter(batches)
+    try:
+        batch = next(iterator)
+    except StopIteration:
+        return
+    for following in iterator:
+        yield batch, False
+        batch = following
+    yield batch, True
+
+
+class PreparedScheduler:
+    """A learning rate scheduler that moves once per update, and not at all for a skipped one.
+
+    Called once per epoch, outside the loop over the batches, it moves if there was an update in between.
+    """
+
+    def __init__(self, scheduler: Any, window: Any) -> None:
+        self.scheduler = scheduler
+        self.window = window
+        # Called in each batch, not once per epoch: then it moves too when this process joins in an update.
+        self.follows_updates = False
+        # Whether there was an update since it has moved last.
+        self.is_due = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # Of a copy that is being made.
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Call the scheduler's ``step`` if there was an update since the last time."""
+        self.follows_updates = self.follows_updates or self.window.in_batch
+        if self.is_due:
+            self.is_due = False
+            self.scheduler.step(*args, **kwargs)
+
+
+def prepare(item: Any, window: Any) -> Any:
+    """Return ``item`` as what knows where ``window`` stands, or a Cell as it is."""
+    if isinstance(item, (LRScheduler, ReduceLROnPlateau)):
+        window.schedulers.append(PreparedScheduler(item, window))
+        return window.schedulers[-1]
+    if isinstance(item, nn.Cell):
+        return item
+    if hasattr(item, "__iter__") and not isinstance(item, type):
+        return PreparedDataset(item, window)
+    rule, remedy = "a dataset, a learning rate scheduler or a Cell", "Give what the loop iterates over."
+    raise TypeError(sentence(_OWNER, "objects", rule, typed(item), remedy))

@@ -1,0 +1,179 @@
+"""What Model does around the steps of a training, so that windows, ranks and states fit its passes over the data."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from mindspore import Tensor
+from mindspore.train.callback import Callback, LossMonitor
+
+from ms_gradaccum._checks import sentence
+from ms_gradaccum.loops import random_state
+from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
+from ms_gradaccum.parallel.world import current_world, gather_counts
+from ms_gradaccum.training.step_output import StepOutput
+
+_OWNER = "Model"
+
+
+@runtime_checkable
+class ResumingCallback(Protocol):
+    """A callback that keeps the states of a training. It runs after all others, since it saves what they change."""
+
+    def watching(self, model: Any) -> AbstractContextManager[None]:
+        """Enclose a training of ``model``."""
+
+    def resume_into(self, model: Any) -> None:
+        """Give ``model`` the last state that was kept, if there is one. Collective."""
+
+
+class PassSteps(Callback):
+    """The first of a training's callbacks: what has to happen after a step before the others look at it.
+
+    A pass has as many steps on each process as it has batches on the one with the most. The others join that one in
+    those, with all that their callbacks do in a step.
+    """
+
+    def __init__(self, model: Any, callbacks: Sequence[Any], dataset: Any, first_epoch: int) -> None:
+        super().__init__()
+        self.model = model
+        self.train_step = model.train_network
+        self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
+        # Those that the step has counted.
+        self.batches = self.train_step.events.batches
+        self.dataset = dataset
+        self.first_epoch = first_epoch
+        self.world = current_world(_OWNER)
+        self.length = dataset.get_dataset_size()
+        several = self.train_step.semi_auto is None and self.train_step.parallel.several
+        lengths = gather_counts(self.length) if several else [self.length]
+        # Of a pass: steps on every process, and batches that all of them have.
+        self.steps, self.common = max(lengths), min(lengths)
+        self.done = 0
+        self.in_pass = False
+        self.run_context: Any = None
+        self.sources: Sources | None = None
+        self.resumed: PassPlace | None = None
+        self._until_first_batch = ExitStack()
+
+    def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, Any]) -> bool:
+        """Load the last state and let the training go on there. Return False if it has ended already."""
+        if self.model.resumed_place is None:
+            if not checkpoints:
+                remedy = "Give StateCheckpoint(directory), or call load_state(model, directory) first."
+                raise ValueError(sentence(_OWNER, "callbacks", "some with a StateCheckpoint to resume", "none", remedy))
+            checkpoints[0].resume_into(self.model)
+        place, self.model.resumed_place = self.model.resumed_place, None
+        if place is None:
+            return True
+        place = place.among(self.length, self.world.size)
+        if place.next_epoch >= epochs:
+            return False
+        self.resumed, self.first_epoch, self.sources = place, place.first_epoch, place.sources
+        done = (place.next_epoch - place.first_epoch) * self.steps + (place.batches or 0)
+        settings.update(initial_epoch=place.next_epoch, initial_step=done)
+        self.done = done
+        return True
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Note what the order of the samples depends on, or begin with what it did when the state was saved."""
+        if self.sources is None:
+            self.sources = Sources.now(self.world.size)
+        place = self.resumed
+        begin = self.sources.begun(self.dataset, None if place is None else place.random_now)
+        self._until_first_batch.enter_context(begin)
+        if place is not None:
+            taken = (place.next_epoch - place.first_epoch) * self.length + (place.batches or 0)
+            self._until_first_batch.enter_context(skipping(self.dataset, taken))
+        with self._until_first_batch:
+            yield
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all processes can go on from the last step: none has run out of data where others have not."""
+        batches = self.done % self.steps
+        return batches == 0 or batches < self.common or self.common == self.steps
+
+    def place(self) -> PassPlace:
+        """Return where this process is in its data, after a step."""
+        passes, batches = divmod(self.done, self.steps)
+        if not self.is_common:
+            raise RuntimeError(
+                f"For '{_OWNER}', a state must be saved where all processes have batches left, but got one after batch "
+                f"{batches} of a pass in which some have {self.common}. Save it before, or at the end of the pass."
+            )
+        epoch, ranks = self.first_epoch + passes, self.world.size
+        if self.sources is not None:
+            self.sources.check_known(self.dataset, ranks)
+        if batches == 0:
+            return PassPlace(epoch - 1, None, self.length, self.sources, ranks, first_epoch=self.first_epoch)
+        return PassPlace(epoch, batches, self.length, self.sources, ranks, first_epoch=self.first_epoch)
+
+    def on_train_begin(self, run_context: Any) -> None:
+        self.run_context = run_context
+        params = run_context.original_args()
+        if params.batch_num == self.length:
+            params.batch_num = self.steps
+
+    def on_train_epoch_begin(self, run_context: Any) -> None:
+        self.in_pass = True
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        # The first batch is there.
+        self._until_first_batch.close()
+        if self.resumed is not None and self.resumed.random_now is not None:
+            random_state.put_device(self.resumed.random_now)
+            self.resumed = None
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        params = run_context.original_args()
+        self.done = params.cur_step_num
+        if not isinstance(params.net_outputs, StepOutput):
+            # In data sink mode a graph has returned the items in a plain tuple.
+            params.net_outputs = StepOutput(*params.net_outputs)
+        self._tell_of_update(params.net_outputs)
+        step = (params.cur_step_num - 1) % params.batch_num + 1
+        if step == params.batch_num:
+            self._finish_pass(params)
+        if self.stop_at_invalid_loss:
+            self._check_loss(params.net_outputs.loss, params.cur_epoch_num, step)
+
+    def end_pass(self, params: Any, callbacks: Any) -> None:
+        """Take part in the steps that only other processes have batches for, once this one has no more."""
+        while self.in_pass and not self.run_context.get_stop_requested():
+            params.cur_step_num += 1
+            callbacks.on_train_step_begin(self.run_context)
+            params.net_outputs = self.train_step.join()
+            callbacks.on_train_step_end(self.run_context)
+        if self.in_pass:
+            # A callback has ended the pass before the end of its data.
+            self._finish_pass(params)
+
+    def _finish_pass(self, params: Any) -> None:
+        """Do with an unfinished window what `last_window` says."""
+        self.in_pass = False
+        if self.model.last_window == "drop":
+            self.train_step.drop()
+        if self.model.last_window == "apply":
+            output = self.train_step.flush()
+            if output is not None:
+                params.net_outputs = output
+
+    def _tell_of_update(self, output: StepOutput) -> None:
+        """Tell who listens of an update that a graph has made by itself: in data sink mode, the last of a sink."""
+        events = self.train_step.events
+        if events.batches == self.batches and events.heard and output.ends_window:
+            events.update_end(output)
+        self.batches = events.batches
+
+    def _check_loss(self, loss: Tensor, epoch: int, step: int) -> None:
+        """Stop as LossMonitor does at a NaN or Inf loss, but not if the loss comes in a tuple."""
+        value = float(loss.asnumpy())
+        if not np.isfinite(value):
+            self.train_step.drop()
+            raise ValueError(
+                f"For '{_OWNER}', the loss must be finite, but got {value} in epoch {epoch}, step {step}. "
+                f"LossMonitor ends the training here; without it the window is skipped."
+            )

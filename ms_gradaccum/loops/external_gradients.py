@@ -1,0 +1,98 @@
+"""Gradients that the caller has taken, added into the sums of a window."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops.primitive import _primexpr
+
+from ms_gradaccum.backend.kernels import ONE, as_dtype
+from ms_gradaccum.backend.tensors import run_of, scalar
+from ms_gradaccum.gradients.non_finite import KeepFinite
+from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.training.window import Window
+
+_times = ops.MultitypeFuncGraph("times")
+
+
+@_times.register("Tensor", "Tensor", "Tensor")
+def _times_one(empty: Tensor, factor: Tensor, grad: Tensor) -> Tensor:
+    grad = grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)
+    return ops.select(empty, ops.zeros_like(grad), grad * factor)
+
+
+class AddGrads(nn.Cell):
+    """Add gradients that the caller has taken into the buffers."""
+
+    def __init__(self, parallels: Sequence[SingleProcess], drops: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.keep = KeepFinite([weight for each in parallels for weight in each.weights]) if drops else None
+        self.map = ops.HyperMap()
+
+    def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> Any:
+        """Add ``factor`` times the gradients, unless they are left out; nothing if it is 0, whatever they are."""
+        # A mean over nothing is 0 / 0.
+        empty = factor == 0.0
+        done: Any = ()
+        if self.keep is not None:
+            # Not looking at the loss, which is NaN where the caller does not say it.
+            finite = ops.logical_or(empty, self.keep.is_finite(grads))
+            grads = self.keep.kept(finite, grads)
+            loss_sum, weight = self.keep.kept(finite, (loss_sum, weight))
+            for parallel in self.parallels:
+                done = parallel.buffer.count_dropped(ops.depend(finite, done))
+        begin = 0
+        loss_sum = ops.select(empty, ops.zeros_like(loss_sum), loss_sum)
+        for parallel in self.parallels:
+            end = begin + len(parallel.weights)
+            own = self.map(ops.partial(_times, empty, factor), ops.depend(run_of(grads, begin, end), done))
+            done = parallel.buffer.add(loss_sum, weight, parallel.share(own), ONE)
+            begin = end
+        return done
+
+
+class GraphWindow(nn.Cell):
+    """The same as part of a larger graph, and the update after so many batches."""
+
+    def __init__(self, add_grads: AddGrads, window: Window, steps: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.add_grads = add_grads
+        self.window = window
+        self.buffer = window.buffer
+        self.steps = steps
+
+    def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> tuple[Tensor, ...]:
+        """Return the items of a StepOutput."""
+        weight = scalar(weight)
+        factor = weight if reduction == "mean" else ONE
+        loss = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
+        added = self.add_grads(loss * factor, weight, factor, *grads)
+        batches = ops.depend(self.buffer.count_batch(), added)
+        if batches == self.steps:
+            output: tuple[Tensor, ...] = self.window(weight)
+        else:
+            output = self.window.open(batches)
+        return output
+
+
+class NoGraphWindow(nn.Cell):
+    """Stands for a GraphWindow where there can be none."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(auto_prefix=False)
+        self.owner = owner
+
+    def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> Any:
+        """Refuse to be compiled."""
+        _refuse_graph(self.owner)
+
+
+@_primexpr
+def _refuse_graph(owner: str) -> None:
+    raise ValueError(
+        f"For '{owner}', a call inside a compiled function must be one of a single network and optimizer without a "
+        f"schedule, but got more. Call it from Python."
+    )

@@ -1,0 +1,251 @@
+"""The window of a hand-written loop: which batch ends it, and whether the calls come in an order that has a meaning."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn
+
+from ms_gradaccum._checks import check_number, sentence, warn
+from ms_gradaccum.loops.data_position import PassPlace
+from ms_gradaccum.loops.dataloader import ActivePasses, PreparedDataset, PreparedScheduler
+from ms_gradaccum.loops.network_trainer import TrainedNetwork
+from ms_gradaccum.loops.schedule import AccumulationConfig, WindowCounter
+from ms_gradaccum.training.events import Events
+from ms_gradaccum.training.step_output import StepOutput
+
+_OWNER = "Accumulator"
+_BETWEEN = "Call it at the end of the loop's body."
+
+
+class LoopWindow:
+    """One window of all networks of a loop.
+
+    Attributes:
+        ends: Whether the current batch ends the window.
+        updated: Whether its update was made.
+        in_batch: Whether the program is inside `batch`.
+        events: Who is told of what happens.
+    """
+
+    def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork]) -> None:
+        self.networks = networks
+        self.counter = WindowCounter(config)
+        self.events = Events(_OWNER)
+        for trained in networks:
+            trained.micro_steps.events = self.events
+            adds_batches = config.accumulation_steps > 1 or config.schedule is not None or trained.several
+            trained.network.adds_batches = adds_batches
+        self.passes = ActivePasses()
+        self.schedulers: list[PreparedScheduler] = []
+        # Weakly, since a program may prepare anew for each pass.
+        self._datasets: list[weakref.ref[PreparedDataset]] = []
+        # Where the first ones of these go on, after a state was loaded.
+        self._places: list[PassPlace | None] = []
+        self.ends = self.updated = self.in_batch = False
+        self._withheld = 0
+        # Of the window's last batch that came without a weight, if known. Whether a difference has been warned of.
+        self._rows: int | None = None
+        self._has_warned_of_rows = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some network has something in its buffers."""
+        return any(trained.is_open for trained in self.networks)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Enclose one batch. A failure before anything was added leaves no trace."""
+        if self.in_batch:
+            raise _disorder("accumulate() must not be entered twice", "it inside itself", "Write one 'with' per batch.")
+        self._begin()
+        self.in_batch, was_open = True, self.is_open
+        try:
+            yield
+        except BaseException:
+            if self._awaits_batch:
+                self.counter.take_back_batch()
+                self.events.batches -= 1
+                self.ends = False
+            if was_open and not self.is_open and not self.ends:
+                self.counter.end_window()
+            raise
+        finally:
+            self.in_batch = False
+            self._keep_count()
+
+    def _begin(self) -> None:
+        if self.ends and self.is_open:
+            remedy = "Call step(), or zero_grad() to throw the window away; a batch in no_sync() ends none."
+            raise _disorder("a full window must be followed by step()", "the next batch", remedy)
+        if self.ends:
+            self.counter.end_window()
+        # First: a schedule can refuse, and then nothing has begun.
+        self._count_batch()
+        for trained in self.networks:
+            trained.has_batch = False
+        self.updated = False
+        self.events.batches += 1
+
+    def _count_batch(self) -> None:
+        source = self.passes.innermost()
+        end, epoch = (False, None) if source is None else (source.at_end, source.epoch)
+        self.ends = self.counter.begin_batch(end, epoch, self._withheld > 0)
+
+    @property
+    def _awaits_batch(self) -> bool:
+        """Whether the current batch is counted already, and nothing of it added."""
+        return self.in_batch and not any(trained.has_batch for trained in self.networks)
+
+    def _begin_anew(self) -> None:
+        """Begin a window, with the current batch if nothing of it was added to the last one."""
+        self.counter.end_window()
+        if self._awaits_batch:
+            self._count_batch()
+
+    def _keep_count(self) -> None:
+        """Write the number of batches beside the sums that they are in."""
+        for trained in self.networks:
+            count = self.counter.batches if trained.is_open else 0
+            for parallel in trained.parallels:
+                parallel.buffer.batches.set_data(Tensor(count, ms.int32))
+
+    @contextmanager
+    def batch_of(self, trained: TrainedNetwork) -> Iterator[None]:
+        """Enclose what adds a batch of one network, inside `batch` or without it."""
+        if not self.in_batch:
+            if len(self.networks) > 1:
+                remedy = "They share their batches: write 'with accumulator.accumulate():' around what belongs to one."
+                raise _disorder("several networks must be trained in accumulate()", "a call outside it", remedy)
+            with self.batch():
+                yield
+            return
+        if trained.has_batch:
+            remedy = "Put both losses into one cell, or write one 'with' per micro batch."
+            raise _disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
+        if trained.outputs is not None:
+            remedy = "The norm is that of the whole window, this batch included."
+            raise _disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
+        yield
+
+    def checked_weight(self, weight: Any) -> float:
+        """Return the weight of a batch; warn if it has none and the batch before in its window had other rows."""
+        number = check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
+        source = self.passes.innermost()
+        rows = None if source is None or number != 1.0 else source.rows
+        before, self._rows = self._rows if self.is_open else None, rows
+        if None in (rows, before) or rows == before or self._has_warned_of_rows:
+            return number
+        self._has_warned_of_rows = True
+        got = f"1.0 for one of {rows} after one of {before}, which count alike now"
+        rule, remedy = "the rows of each batch where those of a window differ", "Call accumulator(grads, len(x), loss)."
+        warn(sentence(_OWNER, "weight", rule, got, remedy))
+        return number
+
+    @contextmanager
+    def withheld(self) -> Iterator[None]:
+        """Let no batch that begins here end the window."""
+        self._withheld += 1
+        try:
+            yield
+        finally:
+            self._withheld -= 1
+
+    def enroll(self, dataset: PreparedDataset) -> int:
+        """Give a prepared dataset its number."""
+        self._datasets.append(weakref.ref(dataset))
+        return len(self._datasets) - 1
+
+    def datasets(self) -> list[PreparedDataset]:
+        """Return the prepared datasets that are in use."""
+        found = [reference() for reference in self._datasets]
+        return [dataset for dataset in found if dataset is not None]
+
+    def take_place(self, number: int) -> PassPlace | None:
+        """Return where a dataset goes on after a state was loaded, once."""
+        if number >= len(self._places):
+            return None
+        place, self._places[number] = self._places[number], None
+        return place
+
+    def go_on(self, ends: bool, updated: bool, is_open: list[bool], places: list[PassPlace]) -> None:
+        """Stand where the window of a state stood."""
+        self.ends, self.updated, self._places = ends, updated, list(places)
+        for trained, its in zip(self.networks, is_open):
+            trained.is_open, trained.has_batch = its, False
+
+    def check_between_batches(self, owner: str) -> None:
+        """Raise unless this is a place where a state can be saved."""
+        if self._awaits_batch:
+            raise _disorder(f"{owner}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
+        if any(trained.outputs is not None or trained.clip is not None for trained in self.networks):
+            raise _disorder(f"{owner}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
+
+    def chosen(self, network: nn.Cell | None) -> list[TrainedNetwork]:
+        """Return the network that is meant, or all for None."""
+        chosen = [each for each in self.networks if network is None or any(network is name for name in each.names)]
+        if not chosen:
+            got, remedy = type(network).__name__, "Give a network that the Accumulator was built with."
+            raise ValueError(sentence(_OWNER, "network", "one of its networks", got, remedy))
+        return chosen
+
+    def only(self, network: nn.Cell | None) -> TrainedNetwork:
+        """Return the one network that is meant."""
+        chosen = self.chosen(network)
+        if len(chosen) > 1:
+            remedy = "Say which one: backward(*batch, network=loss_cell)."
+            raise ValueError(sentence(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
+        return chosen[0]
+
+    def step(self, trained: TrainedNetwork) -> StepOutput:
+        """End the window of one network."""
+        self.events.update_begin()
+        output = trained.step()
+        if output.updated.asnumpy():
+            if not self.updated:
+                self.counter.count_update(float(output.weight.asnumpy()))
+            self.updated = True
+            for scheduler in self.schedulers:
+                scheduler.is_due = True
+        self.events.update_end(output)
+        return output
+
+    def flush(self) -> tuple[StepOutput, ...]:
+        """End the window here."""
+        self.ends, self.updated = True, False
+        outputs = tuple(self.step(trained) for trained in self.networks)
+        if self._awaits_batch:
+            self._begin_anew()
+        return outputs
+
+    def drop(self) -> int:
+        """Throw the window away and return the number of batches that it had."""
+        # The batches of a compiled function are counted beside the sums alone.
+        batches = self.networks[0].batches_in_buffer()
+        if self.is_open:
+            batches = self.counter.batches - self._awaits_batch
+        for trained in self.networks:
+            trained.drop()
+        self.ends = False
+        self._begin_anew()
+        return batches
+
+    def join(self) -> None:
+        """Take part in a batch of the other processes without one."""
+        with self.batch():
+            for trained in self.networks:
+                trained.join()
+        if not self.ends:
+            return
+        for trained in self.networks:
+            trained.clip = trained.last_clip
+            self.step(trained)
+        for scheduler in self.schedulers:
+            if scheduler.follows_updates:
+                scheduler.step()
+
+
+def _disorder(rule: str, got: str, remedy: str) -> Exception:
+    return RuntimeError(f"For '{_OWNER}', {rule}, but got {got}. {remedy}")

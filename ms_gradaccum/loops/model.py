@@ -1,0 +1,297 @@
+"""``mindspore.train.Model`` that trains with gradient accumulation."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.parallel._utils import _clear_auto_parallel_context
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from ms_gradaccum._checks import (
+    LastWindow,
+    check_bool,
+    check_cell,
+    check_choice,
+    check_dataset,
+    check_last_window,
+    sentence,
+)
+from ms_gradaccum.gradients.clipping import Clip
+from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, combined
+from ms_gradaccum.gradients.non_finite import BadMicroBatch
+from ms_gradaccum.loops.data_position import PassPlace
+from ms_gradaccum.loops.epoch import PassSteps, ResumingCallback
+from ms_gradaccum.parallel.factory import ParallelChoice, check_parallel
+from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
+from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
+from ms_gradaccum.training.train_step import TrainOneStepCell
+
+_OWNER = "Model"
+_DATASET_REMEDY = "An Accumulator loops over anything."
+
+
+class Model(ms.Model):
+    r"""Train, evaluate and predict as ``mindspore.train.Model`` does, with gradient accumulation.
+
+    Everything of ``mindspore.train.Model`` works as it is documented there: `train`, `fit`, `eval`, `predict`,
+    callbacks. One call of the training network takes one batch of the dataset; callbacks find a
+    :class:`StepOutput` in ``cb_params.net_outputs``. `train` sets all cells to training mode at its first step, and
+    MindSpore's mode says whether they are compiled, unless `compile` does.
+
+    Args:
+        network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, around a network with its
+            loss inside, or without it if `loss_fn` is given. Or a network without GradAccumulation, whose batches
+            are then not split; or a :class:`TrainOneStepCell`, without an optimizer.
+        loss_fn (Cell, optional): Loss of the network's output and the label. Default: ``None``.
+        optimizer (Cell, optional): Optimizer of the network's parameters. Without one, the model can only
+            evaluate and predict. Default: ``None``.
+        metrics (Union[dict, set], optional): Metrics of `eval` and `fit`. Default: ``None``.
+        eval_network (Cell, optional): Network of `eval`. Default: ``None``.
+        eval_indexes (list, optional): Places of loss, output and label in the outputs of `eval_network`.
+            Default: ``None``.
+        amp_level (str): ``"O0"`` (no mixed precision), ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``: what computes in
+            float16, see :class:`MixedPrecision`, with its loss scale or that of `mixed_precision`. Default: ``"O0"``.
+        boost_level (str): Only ``"O0"``: boost's own accumulation would run inside this one. Default: ``"O0"``.
+
+    Keyword Args:
+        accumulation_steps (int): Number of batches of one update. Default: ``1``.
+        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): Clipping of the window's mean gradient.
+            Default: ``None``.
+        mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
+            :class:`TrainOneStepCell`. Default: ``None``.
+        parallel (Union[str, DataParallel, HSDP]): ``"auto"``: nothing to communicate in one process, what
+            ``AutoParallel`` says around `network`, data parallel otherwise. Default: ``"auto"``.
+        last_window (str): What becomes of a window that is unfinished at the end of the dataset's pass:
+
+            - ``"apply"``: one more update, divided by the window's true weight. It is made before the
+              evaluation of `fit`.
+            - ``"drop"``: its gradients are thrown away.
+            - ``"carry"``: it goes on with the next pass.
+
+            Default: ``"apply"``.
+
+        bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
+        compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
+        loss_scale_manager (LossScaleManager, optional): Another name of `mixed_precision`, which
+            ``mindspore.train.Model`` has. Default: ``None``.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, `optimizer` belongs to another network or model, or a setting
+            is given that cannot work with accumulation.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import nn
+        >>> from mindspore.dataset import NumpySlicesDataset
+        >>> from ms_gradaccum import GradAccumulation, Model
+        >>> x = np.arange(1, 9, dtype=np.float32).reshape(8, 1)
+        >>> dataset = NumpySlicesDataset((x, 2 * x), shuffle=False).batch(8)
+        >>> network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+        >>> loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size=4)
+        >>> model = Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 0.02))
+        >>> model.train(1, dataset)
+        >>> print(network.weight.value())
+        [[2.04]]
+    """
+
+    # What happens around the steps of the current training; whether it shall go on from a state, and from where.
+    _steps: PassSteps | None = None
+    _resume = False
+    resumed_place: PassPlace | None = None
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        loss_fn: nn.Cell | None = None,
+        optimizer: nn.Cell | None = None,
+        metrics: Any = None,
+        eval_network: nn.Cell | None = None,
+        eval_indexes: list[int] | None = None,
+        amp_level: str = "O0",
+        boost_level: str = "O0",
+        *,
+        accumulation_steps: int = 1,
+        clip: Clip = None,
+        mixed_precision: PrecisionChoice = None,
+        parallel: ParallelChoice = "auto",
+        last_window: LastWindow = "apply",
+        bad_micro_batch: BadMicroBatch = "skip_window",
+        compile: bool | None = None,
+        loss_scale_manager: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_cells(network, loss_fn, eval_network)
+        check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
+        self.last_window = check_last_window(_OWNER, last_window)
+        if kwargs:
+            got = ", ".join(sorted(kwargs))
+            raise ValueError(f"For '{_OWNER}', the arguments {got} are unknown or do not work with accumulation.")
+        precision = combined(_OWNER, mixed_precision, amp_level, loss_scale_manager)
+        self._step_settings: dict[str, Any] = {
+            "accumulation_steps": accumulation_steps,
+            "clip": clip,
+            "mixed_precision": precision,
+            "parallel": parallel,
+            "bad_micro_batch": bad_micro_batch,
+            "compile": compile,
+        }
+        # Of the levels, stock Model takes the name alone: its evaluation casts half-precision outputs.
+        level = "O0" if optimizer is None or precision is None else precision.level
+        self._init_stock(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
+
+    def _init_stock(self, network: nn.Cell, loss_fn: Any, optimizer: Any, *args: Any) -> None:
+        settings = self._step_settings
+        if isinstance(network, AutoParallel) and ms.get_context("device_target") == "CPU":
+            # Its settings are taken over here; in force they would have the compiler look for another device.
+            if settings["parallel"] == "auto" and optimizer is not None:
+                settings["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"
+            network = network.network
+        try:
+            super().__init__(network, loss_fn, optimizer, *args)
+        except BaseException:
+            # It was set from the network above; left alone it would change whatever is compiled next.
+            _clear_auto_parallel_context(network)
+            raise
+
+    def _build_train_network(self) -> nn.Cell:
+        inner = self._network.network if isinstance(self._network, AutoParallel) else self._network
+        if isinstance(inner, TrainOneStepCell):
+            return self._adopt(inner)
+        if self._optimizer is None:
+            return super()._build_train_network()
+        loss_cell = as_grad_accumulation(_OWNER, self._network)
+        if self._loss_fn is not None:
+            loss_cell = loss_cell.with_loss(self._loss_fn)
+        return TrainOneStepCell(loss_cell, self._optimizer, **self._step_settings)
+
+    def _adopt(self, train_step: TrainOneStepCell) -> TrainOneStepCell:
+        """Train with a step that the user built; its settings are its own."""
+        if self._optimizer is not None or self._loss_fn is not None:
+            got = "a TrainOneStepCell together with a loss_fn or an optimizer"
+            remedy = "Give Model(train_step), or the cell inside it with the optimizer."
+            raise ValueError(sentence(_OWNER, "network", "a loss cell", got, remedy))
+        if isinstance(self._network, AutoParallel) and is_semi_auto(self._network):
+            got, remedy = "AutoParallel around a TrainOneStepCell", "Put AutoParallel inside that cell."
+            raise ValueError(sentence(_OWNER, "network", "a loss cell in AutoParallel", got, remedy))
+        if self._step_settings != TrainOneStepCell.__init__.__kwdefaults__:
+            remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
+            raise ValueError(
+                sentence(_OWNER, "network", "a loss cell", "a TrainOneStepCell with its own settings", remedy)
+            )
+        # Callbacks that change the learning rate look for it here.
+        self._optimizer: Any = train_step.optimizer
+        return train_step
+
+    def train(
+        self,
+        epoch: int,
+        train_dataset: Any,
+        callbacks: Any = None,
+        dataset_sink_mode: bool = False,
+        sink_size: int = -1,
+        initial_epoch: int = 0,
+        *,
+        resume: bool = False,
+    ) -> None:
+        """Train, see ``mindspore.train.Model.train``.
+
+        Args:
+            epoch (int): Number of passes over the data, those before a resumption included.
+            train_dataset (Dataset): The data.
+            callbacks (Union[Callback, list[Callback], None]): What is called. Default: ``None``.
+            dataset_sink_mode (bool): Whether the data goes to the device by itself. Default: ``False``.
+            sink_size (int): Batches of a sink. Default: ``-1``.
+            initial_epoch (int): Number of the first pass. Default: ``0``.
+
+        Keyword Args:
+            resume (bool): Whether to go on from the last state of the :class:`StateCheckpoint` among `callbacks`, or of
+                a :func:`load_state` before. With no state yet the training begins, and where it has ended nothing is
+                done, so that a program can be started as often as it takes. Default: ``False``.
+        """
+        check_dataset(_OWNER, "train_dataset", train_dataset, _DATASET_REMEDY)
+        with self._resuming(resume, initial_epoch):
+            super().train(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch)
+
+    def fit(self, epoch: int, train_dataset: Any, *args: Any, resume: bool = False, **kwargs: Any) -> None:
+        """Train and evaluate, see ``mindspore.train.Model.fit``; ``resume`` as in `train`."""
+        check_dataset(_OWNER, "train_dataset", train_dataset, _DATASET_REMEDY)
+        with self._resuming(resume, kwargs.get("initial_epoch", args[6] if len(args) > 6 else 0)):
+            super().fit(epoch, train_dataset, *args, **kwargs)
+
+    @contextmanager
+    def _resuming(self, resume: bool, initial_epoch: int) -> Iterator[None]:
+        check_bool(_OWNER, "resume", resume, "True goes on from the last state.")
+        if resume and initial_epoch != 0:
+            remedy = "The state knows in which pass it was saved."
+            raise ValueError(sentence(_OWNER, "initial_epoch", "0 with resume=True", initial_epoch, remedy))
+        self._resume = resume
+        try:
+            yield
+        finally:
+            self._resume = False
+
+    def _train(self, epoch: int, train_dataset: Any, callbacks: Any = None, **kwargs: Any) -> Any:
+        callbacks = self._transform_callbacks(callbacks)
+        if not isinstance(self._train_network, TrainOneStepCell):
+            return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
+        # Before a state is loaded, which has their tensors.
+        self._train_network.adopt(callbacks)
+        checkpoints = [callback for callback in callbacks if isinstance(callback, ResumingCallback)]
+        steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0))
+        if not self._resume:
+            self.resumed_place = None
+        elif not steps.resume(checkpoints, epoch, kwargs):
+            return None
+        # Ours first, so that the others see and save what the step really left; states last, with what they changed.
+        callbacks = [steps, *(each for each in callbacks if each not in checkpoints), *checkpoints]
+        self._steps = steps
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._train_network.events.listening(callbacks))
+                stack.enter_context(steps.in_order())
+                for checkpoint in checkpoints:
+                    stack.enter_context(checkpoint.watching(self))
+                # By keyword: the wrappers around it, which save a last checkpoint, look for it there.
+                return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
+        except BaseException:
+            if self.last_window != "carry":
+                # Nobody will finish it, and the next training shall not start in the middle of it.
+                self._train_network.drop()
+            raise
+        finally:
+            self._steps = None
+
+    @property
+    def can_save(self) -> bool:
+        """Whether all processes have had a batch in this step, so that a state can be saved after it."""
+        return self._steps is None or self._steps.is_common
+
+    @property
+    def data_place(self) -> PassPlace | None:
+        """Where this training is in its data; None outside one."""
+        return None if self._steps is None else self._steps.place()
+
+    def _check_network_mode(self, network: nn.Cell, is_train: bool) -> nn.Cell:
+        if not is_train:
+            forget_accumulation()  # Of a step that was compiled as part of a larger graph, for data sink mode.
+        return super()._check_network_mode(network, is_train)
+
+    def _eval_during_train(self, valid_infos: Any, cb_params: Any, list_callback: Any) -> None:
+        # Called at the end of each pass, whether there is something to evaluate or not.
+        if self._steps is not None:
+            self._steps.end_pass(cb_params, list_callback)
+        super()._eval_during_train(valid_infos, cb_params, list_callback)
+
+
+def _check_cells(network: Any, loss_fn: Any, eval_network: Any) -> None:
+    check_cell(_OWNER, "network", network, "Give a GradAccumulation, a loss cell, or a network and a loss_fn.")
+    if loss_fn is not None:
+        check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")
+    if eval_network is not None:
+        check_cell(_OWNER, "eval_network", eval_network, "Leave it out to evaluate network and loss_fn.")

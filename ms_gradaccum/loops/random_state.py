@@ -1,0 +1,75 @@
+"""The states of the generators of random numbers that a program can ask: Python's, NumPy's and MindSpore's.
+
+What a kernel keeps for itself, as that of ``nn.Dropout`` on CPU does, MindSpore neither tells nor takes.
+"""
+
+import random
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from ms_gradaccum._checks import DamagedState, is_count
+
+
+def take() -> dict[str, Any]:
+    """Return the states, as JSON."""
+    return {**as_json(hosts()), "mindspore": ms.get_rng_state().asnumpy().tolist()}
+
+
+def hosts() -> dict[str, Any]:
+    """Return the states of Python and NumPy, as these give them."""
+    return {"python": random.getstate(), "numpy": np.random.get_state()}
+
+
+def as_json(states: dict[str, Any]) -> dict[str, Any]:
+    """Return what `hosts` has returned, as JSON."""
+    kind, keys, position, has_gauss, gauss = states["numpy"]
+    return {"python": list(states["python"]), "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss]}
+
+
+def checked(saved: Any, what: str) -> dict[str, Any]:
+    """Return states that `put` takes. Raise if ``saved`` is none; nothing is changed in either case."""
+    state = checked_hosts(saved, what)
+    words = saved.get("mindspore")
+    if not isinstance(words, list) or not all(isinstance(word, int) and 0 <= word < 256 for word in words):
+        raise DamagedState(f"{what} has no state of MindSpore's random generator")
+    if len(words) != ms.get_rng_state().size:
+        raise DamagedState(f"{what} has the state of another version's random generator")
+    return {**state, "mindspore": words}
+
+
+def checked_hosts(saved: Any, what: str) -> dict[str, Any]:
+    """Return states that `put_hosts` takes. Raise if ``saved`` has none."""
+    try:
+        version, words, gauss = saved["python"]
+        random.Random().setstate((version, tuple(words), gauss))
+        kind, keys, position, has_gauss, gauss = saved["numpy"]
+        known = kind == "MT19937" and len(keys) == 624 and all(is_count(key) and key < 2**32 for key in keys)
+        # NumPy itself would read past the end.
+        if not (known and is_count(position) and position <= 624 and has_gauss in (0, 1)):
+            raise ValueError
+        np.random.RandomState().set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError):
+        raise DamagedState(f"{what} has no states of random generators") from None
+    return {"python": saved["python"], "numpy": saved["numpy"]}
+
+
+def put(state: dict[str, Any]) -> None:
+    """Put back what `take` has returned."""
+    put_hosts(state)
+    put_device(state)
+
+
+def put_device(state: dict[str, Any]) -> None:
+    """Put back that of MindSpore alone."""
+    ms.set_rng_state(Tensor(np.array(state["mindspore"], np.uint8)))
+
+
+def put_hosts(state: dict[str, Any]) -> None:
+    """Put back those of Python and NumPy alone."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))

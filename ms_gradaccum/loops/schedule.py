@@ -1,0 +1,211 @@
+"""How many batches make an update, and when that changes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from ms_gradaccum._checks import check_accumulation_steps, check_bool, check_choice, check_positive_int, sentence, typed
+from ms_gradaccum.backend.compiled import check_compile
+
+_OWNER = "AccumulationConfig"
+_SCHEDULE = "AccumulationSchedule"
+_Unit = Literal["epoch", "update", "token"]
+
+
+@dataclass(frozen=True)
+class AccumulationSchedule:
+    """`accumulation_steps` that change while training. A new number begins with a window, never inside one.
+
+    Nothing is compiled anew: a micro step does not know how long its window is.
+
+    Args:
+        milestones (dict[int, int]): From which count on a window has how many batches, for example ``{0: 1, 4: 2}``.
+            Before the first milestone it has one.
+        unit (str): What is counted: ``"epoch"``, passes over the prepared dataset, from 0 on, as in PyTorch Lightning's
+            ``GradientAccumulationScheduler``; ``"update"``, updates made so far; ``"token"``, the weight of all
+            updates so far (rows, if the loss does not count tokens). Default: ``"epoch"``.
+
+    Raises:
+        TypeError: If an argument, a milestone or a number of steps has the wrong type.
+        ValueError: If `milestones` is empty, a milestone is negative, a number of steps is less than 1, or `unit` is
+            unknown.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from ms_gradaccum import AccumulationSchedule
+        >>> schedule = AccumulationSchedule({1: 2, 3: 4})
+        >>> print([schedule.steps_at(epoch) for epoch in range(5)])
+        [1, 2, 2, 4, 4]
+    """
+
+    milestones: dict[int, int] = field(hash=False)
+    unit: _Unit = "epoch"
+
+    def __post_init__(self) -> None:
+        rule, remedy = "a dict from counts to numbers of batches", "For example {0: 1, 4: 2}."
+        if not isinstance(self.milestones, dict):
+            got = typed(self.milestones)
+            raise TypeError(sentence(_SCHEDULE, "milestones", rule, got, remedy))
+        if not self.milestones:
+            raise ValueError(sentence(_SCHEDULE, "milestones", rule, "an empty one", remedy))
+        for count, steps in self.milestones.items():
+            if isinstance(count, bool) or not isinstance(count, int):
+                got = typed(count)
+                raise TypeError(sentence(_SCHEDULE, "milestones", "a dict whose keys are ints", got, remedy))
+            if count < 0:
+                raise ValueError(sentence(_SCHEDULE, "milestones", "a dict whose keys are not negative", count, remedy))
+            check_positive_int(_SCHEDULE, f"milestones[{count}]", steps, "It counts the batches of one update.")
+        check_choice(_SCHEDULE, "unit", self.unit, get_args(_Unit), "It says what the milestones count.")
+
+    def steps_at(self, count: float) -> int:
+        """Return the number of batches of a window that begins after ``count`` epochs, updates or tokens."""
+        if isinstance(count, bool) or not isinstance(count, (int, float)):
+            got, remedy = typed(count), "It counts epochs, updates or tokens."
+            raise TypeError(sentence(_SCHEDULE, "count", "a number", got, remedy))
+        reached = [milestone for milestone in self.milestones if milestone <= count]
+        return self.milestones[max(reached)] if reached else 1
+
+
+Schedule = AccumulationSchedule | dict[int, int] | Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class AccumulationConfig:
+    """When an :class:`Accumulator` updates, and when its ranks talk to each other.
+
+    The first three names are those of Hugging Face Accelerate's ``GradientAccumulationPlugin``.
+
+    Args:
+        accumulation_steps (int): Number of batches of one update. Default: ``1``.
+        sync_with_dataloader (bool): Whether a window ends with the prepared dataset: its last update has the batches
+            that are left and is divided by their true weight. If ``False``, the window goes on with the next pass.
+            Default: ``True``.
+        sync_each_batch (bool): Whether the ranks add up their gradients in each micro batch instead of once per
+            update, see :class:`DataParallel`. Default: ``False``.
+        schedule (Union[AccumulationSchedule, dict[int, int], Callable, None]): `accumulation_steps` that change: a
+            schedule; the milestones of one in epochs; or a function from the number of updates so far to the
+            number of batches of the next one, as ``every_k_schedule`` of optax's ``MultiSteps``. Default: ``None``.
+        compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If `accumulation_steps` is less than 1, or both it and `schedule` are given.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from ms_gradaccum import AccumulationConfig
+        >>> config = AccumulationConfig(schedule={0: 2, 2: 1})
+        >>> print(config.steps_for(epoch=0, updates=0, tokens=0), config.steps_for(epoch=2, updates=10, tokens=80))
+        2 1
+    """
+
+    accumulation_steps: int = 1
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    schedule: Schedule | None = field(default=None, hash=False)
+    compile: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_compile(_OWNER, self.compile)
+        check_accumulation_steps(_OWNER, self.accumulation_steps)
+        check_bool(_OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over.")
+        check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
+        if isinstance(self.schedule, dict):
+            AccumulationSchedule(self.schedule)
+        elif self.schedule is not None and not (
+            isinstance(self.schedule, AccumulationSchedule) or callable(self.schedule)
+        ):
+            got = typed(self.schedule)
+            remedy = "For example schedule={0: 1, 4: 2}."
+            raise TypeError(
+                sentence(_OWNER, "schedule", "an AccumulationSchedule, a dict, a function or None", got, remedy)
+            )
+        if self.schedule is not None and self.accumulation_steps != 1:
+            remedy = "Put the number into the schedule, for example schedule={0: 1, 4: 2}."
+            got = f"{self.accumulation_steps} and a schedule"
+            raise ValueError(sentence(_OWNER, "accumulation_steps", "1 with a schedule", got, remedy))
+
+    def as_text(self) -> str:
+        """Return what all ranks must agree about, the same text in each: of a function its name, not its address."""
+        if not callable(self.schedule):
+            return repr(self)
+        return repr(replace(self, schedule=None)) + getattr(self.schedule, "__qualname__", type(self.schedule).__name__)
+
+    def steps_for(self, epoch: int | None, updates: int, tokens: float) -> int:
+        """Return the number of batches of the window that begins now; ``epoch`` is None outside a prepared dataset."""
+        schedule = self.schedule
+        if schedule is None:
+            return self.accumulation_steps
+        if isinstance(schedule, dict):
+            schedule = AccumulationSchedule(schedule)
+        if not isinstance(schedule, AccumulationSchedule):
+            remedy = "It is called with the number of updates so far."
+            return check_positive_int(_OWNER, f"schedule({updates})", schedule(updates), remedy)
+        if schedule.unit == "epoch":
+            if epoch is None:
+                raise ValueError(
+                    f"For '{_OWNER}', the argument 'schedule' counts epochs, which takes a prepared dataset, but got a "
+                    f"batch from elsewhere. Loop over accumulator.prepare(dataset), or count updates."
+                )
+            return schedule.steps_at(epoch)
+        return schedule.steps_at(updates if schedule.unit == "update" else tokens)
+
+
+def merge_config(owner: str, accumulation_steps: Any, config: Any) -> AccumulationConfig:
+    """Return the settings that a number and a config give together."""
+    check_accumulation_steps(owner, accumulation_steps)
+    if config is None:
+        return AccumulationConfig(accumulation_steps)
+    if not isinstance(config, AccumulationConfig):
+        got = typed(config)
+        raise TypeError(sentence(owner, "config", "an AccumulationConfig or None", got, "Build one, or leave it out."))
+    if accumulation_steps in (1, config.accumulation_steps):
+        return config
+    if config.accumulation_steps != 1 or config.schedule is not None:
+        theirs = "a schedule" if config.schedule is not None else config.accumulation_steps
+        got = f"{accumulation_steps} and a config with {theirs}"
+        rule = "the same as that of config"
+        raise ValueError(sentence(owner, "accumulation_steps", rule, got, "Give it in one place."))
+    return replace(config, accumulation_steps=accumulation_steps)
+
+
+class WindowCounter:
+    """Counts the batches of the open window, and what has gone by.
+
+    Attributes:
+        batches: Batches in the open window, the current one included.
+        updates: Updates made.
+        tokens: Weight of the windows of these updates.
+    """
+
+    def __init__(self, config: AccumulationConfig) -> None:
+        self.config = config
+        self.batches = 0
+        self.updates = 0
+        self.tokens = 0.0
+        self.steps = 0
+
+    def begin_batch(self, end_of_data: bool, epoch: int | None, withheld: bool) -> bool:
+        """Count one batch and return whether it ends the window, unless the end is withheld."""
+        if self.batches == 0:
+            self.steps = self.config.steps_for(epoch, self.updates, self.tokens)
+        self.batches += 1
+        full = self.batches >= self.steps or (end_of_data and self.config.sync_with_dataloader)
+        return full and not withheld
+
+    def take_back_batch(self) -> None:
+        """Forget the current batch, of which nothing was added."""
+        self.batches -= 1
+
+    def end_window(self) -> None:
+        """Begin anew with the next batch."""
+        self.batches = 0
+
+    def count_update(self, weight: float) -> None:
+        """Count an update."""
+        self.updates += 1
+        self.tokens += weight

@@ -1,0 +1,175 @@
+"""From the setting ``parallel`` and the world to what reduces the sums of a window."""
+
+from typing import Any, Literal
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.ops.operations import SparseGatherV2
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum.backend.optimizers import keeps_absent_rows
+from ms_gradaccum.gradients.buffer import GradBuffer
+from ms_gradaccum.gradients.non_finite import check_dense
+from ms_gradaccum.parallel.collectives import check_sent
+from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelShards, DataParallelSum
+from ms_gradaccum.parallel.hsdp import HSDP, ShardedUpdate, check_shardable
+from ms_gradaccum.parallel.layout import ShardLayout, shard_layout
+from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
+from ms_gradaccum.parallel.shards import Shards
+from ms_gradaccum.parallel.world import World, check_agreement, current_world, unify
+
+# What a face takes as `parallel`.
+ParallelChoice = Literal["auto"] | DataParallel | HSDP
+_REMEDY = "'auto' looks at the number of processes."
+
+
+def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
+    """Return the kind of parallelism, or None for a single process. Raise for one that cannot work here."""
+    _check_kind(owner, parallel)
+    world = current_world(owner)
+    if world.size == 1:
+        return None
+    if is_semi_auto(network):
+        return _compilers_own(owner, parallel, network)
+    if isinstance(network, AutoParallel):
+        _check_auto_parallel(owner, network)
+        if parallel == "auto":
+            parallel = _settings_of(network)
+    return choose_kind(owner, parallel, world.size)
+
+
+def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
+    """Return the kind of parallelism of so many ranks, or None for a single one."""
+    _check_kind(owner, parallel)
+    if ranks == 1:
+        return None
+    if isinstance(parallel, HSDP) and parallel.shard_size > 0 and ranks % parallel.shard_size:
+        rule = f"a divisor of the {ranks} processes"
+        raise ValueError(sentence("HSDP", "shard_size", rule, parallel.shard_size, "-1 means all processes."))
+    return DataParallel() if parallel == "auto" else parallel
+
+
+def _check_kind(owner: str, parallel: Any) -> None:
+    # Of a tensor or an array, '==' would not be a bool.
+    is_auto = isinstance(parallel, str) and parallel == "auto"
+    if not is_auto and not isinstance(parallel, (DataParallel, HSDP)):
+        raise TypeError(sentence(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), _REMEDY))
+
+
+def _compilers_own(owner: str, parallel: Any, network: nn.Cell) -> SemiAuto:
+    if parallel != "auto":
+        remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
+        raise ValueError(sentence(owner, "parallel", "'auto' in semi-auto-parallel", repr(parallel), remedy))
+    return SemiAuto(network)
+
+
+def _check_auto_parallel(owner: str, network: AutoParallel) -> None:
+    if network._pipeline_stages > 1:
+        got = f"{network._pipeline_stages} pipeline stages"
+        raise ValueError(sentence(owner, "network", "in one pipeline stage", got, "Do not call pipeline()."))
+
+
+def _settings_of(network: AutoParallel) -> Any:
+    """Return our kind of parallelism for what was set on an AutoParallel, whose own needs another device."""
+    if not network._enable_parallel_optimizer:
+        return DataParallel()
+    level = network._optimizer_level
+    return HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
+
+
+def build_parallel(
+    owner: str,
+    kind: Any,
+    optimizer: nn.Cell,
+    network: Any,
+    settings: dict[str, Any],
+    drops: bool = False,
+    dtype: Any = ms.float32,
+) -> SingleProcess:
+    """Return the buffer and what becomes of it in this world. All ranks start with the same weights. Collective.
+
+    ``drops`` is whether micro batches can be left out, ``dtype`` that in which the ranks add up gradients.
+    """
+    weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
+    if drops:
+        check_dense(owner, sparse_lookup(network))
+    if kind is None:
+        return SingleProcess(weights, GradBuffer(weights, dense_only, None, network.terms, drops))
+    shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
+    check_sent(owner, dtype)
+    check_parameters_sent(owner, weights)
+    check_agreement(owner, {**settings, "parallel": repr(kind), "the optimizer's parameters": shapes})
+    if isinstance(kind, HSDP):
+        check_shardable(optimizer)
+    elif kind.overlap and network.terms > 1:
+        remedy = "Each term is divided by its weight over all ranks before the terms are added up."
+        raise ValueError(sentence(owner, "parallel", "one without overlap for several terms", repr(kind), remedy))
+    _start_alike(owner, network, optimizer)
+    world = current_world(owner)
+    layout = layout_for(kind, weights, world.size)
+    if layout is None:
+        return DataParallelSum(weights, GradBuffer(weights, dense_only, None, network.terms, drops), world, kind, dtype)
+    shards = Shards(layout, world, dtype)
+    return _build_sharded(owner, kind, optimizer, network, dense_only, drops, shards, world)
+
+
+def check_parameters_sent(owner: str, parameters: Any) -> None:
+    """Raise for float64 parameters, whose sums MindSpore cannot add up over processes."""
+    for parameter in parameters:
+        if parameter.dtype == ms.float64:
+            rule, got = "one without float64 parameters in several processes", f"{parameter.name!r} of float64"
+            remedy = "MindSpore's AllReduce knows no float64: use float32, or one process."
+            raise ValueError(sentence(owner, "network", rule, got, remedy))
+
+
+def layout_for(kind: Any, tensors: Any, ranks: int) -> ShardLayout | None:
+    """Return how a kind of parallelism shards the weights' gradients, or None if it does not."""
+    if isinstance(kind, HSDP):
+        return shard_layout(tensors, ranks if kind.shard_size == -1 else kind.shard_size, kind.threshold)
+    return shard_layout(tensors, ranks, 0) if kind is not None and kind.sync_each_batch else None
+
+
+def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
+    for cell in (network, optimizer):
+        cell.init_parameters_data()
+    parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
+    if unify(parameters.values()):
+        warn(
+            f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
+            f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint.",
+        )
+
+
+def sparse_lookup(network: nn.Cell) -> str | None:
+    """Return the name of a cell whose gradient is sparse, or None."""
+    for _, cell in network.cells_and_names():
+        if any(isinstance(operator, SparseGatherV2) for operator in vars(cell).values()):
+            return str(cell.cls_name)
+    return None
+
+
+def _check_shared_dense(owner: str, network: nn.Cell) -> None:
+    lookup = sparse_lookup(network)
+    if lookup is not None:
+        remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
+        rule = "one of dense gradients where the ranks share them in each micro batch"
+        raise ValueError(sentence(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
+
+
+def _build_sharded(
+    owner: str, kind: Any, optimizer: nn.Cell, network: Any, dense_only: bool, drops: bool, shards: Shards, world: World
+) -> SingleProcess:
+    weights = optimizer.parameters
+    if kind.sync_each_batch:
+        _check_shared_dense(owner, network)
+    buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None, network.terms, drops)
+    if isinstance(kind, DataParallel):
+        return DataParallelShards(weights, buffer, shards, world, kind)
+    if kind.optimizer_level == "level3":
+        warn(
+            f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
+            f"takes the compiler, inside AutoParallel on Ascend or GPU.",
+        )
+    return ShardedUpdate(optimizer, buffer, shards, world, kind)

@@ -1,0 +1,207 @@
+"""What becomes of the sums of a window at its end: nothing in one process; what all kinds of several have in common."""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+from ms_gradaccum.backend.tensors import pick
+from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal
+from ms_gradaccum.gradients.clipping import squares_of
+from ms_gradaccum.parallel.collectives import Group, Sum, after
+from ms_gradaccum.parallel.layout import places, sum_buckets
+from ms_gradaccum.parallel.world import World, check_equal
+
+
+class SingleProcess(nn.Cell):
+    """Nothing to communicate. The other kinds of parallelism override what they need."""
+
+    several = False
+    # Whether the ranks meet in each micro batch, and not in each update alone.
+    every_batch = False
+    # Whether the optimizer takes the sums as they are, see `for_optimizer`.
+    takes_sums = True
+    # 1 in one process of a job, 0 in the others.
+    is_first = 1.0
+
+    def __init__(self, weights: ParameterTuple, buffer: GradBuffer) -> None:
+        super().__init__(auto_prefix=False)
+        # What the optimizer updates, and the sums of its gradients after `reduce`.
+        self.weights = weights
+        self.sums = buffer.sums
+        self.buffer = buffer
+        # Whether the ranks add up the sums while the last micro batch's backward pass goes on.
+        self.overlaps = False
+        # By name, what makes the whole of a parameter of which this rank has a part.
+        self.gathers: dict[str, Any] = {}
+
+    def rounds(self, micro_batches: int) -> int:
+        """Return how many micro batches the rank with the most of them has in this batch. Called by the host."""
+        return micro_batches
+
+    def share(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what is added into the buffer for the gradients of one micro batch."""
+        return grads
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum of a few numbers over the ranks."""
+        return values
+
+    def reduce(self, added: Any = ()) -> Any:
+        """Add the buffer's loss and weight and its sums over the ranks, the latter into `sums`.
+
+        ``added`` is what the buffer's last `add` has returned, if that is part of the same graph.
+        """
+        return ()
+
+    def norm(self, grads: tuple[Tensor, ...]) -> Tensor:
+        """Return the L2 norm of the whole gradient taken as one vector, a float32 scalar."""
+        return ops.sqrt(ops.sum(self.squares(grads)))
+
+    def squares(self, grads: tuple[Tensor, ...]) -> Tensor:
+        """Return the sum of the squares of each whole gradient, a float32 tensor."""
+        return squares_of(grads, self.buffer.runs)
+
+    def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the gradients as the optimizer takes them."""
+        return grads
+
+    def before_update(self) -> Any:
+        """Bring `weights` up to date with what the network has."""
+        return ()
+
+    def after_update(self, updated: Any) -> Any:
+        """Give the network the weights that the optimizer has changed."""
+        return updated
+
+    def check_replicas(self) -> None:
+        """Raise if the ranks' weights differ, when asked to look. Called by the host after each update."""
+
+    def replicas(self) -> tuple[Parameter, ...]:
+        """Return the whole weights, which all ranks have."""
+        return tuple(self.weights)
+
+    def saved(self, parameter: Parameter) -> Parameter | None:
+        """Return what a checkpoint holds for ``parameter``; None for nothing."""
+        return parameter
+
+
+class SumOverRanks(nn.Cell):
+    """Add the buffer's loss and weight and some of its sums over all ranks, in place.
+
+    Args:
+        buffer: Whose sums.
+        indices: Which of them.
+        sizes: Numbers of elements of all of them.
+        world: This rank's place.
+        dtype: In which they are added up.
+    """
+
+    def __init__(self, buffer: GradBuffer, indices: Any, sizes: Any, world: World, dtype: Any) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = buffer
+        self.sums = buffer.sums
+        self.totals = ParameterTuple(buffer.totals())
+        self.buckets = sum_buckets(indices, sizes)
+        self.begins, self.ends = places(self.buckets, sizes)
+        self.sum = Sum(Group(0, world.size, 1, world.rank, world.size))
+        self.like = Tensor(0.0, dtype)
+        self.in_float32 = dtype == ms.float32
+        self.map = ops.HyperMap()
+
+    def construct(self, added: Any = ()) -> Any:
+        """Add them up, with what the buffer's `add` has returned if that is part of the same graph."""
+        sums = tuple(self.sums) if len(added) == 0 else added[0]
+        done: Any = ()
+        last: Any = None
+        factor = weight = Tensor(1.0, ms.float32)
+        if not self.in_float32:
+            # The weight must be exact, and a sum over many rows can be no 16-bit number where its mean is one.
+            done = self._put_totals(self.sum(self._flat_totals(added)), 0)
+            last = weight = ops.depend(self.buffer.weight + 0.0, done)
+            factor = reciprocal(weight)
+        for number, bucket in enumerate(self.buckets):
+            # They go with the first message, so that they cost none of their own.
+            with_totals = number == 0 and self.in_float32
+            flat = self.map(_flat, pick(sums, bucket))
+            if not self.in_float32:
+                flat = self.map(ops.partial(rounded, factor, self.like), flat)
+            if with_totals:
+                flat += (self._flat_totals(added),)
+            if len(flat) > 0:
+                # After the last message, but not after what has come of it is in its place.
+                last = self.sum(after(ops.concat(flat), last))
+                done += self._put(number, last, weight, with_totals)
+        return done
+
+    def _put(self, number: int, total: Tensor, weight: Tensor, with_totals: bool) -> Any:
+        """Assign what has come of a message."""
+        if not self.in_float32:
+            total = ops.cast(total, ms.float32) * weight
+        done: Any = ()
+        if len(self.buckets[number]) > 0:
+            sums = pick(tuple(self.sums), self.buckets[number])
+            done = self.map(ops.partial(_assign_part, total), sums, self.begins[number])
+        return done + self._put_totals(total, self.ends[number]) if with_totals else done
+
+    def _flat_totals(self, added: Any) -> Tensor:
+        flat: tuple[Tensor, ...] = ()
+        for i, value in enumerate(self.totals):
+            # Of the loss and the weight there is a newer value.
+            flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(1),)
+        return ops.concat(flat)
+
+    def _put_totals(self, total: Tensor, begin: int) -> Any:
+        done: Any = ()
+        for i, value in enumerate(self.totals):
+            done += (ops.assign(value, total[begin + i].reshape(())),)
+        return done
+
+
+_flat = ops.MultitypeFuncGraph("flat")
+
+
+@_flat.register("Tensor")
+def _flat_one(total: Tensor) -> Tensor:
+    return total.reshape(-1)
+
+
+rounded = ops.MultitypeFuncGraph("rounded")
+
+
+@rounded.register("Tensor", "Tensor", "Tensor")
+def _rounded_one(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
+    return ops.cast(total * factor, like.dtype)
+
+
+def part_of(message: Tensor, like: Tensor, begin: int) -> Tensor:
+    """Return the part of a flat message that begins there and has the shape of another tensor."""
+    return message[begin : begin + like.size].reshape(like.shape)
+
+
+_assign_part = ops.MultitypeFuncGraph("assign_part")
+
+
+@_assign_part.register("Tensor", "Tensor", "Number")
+def _assign_one_part(message: Tensor, total: Parameter, begin: int) -> Tensor:
+    return ops.assign(total, part_of(message, total, begin))
+
+
+class SeveralProcesses(SingleProcess):
+    """Each rank has a replica of the weights."""
+
+    several = True
+
+    def __init__(self, weights: ParameterTuple, buffer: GradBuffer, world: World, settings: Any) -> None:
+        super().__init__(weights, buffer)
+        self.is_first = float(world.rank == 0)
+        self.sum_over_world = Sum(Group(0, world.size, 1, world.rank, world.size))
+        self.every_batch = settings.sync_each_batch
+        self.check_weights = settings.check_weights
+
+    def total(self, values: Tensor) -> Tensor:
+        return self.sum_over_world(values)
+
+    def check_replicas(self) -> None:
+        if self.check_weights:
+            check_equal("TrainOneStepCell", self.replicas())

@@ -1,1 +1,0 @@
-"""What a training plan is made of: windows, learning rates, checks, text."""

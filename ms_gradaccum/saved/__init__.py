@@ -1,1 +1,0 @@
-"""What a saved state is made of: files, random states, places in the data, numbers of objects."""

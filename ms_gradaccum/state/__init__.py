@@ -1,1 +1,0 @@
-"""The state of a training step, from its tensors and numbers to the folder and back."""

@@ -1,0 +1,93 @@
+"""What a bug report needs to know about a machine."""
+
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from ms_gradaccum._checks import first_line
+from ms_gradaccum.backend.compiled import execution_mode
+from ms_gradaccum.backend.cpu import REMEDY, VARIABLE, are_slow
+from ms_gradaccum.backend.kernels import cores, has_kernels
+from ms_gradaccum.training.grad_accumulation import GradAccumulation
+from ms_gradaccum.training.train_step import TrainOneStepCell
+
+_PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "tensorboardX", "matplotlib")
+_VARIABLES = (
+    "DEVICE_ID",
+    "MS_ROLE",
+    "MS_WORKER_NUM",
+    "MS_SCHED_HOST",
+    "MS_JIT",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    VARIABLE,
+)
+
+
+def describe() -> dict[str, str]:
+    """Return what ``python -m ms_gradaccum env`` prints, by name. What can be tried is tried, on tiny networks."""
+    target = ms.get_context("device_target")
+    on_cpu = target == "CPU"
+    facts = {"python": platform.python_version(), "system": platform.platform()}
+    facts.update({name: _version_of(name) for name in _PACKAGES})
+    facts["device target"] = f"{target}, {ms.hal.device_count(target)} of them"
+    facts["cores and memory"] = f"{cores()} cores, {_memory()}"
+    facts["default mode"] = "GRAPH" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE"
+    facts["an update in GRAPH mode"] = _tried(lambda: _update(ms.GRAPH_MODE))
+    facts["an update in PYNATIVE mode"] = _tried(lambda: _update(ms.PYNATIVE_MODE))
+    facts["float16 products"] = _tried(lambda: _product(ms.float16))
+    facts["bfloat16 products"] = _tried(lambda: _product(ms.bfloat16))
+    facts["data sink mode"] = "no: Model feeds batches one by one on CPU" if on_cpu else "yes, in GRAPH mode"
+    facts["kernels for sums on CPU"] = "yes" if has_kernels() else "no"
+    facts["fast convolutions on CPU"] = _fast_convolutions() if on_cpu else "not used"
+    facts["several processes"] = f"yes, {shutil.which('msrun')}" if shutil.which("msrun") else "no: msrun is not found"
+    facts["semi-auto-parallel"] = "no: HSDP of this package stands in on CPU" if on_cpu else "yes"
+    facts.update({f"${name}": value for name in _VARIABLES if (value := os.getenv(name)) is not None})
+    return facts
+
+
+def _version_of(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _memory() -> str:
+    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+
+
+def _tried(run: Callable[[], None]) -> str:
+    """Return "yes", or "no" and why."""
+    try:
+        run()
+    except Exception as error:
+        return f"no: {first_line(error)}"
+    return "yes"
+
+
+def _update(mode: int) -> None:
+    """Make an update with two micro batches: a weight of 0 goes to 1."""
+    with execution_mode(mode):
+        network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+        loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+        ones = Tensor(np.ones((4, 1), np.float32))
+        TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.5))(ones, ones)
+        reached = network.weight.asnumpy().item()
+    if abs(reached - 1.0) > 1e-5:
+        raise RuntimeError(f"the weight is {reached} where 1.0 is right")
+
+
+def _fast_convolutions() -> str:
+    return f"no: oneDNN takes its reference code with AVX-512. {REMEDY}" if are_slow() else "yes"
+
+
+def _product(dtype: ms.Type) -> None:
+    ones = Tensor(np.ones((2, 2), np.float32))
+    ops.cast(ops.matmul(ops.cast(ones, dtype), ops.cast(ones, dtype)), ms.float32).asnumpy()

@@ -1,0 +1,1 @@
+"""What find_micro_size tries."""

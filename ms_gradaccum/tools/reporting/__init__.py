@@ -1,0 +1,1 @@
+"""Reports of a training, and where they are written."""

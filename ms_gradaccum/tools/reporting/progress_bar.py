@@ -1,0 +1,189 @@
+"""Callbacks that show how the training goes."""
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor
+from mindspore.communication import GlobalComm, get_rank
+from mindspore.train import Callback
+
+from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int
+from ms_gradaccum.tools.reporting.progress_display import Bar, Display, Lines
+from ms_gradaccum.training.step_output import StepOutput, check_output
+
+_OWNER = "ProgressBar"
+
+
+class ProgressBar(Callback):
+    """Show the epoch, the updates, the loss, the learning rate, the norm of the gradient and the speed.
+
+    On a terminal this is a bar on the standard error stream, with what other callbacks print above it.
+    Elsewhere (log files, CI) it is a plain line on the standard output stream from time to time and one
+    at the end. In a distributed run only rank 0 shows anything.
+
+    ``Model.train`` and ``Model.fit`` take it as a callback, where it counts batches. In a loop of your own it counts
+    updates:
+
+    .. code-block:: python
+
+        with ProgressBar(total=updates) as progress:
+            for batch in accumulator.prepare(dataset):
+                with accumulator.accumulate():
+                    accumulator.backward(*batch)
+                    progress.update(accumulator.step())
+
+    Args:
+        live (Optional[bool]): ``True`` draws the bar, ``False`` prints the lines. ``None`` draws the bar if
+            the standard error stream is a terminal, or if the environment variable `MS_GRADACCUM_LIVE_BAR`
+            is ``1`` (for a log that is shown on a terminal while it is written). Default: ``None``.
+        seconds_per_line (Union[int, float]): Shortest time between two plain lines. Default: ``10.0``.
+
+    Keyword Args:
+        total (int, optional): Number of updates that will be made in a loop of your own, if known. Default: ``None``.
+
+    Raises:
+        TypeError: If `live` is neither ``None`` nor a bool.
+        TypeError: If `seconds_per_line` is not an int or a float, or `total` not an int.
+        ValueError: If `seconds_per_line` is not positive and finite, or `total` not positive.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import dataset, nn
+        >>> from mindspore.train import Model
+        >>> from ms_gradaccum import ProgressBar
+        >>> data = dataset.NumpySlicesDataset((np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)))
+        >>> network = nn.Dense(2, 1, weight_init="zeros", has_bias=False)
+        >>> model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.25))
+        >>> model.train(2, data.batch(4), callbacks=ProgressBar(live=False))
+        epoch 2/2, batch 4/4 (100%), loss 0, ... batches/s, 00:0...
+    """
+
+    def __init__(self, live: bool | None = None, seconds_per_line: float = 10.0, *, total: int | None = None) -> None:
+        super().__init__()
+        if live is not None:
+            check_bool(_OWNER, "live", live, "None draws the bar on a terminal only.")
+        if total is not None:
+            check_positive_int(_OWNER, "total", total, "It counts updates; None is for an unknown number.")
+        remedy = "It is the shortest time between two lines of a log."
+        self.live = live
+        self.seconds_per_line = check_positive_float(_OWNER, "seconds_per_line", seconds_per_line, remedy)
+        self.total = total
+        self._display: Display | None = None  # set while training runs, on the rank that shows it
+        self._entered = 0  # how often: Model.fit enters and leaves its callbacks for each evaluation too
+        self._begin()
+
+    def _begin(self) -> None:
+        self._step, self._shown_step = 0, 0
+        self._num_updates: int | None = None  # None: the step does not tell
+        self._last_update: StepOutput | None = None
+        self._epoch, self._loss = "", None
+        self._by_hand = False
+        self._shown_at = time.monotonic()
+
+    def _open(self, total: int | None, unit: str) -> None:
+        if _rank() == 0:
+            self._display = Bar(total, unit) if self._is_live() else Lines(total, unit, self.seconds_per_line)
+        self._shown_at = time.monotonic()
+
+    def on_train_begin(self, run_context: Any) -> None:
+        params = run_context.original_args()
+        self._begin()
+        self._initial_step = params.cur_step_num
+        self._open(params.epoch_num * params.batch_num, "batch")
+
+    def on_train_epoch_begin(self, run_context: Any) -> None:
+        params = run_context.original_args()
+        if self._step == 0:  # the first epoch is not epoch 1 if the training was resumed
+            self._last_epoch = params.cur_epoch_num - 1 + params.epoch_num
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        if self._display is None:
+            return
+        params = run_context.original_args()
+        self._epoch = f"epoch {params.cur_epoch_num}/{self._last_epoch}"
+        self._count(params.cur_step_num - self._initial_step, params.net_outputs)
+
+    def on_train_end(self, run_context: Any) -> None:
+        self.close()
+
+    def update(self, output: StepOutput | None, epoch: int | None = None) -> None:
+        """Count an update, in a loop of your own.
+
+        Args:
+            output (StepOutput, optional): What the training step or ``Accumulator.step`` returned. None, and an output
+                inside a window, count for nothing.
+            epoch (int, optional): The epoch to show. Default: ``None``.
+        """
+        check_output(_OWNER, output)
+        if output is None or not output.ends_window:
+            return
+        if not self._by_hand:
+            self._begin()
+            self._open(self.total, "update")
+            self._by_hand = True
+        if self._display is not None:
+            self._epoch = "" if epoch is None else f"epoch {epoch}"
+            self._count(self._step + bool(output.updated.asnumpy()), output)
+
+    def __enter__(self) -> "ProgressBar":
+        self._entered += 1
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered -= 1
+        if self._entered > 0:
+            return
+        if self._by_hand and error[:1] == (None,):
+            self.close()
+        self._close()  # after an error in the training on_train_end does not come
+
+    def _count(self, step: int, outputs: Any) -> None:
+        assert self._display is not None
+        self._step = step
+        self._loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        if isinstance(outputs, StepOutput):
+            self._num_updates = (self._num_updates or 0) + bool(outputs.updated.asnumpy())
+            if outputs.ends_window:
+                self._last_update = outputs
+        # Reading the loss waits for the device, so that of the steps that are not shown stays unread.
+        if step > self._shown_step and time.monotonic() - self._shown_at >= self._display.seconds:
+            self._show()
+
+    def close(self) -> None:
+        """Show the last step and no more, in a loop of your own without ``with``."""
+        if self._display is not None and self._step > self._shown_step:
+            self._show()
+        self._close()
+
+    def _close(self) -> None:
+        if self._display is not None:
+            self._display.close()
+        self._display, self._by_hand = None, False
+
+    def _is_live(self) -> bool:
+        if self.live is not None:
+            return self.live
+        return os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty()
+
+    def _show(self) -> None:
+        assert self._display is not None
+        facts = [] if self._by_hand or self._num_updates is None else [f"{self._num_updates} updates"]
+        if isinstance(self._loss, Tensor):
+            facts.append(f"loss {np.mean(self._loss.asnumpy()):.4g}")
+        if self._last_update is not None:
+            rates = self._last_update.learning_rate.asnumpy()
+            # Groups can have rates of their own.
+            facts.append("lr " + "-".join(f"{rate:.4g}" for rate in sorted({rates.min(), rates.max()})))
+            facts.append(f"norm {self._last_update.grad_norm.asnumpy().item():.4g}")
+        self._display.show(self._step, self._epoch, ", ".join(facts))
+        self._shown_step, self._shown_at = self._step, time.monotonic()
+
+
+def _rank() -> int:
+    return get_rank() if GlobalComm.INITED else 0

@@ -1,0 +1,113 @@
+"""What a report can say only at a cost: the norm of the weights, the time of the messages, the peak of the memory."""
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import ParameterTuple, Tensor, nn, ops
+
+from ms_gradaccum.backend.compiled import NOTHING, Compiled
+from ms_gradaccum.backend.tensors import runs_of
+from ms_gradaccum.gradients.clipping import global_norm
+from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.world import gather_counts
+from ms_gradaccum.training.micro_step import EmptyStep
+
+_OWNER = "StepReporter"
+
+
+class WeightNorm(nn.Cell):
+    """The L2 norm of all weights that are trained, taken as one vector. They are whole on each rank."""
+
+    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+        super().__init__(auto_prefix=False)
+        self.weights = ParameterTuple(weight for parallel in parallels for weight in parallel.replicas())
+        self.runs = runs_of([weight.size for weight in self.weights])
+
+    def construct(self, nothing: Tensor) -> Tensor:
+        return global_norm(tuple(self.weights), self.runs) + nothing
+
+
+def weight_norm_of(parallels: Sequence[SingleProcess]) -> Callable[[], float]:
+    """Return what computes the norm now."""
+    cell = WeightNorm(parallels)
+    run = Compiled(lambda: cell, _OWNER, "the norm of the weights")
+    return lambda: float(run(NOTHING).asnumpy())
+
+
+class UpdateMessages(nn.Cell):
+    """What an update sends, without the update.
+
+    For an empty buffer: sums of zeros are zeros, and weights that are gathered are what they were.
+    """
+
+    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+        super().__init__(auto_prefix=False)
+        self.parallels = nn.CellList(parallels, auto_prefix=False)
+
+    def construct(self, nothing: Tensor) -> Tensor:
+        done: Any = nothing
+        for parallel in self.parallels:
+            # One after the other, as in an update: the messages of all ranks must come in one order.
+            reduced = ops.depend(parallel.reduce(), done)
+            grads = parallel.for_optimizer(ops.depend(tuple(parallel.sums), reduced))
+            ready = ops.depend(grads, parallel.before_update())
+            done = parallel.after_update(ready)
+        return ops.depend(nothing + 0.0, done)
+
+
+class MicroBatchMessages(nn.Cell):
+    """What a micro batch sends, without the micro batch."""
+
+    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+        super().__init__(auto_prefix=False)
+        self.empty_step = EmptyStep(parallels)
+
+    def construct(self, nothing: Tensor) -> Tensor:
+        return ops.depend(nothing + 0.0, self.empty_step(nothing))
+
+
+class CommunicationTime:
+    """The time of a window's messages, found by sending them once more. Needs empty buffers, and all processes."""
+
+    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+        # With one process there is nobody to talk to.
+        self.several = parallels[0].several
+        self.every_batch = self.several and parallels[0].every_batch
+        self.runs = [_compile(UpdateMessages(parallels))] if self.several else []
+        if self.every_batch:
+            self.runs.append(_compile(MicroBatchMessages(parallels)))
+        self.is_warm = False
+
+    def seconds(self, micro_batches: int) -> float:
+        """Return the seconds for a window in which this rank had so many micro batches."""
+        if not self.several:
+            return 0.0
+        if not self.is_warm:  # The first run compiles, and opens connections.
+            self._measure(1)
+            self.is_warm = True
+        return self._measure(micro_batches)
+
+    def _measure(self, micro_batches: int) -> float:
+        # The answer comes when all ranks are here, so that nobody's lateness is taken for a slow message.
+        rounds = max(gather_counts(micro_batches))
+        return sum(times * _seconds_of(run) for times, run in zip((1, rounds), self.runs))
+
+
+def _compile(cell: nn.Cell) -> Compiled:
+    return Compiled(lambda: cell, _OWNER, "the messages")
+
+
+def _seconds_of(run: Compiled) -> float:
+    start = time.perf_counter()
+    run(NOTHING).asnumpy()
+    return time.perf_counter() - start
+
+
+def peak_memory() -> int:
+    """Return the most bytes so far: of the device's memory that tensors had, on CPU of the process's resident one."""
+    if ms.get_context("device_target") == "CPU":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(ms.runtime.max_memory_allocated())

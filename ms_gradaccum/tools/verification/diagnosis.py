@@ -1,0 +1,202 @@
+"""Why a window differs from the whole batch: each cause is shown by an experiment before it is named."""
+
+from collections.abc import Iterable
+
+from mindspore import nn
+
+from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, misfit, misfits, norm
+from ms_gradaccum.tools.verification.experiment import Experiment
+from ms_gradaccum.tools.verification.loss_search import WRONG_REDUCTIONS, LossSearch
+from ms_gradaccum.training.ambiguous_inputs import ambiguous_inputs, name_of
+
+# How often the same batch is run to see whether it gives the same.
+_REPEATS = 2
+_SHOWN = 5
+
+_BATCH_NORM = (
+    "BatchNorm ({names}): each micro batch is normalised by its own statistics, and the moving averages move {count} "
+    "times instead of once. {evidence}Use GroupNorm or LayerNorm, freeze it (use_batch_statistics=False), or take "
+    "larger micro batches."
+)
+_DROPOUT = (
+    "Dropout ({names}): two runs of the same batch differ, and no more once it is turned off. Each micro batch draws "
+    "masks of its own, which changes nothing on average. Set p=0 to compare the rest parameter by parameter."
+)
+_RANDOM = (
+    "A random operator that is no Dropout layer, or state that is no parameter: two runs of the same batch "
+    "differ{although}. Nothing else could be tested. Turn it off to compare the rest."
+)
+_STATE = (
+    "State of the network ({names}): each forward pass changes it, so a window does {count} times and the whole batch "
+    "once. Change it once per update, outside of the network, or keep it constant."
+)
+_DIVIDED_TWICE = (
+    "A division by K = {count} done twice: the whole batch in network has 1/{count} of the gradient that it has in "
+    "reference. Remove the division from the loss: the window divides by its weight itself."
+)
+_RATIO = (
+    "A factor: the whole batch in network has {ratio:.6g} times the gradient that it has in reference. Take the "
+    "factor out of the loss; if it is 1 / accumulation_steps, the window divides by its weight itself."
+)
+_OTHER_LOSS = (
+    "Another loss: the whole batch in network differs from that in reference by {size:.1e} of the gradient, and by no "
+    "constant factor. Give the loss cell that network stands for."
+)
+_NOT_FINITE = (
+    "An Inf or NaN in {where}: nothing can be compared. A mean over no tokens is one, as is an overflow of 16 bits."
+)
+_NO_BATCH = (
+    "An input that is no batch and is split like one: with {name} of shape {shape} whole in each micro batch, the "
+    "gradients are equal. Give it None in batch_axis."
+)
+_UNKNOWN = "No cause was found. If the difference is small, it may be rounding: give rtol."
+
+
+class Diagnosis:
+    """The search for causes, from those that hide others to those that need everything else to be equal.
+
+    Args:
+        experiment: What is run.
+        window: The window, with everything as in training.
+        whole: The whole batch through the same loss cell, with everything as in training.
+        rtol: What differs by less is equal.
+    """
+
+    def __init__(self, experiment: Experiment, window: Run, whole: Run, rtol: float) -> None:
+        self.experiment = experiment
+        self.window, self.whole = window, whole
+        self.rtol = rtol
+        self.count = len(experiment.micro_batches)
+        self.causes: list[str] = []
+        # Whether a window is known to carry state from one micro batch to the next.
+        self.has_state = False
+
+    def search(self, moved: Iterable[int]) -> tuple[str, ...]:
+        """Return the causes. ``moved`` are the places of the parameters that differ in their state."""
+        if self._all_finite() and not self._is_random():
+            self._look_at_state(set(moved))
+            if self._all_finite():
+                self._look_at_loss()
+                self._look_at_reference()
+        return tuple(self.causes) or (_UNKNOWN,)
+
+    def _same(self, a: Run, b: Run, *others: Run) -> bool:
+        return misfit(a, b, *others) <= self.rtol
+
+    def _same_gradient(self) -> bool:
+        return max(misfits(self.window, self.whole)) <= self.rtol
+
+    def _freeze(self, cells: Iterable[nn.Cell]) -> None:
+        self.experiment = self.experiment.freezing(list(cells))
+        self.window, self.whole = self.experiment.window(), self.experiment.whole()
+
+    def _all_finite(self) -> bool:
+        runs = {"the whole batch": self.whole, "the window": self.window}
+        where = [name for name, run in runs.items() if not is_finite(run)]
+        if where == ["the window"]:
+            found = [i for i in range(self.count) if not is_finite(self.experiment.micro_batch(i))]
+            where = [f"the window, in micro batch {', '.join(map(str, found))} counted from 0"] if found else where
+        if where:
+            self.causes.append(_NOT_FINITE.format(where=" and ".join(where)))
+        return not where
+
+    def _is_random(self) -> bool:
+        """Name what draws random numbers, and turn it off. Return whether that was not possible."""
+        if _repeats_itself(self.experiment, self.rtol):
+            return False
+        layers = self._layers("Dropout")
+        if layers and _repeats_itself(self.experiment.freezing(list(layers.values())), self.rtol):
+            self.causes.append(_DROPOUT.format(names=_listed(layers)))
+            self._freeze(layers.values())
+            return False
+        although = f", even with {_listed(layers)} turned off" if layers else ""
+        self.causes.append(_RANDOM.format(although=although))
+        return True
+
+    def _look_at_state(self, moved: set[int]) -> None:
+        """Name what the forward pass itself changes, and freeze BatchNorm."""
+        layers = self._layers("BatchNorm")
+        owned = {id(parameter) for layer in layers.values() for parameter in layer.get_parameters()}
+        parameters = self.experiment.start.parameters
+        others = [parameters[i].name for i in sorted(moved) if id(parameters[i]) not in owned]
+        self.has_state = bool(others)
+        if others:
+            self.causes.append(_STATE.format(names=_listed(others), count=self.count))
+        if not layers:
+            return
+        differed = not self._same_gradient()
+        self._freeze(layers.values())
+        vanished = differed and is_finite(self.window) and is_finite(self.whole) and self._same_gradient()
+        if vanished or len(moved) > len(others):
+            evidence = "With it frozen, the gradients are equal. " if vanished else ""
+            self.causes.append(_BATCH_NORM.format(names=_listed(layers), count=self.count, evidence=evidence))
+
+    def _layers(self, word: str) -> dict[str, nn.Cell]:
+        """Return the outermost cells that act as what ``word`` says, by name."""
+        found: dict[str, nn.Cell] = {}
+        for name, cell in self.experiment.network.network.cells_and_names():
+            is_one = any(word in base.__name__ for base in type(cell).__mro__)
+            if is_one and _acts(cell) and not any(name.startswith(f"{outer}.") for outer in found):
+                found[name] = cell
+        return found
+
+    def _look_at_loss(self) -> None:
+        if self._same_gradient() or self._is_input_split():
+            return
+        search = LossSearch(self.experiment, self.whole, self.rtol)
+        # Run from the start each, micro batches do not see the state that those before them have left.
+        if not self.has_state or not self._same(search.expected(), self.whole, *search.runs):
+            self.causes.append(search.cause(self.window))
+
+    def _is_input_split(self) -> bool:
+        """Name an input that is no batch: with it whole in each micro batch, the window is the whole batch."""
+        experiment = self.experiment
+        for place in ambiguous_inputs(experiment.inputs, experiment.network.batch_axis):
+            try:
+                window = experiment.unsplit(place).window()
+            except Exception:
+                continue  # It has rows, and the network cannot do without their split.
+            if is_finite(window) and max(misfits(window, self.whole)) <= self.rtol:
+                name, shape = name_of(experiment.network, place), tuple(experiment.inputs[place].shape)
+                self.causes.append(_NO_BATCH.format(name=name, shape=shape))
+                return True
+        return False
+
+    def _look_at_reference(self) -> None:
+        if self.experiment.reference is None:
+            return
+        reference = self.experiment.whole_reference()
+        if self._same(self.whole, reference):
+            return
+        ratio = norm(self.whole) / norm(reference) if norm(reference) else 0.0
+        if not self._same(self.whole, combine([ratio], [reference])):
+            size = max(misfits(self.whole, reference))
+            self.causes.append(_OTHER_LOSS.format(size=size))
+            return
+        for count in {self.count, self.experiment.network.micro_size}:
+            if abs(ratio * count - 1) <= self.rtol:
+                self.causes.append(_DIVIDED_TWICE.format(count=count))
+                return
+        # A sum in place of a mean, or a mean in place of a sum, has a factor too, and has been named.
+        if not any(cause.startswith(WRONG_REDUCTIONS) for cause in self.causes):
+            self.causes.append(_RATIO.format(ratio=ratio))
+
+
+def _repeats_itself(experiment: Experiment, rtol: float) -> bool:
+    """Whether the same batch gives the same loss and gradient again, whatever the random state."""
+    first = experiment.whole()
+    return all(misfit(first, experiment.whole(same_random=False)) <= rtol for _ in range(_REPEATS))
+
+
+def _acts(cell: nn.Cell) -> bool:
+    """Whether a Dropout draws masks, or a BatchNorm takes the statistics of its batch."""
+    if getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1:
+        return False
+    statistics = getattr(cell, "use_batch_statistics", None)
+    return bool(cell.training if statistics is None else statistics)
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = [name or "the network" for name in names]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

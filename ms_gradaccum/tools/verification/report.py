@@ -1,0 +1,134 @@
+"""Window and whole batch side by side, parameter by parameter."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ms_gradaccum.tools.verification.comparison import Run, misfits, norm_of, relative
+from ms_gradaccum.tools.verification.compile_report import CompileReport, bullet
+from ms_gradaccum.tools.verification.diagnosis import Diagnosis
+from ms_gradaccum.tools.verification.experiment import Experiment
+
+_SHOWN = 20
+_HEAD = ("parameter", "kind", "max difference", "relative", "window / whole")
+
+
+@dataclass(frozen=True)
+class ParameterDifference:
+    """How one parameter fares in a window and in the whole batch.
+
+    Attributes:
+        name: Name of the parameter.
+        kind: ``"gradient"``: its mean gradient. ``"state"``: its value after the forward passes, for a parameter
+            that they change, such as a moving average.
+        max_difference: Largest absolute difference of an element.
+        relative_difference: L2 norm of the difference, divided by the parameter's scale: the larger L2 norm of the
+            two, but for a gradient at least 1% of that of the whole gradient. What rounding leaves of a
+            gradient that should be 0 is small on this scale.
+        norm_ratio: L2 norm of the window's, divided by that of the whole batch's.
+        differs: Whether the relative difference is above the report's `rtol`.
+    """
+
+    name: str
+    kind: str
+    max_difference: float
+    relative_difference: float
+    norm_ratio: float
+    differs: bool
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`verify` has found. ``str(report)`` is a table with the worst parameter first, and the causes.
+
+    Attributes:
+        equal: Whether no parameter differs.
+        parameters: One entry per trainable parameter and per parameter that the forward pass changes, the worst first.
+        window_loss: Weighted mean loss of the window.
+        whole_loss: Loss of the whole batch.
+        micro_batches: The rows of each micro batch.
+        rtol: The relative difference up to which two gradients are equal.
+        causes: One sentence or two per cause: what was found, and what to do. Empty if nothing differs.
+        notes: What else to know: cells that one way of training leaves in evaluation mode, and another does not.
+        compiled: What differs between op by op and compiled, a :class:`CompileReport`. None if that was not asked.
+    """
+
+    equal: bool
+    parameters: tuple[ParameterDifference, ...]
+    window_loss: float
+    whole_loss: float
+    micro_batches: tuple[int, ...]
+    rtol: float
+    causes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    compiled: CompileReport | None = None
+
+    def __str__(self) -> str:
+        differing = [entry for entry in self.parameters if entry.differs]
+        lines = _table(differing[:_SHOWN]) if differing else []
+        if len(differing) > _SHOWN:
+            lines.append(f"... and {len(differing) - _SHOWN} more")
+        count = (
+            f"{len(differing)} of {len(self.parameters)} differ" if differing else f"All {len(self.parameters)} equal"
+        )
+        lines.append(f"{count} (rtol {self.rtol:g}). Micro batches of {', '.join(map(str, self.micro_batches))} rows.")
+        lines.append(f"Loss: {self.window_loss:.8g} in the window, {self.whole_loss:.8g} in the whole batch.")
+        if self.causes:
+            lines.append("Probable cause:" if len(self.causes) == 1 else "Probable causes:")
+        lines.extend(bullet(cause) for cause in self.causes)
+        if self.notes:
+            lines.extend(["Note:", *(bullet(note) for note in self.notes)])
+        if self.compiled is not None:
+            lines.append(str(self.compiled))
+        return "\n".join(lines)
+
+
+def run_and_report(experiment: Experiment, rtol: float) -> VerifyReport:
+    """Run window and whole batch, compare them, and look for causes if they differ."""
+    window, own = experiment.window(), experiment.whole()
+    whole = own if experiment.reference is None else experiment.whole_reference()._replace(state=own.state)
+    gradients = _gradients(experiment, window, whole, rtol)
+    states = _states(experiment, window, whole, rtol)
+    entries = sorted([*gradients, *states.values()], key=lambda entry: (not entry.differs, -entry.relative_difference))
+    equal = not any(entry.differs for entry in entries)
+    moved = [place for place, entry in states.items() if entry.differs]
+    causes = () if equal else Diagnosis(experiment, window, own, rtol).search(moved)
+    rows = tuple(micro_batch.rows for micro_batch in experiment.micro_batches)
+    return VerifyReport(equal, tuple(entries), window.loss, whole.loss, rows, rtol, causes)
+
+
+def _gradients(experiment: Experiment, window: Run, whole: Run, rtol: float) -> list[ParameterDifference]:
+    found = misfits(window, whole)
+    rows = zip(experiment.weights, window.grads, whole.grads, found)
+    return [_entry(weight.name, "gradient", a, b, miss, rtol) for weight, a, b, miss in rows]
+
+
+def _states(experiment: Experiment, window: Run, whole: Run, rtol: float) -> dict[int, ParameterDifference]:
+    start = experiment.start
+    entries = {}
+    for place in sorted({*window.state, *whole.state}):
+        values = [run.state.get(place, start.values[place]) for run in (window, whole)]
+        a, b = (value.astype(np.float64) for value in values)
+        miss = relative(norm_of(a - b), max(norm_of(a), norm_of(b)))
+        entries[place] = _entry(start.parameters[place].name, "state", a, b, miss, rtol)
+    return entries
+
+
+def _entry(name: str, kind: str, window: Any, whole: Any, miss: float, rtol: float) -> ParameterDifference:
+    largest = float(np.abs(window.astype(np.float64) - whole).max(initial=0.0))
+    ratio = 1.0 if norm_of(window) == norm_of(whole) else relative(norm_of(window), norm_of(whole))
+    return ParameterDifference(name, kind, largest, miss, ratio, not miss <= rtol)  # A NaN differs.
+
+
+def _table(entries: list[ParameterDifference]) -> list[str]:
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for entry in entries:
+        numbers = f"{entry.max_difference:.3g}", f"{entry.relative_difference:.3g}", f"{entry.norm_ratio:.6g}"
+        rows.append((entry.name, entry.kind, *numbers))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    aligned = []
+    for name, kind, *cells in rows:
+        right = (f"{number:>{width}}" for number, width in zip(cells, widths[2:]))
+        aligned.append("  ".join([f"{name:<{widths[0]}}", f"{kind:<{widths[1]}}", *right]))
+    return aligned

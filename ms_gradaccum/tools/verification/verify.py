@@ -1,0 +1,194 @@
+"""Does a window train like the whole batch, and if not, why?"""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from mindspore import nn
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, sentence
+from ms_gradaccum.backend.compiled import check_compile
+from ms_gradaccum.batch.nested_inputs import as_call
+from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
+from ms_gradaccum.gradients.convert_network import computes_in_16_bits
+from ms_gradaccum.tools.verification.compiled_run import CompiledSearch
+from ms_gradaccum.tools.verification.eager_and_compiled import EagerAndCompiled
+from ms_gradaccum.tools.verification.experiment import Experiment, Start
+from ms_gradaccum.tools.verification.kept import notes_of_modes
+from ms_gradaccum.tools.verification.python_reads import PythonReads
+from ms_gradaccum.tools.verification.python_state import PythonState
+from ms_gradaccum.tools.verification.report import VerifyReport, run_and_report
+from ms_gradaccum.training.grad_accumulation import GradAccumulation
+
+_OWNER = "verify"
+_RTOL, _RTOL_16_BIT = 1e-4, 2e-2
+
+
+def verify(
+    network: nn.Cell,
+    batch: Any,
+    micro_size: int | None,
+    *,
+    weighted: bool = False,
+    batch_axis: BatchAxis = 0,
+    reference: nn.Cell | None = None,
+    rtol: float | None = None,
+    compile: bool | None = None,
+) -> VerifyReport:
+    r"""Run a batch as one window and as one piece from the same start, and say what differs and why.
+
+    .. code-block:: python
+
+        window = sum(grad(loss_sum(rows)) for rows in split(batch, micro_size)) / weight
+        whole = grad(mean_loss(batch))
+        differs = norm(window - whole) > rtol * max(norm(window), norm(whole), 0.01 * norm of all parameters)
+
+    The window is that of :class:`TrainOneStepCell`, up to the optimizer: what it is given is what is compared, for any
+    optimizer, and so is what the forward passes themselves change (moving averages). If something differs, each
+    cause is shown by an experiment before it is named: BatchNorm, dropout and other random operators, state,
+    losses that average over something else than rows, sums, divisions done twice, and rows that depend on each other.
+
+    Both run as MindSpore's mode says, compiled in GRAPH mode and op by op in PYNATIVE mode, and in training mode. If
+    `network` is in training mode already, cells in it that ``set_train(False)`` has frozen stay frozen; the report has
+    a note on those that ``Model.train`` would set in training mode again.
+
+    With ``compile=True`` the window also runs op by op and compiled, in either mode. In PYNATIVE mode Python decides
+    anew in each step; in a graph, once. Between two runs what Python code may read is changed: attributes,
+    globals and variables of outer functions that `construct` and what it calls read, and the states of Python's and
+    NumPy's generators. What the eager run follows and the compiled one does not is named, as is what cannot be
+    compiled (hooks, NamedTuple inputs, ``lazy_inline`` on CPU), what the first runs differ in, and what an eager run
+    leaves behind in attributes and a compiled one does not. Dropout is off meanwhile.
+
+    Afterwards parameters, modes, the random state and what Python holds of the network are as they were. The exceptions
+    are the random state that MindSpore keeps inside operators, and what is inside of objects other than
+    tensors, arrays, lists, tuples, dicts, sets and deques of at most 10000 items, and plain objects in attributes.
+
+    Args:
+        network (Cell): A loss cell, or a :class:`GradAccumulation` around one.
+        batch (Union[Tensor, tuple, list, dict]): The whole batch: the inputs of `network` in their order, by name, or
+            the only one. It must fit into memory in one piece. Rows that differ, as real data do, show most.
+        micro_size (Union[int, None]): The number of micro batches. For a GradAccumulation its own number or ``None``.
+
+    Keyword Args:
+        weighted (bool): Whether `network` returns `(loss_sum, weight)`, see :class:`GradAccumulation`, whose own
+            setting holds if `network` is one. Default: ``False``.
+        batch_axis (Union[int, None, tuple, dict]): Axis of the rows, see :class:`GradAccumulation`, whose own
+            setting holds if `network` is one. Default: ``0``.
+        reference (Union[Cell, None]): The loss cell for the whole batch, if it is not `network`: same parameters and
+            inputs, returns the mean loss. A loss that was divided by the number of micro batches for a hand-written
+            loop is told from one that was not only by its reference. Default: ``None``.
+        rtol (Union[float, None]): Relative difference up to which gradients are equal. ``None`` means 1e-4, and 2e-2
+            if the network has 16-bit parameters or computes in mixed precision. Default: ``None``.
+        compile (Union[bool, None]): ``True`` also compares the window op by op with the window compiled, as training
+            with ``compile=True`` runs it, and measures both; see `compiled` of the report. Default: ``None``.
+
+    Returns:
+        :class:`VerifyReport`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If `compile` is ``False``, or ``True`` while ``MS_JIT=0`` has nothing compiled. If `micro_size`,
+            `weighted` or `batch_axis` contradict a GradAccumulation, `network` is a training step or has no trainable
+            parameters, or `reference` lacks one of them.
+
+    Note:
+        A diagnosis runs up to two whole batches more per experiment, and keeps the gradients of the micro
+        batches in float32 in host memory. ``compile=True`` runs about three windows more of each kind, and a micro
+        batch per name that is changed.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from ms_gradaccum import verify
+        >>> network = nn.WithLossCell(nn.Dense(2, 1), nn.MSELoss(reduction="sum"))
+        >>> x = np.arange(8, dtype=np.float32).reshape(4, 2)
+        >>> report = verify(network, (Tensor(x), Tensor(x[:, :1])), micro_size=2)
+        >>> print(report.equal, round(report.parameters[0].norm_ratio, 4))
+        False 0.5
+        >>> print(report.causes[0])
+        A sum where a mean is expected: ...
+    """
+    compiles = _check_compile(compile)
+    grad_accumulation = _as_grad_accumulation(network, micro_size, weighted, batch_axis)
+    loss_cell = grad_accumulation.network
+    _check_reference(reference, loss_cell)
+    if rtol is not None:
+        check_positive_float(_OWNER, "rtol", rtol, "None means 1e-4, or 2e-2 for 16 bits.")
+    args, kwargs = as_call(_OWNER, batch)
+    inputs = grad_accumulation.positional(args, kwargs)
+    grad_accumulation.bind(inputs, {})
+    start, reads = Start(loss_cell, reference), PythonReads(loss_cell)
+    state = PythonState(reads.spaces)
+    rtol = rtol or _default_rtol(start)
+    notes = tuple(notes_of_modes(reads, start))
+    try:
+        report = run_and_report(Experiment(grad_accumulation, inputs, reference, start), rtol)
+        if not compiles:
+            return replace(report, notes=notes)
+        runs = EagerAndCompiled(grad_accumulation, inputs, start, reads, state, rtol)
+        return replace(report, notes=notes, compiled=CompiledSearch(runs).report())
+    finally:
+        try:
+            state.restore()
+        finally:
+            start.restore()
+
+
+def _as_grad_accumulation(
+    network: Any, micro_size: int | None, weighted: bool, batch_axis: BatchAxis
+) -> GradAccumulation:
+    network = check_cell(_OWNER, "network", network, "Give a GradAccumulation or a loss cell.")
+    if isinstance(network, AutoParallel):
+        network = network.network
+    if isinstance(network, nn.TrainOneStepCell):
+        rule = "a GradAccumulation or a loss cell"
+        raise ValueError(sentence(_OWNER, "network", rule, type(network).__name__, "Give its network."))
+    if not any(True for _ in network.trainable_params()):
+        raise ValueError(sentence(_OWNER, "network", "one with trainable parameters", "none", "Give the loss cell."))
+    if not isinstance(network, GradAccumulation):
+        count = check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
+        return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
+    remedy = "Settings of a GradAccumulation are its own: leave them out here."
+    if micro_size is not None:
+        check_positive_int(_OWNER, "micro_size", micro_size, remedy)
+    check_bool(_OWNER, "weighted", weighted, remedy)
+    batch_axis = check_batch_axis(batch_axis)
+    settings = (
+        ("micro_size", micro_size, network.micro_size, None),
+        ("weighted", weighted, network.weighted, False),
+        ("batch_axis", batch_axis, network.batch_axis, 0),
+    )
+    for name, given, own, default in settings:
+        if given not in (own, default):
+            rule = f"{default!r} or that of the GradAccumulation, {own!r}"
+            raise ValueError(sentence(_OWNER, name, rule, repr(given), remedy))
+    return network
+
+
+def _check_compile(value: Any) -> bool:
+    compiles = check_compile(_OWNER, value)
+    if compiles and os.getenv("MS_JIT") == "0":
+        rule, got = "None where MS_JIT=0 has nothing compiled", "True"
+        raise ValueError(sentence(_OWNER, "compile", rule, got, "Unset MS_JIT, or leave compile out."))
+    return compiles
+
+
+def _check_reference(reference: Any, loss_cell: nn.Cell) -> None:
+    if reference is None:
+        return
+    check_cell(_OWNER, "reference", reference, "Give the loss cell of the whole batch.")
+    known = {id(parameter) for parameter in reference.get_parameters()}
+    missing = [parameter.name for parameter in loss_cell.trainable_params() if id(parameter) not in known]
+    if missing:
+        got = f"one without {len(missing)} of them, first {missing[0]!r}"
+        remedy = "Build it around the same network."
+        raise ValueError(sentence(_OWNER, "reference", "a loss cell of the parameters of network", got, remedy))
+
+
+def _default_rtol(start: Start) -> float:
+    """Return the tolerance for float32, or that for a network of which something computes in 16 bits."""
+    return _RTOL_16_BIT if computes_in_16_bits(start.parameters, start.cells) else _RTOL

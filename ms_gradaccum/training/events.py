@@ -1,0 +1,190 @@
+"""What happens while a window goes on, told to the user's own callbacks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from ms_gradaccum._checks import sentence, typed
+from ms_gradaccum.training.step_output import StepOutput
+
+NAMES = ("on_micro_batch_begin", "on_micro_batch_end", "on_update_begin", "on_update_end")
+# The state of `Events`: what it counts, and at how many micro batches the last window ended.
+COUNTS = ("batches", "micro_batches", "window_micro_batches", "updates", "skipped_updates", "_before_window")
+
+
+class StepEvent(NamedTuple):
+    """What a callback is told at the begin or end of a micro batch or an update. Counts are of this process, since
+    its training step was built.
+
+    Attributes:
+        batch: Number of the current batch, from 1 on.
+        micro_batch: Number of the micro batch in its batch, from 0 on; None for an update.
+        rows: Rows of the micro batch; None for an update, and for gradients that the caller has taken.
+        updates: Updates made so far. At the end of an update it is among them, unless it was skipped.
+        skipped_updates: Windows whose update was skipped so far, for a gradient with an Inf or a NaN or for want of
+            weight.
+        output: Report on the window, at the end of an update; None otherwise.
+
+    Examples:
+        >>> from mindspore import nn, ops
+        >>> from ms_gradaccum import GradAccumulation, TrainOneStepCell
+        >>> class Watch:
+        ...     def on_micro_batch_end(self, event):
+        ...         print("micro batch", event.micro_batch, "of", event.rows, "rows")
+        ...     def on_update_end(self, event):
+        ...         print("update", event.updates, "with loss", event.output.loss)
+        >>> network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+        >>> loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size=2)
+        >>> train_step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.5))
+        >>> train_step.add_callback(Watch())
+        >>> output = train_step(ops.ones((3, 1)), ops.ones((3, 1)))
+        micro batch 0 of 2 rows
+        micro batch 1 of 1 rows
+        update 1 with loss 1.0
+    """
+
+    batch: int
+    micro_batch: int | None
+    rows: int | None
+    updates: int
+    skipped_updates: int
+    output: StepOutput | None = None
+
+
+class Events:
+    """Counts what a training step does and calls whoever listens. Nothing here looks at a device inside a window.
+
+    Args:
+        owner: Whose name errors begin with.
+
+    Attributes:
+        batches: Batches begun.
+        micro_batches: Micro batches done.
+        window_micro_batches: Those between the ends of the last two windows.
+        updates: Updates made.
+        skipped_updates: Windows that have ended without one.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.batches = self.micro_batches = self.window_micro_batches = self.updates = self.skipped_updates = 0
+        self._before_window = 0
+        self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
+
+    @property
+    def heard(self) -> bool:
+        """Whether anybody listens."""
+        return any(self._listeners.values())
+
+    def hears(self, callback: Any) -> bool:
+        """Return whether ``callback`` listens."""
+        return any(getattr(callback, name, None) in listeners for name, listeners in self._listeners.items())
+
+    def add(self, callback: Any) -> None:
+        """Call those methods of ``callback`` that have the names of events, from now on."""
+        if not is_listener(callback):
+            got = typed(callback)
+            rule = f"an object with at least one of the methods {', '.join(NAMES)}"
+            remedy = "Each takes one argument, a StepEvent."
+            raise TypeError(sentence(self.owner, "callback", rule, got, remedy))
+        for name in NAMES:
+            if callable(getattr(callback, name, None)):
+                self._listeners[name].append(getattr(callback, name))
+
+    @contextmanager
+    def listening(self, callbacks: Sequence[Any]) -> Iterator[None]:
+        """Let those of ``callbacks`` listen that have methods for it and do not yet, until the end of this context."""
+        before = {name: list(methods) for name, methods in self._listeners.items()}
+        for callback in callbacks:
+            if is_listener(callback) and not self.hears(callback):
+                self.add(callback)
+        try:
+            yield
+        finally:
+            self._listeners = before
+
+    def micro_batch_begin(self, index: int, rows: int | None) -> None:
+        """Tell that a micro batch begins."""
+        self._tell("on_micro_batch_begin", index, rows)
+
+    def micro_batch_end(self, index: int, rows: int | None) -> None:
+        """Count a micro batch and tell that it was added."""
+        self.micro_batches += 1
+        self._tell("on_micro_batch_end", index, rows)
+
+    def update_begin(self) -> None:
+        """Tell that a window ends."""
+        self._tell("on_update_begin")
+
+    def update_end(self, output: StepOutput) -> None:
+        """Count the end of a window and tell how it ended."""
+        self.window_micro_batches = self.micro_batches - self._before_window
+        self._before_window = self.micro_batches
+        updated = bool(output.updated.asnumpy())
+        self.updates += updated
+        self.skipped_updates += not updated
+        self._tell("on_update_end", output=output)
+
+    def _tell(
+        self, name: str, index: int | None = None, rows: int | None = None, output: StepOutput | None = None
+    ) -> None:
+        if self._listeners[name]:
+            event = StepEvent(self.batches, index, rows, self.updates, self.skipped_updates, output)
+            for listener in self._listeners[name]:
+                listener(event)
+
+
+class StatefulCallback:
+    """A callback whose tensors are part of a training step, and so of its checkpoints and states."""
+
+    def attach(self, step: Any) -> None:
+        """Give ``step`` the tensors. Again for the same step, it does nothing."""
+        raise NotImplementedError
+
+
+class Observed:
+    """What a training step that has events offers."""
+
+    events: Events
+
+    def adopt(self, callbacks: Sequence[Any]) -> None:
+        """Take in the tensors of those of ``callbacks`` that have some."""
+        for callback in callbacks:
+            if isinstance(callback, StatefulCallback):
+                callback.attach(self)
+
+    def add_callback(self, callback: Any) -> None:
+        """Call those of the callback's methods `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and
+        `on_update_end` that it has, each with a :class:`StepEvent`; of several networks, for each of them.
+
+        They are called from Python, so not inside a larger graph (data sink mode, a compiled function).
+
+        Args:
+            callback (object): Anything with at least one of these methods, for example a :class:`MetricsLogger`.
+
+        Raises:
+            TypeError: If it has none of them.
+        """
+        self.adopt([callback])
+        # Told twice of each update, it would change its tensors twice.
+        if not (isinstance(callback, StatefulCallback) and self.events.hears(callback)):
+            self.events.add(callback)
+
+
+def check_told(owner: str, name: str, train_step: Any, callback: Any) -> None:
+    """Raise unless ``train_step``, of a Model, tells ``callback``, called ``name``, of its updates."""
+    if not isinstance(train_step, Observed):
+        raise TypeError(
+            f"For '{owner}', the training step must be a TrainOneStepCell of ms_gradaccum, but got another "
+            f"{type(train_step).__name__}. Import Model from ms_gradaccum."
+        )
+    if not train_step.events.hears(callback):
+        raise ValueError(
+            f"For '{owner}', the training step must tell it of updates, but a Model of MindSpore does not arrange "
+            f"for that. Import Model from ms_gradaccum, or call train_step.add_callback({name}) first."
+        )
+
+
+def is_listener(callback: Any) -> bool:
+    """Return whether ``callback`` has a method for one of the events."""
+    return any(callable(getattr(callback, name, None)) for name in NAMES)

@@ -1,0 +1,282 @@
+"""A loss cell that is fed in micro batches."""
+
+import inspect
+from typing import Any, Literal, get_args
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops import functional as F
+from mindspore.ops.primitive import _primexpr
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from ms_gradaccum._checks import check_bool, check_cell, check_choice, check_positive_int, sentence, warn
+from ms_gradaccum.batch.loss_kind import loss_warning
+from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
+from ms_gradaccum.batch.weighted_loss import OwnWeight, OwnWeights, RowWeight, WeightedLoss
+from ms_gradaccum.gradients.buffer import reciprocal
+from ms_gradaccum.gradients.convert_network import in_precision
+from ms_gradaccum.gradients.mixed_precision import Precision
+from ms_gradaccum.training.stock_cell import check_construct
+
+_OWNER = "GradAccumulation"
+# What becomes of several losses that a network returns.
+_Losses = Literal["sum", "first"]
+
+
+class GradAccumulation(nn.Cell):
+    r"""Feed a loss cell its batch in micro batches, so that a batch needs the memory of one micro batch.
+
+    Trained by :class:`TrainOneStepCell` or :class:`Model`, a batch makes one update, with the gradient that
+    the whole batch has:
+
+    .. code-block:: python
+
+        for rows in split(batch, micro_size):      # forward and backward, one micro batch at a time
+            sums += grad(mean_loss(rows) * len(rows))
+        optimizer(sums / len(batch))
+
+    The interface is that of ``mindspore.parallel.nn.GradAccumulation``, whose `micro_size` is also a count.
+
+    Args:
+        network (Cell): Loss cell. Its inputs are those of this cell; it returns a scalar floating-point mean loss
+            over its rows, or a tuple that starts with one. Of further outputs, `losses` says what becomes of scalars;
+            others, such as logits, are neither differentiated nor kept.
+        micro_size (int): The number of micro batches that one batch is split into (a count, not rows). If
+            `micro_size` does not divide the rows, the first micro batches have one row more, and each counts
+            by its rows. A batch of fewer rows is split into single rows.
+
+    Keyword Args:
+        weighted (bool): If ``True``, `network` returns `(loss_sum, weight)`, two scalars, and each micro batch counts
+            by its weight (for example its number of tokens; not negative). If ``False``, by its rows.
+            :class:`TokenMeanLoss` says so itself. Default: ``False``.
+        terms (int): Number of terms of the loss that have weights of their own. With more than one, `network` is
+            `weighted` and returns a tuple of so many pairs `(loss_sum, weight)`, for example
+            ``((cross_entropy_sum, tokens), (0.01 * balance_loss, 1))``. The loss is the sum of the terms' means. Each
+            term costs a backward pass and a buffer of its own. In PYNATIVE mode more than one needs ``compile=True`` of
+            what trains this cell. Default: ``1``.
+        losses (Union[str, None]): What becomes of further floating-point scalars that `network` returns: ``"sum"``
+            trains the sum of them all, ``"first"`` leaves out all but the first, and ``None`` refuses them.
+            Default: ``None``.
+        batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per input, in
+            the order of the network's arguments, where ``None`` means that an input goes whole into each micro
+            batch. An entry for an input that is itself a tuple or a dict stands for all its tensors, or is
+            a tuple or dict of entries. What is no tensor, and a tensor without axes, is never split.
+            Default: ``0``.
+
+    Inputs:
+        - **\*inputs** - Inputs of `network`: tensors of any dtype and shape, tuples, lists and dicts of
+          them, Python values.
+
+    Outputs:
+        In training, the weighted mean loss over all micro batches, a float32 scalar, differentiable as one graph.
+        In evaluation, what `network` returns for the whole batch.
+
+    Raises:
+        TypeError: If a subclass has its own `construct`, `network` is not a Cell, `micro_size` not an int, `weighted`
+            not a bool, or `batch_axis` holds anything but ints and None.
+        ValueError: If `micro_size` is less than 1, `losses` is none of the above, inputs disagree about the number of
+            rows or have none, or `network` returns something else than described.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import nn, ops
+        >>> from ms_gradaccum import GradAccumulation, Model
+        >>> network = nn.Dense(16, 10)
+        >>> loss_cell = GradAccumulation(nn.WithLossCell(network, nn.CrossEntropyLoss()), 4)
+        >>> model = Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 1e-2))
+    """
+
+    # Whether a window has more batches than one, of this process or of others.
+    adds_batches = False
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        micro_size: int,
+        *,
+        weighted: bool = False,
+        batch_axis: BatchAxis = 0,
+        terms: int = 1,
+        losses: _Losses | None = None,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        remedy = "Put what it does into the construct of network, the loss cell."
+        check_construct(_OWNER, type(self), GradAccumulation, remedy)
+        network = check_cell(
+            _OWNER, "network", network, "Wrap the network and its loss, for example in nn.WithLossCell."
+        )
+        if any(isinstance(cell, GradAccumulation) for _, cell in network.cells_and_names()):
+            remedy = "Use one, with the product of the two micro_size."
+            raise ValueError(sentence(_OWNER, "network", "a network without GradAccumulation", "one inside", remedy))
+        remedy = "It counts the micro batches of one batch; 1 means no split."
+        self.micro_size = check_positive_int(_OWNER, "micro_size", micro_size, remedy)
+        remedy = "True means that network returns (loss_sum, weight)."
+        self.weighted = check_bool(_OWNER, "weighted", weighted, remedy) or getattr(network, "returns_weight", False)
+        self.terms = check_positive_int(_OWNER, "terms", terms, "It counts the pairs (loss_sum, weight).")
+        if terms > 1 and not self.weighted:
+            remedy = "Return ((sum_1, weight_1), (sum_2, weight_2), ...) and set weighted=True."
+            raise ValueError(sentence(_OWNER, "weighted", f"True with {terms} terms", weighted, remedy))
+        self.losses = _check_losses(losses, self.weighted)
+        self.batch_axis = check_batch_axis(batch_axis)
+        self.network = network
+        self._signature = inspect.signature(network.construct)
+        self.weighted_loss = self.loss_of()
+        self._has_looked_at_loss = False
+        self._get_attr_from_cell(network)
+
+    def loss_of(self, structure: Any = None) -> WeightedLoss:
+        """Return the loss of `network` as (sum, weight), for inputs of this structure."""
+        if self.terms > 1:
+            return OwnWeights(self.network, structure, self.losses, self.terms)
+        return (OwnWeight if self.weighted else RowWeight)(self.network, structure, self.losses)
+
+    def with_loss(self, loss_fn: nn.Cell) -> "GradAccumulation":
+        """Return this cell around `network` followed by `loss_fn`, which takes its output and one label."""
+        axis = self.batch_axis
+        if isinstance(axis, tuple) and len(axis) == 1:
+            axis = (*axis, 0)  # It speaks of the network's only input; the label's rows are on axis 0.
+        return self.around(nn.WithLossCell(self.network, loss_fn), axis)
+
+    def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
+        """Return a cell with these settings around another network."""
+        settings: dict[str, Any] = {"weighted": self.weighted, "terms": self.terms, "losses": self.losses}
+        return type(self)(network, self.micro_size, batch_axis=batch_axis, **settings)
+
+    def in_precision(self, owner: str, precision: Precision) -> "GradAccumulation":
+        """Return this cell around a network that computes in half precision, with the same parameters."""
+        if precision.level == "O0":
+            return self
+        return self.around(in_precision(owner, self.network, precision), self.batch_axis)
+
+    @property
+    def cls_name(self) -> str:
+        """Name by which MindSpore's own ``Model`` chooses a train cell.
+
+        With this class's real name it would choose the one for its own GradAccumulation, which needs
+        semi-auto-parallel and trains nothing without it. With any other it differentiates `construct`.
+        """
+        return "MicroBatchedLoss"
+
+    def split(self, *args: Any, **kwargs: Any) -> SplitBatch:
+        """Return the micro batches of one batch, given as `network` takes it."""
+        inputs = self.positional(args, kwargs)
+        batch = split_batch(inputs, self.micro_size, self.batch_axis)
+        self.bind(inputs, {})
+        if not (self._has_looked_at_loss or self.weighted) and (self.micro_size > 1 or self.adds_batches):
+            self._has_looked_at_loss = True
+            message = loss_warning(self.network, (part.tensors for part in batch.micro_batches))
+            if message:
+                warn(message)
+        return batch
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        """Return what the arguments of `network` are, or raise if these are none that it takes."""
+        try:
+            return self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"For '{_OWNER}', the inputs must fit the network's construct{self._signature}, but got {error}. "
+                f"Give them as the network takes them."
+            ) from None
+
+    def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what `network` takes, by position alone."""
+        all_axes = isinstance(self.batch_axis, tuple) and len(self.batch_axis) > len(args)
+        if not kwargs and not all_axes:
+            return args
+        bound = self.bind(args, kwargs)
+        # The entries of batch_axis stand for all arguments, given or not.
+        bound.apply_defaults()
+        if bound.kwargs:
+            names = ", ".join(sorted(bound.kwargs))
+            raise TypeError(
+                f"For '{_OWNER}', the inputs must be positional arguments of the network's construct, but got "
+                f"the keyword-only {names}. Remove the '*' from its signature."
+            )
+        return tuple(bound.args)
+
+    def construct(self, *inputs: Any) -> Any:
+        if not self.training:
+            return self.network(*inputs)
+        _warn_without_train_step()
+        sums: tuple[Tensor, ...] = (Tensor(0.0, ms.float32),) * (2 * self.terms)
+        for part in self.split_in_graph(inputs):
+            values = self.weighted_loss(*part)
+            # Not '+=': in a graph that adds in place, here into one constant that all sums start from.
+            so_far = sums
+            sums = ()
+            for i, value in enumerate(values):
+                sums += (so_far[i] + value,)
+        loss = Tensor(0.0, ms.float32)
+        for i in range(self.terms):
+            loss = loss + sums[2 * i] * reciprocal(sums[2 * i + 1])
+        return loss
+
+    def split_in_graph(self, inputs: tuple[Any, ...]) -> Any:
+        """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
+        shapes: tuple[Any, ...] = ()
+        for item in inputs:
+            if isinstance(item, (tuple, list, dict)):
+                _refuse_nested()
+            if isinstance(item, Tensor) and not F.isconstant(item.shape):
+                _refuse_unknown_rows()
+            shapes += (item.shape if isinstance(item, Tensor) else None,)
+        axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
+        parts: tuple[Any, ...] = ()
+        for begin, end in bounds:
+            part: tuple[Any, ...] = (Tensor(end - begin, ms.float32),)
+            for i, item in enumerate(inputs):
+                part += (item if axes[i] is None else ops.narrow(item, axes[i], begin, end - begin),)
+            parts += (part,)
+        return parts
+
+
+def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
+    """Return the GradAccumulation in ``network``, or one that feeds a loss cell whole batches."""
+    network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
+    if isinstance(network, AutoParallel):
+        network = network.network
+    if isinstance(network, nn.TrainOneStepCell):
+        got, remedy = f"{type(network).__name__}, a training step", "Give the loss cell inside it."
+        raise ValueError(sentence(owner, "network", "a GradAccumulation or a loss cell", got, remedy))
+    return network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
+
+
+def _check_losses(losses: Any, weighted: bool) -> str | None:
+    if losses is None:
+        return None
+    remedy = "'sum' trains the sum of all losses that network returns, 'first' the first alone."
+    choice = check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
+    if choice == "sum" and weighted:
+        remedy = "A sum needs one weight: return it with the sum of the losses, or a pair per loss with terms."
+        raise ValueError(sentence(_OWNER, "losses", "None or 'first' with weighted=True", "'sum'", remedy))
+    return choice
+
+
+_split_shapes = _primexpr(split_shapes)
+
+
+@_primexpr
+def _refuse_nested() -> None:
+    raise TypeError(
+        f"For '{_OWNER}', the inputs inside a larger graph must be tensors and Python values, but got a tuple, list "
+        f"or dict. Give its tensors one by one."
+    )
+
+
+@_primexpr
+def _refuse_unknown_rows() -> None:
+    raise ValueError(
+        f"For '{_OWNER}', the inputs inside a larger graph must have known shapes, but got one whose lengths are "
+        f"open. Give set_inputs() whole shapes, or call the training step from Python."
+    )
+
+
+@_primexpr
+def _warn_without_train_step() -> None:
+    warn(
+        "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
+        "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell).",
+    )

@@ -1,0 +1,259 @@
+"""Forward and backward of one micro batch, added into the sums of a window: as a graph, or op by op."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore.common.sparse_tensor import RowTensorInner
+
+from ms_gradaccum.backend.compiled import Compiled, op_by_op
+from ms_gradaccum.backend.cpu import with_condition
+from ms_gradaccum.backend.kernels import ONE, as_dtype
+from ms_gradaccum.backend.tensors import run_of
+from ms_gradaccum.batch.nested_inputs import rebuilt
+from ms_gradaccum.batch.weighted_loss import WeightedLoss
+from ms_gradaccum.gradients.mixed_precision import Precision
+from ms_gradaccum.gradients.non_finite import KeepFinite
+from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.training.micro_loss import MicroLoss, Pace, is_half, pace_of
+
+
+class AddMicroBatch(nn.Cell):
+    """Add what one micro batch has to the buffers of the optimizers. No code of the user's is in here.
+
+    Args:
+        parallels: One per optimizer: its buffer, and what becomes of its gradients.
+        weights: One per optimizer: the parameters that it updates.
+        drops: Whether a micro batch that is not finite is left out.
+        reduces: Whether it is the last one of its window and the ranks add up the sums with it.
+    """
+
+    def __init__(
+        self,
+        parallels: Sequence[SingleProcess],
+        weights: Sequence[ParameterTuple],
+        drops: bool = False,
+        reduces: bool = False,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.buffer = parallels[0].buffer
+        self.terms = 1 + len(self.buffer.others)
+        ends = [sum(len(group) for group in weights[: i + 1]) for i in range(len(weights))]
+        self.bounds = tuple(zip([0, *ends[:-1]], ends))
+        self.keep: Any = KeepFinite([weight for group in weights for weight in group]) if drops else None
+        self.reduces = reduces
+        # Whether gradients leave this rank before they are added, so that each rank's own factor comes first.
+        self.scales_first = parallels[0].every_batch
+        self.map = ops.HyperMap()
+
+    def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Add gradients that were taken outside of this graph. Return what `added` returns."""
+        return self.added((loss_sum, weight), (factor,), (grads,))
+
+    def added(
+        self, values: tuple[Tensor, ...], factors: tuple[Tensor, ...], grads: tuple[tuple[Any, ...], ...]
+    ) -> tuple[Tensor, ...]:
+        """Add a loss sum and a weight per term, and its gradients times its factor.
+
+        Return the loss sums and the weights, each as one tensor, and what is there once they are added.
+        """
+        done: Any = ()
+        finite: Any = None
+        if self.keep is not None:
+            finite = self.is_finite(values, grads)
+            values = self.keep.kept(finite, values)
+            for parallel in self.parallels:
+                done = parallel.buffer.count_dropped(ops.depend(finite, done))
+        for term in range(self.terms):
+            own = grads[term]
+            if self.keep is not None:
+                own = self.keep.kept(finite, own)
+            done = self.add(term, values[2 * term], values[2 * term + 1], factors[term], own, done)
+        loss_sums, weights = values[0], values[1]
+        if self.terms > 1:
+            loss_sums, weights = ops.stack(values[0::2]), ops.stack(values[1::2])
+        return loss_sums, weights, self.after(done)
+
+    def is_finite(self, values: tuple[Tensor, ...], grads: tuple[tuple[Any, ...], ...]) -> Tensor:
+        """Return whether all of a micro batch is finite: one decision for all terms."""
+        finite = ops.isfinite(ops.sum(ops.stack(values)))
+        for own in grads:
+            finite = ops.logical_and(finite, self.keep.is_finite(own))
+        return finite
+
+    def add(self, term: int, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Any, done: Any) -> Any:
+        """Add the gradients of one term of the loss, after ``done``."""
+        for parallel, (begin, end) in zip(self.parallels, self.bounds):
+            buffer = parallel.buffer if term == 0 else parallel.buffer.others[term - 1]
+            # One after the other: the messages of all ranks must come in one order.
+            own = ops.depend(run_of(grads, begin, end), done)
+            if self.scales_first:
+                own = self.map(ops.partial(_scale, factor), own)
+            done = buffer.add(loss_sum, weight, parallel.share(own), ONE if self.scales_first else factor)
+        return done
+
+    def after(self, done: Any) -> Tensor:
+        """Return something that depends on ``done`` and, for the compiler's sake, on nothing of this micro batch."""
+        if self.reduces:
+            done = self.parallels[0].reduce(done)
+        return ops.depend(self.buffer.weight + 0.0, done)
+
+
+class MicroStep(nn.Cell):
+    """Forward and backward of one micro batch, added into the buffers, as one graph.
+
+    Args:
+        micro_loss: What is differentiated.
+        weights: One per optimizer: the parameters that it updates.
+        adding: What adds the gradients.
+        pace: What the backward pass starts from.
+    """
+
+    # Whether MindSpore's threads shall run it, see cpu.py.
+    in_thread_pool = False
+
+    def __init__(
+        self, micro_loss: MicroLoss, weights: Sequence[ParameterTuple], adding: AddMicroBatch, pace: Pace
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.micro_loss = micro_loss
+        self.weights = ParameterTuple(weight for group in weights for weight in group)
+        self.adding = adding
+        self.pace = pace
+        # A graph knows no Enum.
+        self.is_sum, self.is_mean = pace is Pace.SUM, pace is Pace.MEAN
+        self.scales = pace is not Pace.SUM or micro_loss.half
+        self.loss_and_grads = ops.value_and_grad(micro_loss, None, self.weights, has_aux=True)
+        self._get_attr_from_cell(micro_loss.weighted_loss.network)
+
+    def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        """Return the loss sum and the weight of this part, and what is there once they are added."""
+        (_, loss_sum, weight, factor), grads = self.loss_and_grads(share, factor, *tensors)
+        # A factor that the compiler knows to be 1 costs nothing.
+        return self.end(self.adding.added((loss_sum, weight), (factor if self.scales else ONE,), (grads,)))
+
+    def share_and_factor(self, rows: Tensor, batch_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first two inputs of `construct`, as part of a graph."""
+        if self.is_sum:
+            return rows, ONE
+        return (ONE, rows) if self.is_mean else (rows / batch_rows, batch_rows)
+
+    def end(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the outputs, from a graph that MindSpore's threads run if they shall."""
+        if self.in_thread_pool:
+            outputs = (outputs[0], outputs[1], with_condition(outputs[2]))
+        return outputs
+
+
+class TermsMicroStep(MicroStep):
+    """The same for a loss of several terms: one backward pass each."""
+
+    def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        values, backward = ops.vjp(self.micro_loss.weighted_loss, share, *tensors, weights=self.weights)
+        factors: tuple[Tensor, ...] = ()
+        grads: tuple[Any, ...] = ()
+        for term in range(self.adding.terms):
+            weight = values[2 * term + 1]
+            own = ops.maximum(weight, ONE) if self.micro_loss.half else ops.ones_like(weight)
+            start: tuple[Tensor, ...] = ()
+            for i in range(2 * self.adding.terms):
+                scale = self.micro_loss.loss_scale.value()
+                start += (scale / own if i == 2 * term else ops.zeros_like(weight),)
+            factors += (own,)
+            grads += (backward(*start)[1],)
+        return self.end(self.adding.added(values, factors, grads))
+
+
+class EagerMicroStep:
+    """The same op by op: the user's code runs as Python runs it, hooks included; what adds is a graph.
+
+    Args:
+        owner: Whose name errors begin with.
+        micro_loss: What is differentiated. It takes the inputs as the network does.
+        weights: One per optimizer: the parameters that it updates.
+        adding: What adds the gradients.
+        pace: What the backward pass starts from.
+
+    Attributes:
+        structure: What `take_apart` left of the inputs of the batch that is under way.
+        has_run: Whether the last call got as far as adding something.
+    """
+
+    structure: Any = None
+    has_run = False
+
+    def __init__(
+        self, owner: str, micro_loss: MicroLoss, weights: Sequence[ParameterTuple], adding: AddMicroBatch, pace: Pace
+    ) -> None:
+        self.pace = pace
+        self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
+        self.micro_loss = micro_loss
+        self.weights = ParameterTuple(weight for group in weights for weight in group)
+        # The inputs of the pass that is under way. They are no arguments of the function that is differentiated, which
+        # could not be any Python value then.
+        self.inputs: tuple[Any, ...] = ()
+
+    def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:
+        """Run one micro batch."""
+        self.has_run = self.adding.has_run = False
+        self.inputs = (share, factor, *rebuilt(self.structure, tensors))
+        try:
+            with op_by_op():
+                (_, *values), grads = ops.value_and_grad(self._forward, None, self.weights, has_aux=True)()
+        finally:
+            self.inputs = ()
+        try:
+            return self.adding(*values, *grads)
+        finally:
+            self.has_run = self.adding.has_run
+
+    def _forward(self) -> Any:
+        return self.micro_loss(*self.inputs)
+
+
+def build_micro_step(
+    weighted_loss: WeightedLoss,
+    parallels: Sequence[SingleProcess],
+    weights: Sequence[ParameterTuple],
+    precision: Precision,
+    drops: bool = False,
+    reduces: bool = False,
+) -> MicroStep:
+    """Return the micro step that the network needs."""
+    half = is_half(weighted_loss, precision)
+    micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
+    kind = TermsMicroStep if parallels[0].buffer.others else MicroStep
+    pace = pace_of(weighted_loss, half, eager=False)
+    return kind(micro_loss, weights, AddMicroBatch(parallels, weights, drops, reduces), pace)
+
+
+_scale = ops.MultitypeFuncGraph("scale_gradient")
+
+
+@_scale.register("Tensor", "Tensor")
+def _scale_dense(factor: Tensor, grad: Tensor) -> Tensor:
+    return (grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)) * factor
+
+
+@_scale.register("Tensor", "RowTensor")
+def _scale_rows(factor: Tensor, grad: Any) -> Any:
+    return RowTensorInner(grad.indices, as_dtype(grad.values, ms.float32) * factor, grad.dense_shape)
+
+
+class EmptyStep(nn.Cell):
+    """The part of a rank that has no micro batch left in what the ranks add up for each micro batch."""
+
+    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+        super().__init__(auto_prefix=False)
+        self.parallels = nn.CellList(parallels, auto_prefix=False)
+
+    def construct(self, nothing: Tensor) -> Any:
+        done: Any = ()
+        for parallel in self.parallels:
+            buffer = parallel.buffer
+            for term in (buffer, *buffer.others):
+                grads = buffer.no_grads(parallel.replicas(), done)
+                done = term.add(nothing, nothing, parallel.share(grads), ONE)
+        return done

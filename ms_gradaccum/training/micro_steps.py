@@ -1,0 +1,211 @@
+"""The micro steps of a network's batches, one after the other: compiled, or op by op, as MindSpore's mode says."""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import ParameterTuple, Tensor, nn
+
+from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
+from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
+from ms_gradaccum.batch.nested_inputs import why_no_graph
+from ms_gradaccum.batch.split import MicroBatch
+from ms_gradaccum.batch.weighted_loss import WeightedLoss
+from ms_gradaccum.gradients.mixed_precision import Precision
+from ms_gradaccum.parallel.factory import sparse_lookup
+from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.training.ambiguous_inputs import explain_split
+from ms_gradaccum.training.events import Events
+from ms_gradaccum.training.micro_loss import MicroLoss, is_half, pace_of
+from ms_gradaccum.training.micro_step import AddMicroBatch, EagerMicroStep, EmptyStep, MicroStep, build_micro_step
+
+_MANY_STRUCTURES = 8
+_LOGGER = logging.getLogger("ms_gradaccum")
+# What is random or counts in training, and does neither in evaluation.
+_TRAINS_ONLY = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+class MicroSteps:
+    """The micro steps of the batches of a network.
+
+    Args:
+        owner: Whose name errors begin with.
+        network: The GradAccumulation.
+        parallels: One per optimizer.
+        weights: One per optimizer: the parameters that it updates.
+        precision: What computes in 16 bits, and the loss scale.
+        drops: Whether a micro batch that is not finite is left out.
+        compiles: Whether the network is compiled in PYNATIVE mode too.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        network: Any,
+        parallels: Sequence[SingleProcess],
+        weights: Sequence[ParameterTuple],
+        precision: Precision,
+        drops: bool,
+        compiles: bool = False,
+    ) -> None:
+        warn_of_slow_convolutions(owner, network)
+        self.owner = owner
+        self.precision = precision
+        self.drops = drops
+        self.compiles = compiles
+        self.network = network
+        self.parallels = parallels
+        self.weights = weights
+        # For a larger graph, which takes inputs as they are.
+        self.cell = self._build(network.weighted_loss)
+        # One per structure of the inputs, nearly always one, and per whether the sums are reduced with it.
+        self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
+        # Per whether the sums are reduced with it.
+        self.eager: dict[bool, EagerMicroStep] = {}
+        # Ranks share their cores, and what they send must come in one order.
+        self.may_use_thread_pool = not parallels[0].several
+        self.empty_step = EmptyStep(parallels)
+        self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
+        self.has_begun = False
+        # Whether the last batch may have added something before it failed.
+        self.has_added = False
+        # Who is told of each micro batch.
+        self.events = Events(owner)
+
+    def compiled_cells(self) -> list[Any]:
+        """Return what has a mode and settings of its own."""
+        return [self.cell, self.empty_step, *self.by_structure.values()]
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
+        """Add one batch and return what each of its micro steps returned; the last one may reduce the sums too."""
+        self.has_added = False
+        if not self.has_begun:
+            self.has_begun = True
+            _tell_of_evaluation_mode(self.owner, self.network.network)
+        structure, micro_batches = self.network.split(*args, **kwargs)
+        micro_step, pace = self._micro_step(structure, micro_batches)
+        counts = [part.rows for part in micro_batches]
+        numbers = {rows: pace.share_and_factor(rows, sum(counts)) for rows in set(counts)}
+        starts = {rows: tuple(Tensor(number, ms.float32) for number in pair) for rows, pair in numbers.items()}
+        # Before any of them: the messages of all ranks must come in one order.
+        rounds = self.parallels[0].rounds(len(micro_batches))
+        outputs: list[Any] = []
+        done = self.events.micro_batches
+        # A callback may raise before its first run.
+        micro_step.has_run = False
+        try:
+            for index, (rows, tensors) in enumerate(micro_batches):
+                self.events.micro_batch_begin(index, rows)
+                if reduces and index == len(micro_batches) - 1:
+                    micro_step, _ = self._micro_step(structure, micro_batches, reduces)
+                outputs.append(micro_step(*starts[rows], *tensors))
+                self.events.micro_batch_end(index, rows)
+        except BaseException as error:
+            self.has_added = bool(outputs) or micro_step.has_run
+            self.events.micro_batches = done
+            if isinstance(error, Exception):
+                explain_split(self.network, error, args, kwargs)
+            raise
+        self._add_nothing(rounds - len(outputs))
+        return outputs
+
+    def join(self) -> None:
+        """Take part in a batch of the other processes without one."""
+        self._add_nothing(self.parallels[0].rounds(0))
+
+    def _add_nothing(self, micro_batches: int) -> None:
+        for _ in range(micro_batches):
+            self.run_empty_step(NOTHING)
+
+    def _micro_step(self, structure: Any, micro_batches: list[MicroBatch], reduces: bool = False) -> Any:
+        """Return what runs a micro batch of this structure now, and its pace."""
+        if not self._runs_eagerly():
+            compiled = self._compiled(structure, micro_batches, reduces)
+            return compiled, compiled.cell.pace
+        if reduces not in self.eager:
+            self.eager[reduces] = self._build_eager(reduces)
+        step = self.eager[reduces]
+        step.structure = structure
+        return step, step.pace
+
+    def _runs_eagerly(self) -> bool:
+        if not runs_eagerly(self.compiles):
+            return False
+        if self.network.terms == 1:
+            return True
+        if ms.get_context("mode") == ms.PYNATIVE_MODE and not self.compiles:
+            got = "a loss of several terms, each of which needs a backward pass of the same forward pass"
+            remedy = "Give compile=True, or set GRAPH mode."
+            raise ValueError(sentence(self.owner, "network", "one of a single term in PYNATIVE mode", got, remedy))
+        return False  # What MS_JIT=0 runs for debugging may make a forward pass for each of them.
+
+    def _build_eager(self, reduces: bool) -> EagerMicroStep:
+        lookup = sparse_lookup(self.network)
+        if lookup is not None:
+            rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
+            remedy = "Use nn.Embedding, or give compile=True."
+            raise ValueError(sentence(self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
+        if not reduces:
+            _LOGGER.warning(
+                "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
+                "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
+                self.owner,
+            )
+        loss = self.network.weighted_loss
+        half = is_half(loss, self.precision)
+        micro_loss = MicroLoss(loss, half, self.precision.loss_scale)
+        adding = AddMicroBatch(self.parallels, self.weights, self.drops, reduces)
+        return EagerMicroStep(self.owner, micro_loss, self.weights, adding, pace_of(loss, half, eager=True))
+
+    def _is_for_thread_pool(self, micro_batches: list[MicroBatch]) -> bool:
+        if not micro_batches or not self.may_use_thread_pool:
+            return False
+        rows, tensors = micro_batches[0]
+        positions = pixels(tensors) if has_convolutions(self.network) else rows
+        return thread_pool_is_faster(self.cell.weights, positions, self.cell.jit_config_dict)
+
+    def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool) -> Compiled:
+        """Return the micro step for a structure; who runs it is decided by its first batch."""
+        key = (structure, reduces)
+        if key not in self.by_structure:
+            why_not = why_no_graph(structure)
+            if why_not:
+                remedy = "Give a tuple or a dict, or leave compile out."
+                raise ValueError(
+                    sentence(self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
+                )
+            pooled = self._is_for_thread_pool(micro_batches)
+            build = self._builder(structure, pooled, reduces)
+            self.by_structure[key] = Compiled(build, self.owner, "the network", self.network.network)
+            if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
+                warn(
+                    f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
+                    f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors.",
+                )
+        return self.by_structure[key]
+
+    def _builder(self, structure: Hashable, pooled: bool, reduces: bool) -> Callable[[], MicroStep]:
+        return lambda: self._build(self.network.loss_of(structure), pooled, reduces)
+
+    def _build(self, weighted_loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
+        cell = build_micro_step(weighted_loss, self.parallels, self.weights, self.precision, self.drops, reduces)
+        cell.in_thread_pool = pooled
+        if hasattr(self, "cell"):
+            follow_mode(cell, self.cell)
+            cell._get_attr_from_cell(self.cell)  # What `set_jit_config` has said.
+        return cell
+
+
+def _tell_of_evaluation_mode(owner: str, network: nn.Cell) -> None:
+    """Warn of a network that is in evaluation mode as a whole. MindSpore's step leaves it there without a word."""
+    cells = [cell for _, cell in network.cells_and_names()]
+    idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY)]
+    if any(cell.training for cell in cells):
+        return
+    if idle:
+        warn(
+            f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "
+            f"training. Call set_train() of the training step or of the network before the first batch."
+        )

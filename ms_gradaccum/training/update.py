@@ -1,0 +1,156 @@
+"""The second half of the end of a window: from the sums to new weights and an empty buffer."""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from ms_gradaccum._checks import warn
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, op_by_op
+from ms_gradaccum.backend.kernels import as_dtype, on_cpu
+from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches
+from ms_gradaccum.backend.tensors import once
+from ms_gradaccum.gradients.loss_scaler import NoLossScale
+from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.training.window_clip import clip_of, scale_one
+
+_look_at = ops.MultitypeFuncGraph("look_at")
+
+
+@_look_at.register("Tensor", "Tensor")
+def _look_at_one(value: Tensor, parameter: Tensor) -> Tensor:
+    return ops.expand_dims(ops.depend(parameter, value), 0)
+
+
+_as_weight = ops.MultitypeFuncGraph("as_weight")
+
+
+@_as_weight.register("Tensor", "Tensor")
+def _as_one_weight(grad: Tensor, weight: Tensor) -> Tensor:
+    return as_dtype(grad, weight.dtype)
+
+
+class MeanGradients(nn.Cell):
+    """Divide, unscale and clip the sums in place, and make of them what the optimizer takes.
+
+    Args:
+        clip: Clipping of the mean gradient.
+        parallel: What has the sums.
+        loss_scale: The loss scale.
+        handed_scale: What the optimizer divides gradients by, having been told the loss scale.
+    """
+
+    def __init__(self, clip: Any, parallel: SingleProcess, loss_scale: NoLossScale, handed_scale: float) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = parallel.buffer
+        self.loss_scale = loss_scale
+        self.clip = clip_of(clip, parallel.buffer.names, parallel)
+        self.parallel = parallel
+        self.handed_scale = handed_scale
+        # Whether the sums themselves are then what the optimizer takes.
+        self.in_place = parallel.takes_sums and all(
+            total.dtype == weight.dtype for total, weight in zip(parallel.sums, parallel.weights)
+        )
+        self.map = ops.HyperMap()
+
+    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
+        """Return the norm after clipping and the gradients, of a mean gradient whose norm is ``norm``.
+
+        A ``limit`` is what it is clipped to, if not what the clip says.
+        """
+        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
+        grads = self.clip(factor, norm, *limit)
+        clipped_norm = self.clip.norm_after(norm, *limit)
+        if clipped_norm is None:
+            clipped_norm = self.parallel.norm(grads)
+        if self.handed_scale != 1.0:
+            factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, grads))
+            grads = self.map(ops.partial(scale_one, factor), tuple(self.parallel.sums))
+        ready = self.map(_as_weight, self.parallel.for_optimizer(grads), self.parallel.weights)
+        return clipped_norm, ops.depend(ready, self.parallel.before_update())
+
+
+class PutMeanGradients(nn.Cell):
+    """The same for an optimizer that runs outside of a graph."""
+
+    def __init__(self, gradients: MeanGradients) -> None:
+        super().__init__(auto_prefix=False)
+        self.gradients = gradients
+        self.in_place = gradients.in_place
+
+    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
+        """Return the norm after clipping and the gradients; not those that are in the place of the sums."""
+        clipped_norm, ready = self.gradients(norm, *limit)
+        return (ops.depend(clipped_norm, ready), ()) if self.in_place else (clipped_norm, ready)
+
+
+class EndUpdate(nn.Cell):
+    """What follows the optimizer: the weights go where they belong, and the buffer is emptied."""
+
+    def __init__(self, parallel: SingleProcess) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = parallel.buffer
+        self.parallel = parallel
+
+    def construct(self, updated: Any) -> Any:
+        """Do so after ``updated``."""
+        return self.buffer.clear(self.parallel.after_update(updated))
+
+
+class Update(nn.Cell):
+    """Second half of the end of a window: clip, optimizer, clear."""
+
+    def __init__(self, optimizer: nn.Cell, gradients: MeanGradients) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer = optimizer
+        self.gradients = gradients
+        self.end = EndUpdate(gradients.parallel)
+        self.parameters = all_parameters(optimizer)
+        self.has_branches = may_have_branches(optimizer)
+        self.map = ops.HyperMap()
+
+    def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
+        """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
+        clipped_norm, grads = self.gradients(norm, *limit)
+        clipped_norm = ops.depend(clipped_norm, self.end(self.optimizer(grads)))
+        return self.touch(clipped_norm) if self.has_branches else clipped_norm
+
+    def touch(self, value: Tensor) -> Tensor:
+        """Return ``value``, having looked at all parameters of the optimizer.
+
+        One that a graph uses in a branch alone, as some optimizers do, keeps its old storage when a checkpoint is
+        loaded. After the update: the compiler copies what is looked at before it changes. Each look waits for each
+        change, so this takes the square of the parameters.
+        """
+        value = once(value, ())
+        return ops.depend(value, self.map(ops.partial(_look_at, value), self.parameters))
+
+
+class EagerUpdate:
+    """The same with an optimizer that runs op by op, as MindSpore's own step runs it in PYNATIVE mode."""
+
+    def __init__(self, owner: str, update: Update) -> None:
+        self.optimizer = update.optimizer
+        self.sums = update.gradients.parallel.sums
+        self.put_gradients = Compiled(lambda: PutMeanGradients(update.gradients), owner, "the mean gradient")
+        self.end = Compiled(lambda: update.end, owner, "the end of the update")
+        if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
+            warn(
+                f"For '{owner}', {type(self.optimizer).__name__} of mindspore.mint changes nothing on CPU in PYNATIVE "
+                f"mode, also in MindSpore's own step: its in-place operators do nothing there. Give compile=True, or "
+                f"take the optimizer of mindspore.nn or mindspore.experimental."
+            )
+
+    def __call__(self, *norm_and_limit: Tensor) -> Tensor:
+        """Update, and return the norm after clipping."""
+        clipped_norm, grads = self.put_gradients(*norm_and_limit)
+        with op_by_op():
+            # The parameters themselves, of which value() would be a copy.
+            self.optimizer(grads or tuple(self.sums))
+        self.end(NOTHING)
+        return clipped_norm
+
+
+def build_update(owner: str, update: Update, eager: bool) -> Any:
+    """Return what runs an update, op by op or compiled."""
+    return EagerUpdate(owner, update) if eager else Compiled(lambda: update, owner, "the optimizer")
