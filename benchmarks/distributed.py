@@ -20,8 +20,7 @@ from mindspore.communication import get_group_size, get_rank, init
 from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, make_batch, make_network, run_window, versions
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, TrainOneStepCell
-from ms_gradaccum.parallel import layout
-from ms_gradaccum.parallel import shards as sharding
+from ms_gradaccum.parallel import layout, shards
 from ms_gradaccum.parallel.world import gather_counts
 
 # The tests start their processes with the same launcher.
@@ -149,11 +148,11 @@ def count_messages(program: Program, batch: tuple[ms.Tensor, ...]) -> list[int]:
         sent.append(4)
         return gather_counts(count)
 
-    sharding.gather_counts = gather_one  # A graph of its own, which has no place for a counter.
+    shards.gather_counts = gather_one  # A graph of its own, which has no place for a counter.
     ms.set_context(mode=ms.PYNATIVE_MODE)
     os.environ["MS_JIT"] = "0"
     program.step(*batch)
-    sharding.gather_counts = gather_counts
+    shards.gather_counts = gather_counts
     return sent
 
 

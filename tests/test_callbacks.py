@@ -11,8 +11,7 @@ from mindspore import dataset, nn
 from mindspore.train import Callback, LossMonitor
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, ProgressBar, TrainOneStepCell
-from ms_gradaccum.tools.reporting import progress_bar as callbacks
-from ms_gradaccum.tools.reporting import progress_display
+from ms_gradaccum.tools.reporting import progress_bar, progress_display
 
 pytestmark = pytest.mark.usefixtures("eager")
 SPEED = r"[\d.e+]+ batches/s, 00:0\d elapsed, 00:00 left"
@@ -68,7 +67,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(callbacks, "time", clock)
+    monkeypatch.setattr(progress_bar, "time", clock)
     monkeypatch.setattr(progress_display, "time", clock)
     return clock
 
@@ -221,8 +220,8 @@ def test_live_false_prints_lines_on_a_terminal(open_terminal):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_shows_anything(rank, monkeypatch, capsys):
-    monkeypatch.setattr(callbacks.GlobalComm, "INITED", True)
-    monkeypatch.setattr(callbacks, "get_rank", lambda: rank)
+    monkeypatch.setattr(progress_bar.GlobalComm, "INITED", True)
+    monkeypatch.setattr(progress_bar, "get_rank", lambda: rank)
     train(ProgressBar())
     assert bool(capsys.readouterr().out) == (rank == 0)
 

@@ -19,7 +19,7 @@ from ms_gradaccum import (
     load_state,
     save_state,
 )
-from ms_gradaccum.backend import tensors as runs
+from ms_gradaccum.backend import tensors
 
 
 def peers_average(weights, decay=0.9999, temperature=2000, start=0.0):
@@ -79,8 +79,8 @@ def test_the_formula_with_the_default_arguments(eager):
 
 
 def test_an_update_takes_one_run_of_tensors_after_the_other(mode, monkeypatch):
-    monkeypatch.setattr(runs, "_FEW", 1)
-    monkeypatch.setattr(runs, "_COMPILED", 1)
+    monkeypatch.setattr(tensors, "_FEW", 1)
+    monkeypatch.setattr(tensors, "_COMPILED", 1)
     step = new_step(accumulation_steps=1)
     ema = EMA(0.5, warmup_updates=0)
     step.add_callback(ema)

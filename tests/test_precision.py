@@ -12,7 +12,7 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from step_probe import number, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, Model, TokenMeanLoss, TrainOneStepCell
-from ms_gradaccum.gradients import mixed_precision as precision
+from ms_gradaccum.gradients import convert_network, mixed_precision
 
 NAMES = {"fp16": "O1", "fp16_apex": "O2", "fp16_naive": "O3", "O1": "O1", "O2": "O2", "O3": "O3", "auto": "auto"}
 
@@ -97,7 +97,7 @@ def test_the_loss_is_computed_in_float32(level, eager):
 
 @pytest.mark.parametrize("level, dense, norm", [("O1", True, False), ("O2", True, False), ("O3", True, True)])
 def test_the_levels_convert_what_mindspores_do(level, dense, norm):
-    backbone = precision._converted("Model", Network(), precision.check_precision("Model", level))
+    backbone = convert_network._converted("Model", Network(), mixed_precision.check_precision("Model", level))
     x = Tensor(X).astype(ms.float16) if level != "O1" else Tensor(X)
     assert (backbone.dense(x).dtype == ms.float16) == (level != "O1" and dense)
     flags = [cell.get_flags() for _, cell in backbone.cells_and_names() if isinstance(cell, nn.LayerNorm)]
@@ -254,7 +254,7 @@ def test_bfloat16_is_refused_where_the_device_has_none(mixed_precision):
 
 def test_bfloat16_needs_no_scale_where_the_device_has_it():
     with mock.patch.object(ops, "matmul"):
-        found = precision.check_precision("Model", "bf16")
+        found = mixed_precision.check_precision("Model", "bf16")
     assert (found.level, found.dtype, number(found.loss_scale.value())) == ("O1", ms.bfloat16, 1)
 
 
@@ -301,8 +301,8 @@ def test_other_dtypes_are_refused(dtype):
 
 
 def test_a_level_beside_an_object_of_mindspore_says_what_is_converted():
-    found = precision.combined("Model", None, "O2", MANAGER)
+    found = mixed_precision.combined("Model", None, "O2", MANAGER)
     assert (found.level, found.loss_scale) == ("O2", MANAGER)
-    assert precision.combined("Model", MANAGER, "O0", None).level == "O0"
-    assert precision.combined("Model", None, "auto", None) == MixedPrecision(level="auto")
-    assert precision.combined("Model", None, "O0", None) is None
+    assert mixed_precision.combined("Model", MANAGER, "O0", None).level == "O0"
+    assert mixed_precision.combined("Model", None, "auto", None) == MixedPrecision(level="auto")
+    assert mixed_precision.combined("Model", None, "O0", None) is None

@@ -27,7 +27,7 @@ from state_scenarios import FIRST, KINDS, LAST, MOVES  # noqa: E402
 
 from ms_gradaccum import DataParallel, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state  # noqa: E402
 from ms_gradaccum.checkpoint import files
-from ms_gradaccum.parallel import factory as choose
+from ms_gradaccum.parallel import factory
 
 gc.freeze()
 init()
@@ -145,13 +145,13 @@ def damaged():
 
 def partitioned():
     """What the compiler has given each rank: its own part of everything."""
-    choose.is_semi_auto, is_semi_auto = lambda network: True, choose.is_semi_auto
+    factory.is_semi_auto, is_semi_auto = lambda network: True, factory.is_semi_auto
     try:
         network = build_network()
         cell = AutoParallel(nn.WithLossCell(network, nn.MSELoss()))
         step = TrainOneStepCell(cell, nn.Momentum(network.trainable_params(), 0.1, 0.9))
     finally:
-        choose.is_semi_auto = is_semi_auto
+        factory.is_semi_auto = is_semi_auto
     mine = network.trainable_params()[0]
     mine.set_data(Tensor(mine.asnumpy() + rank))
     saved = save_state(step, STATES / "partitioned")
