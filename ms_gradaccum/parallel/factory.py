@@ -27,7 +27,7 @@ _REMEDY = "'auto' looks at the number of processes."
 
 def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
     """Return the kind of parallelism, or None for a single process. Raise for one that cannot work here."""
-    _check_kind(owner, parallel)
+    check_kind(owner, parallel)
     world = current_world(owner)
     if world.size == 1:
         return None
@@ -42,7 +42,7 @@ def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
 
 def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
     """Return the kind of parallelism of so many ranks, or None for a single one."""
-    _check_kind(owner, parallel)
+    check_kind(owner, parallel)
     if ranks == 1:
         return None
     if isinstance(parallel, HSDP) and parallel.shard_size > 0 and ranks % parallel.shard_size:
@@ -51,11 +51,13 @@ def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
     return DataParallel() if parallel == "auto" else parallel
 
 
-def _check_kind(owner: str, parallel: Any) -> None:
+def check_kind(owner: str, parallel: Any) -> Any:
+    """Return what a caller says of several processes, if it is one of the things to say."""
     # Of a tensor or an array, '==' would not be a bool.
     is_auto = isinstance(parallel, str) and parallel == "auto"
     if not is_auto and not isinstance(parallel, (DataParallel, HSDP)):
         raise TypeError(sentence(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), _REMEDY))
+    return parallel
 
 
 def _compilers_own(owner: str, parallel: Any, network: nn.Cell) -> SemiAuto:

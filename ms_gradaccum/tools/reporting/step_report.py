@@ -93,7 +93,7 @@ class _Trained(NamedTuple):
 
     optimizer: Any
     # None where the compiler has partitioned the step.
-    parallels: Sequence[SingleProcess] | None
+    reducers: Sequence[SingleProcess]
     counts_tokens: bool
     events: Events
     is_open: Callable[[], bool]
@@ -159,14 +159,14 @@ class StepReporter:
         for name, value in asked.items():
             check_bool(_OWNER, name, value, "The default is False.")
         self._trained = None if train_step is None else _look_at(train_step, network)
-        parallels = None if self._trained is None else self._trained.parallels
+        reducers = () if self._trained is None else self._trained.reducers
         for name in ("weight_norm", "communication_time"):
-            if asked[name] and parallels is None:
+            if asked[name] and not reducers:
                 got = "no train_step" if train_step is None else "one that the compiler partitions"
                 remedy = f"Leave {name} out, or give what trains."
                 raise ValueError(sentence(_OWNER, "train_step", f"one whose parts are known for {name}", got, remedy))
-        self._weight_norm = weight_norm_of(parallels) if weight_norm and parallels else None
-        self._communication_time = CommunicationTime(parallels) if communication_time and parallels else None
+        self._weight_norm = weight_norm_of(reducers) if weight_norm and reducers else None
+        self._communication_time = CommunicationTime(reducers) if communication_time and reducers else None
         self._peak_memory = peak_memory
         self._updates = self._skipped_updates = 0
         # Since the last report, None before the first one.
@@ -251,10 +251,13 @@ class StepReporter:
 
 def _look_at(train_step: Any, network: nn.Cell | None) -> _Trained:
     if isinstance(train_step, TrainOneStepCell):
-        parallels = None if train_step.semi_auto is not None else [train_step.parallel]
         optimizer, loss_cell = inner_optimizer(train_step.optimizer), train_step.network
         return _Trained(
-            optimizer, parallels, loss_cell.weighted, train_step.events, lambda: train_step.open_batches() > 0
+            optimizer,
+            train_step.windows[0].reducers,
+            loss_cell.weighted,
+            train_step.events,
+            lambda: train_step.open_batches() > 0,
         )
     if not isinstance(train_step, Accumulator):
         got, remedy = typed(train_step), "Of a Model, give model.train_network."
@@ -265,4 +268,4 @@ def _look_at(train_step: Any, network: nn.Cell | None) -> _Trained:
         raise ValueError(sentence(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
     trained = chosen[0]
     optimizer = inner_optimizer(trained.optimizers[0])
-    return _Trained(optimizer, trained.parallels, trained.network.weighted, train_step.events, lambda: trained.is_open)
+    return _Trained(optimizer, trained.reducers, trained.network.weighted, train_step.events, lambda: trained.is_open)
