@@ -9,7 +9,7 @@ from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByGroupNorm, TrainOn
 from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.backend.tensors import runs_of
 from ms_gradaccum.gradients.buffer import GradBuffer
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.window_end import FoldTerms
 
 MANY = 100
@@ -81,7 +81,7 @@ def test_two_terms_of_many_parameters_are_folded():
         term.loss.set_data(Tensor(loss))
         term.weight.set_data(Tensor(weight))
     with execution_mode(ms.GRAPH_MODE):
-        FoldTerms(SingleProcess(weights, buffer))()
+        FoldTerms(GradientReducer(weights, buffer))()
     # What was divided by 2 is to be divided by 4.
     assert [float(total.asnumpy()[0]) for total in buffer.sums] == [value + 2.0 for value in range(MANY)]
     assert (float(buffer.loss), float(buffer.weight)) == (13.0, 4.0)

@@ -172,7 +172,7 @@ def test_the_first_batch_decides():
 
 def test_not_among_several_processes(monkeypatch):
     run_by(monkeypatch, True)
-    monkeypatch.setattr("ms_gradaccum.parallel.reducer.SingleProcess.several", True)
+    monkeypatch.setattr("ms_gradaccum.parallel.reducer.GradientReducer.several", True)
     network = Weights(3)
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
     assert not step.body.window.micro_steps.may_use_thread_pool

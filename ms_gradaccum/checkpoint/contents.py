@@ -14,7 +14,7 @@ from ms_gradaccum.checkpoint.window_sums import Held, WindowSums, hold
 from ms_gradaccum.gradients.loss_scaler import ForeignLossScale
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.averages import averages_of
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import digest
 from ms_gradaccum.training.events import COUNTS
 from ms_gradaccum.training.train_step import TrainOneStepCell
@@ -63,7 +63,7 @@ class Contents:
         for parameter in window.loss_scale.get_parameters():
             self._add(prefix, parameter, None)
 
-    def _add(self, prefix: str, parameter: Parameter, parallel: SingleProcess | None) -> None:
+    def _add(self, prefix: str, parameter: Parameter, parallel: GradientReducer | None) -> None:
         is_hidden = parallel is not None and parallel.saved(parameter) is None
         if is_hidden or id(parameter) in self._seen:
             return

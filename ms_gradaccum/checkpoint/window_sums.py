@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor
 from ms_gradaccum._checks import DamagedState, is_count
 from ms_gradaccum.checkpoint.files import another_program
 from ms_gradaccum.checkpoint.plain_state import Steps
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 
 
 class Held(NamedTuple):
@@ -21,7 +21,7 @@ class Held(NamedTuple):
     is_gathered: bool = False
 
 
-def hold(parallel: SingleProcess | None, parameter: Parameter) -> Held:
+def hold(parallel: GradientReducer | None, parameter: Parameter) -> Held:
     """Return a parameter as a state has it: the whole, if this rank has a part of it alone."""
     if parallel is None or parameter.name not in parallel.gathers:
         return Held(parameter, parameter.asnumpy)
@@ -37,7 +37,7 @@ class WindowSums:
         prefix: What the names of its sums begin with.
     """
 
-    def __init__(self, parallel: SingleProcess, prefix: str) -> None:
+    def __init__(self, parallel: GradientReducer, prefix: str) -> None:
         self.buffer = parallel.buffer
         self.terms = [self.buffer, *self.buffer.others]
         self.held = {f"{prefix}{total.name}": hold(parallel, total) for total in self.buffer.all_sums()}

@@ -12,13 +12,13 @@ from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradBuffer
 from ms_gradaccum.gradients.non_finite import check_dense
 from ms_gradaccum.parallel.collectives import check_sent
-from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelShards, DataParallelSum
-from ms_gradaccum.parallel.hsdp import HSDP, ShardedUpdate, check_shardable
+from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelReducer, ShardedBufferReducer
+from ms_gradaccum.parallel.hsdp import HSDP, HSDPReducer, check_shardable
 from ms_gradaccum.parallel.layout import ShardLayout, shard_layout
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.shards import Shards
-from ms_gradaccum.parallel.world import World, check_agreement, current_world, unify
+from ms_gradaccum.parallel.world import World, broadcast_parameters, check_agreement, current_world
 
 # What a face takes as `parallel`.
 ParallelChoice = Literal["auto"] | DataParallel | HSDP
@@ -89,7 +89,7 @@ def build_parallel(
     settings: dict[str, Any],
     drops: bool = False,
     dtype: Any = ms.float32,
-) -> SingleProcess:
+) -> GradientReducer:
     """Return the buffer and what becomes of it in this world. All ranks start with the same weights. Collective.
 
     ``drops`` is whether micro batches can be left out, ``dtype`` that in which the ranks add up gradients.
@@ -98,7 +98,7 @@ def build_parallel(
     if drops:
         check_dense(owner, sparse_lookup(network))
     if kind is None:
-        return SingleProcess(weights, GradBuffer(weights, dense_only, None, network.terms, drops))
+        return GradientReducer(weights, GradBuffer(weights, dense_only, None, network.terms, drops))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_sent(owner, dtype)
     check_parameters_sent(owner, weights)
@@ -112,7 +112,9 @@ def build_parallel(
     world = current_world(owner)
     layout = layout_for(kind, weights, world.size)
     if layout is None:
-        return DataParallelSum(weights, GradBuffer(weights, dense_only, None, network.terms, drops), world, kind, dtype)
+        return DataParallelReducer(
+            weights, GradBuffer(weights, dense_only, None, network.terms, drops), world, kind, dtype
+        )
     shards = Shards(layout, world, dtype)
     return _build_sharded(owner, kind, optimizer, network, dense_only, drops, shards, world)
 
@@ -137,7 +139,7 @@ def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     for cell in (network, optimizer):
         cell.init_parameters_data()
     parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
-    if unify(parameters.values()):
+    if broadcast_parameters(parameters.values()):
         warn(
             f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
             f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint.",
@@ -162,16 +164,16 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
 
 def _build_sharded(
     owner: str, kind: Any, optimizer: nn.Cell, network: Any, dense_only: bool, drops: bool, shards: Shards, world: World
-) -> SingleProcess:
+) -> GradientReducer:
     weights = optimizer.parameters
     if kind.sync_each_batch:
         _check_shared_dense(owner, network)
     buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None, network.terms, drops)
     if isinstance(kind, DataParallel):
-        return DataParallelShards(weights, buffer, shards, world, kind)
+        return ShardedBufferReducer(weights, buffer, shards, world, kind)
     if kind.optimizer_level == "level3":
         warn(
             f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
             f"takes the compiler, inside AutoParallel on Ascend or GPU.",
         )
-    return ShardedUpdate(optimizer, buffer, shards, world, kind)
+    return HSDPReducer(optimizer, buffer, shards, world, kind)

@@ -15,7 +15,7 @@ from ms_gradaccum.batch.nested_inputs import rebuilt
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.mixed_precision import Precision
 from ms_gradaccum.gradients.non_finite import KeepFinite
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.micro_loss import MicroLoss, Pace, is_half, pace_of
 
 
@@ -31,7 +31,7 @@ class AddMicroBatch(nn.Cell):
 
     def __init__(
         self,
-        parallels: Sequence[SingleProcess],
+        parallels: Sequence[GradientReducer],
         weights: Sequence[ParameterTuple],
         drops: bool = False,
         reduces: bool = False,
@@ -91,7 +91,9 @@ class AddMicroBatch(nn.Cell):
             own = ops.depend(run_of(grads, begin, end), done)
             if self.scales_first:
                 own = self.map(ops.partial(_scale, factor), own)
-            done = buffer.add(loss_sum, weight, parallel.share(own), ONE if self.scales_first else factor)
+            done = buffer.add(
+                loss_sum, weight, parallel.reduce_scatter_micro_batch(own), ONE if self.scales_first else factor
+            )
         return done
 
     def after(self, done: Any) -> Tensor:
@@ -215,7 +217,7 @@ class EagerMicroStep:
 
 def build_micro_step(
     weighted_loss: WeightedLoss,
-    parallels: Sequence[SingleProcess],
+    parallels: Sequence[GradientReducer],
     weights: Sequence[ParameterTuple],
     precision: Precision,
     drops: bool = False,
@@ -245,7 +247,7 @@ def _scale_rows(factor: Tensor, grad: Any) -> Any:
 class EmptyStep(nn.Cell):
     """The part of a rank that has no micro batch left in what the ranks add up for each micro batch."""
 
-    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+    def __init__(self, parallels: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
         self.parallels = nn.CellList(parallels, auto_prefix=False)
 
@@ -255,5 +257,5 @@ class EmptyStep(nn.Cell):
             buffer = parallel.buffer
             for term in (buffer, *buffer.others):
                 grads = buffer.no_grads(parallel.replicas(), done)
-                done = term.add(nothing, nothing, parallel.share(grads), ONE)
+                done = term.add(nothing, nothing, parallel.reduce_scatter_micro_batch(grads), ONE)
         return done

@@ -15,7 +15,7 @@ from ms_gradaccum.batch.split import MicroBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.mixed_precision import Precision
 from ms_gradaccum.parallel.factory import sparse_lookup
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.ambiguous_inputs import explain_split
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_loss import MicroLoss, is_half, pace_of
@@ -44,7 +44,7 @@ class MicroSteps:
         self,
         owner: str,
         network: Any,
-        parallels: Sequence[SingleProcess],
+        parallels: Sequence[GradientReducer],
         weights: Sequence[ParameterTuple],
         precision: Precision,
         drops: bool,
@@ -90,7 +90,7 @@ class MicroSteps:
         numbers = {rows: pace.share_and_factor(rows, sum(counts)) for rows in set(counts)}
         starts = {rows: tuple(Tensor(number, ms.float32) for number in pair) for rows, pair in numbers.items()}
         # Before any of them: the messages of all ranks must come in one order.
-        rounds = self.parallels[0].rounds(len(micro_batches))
+        rounds = self.parallels[0].max_micro_batches(len(micro_batches))
         outputs: list[Any] = []
         done = self.events.micro_batches
         # A callback may raise before its first run.
@@ -113,7 +113,7 @@ class MicroSteps:
 
     def join(self) -> None:
         """Take part in a batch of the other processes without one."""
-        self._add_nothing(self.parallels[0].rounds(0))
+        self._add_nothing(self.parallels[0].max_micro_batches(0))
 
     def _add_nothing(self, micro_batches: int) -> None:
         for _ in range(micro_batches):

@@ -13,7 +13,7 @@ from ms_gradaccum.backend.optimizers import LearningRate, UnknownRate, compiles_
 from ms_gradaccum.backend.tensors import once, run_of
 from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.update import MeanGradients, Update, build_update
 
@@ -31,7 +31,7 @@ class FoldTerms(nn.Cell):
     The weight of the window is then that of the first term, or 1 if nothing has any of it.
     """
 
-    def __init__(self, parallel: SingleProcess) -> None:
+    def __init__(self, parallel: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
         self.parallel = parallel
@@ -42,7 +42,7 @@ class FoldTerms(nn.Cell):
         weights: tuple[Tensor, ...] = (buffer.weight + 0.0,)
         for other in buffer.others:
             weights += (other.weight + 0.0,)
-        totals = ops.unstack(self.parallel.total(ops.stack(weights)))
+        totals = ops.unstack(self.parallel.all_reduce_scalars(ops.stack(weights)))
         weightless = totals[0] == 0.0
         scale = ops.select(weightless, ops.ones_like(totals[0]), totals[0])
         done: Any = ()
@@ -64,7 +64,7 @@ class Report(nn.Cell):
     """First half of the end of a window: reduce over ranks, divide by the weight, unscale, finite?, norm."""
 
     def __init__(
-        self, learning_rate: nn.Cell, parallel: SingleProcess, loss_scale: NoLossScale, reduces: bool = True
+        self, learning_rate: nn.Cell, parallel: GradientReducer, loss_scale: NoLossScale, reduces: bool = True
     ) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
@@ -127,7 +127,7 @@ class WindowEnd(nn.Cell):
         owner: str,
         optimizer: nn.Cell,
         clip: Any,
-        parallel: SingleProcess,
+        parallel: GradientReducer,
         loss_scale: NoLossScale,
         compiles: bool = False,
     ) -> None:

@@ -137,7 +137,7 @@ def damaged():
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    step.body.reducer.total(Tensor([1.0]))  # both wait for that
+    step.body.reducer.all_reduce_scalars(Tensor([1.0]))  # both wait for that
     before = bits(step)
     error = error_of(lambda: load_state(step, STATES / "damaged"))
     results["damaged"] = [error, before == bits(step)]

@@ -10,7 +10,7 @@ from mindspore import nn
 from ms_gradaccum._checks import check_bool, check_positive_int, sentence, typed
 from ms_gradaccum.backend.optimizers import inner_optimizer
 from ms_gradaccum.loops.accumulator import Accumulator
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.reporting.step_costs import CommunicationTime, peak_memory, weight_norm_of
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.step_output import StepOutput, check_output
@@ -93,7 +93,7 @@ class _Trained(NamedTuple):
 
     optimizer: Any
     # None where the compiler has partitioned the step.
-    reducers: Sequence[SingleProcess]
+    reducers: Sequence[GradientReducer]
     counts_tokens: bool
     events: Events
     is_open: Callable[[], bool]

@@ -15,7 +15,7 @@ from ms_gradaccum.batch.weighted_loss import RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal
 from ms_gradaccum.gradients.mixed_precision import check_precision
 from ms_gradaccum.loops import random_state
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.verification.comparison import Run
 from ms_gradaccum.training.ambiguous_inputs import without_split
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
@@ -108,7 +108,7 @@ class Experiment:
         self.structure, self.micro_batches = split_batch(inputs, network.micro_size, network.batch_axis)
         self.batch = split_batch(inputs, 1, network.batch_axis).micro_batches[0]
         self.axes = leaf_axes(inputs, network.batch_axis)
-        self.parallel = SingleProcess(self.weights, GradBuffer(self.weights, terms=network.terms))
+        self.parallel = GradientReducer(self.weights, GradBuffer(self.weights, terms=network.terms))
         # As in training, but for a loss scale: gradients are compared as they are.
         self.precision = check_precision(_OWNER, None)
         self._steps: dict[Any, Any] = {}
