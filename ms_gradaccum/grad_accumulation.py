@@ -54,8 +54,9 @@ class GradAccumulation(nn.Cell):
             term costs a backward pass and a buffer of its own. In PYNATIVE mode more than one needs ``compile=True`` of
             what trains this cell. Default: ``1``.
         losses (Union[str, None]): What becomes of further floating-point scalars that `network` returns: ``"sum"``
-            trains the sum of them all, ``"first"`` leaves out all but the first, and ``None`` refuses them.
-            Default: ``None``.
+            trains the sum of them all, ``"first"`` the first alone, and ``None`` refuses them. In both cases
+            ``StepOutput.other_losses`` reports what each of the further ones was: its mean over the window, each micro
+            batch weighted as in the loss. At most 64. Default: ``None``.
         batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per input, in
             the order of the network's arguments, where ``None`` means that an input goes whole into each micro
             batch. An entry for an input that is itself a tuple or a dict stands for all its tensors, or is
@@ -206,8 +207,8 @@ class GradAccumulation(nn.Cell):
             # Not '+=': in a graph that adds in place, here into one constant that all sums start from.
             so_far = sums
             sums = ()
-            for i, value in enumerate(values):
-                sums += (so_far[i] + value,)
+            for i, value in enumerate(so_far):
+                sums += (value + values[i],)
         loss = Tensor(0.0, ms.float32)
         for i in range(self.terms):
             loss = loss + sums[2 * i] * reciprocal(sums[2 * i + 1])

@@ -140,7 +140,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         # On Ascend and GPU, the settings of AutoParallel, with which the compiler partitions the whole step.
         self.semi_auto = kind if isinstance(kind, SemiAuto) else None
         if self.semi_auto is not None:
-            self.semi_auto.check(accumulation_steps, network.terms, drops, clip, precision.reduce_dtype)
+            self.semi_auto.check(accumulation_steps, network, drops, clip, precision.reduce_dtype)
             self.partitioned = PartitionedWindow(network, optimizer, clip, precision.loss_scale)
             # The compiler knows accumulation in training alone. The user's cells keep the modes that they have.
             self.add_flags(training=True)

@@ -29,6 +29,8 @@ class SumOverRanks(nn.Cell):
         self.buffer = buffer
         self.sums = buffer.sums
         self.totals = ParameterTuple(buffer.totals())
+        # Where each of them begins in what is sent of all.
+        (self.total_begins,), _ = places((tuple(range(len(self.totals))),), [value.size for value in self.totals])
         self.buckets = sum_buckets(indices, sizes)
         self.begins, self.ends = places(self.buckets, sizes)
         self.sum = Sum(Group(0, world.size, 1, world.rank, world.size))
@@ -75,13 +77,13 @@ class SumOverRanks(nn.Cell):
         flat: tuple[Tensor, ...] = ()
         for i, value in enumerate(self.totals):
             # Of the loss and the weight there is a newer value.
-            flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(1),)
+            flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(-1),)
         return ops.concat(flat)
 
     def _put_totals(self, total: Tensor, begin: int) -> Any:
         done: Any = ()
         for i, value in enumerate(self.totals):
-            done += (ops.assign(value, total[begin + i].reshape(())),)
+            done += (ops.assign(value, part_of(total, value, begin + self.total_begins[i])),)
         return done
 
 
