@@ -5,7 +5,6 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
-from mindspore.common.sparse_tensor import RowTensorInner
 
 from ms_gradaccum.bad_micro_batch import KeepFinite
 from ms_gradaccum.compiled import Compiled, op_by_op
@@ -249,11 +248,6 @@ _scale = ops.MultitypeFuncGraph("scale_gradient")
 @_scale.register("Tensor", "Tensor")
 def _scale_dense(factor: Tensor, grad: Tensor) -> Tensor:
     return (grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)) * factor
-
-
-@_scale.register("Tensor", "RowTensor")
-def _scale_rows(factor: Tensor, grad: Any) -> Any:
-    return RowTensorInner(grad.indices, as_dtype(grad.values, ms.float32) * factor, grad.dense_shape)
 
 
 class EmptyStep(nn.Cell):
