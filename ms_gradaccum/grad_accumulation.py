@@ -124,6 +124,8 @@ class GradAccumulation(nn.Cell):
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
         self._has_looked_at_loss = False
+        # What a graph can say, which sees no labels.
+        self._seen_of_loss = "" if self.weighted else loss_warning(network, [])
         self._get_attr_from_cell(network)
 
     def loss_of(self, structure: Any = None) -> WeightedLoss:
@@ -223,6 +225,8 @@ class GradAccumulation(nn.Cell):
             if isinstance(item, Tensor) and not F.isconstant(item.shape):
                 _refuse_unknown_rows()
             shapes += (item.shape if isinstance(item, Tensor) else None,)
+        if self._seen_of_loss and (self.micro_size > 1 or self.adds_batches):
+            _warn_in_graph(self._seen_of_loss)
         axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
         parts: tuple[Any, ...] = ()
         for begin, end in bounds:
@@ -272,6 +276,11 @@ def _refuse_unknown_rows() -> None:
         f"For '{_OWNER}', the inputs inside a larger graph must have known shapes, but got one whose lengths are "
         f"open. Give set_inputs() whole shapes, or call the training step from Python."
     )
+
+
+@_primexpr
+def _warn_in_graph(message: str) -> None:
+    warn(message)
 
 
 @_primexpr

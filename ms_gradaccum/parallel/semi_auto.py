@@ -17,6 +17,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.grad_clip import ClipByGroupNorm
+from ms_gradaccum.loss_kind import loss_warning
 
 _OWNER = "TrainOneStepCell"
 _MODES = ("semi_auto_parallel", "auto_parallel")
@@ -55,6 +56,9 @@ class SemiAuto:
         if dtype != ms.float32:
             rule, remedy = "one of float32 messages in semi-auto-parallel", "The compiler chooses what it sends."
             raise ValueError(sentence(_OWNER, "mixed_precision", rule, f"reduce_dtype={dtype}", remedy))
+        reason = "" if network.weighted or network.micro_size == 1 else loss_warning(network.network, [])
+        if reason:
+            warn(reason)
         if network.losses is not None:
             # The compiler follows one output of the forward, and the loss is that.
             warn(
