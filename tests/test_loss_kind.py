@@ -3,14 +3,16 @@
 import inspect
 import warnings
 
+import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, line, sgd, whole
 from mindspore import Tensor, mint, nn, ops
-from step_probe import KeepGradients, tensors
+from step_probe import Around, KeepGradients, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
 from ms_gradaccum.batch.loss_kind import loss_warning
+from ms_gradaccum.parallel.semi_auto import SemiAuto
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -126,6 +128,34 @@ class OwnLoss(nn.Cell):
 
     def construct(self, x, labels):
         return ops.cross_entropy(self.dense(x), labels)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_window_as_part_of_a_graph_warns_of_what_shows_without_labels(steps, monkeypatch):
+    """Labels that are ignored only a batch shows, which a graph does not see."""
+    monkeypatch.delenv("MS_JIT")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    adds_up = f"{START}MSELoss adds up its rows with reduction='sum', {BY_ROWS} Give it reduction='mean', or {PAIR}"
+    for loss_fn, expected in ((nn.MSELoss("sum"), {adds_up}), (nn.MSELoss(), set())):
+        loss_cell = nn.WithLossCell(line(), loss_fn)
+        for micro_size in (1, 2):
+            step = TrainOneStepCell(
+                GradAccumulation(loss_cell, micro_size),
+                KeepGradients(loss_cell.trainable_params()),
+                accumulation_steps=steps,
+            )
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                Around(step)(*tensors(X, X))
+            said = {str(each.message) for each in caught if START in str(each.message)}
+            assert said == (expected if micro_size * steps > 1 else set())
+
+
+def test_semi_auto_parallel_warns_of_what_shows_without_labels():
+    """What a step that the compiler partitions is told while it is built."""
+    loss_cell = GradAccumulation(labels_loss(nn.CrossEntropyLoss(weight=Tensor(np.float32([1, 2, 3])))), 2)
+    with pytest.warns(UserWarning, match="divides by the sum of the class weights of its labels"):
+        SemiAuto(loss_cell).check(1, loss_cell, False, None, ms.float32)
 
 
 def test_cells_of_the_user_are_not_judged():

@@ -94,11 +94,11 @@ def build_parallel(
 
     ``drops`` is whether micro batches can be left out, ``dtype`` that in which the ranks add up gradients.
     """
-    weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
+    weights = optimizer.parameters
     if drops:
         check_dense(owner, sparse_lookup(network))
     if kind is None:
-        return GradientReducer(weights, GradBuffer(weights, dense_only, None, network.terms, drops))
+        return GradientReducer(weights, _buffer_of(optimizer, network, drops))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_sent(owner, dtype)
     check_parameters_sent(owner, weights)
@@ -112,11 +112,13 @@ def build_parallel(
     world = current_world(owner)
     layout = layout_for(kind, weights, world.size)
     if layout is None:
-        return DataParallelReducer(
-            weights, GradBuffer(weights, dense_only, None, network.terms, drops), world, kind, dtype
-        )
-    shards = Shards(layout, world, dtype)
-    return _build_sharded(owner, kind, optimizer, network, dense_only, drops, shards, world)
+        return DataParallelReducer(weights, _buffer_of(optimizer, network, drops), world, kind, dtype)
+    return _build_sharded(owner, kind, optimizer, network, drops, Shards(layout, world, dtype), world)
+
+
+def _buffer_of(optimizer: nn.Cell, network: Any, drops: bool, shapes: Any = None) -> GradBuffer:
+    dense_only, reports_others = keeps_absent_rows(optimizer), network.losses is not None
+    return GradBuffer(optimizer.parameters, dense_only, shapes, network.terms, drops, reports_others)
 
 
 def check_parameters_sent(owner: str, parameters: Any) -> None:
@@ -163,12 +165,12 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
 
 
 def _build_sharded(
-    owner: str, kind: Any, optimizer: nn.Cell, network: Any, dense_only: bool, drops: bool, shards: Shards, world: World
+    owner: str, kind: Any, optimizer: nn.Cell, network: Any, drops: bool, shards: Shards, world: World
 ) -> GradientReducer:
     weights = optimizer.parameters
     if kind.sync_each_batch:
         _check_shared_dense(owner, network)
-    buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None, network.terms, drops)
+    buffer = _buffer_of(optimizer, network, drops, shards.shapes if kind.sync_each_batch else None)
     if isinstance(kind, DataParallel):
         return ShardedBufferReducer(weights, buffer, shards, world, kind)
     if kind.optimizer_level == "level3":

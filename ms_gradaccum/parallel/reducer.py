@@ -102,6 +102,8 @@ class BucketedAllReduce(nn.Cell):
         self.buffer = buffer
         self.sums = buffer.sums
         self.totals = ParameterTuple(buffer.totals())
+        # Where each of them begins in what is sent of all.
+        (self.total_begins,), _ = places((tuple(range(len(self.totals))),), [value.size for value in self.totals])
         self.buckets = all_reduce_buckets(indices, sizes)
         self.begins, self.ends = places(self.buckets, sizes)
         self.all_reduce = AllReduce(Group(0, world.size, 1, world.rank, world.size))
@@ -148,13 +150,13 @@ class BucketedAllReduce(nn.Cell):
         flat: tuple[Tensor, ...] = ()
         for i, value in enumerate(self.totals):
             # Of the loss and the weight there is a newer value.
-            flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(1),)
+            flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(-1),)
         return ops.concat(flat)
 
     def _put_totals(self, total: Tensor, begin: int) -> Any:
         done: Any = ()
         for i, value in enumerate(self.totals):
-            done += (ops.assign(value, total[begin + i].reshape(())),)
+            done += (ops.assign(value, part_of(total, value, begin + self.total_begins[i])),)
         return done
 
 

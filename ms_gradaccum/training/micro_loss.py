@@ -60,6 +60,8 @@ def has_own_backward(network: nn.Cell) -> bool:
 class MicroLoss(nn.Cell):
     """What is differentiated, and beside it what a micro batch adds up: its loss sum, its weight, its factor.
 
+    Then there may be one tensor more, see `other_losses` of `WeightedLoss`.
+
     Args:
         weighted_loss: The network's loss, of one term.
         half: Whether the network computes in half precision.
@@ -75,7 +77,8 @@ class MicroLoss(nn.Cell):
         self._get_attr_from_cell(weighted_loss.network)
 
     def construct(self, share: Any, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        value, weight = self.weighted_loss(share, *tensors)
+        outputs: tuple[Tensor, ...] = self.weighted_loss(share, *tensors)
+        value, weight = outputs[0], outputs[1]
         if self.counts_rows:
             loss_sum, weight = value * factor, weight * factor
         else:
@@ -85,7 +88,8 @@ class MicroLoss(nn.Cell):
                 value = value / factor
         if self.half:
             value = value * self.loss_scale.value()
-        return value, loss_sum, weight, factor
+        own: tuple[Tensor, ...] = (value, loss_sum, weight, factor)
+        return own + outputs[2:]
 
 
 def is_half(weighted_loss: WeightedLoss, precision: Precision) -> bool:

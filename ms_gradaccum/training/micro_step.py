@@ -5,7 +5,6 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
-from mindspore.common.sparse_tensor import RowTensorInner
 
 from ms_gradaccum.backend.compiled import Compiled, op_by_op
 from ms_gradaccum.backend.cpu import with_condition
@@ -49,13 +48,22 @@ class AddMicroBatch(nn.Cell):
         self.map = ops.HyperMap()
 
     def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        """Add gradients that were taken outside of this graph. Return what `added` returns."""
-        return self.added((loss_sum, weight), (factor,), (grads,))
+        """Add gradients that were taken outside of this graph, after the other losses if these are reported.
+
+        Return what `added` returns.
+        """
+        if self.buffer.other_losses is not None:
+            return self.added((loss_sum, weight), (factor,), (grads[1:],), grads[:1])
+        return self.added((loss_sum, weight), (factor,), (grads,), ())
 
     def added(
-        self, values: tuple[Tensor, ...], factors: tuple[Tensor, ...], grads: tuple[tuple[Any, ...], ...]
+        self,
+        values: tuple[Tensor, ...],
+        factors: tuple[Tensor, ...],
+        grads: tuple[tuple[Any, ...], ...],
+        others: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        """Add a loss sum and a weight per term, and its gradients times its factor.
+        """Add a loss sum and a weight per term, its gradients times its factor, and what is reported beside them.
 
         Return the loss sums and the weights, each as one tensor, and what is there once they are added.
         """
@@ -66,6 +74,9 @@ class AddMicroBatch(nn.Cell):
             values = self.keep.kept(finite, values)
             for parallel in self.parallels:
                 done = parallel.buffer.count_dropped(ops.depend(finite, done))
+        if self.buffer.other_losses is not None:
+            # They count by the weight of the loss, which is 0 if the micro batch is left out.
+            done = self.buffer.add_other_losses(others[0], ops.depend(values[1], done))
         for term in range(self.terms):
             own = grads[term]
             if self.keep is not None:
@@ -132,9 +143,10 @@ class MicroStep(nn.Cell):
 
     def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         """Return the loss sum and the weight of this part, and what is there once they are added."""
-        (_, loss_sum, weight, factor), grads = self.loss_and_grads(share, factor, *tensors)
+        outputs, grads = self.loss_and_grads(share, factor, *tensors)
         # A factor that the compiler knows to be 1 costs nothing.
-        return self.end(self.adding.added((loss_sum, weight), (factor if self.scales else ONE,), (grads,)))
+        factor = outputs[3] if self.scales else ONE
+        return self.end(self.adding.added((outputs[1], outputs[2]), (factor,), (grads,), outputs[4:]))
 
     def share_and_factor(self, rows: Tensor, batch_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first two inputs of `construct`, as part of a graph."""
@@ -160,12 +172,13 @@ class TermsMicroStep(MicroStep):
             weight = values[2 * term + 1]
             own = ops.maximum(weight, ONE) if self.micro_loss.half else ops.ones_like(weight)
             start: tuple[Tensor, ...] = ()
-            for i in range(2 * self.adding.terms):
+            for i, value in enumerate(values):
                 scale = self.micro_loss.loss_scale.value()
-                start += (scale / own if i == 2 * term else ops.zeros_like(weight),)
+                start += (scale / own if i == 2 * term else ops.zeros_like(value),)
             factors += (own,)
             grads += (backward(*start)[1],)
-        return self.end(self.adding.added(values, factors, grads))
+        pairs = values[: 2 * self.adding.terms]
+        return self.end(self.adding.added(pairs, factors, grads, values[2 * self.adding.terms :]))
 
 
 class EagerMicroStep:
@@ -237,11 +250,6 @@ _scale = ops.MultitypeFuncGraph("scale_gradient")
 @_scale.register("Tensor", "Tensor")
 def _scale_dense(factor: Tensor, grad: Tensor) -> Tensor:
     return (grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)) * factor
-
-
-@_scale.register("Tensor", "RowTensor")
-def _scale_rows(factor: Tensor, grad: Any) -> Any:
-    return RowTensorInner(grad.indices, as_dtype(grad.values, ms.float32) * factor, grad.dense_shape)
 
 
 class EmptyStep(nn.Cell):

@@ -78,7 +78,8 @@ class Report(nn.Cell):
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
         """Report on the window once the micro steps behind ``done`` have run.
 
-        The last item says whether the loss scale was too large for it, or for a micro batch that was left out.
+        The item after the weight says whether the loss scale was too large for it, or for a micro batch that was left
+        out. Then there are the losses that are reported beside the first one, if any.
         """
         if self.fold_terms is not None:
             done = ops.depend(done, self.fold_terms())
@@ -97,7 +98,9 @@ class Report(nn.Cell):
             bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
             # All of it was left out.
             overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(weighs)))
-        return loss, overflow, self.loss_scale.value(), updated, norm, self.learning_rate(), weight, bad
+        report: tuple[Tensor, ...] = (loss, overflow, self.loss_scale.value(), updated)
+        report += (norm, self.learning_rate(), weight, bad)
+        return report + self.buffer.other_losses_after(reduced)
 
 
 class OpenWindow(nn.Cell):
@@ -113,7 +116,8 @@ class OpenWindow(nn.Cell):
         loss = ops.depend(self.buffer.mean_loss(), done)
         weight = ops.depend(self.buffer.weight + 0.0, done)
         unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
-        return (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight)
+        report: tuple[Tensor, ...] = (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight)
+        return report + self.buffer.other_losses_after(done)
 
 
 class WindowEnd(nn.Cell):
@@ -167,10 +171,10 @@ class WindowEnd(nn.Cell):
         ``reduced`` is whether the sums are those of all ranks already.
         """
         eager = runs_eagerly(self.compiles)
-        *items, self.is_bad = self._report(reduced, eager)(NOTHING)
+        items = self._report(reduced, eager)(NOTHING)
         rate = self.learning_rate.eagerly() if eager else items[5]
-        loss, overflow, scale, updated, norm, _, weight = items
-        return StepOutput(loss, overflow, scale, updated, norm, norm, rate, weight)
+        loss, overflow, scale, updated, norm, _, weight, self.is_bad, *others = items
+        return StepOutput(loss, overflow, scale, updated, norm, norm, rate, weight, *others)
 
     def _report(self, reduced: bool, eager: bool) -> Compiled:
         key = reduced, eager
@@ -218,11 +222,13 @@ class WindowEnd(nn.Cell):
 
         A plain tuple: strict graph syntax knows no NamedTuple.
         """
-        loss, overflow, scale, updated, norm, learning_rate, weight, bad = self.report(done)
+        report: tuple[Tensor, ...] = self.report(done)
+        loss, overflow, scale, updated, norm, learning_rate, weight, bad = report[:8]
         if updated:
             clipped_norm = self.update(norm)
         else:
             clipped_norm = ops.depend(norm, self.buffer.clear())
         clipped_norm = self.update.touch(clipped_norm)
         clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
-        return loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight
+        output: tuple[Tensor, ...] = (loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
+        return output + report[8:]

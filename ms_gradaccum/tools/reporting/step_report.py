@@ -35,6 +35,8 @@ class StepReport:
         clipped_grad_norm: The same after clipping.
         loss_scale: Factor of the loss in the backward pass.
         weight: Weight of the window over all processes: its rows or tokens.
+        other_losses: Means of the further losses that the network returns, see :class:`StepOutput`. None if there are
+            none.
         batches: Batches of this process so far. None where the windows are part of a graph (data sink mode).
         micro_batches: Micro batches of this process so far, or None likewise.
         rows_per_second: Rows of all processes per second since the last report, without the time that reports take.
@@ -66,6 +68,7 @@ class StepReport:
     clipped_grad_norm: float
     loss_scale: float
     weight: float
+    other_losses: tuple[float, ...] | None = None
     batches: int | None = None
     micro_batches: int | None = None
     rows_per_second: float | None = None
@@ -82,6 +85,7 @@ class StepReport:
     def scalars(self) -> dict[str, float]:
         """Return the same as single numbers: of several learning rates the least and the largest."""
         items = self.as_dict()
+        items.update({f"other_loss_{i}": loss for i, loss in enumerate(items.pop("other_losses", ()), 1)})
         if isinstance(self.learning_rate, tuple):
             del items["learning_rate"]
             items.update(learning_rate_min=min(self.learning_rate), learning_rate_max=max(self.learning_rate))
@@ -225,6 +229,7 @@ class StepReporter:
             clipped_grad_norm=float(output.clipped_grad_norm.asnumpy()),
             loss_scale=float(output.loss_scale.asnumpy()),
             weight=float(output.weight.asnumpy()),
+            other_losses=tuple(float(loss.asnumpy()) for loss in output.other_losses) or None,
             **items,
             **self._costs(),
         )

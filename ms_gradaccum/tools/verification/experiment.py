@@ -108,7 +108,8 @@ class Experiment:
         self.structure, self.micro_batches = split_batch(inputs, network.micro_size, network.batch_axis)
         self.batch = split_batch(inputs, 1, network.batch_axis).micro_batches[0]
         self.axes = leaf_axes(inputs, network.batch_axis)
-        self.parallel = GradientReducer(self.weights, GradBuffer(self.weights, terms=network.terms))
+        buffer = GradBuffer(self.weights, terms=network.terms, reports_others=network.losses is not None)
+        self.parallel = GradientReducer(self.weights, buffer)
         # As in training, but for a loss scale: gradients are compared as they are.
         self.precision = check_precision(_OWNER, None)
         self._steps: dict[Any, Any] = {}
@@ -239,7 +240,8 @@ class MeanLoss(nn.Cell):
     def construct(self, *tensors: Any) -> tuple[Tensor, Tensor]:
         sums = self.weighted_loss(Tensor(1.0, ms.float32), *tensors)
         loss = Tensor(0.0, ms.float32)
-        for i in range(0, len(sums), 2):
+        # After the pairs there may be what is reported beside them.
+        for i in range(0, len(sums) - 1, 2):
             loss = loss + sums[i] * reciprocal(sums[i + 1])
         return loss, sums[1]
 
