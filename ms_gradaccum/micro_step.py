@@ -11,7 +11,7 @@ from ms_gradaccum.bad_micro_batch import KeepFinite
 from ms_gradaccum.compiled import Compiled, op_by_op
 from ms_gradaccum.kernels import ONE, as_dtype
 from ms_gradaccum.loss_weight import WeightedLoss
-from ms_gradaccum.micro_loss import MicroLoss, Pace, is_half, pace_of
+from ms_gradaccum.micro_loss import MicroLoss, MicroTotals, Pace, is_half, pace_of
 from ms_gradaccum.parallel.single import SingleProcess
 from ms_gradaccum.precision import Precision
 from ms_gradaccum.runs import run_of
@@ -25,6 +25,7 @@ class AddMicroBatch(nn.Cell):
     Args:
         parallels: One per optimizer: its buffer, and what becomes of its gradients.
         weights: One per optimizer: the parameters that it updates.
+        totals: What says what is added up for a loss of one term.
         drops: Whether a micro batch that is not finite is left out.
         reduces: Whether it is the last one of its window and the ranks add up the sums with it.
     """
@@ -33,11 +34,13 @@ class AddMicroBatch(nn.Cell):
         self,
         parallels: Sequence[SingleProcess],
         weights: Sequence[ParameterTuple],
+        totals: MicroTotals,
         drops: bool = False,
         reduces: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.totals = totals
         self.buffer = parallels[0].buffer
         self.terms = 1 + len(self.buffer.others)
         ends = [sum(len(group) for group in weights[: i + 1]) for i in range(len(weights))]
@@ -48,8 +51,9 @@ class AddMicroBatch(nn.Cell):
         self.scales_first = parallels[0].every_batch
         self.map = ops.HyperMap()
 
-    def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+    def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         """Add gradients that were taken outside of this graph. Return what `added` returns."""
+        loss_sum, weight, factor = self.totals(value, weight, factor)
         return self.added((loss_sum, weight), (factor,), (grads,))
 
     def added(
@@ -130,7 +134,8 @@ class MicroStep(nn.Cell):
 
     def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         """Return the loss sum and the weight of this part, and what is there once they are added."""
-        (_, loss_sum, weight, factor), grads = self.loss_and_grads(share, factor, *tensors)
+        (_, value, weight), grads = self.loss_and_grads(share, *tensors)
+        loss_sum, weight, factor = self.adding.totals(value, weight, factor)
         # A factor that the compiler knows to be 1 costs nothing.
         return self.end(self.adding.added((loss_sum, weight), (factor if self.scales else ONE,), (grads,)))
 
@@ -198,14 +203,14 @@ class EagerMicroStep:
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:
         """Run one micro batch."""
         self.has_run = self.adding.has_run = False
-        self.inputs = (share, factor, *rebuilt(self.structure, tensors))
+        self.inputs = (share, *rebuilt(self.structure, tensors))
         try:
             with op_by_op():
                 (_, *values), grads = ops.value_and_grad(self._forward, None, self.weights, has_aux=True)()
         finally:
             self.inputs = ()
         try:
-            return self.adding(*values, *grads)
+            return self.adding(factor, *values, *grads)
         finally:
             self.has_run = self.adding.has_run
 
@@ -226,7 +231,7 @@ def build_micro_step(
     micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
     kind = TermsMicroStep if parallels[0].buffer.others else MicroStep
     pace = pace_of(weighted_loss, half, eager=False)
-    return kind(micro_loss, weights, AddMicroBatch(parallels, weights, drops, reduces), pace)
+    return kind(micro_loss, weights, AddMicroBatch(parallels, weights, micro_loss.totals(), drops, reduces), pace)
 
 
 _scale = ops.MultitypeFuncGraph("scale_gradient")
