@@ -15,7 +15,7 @@ from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.mixed_precision import Precision
 from ms_gradaccum.gradients.non_finite import KeepFinite
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.micro_loss import MicroLoss, Pace, is_half, pace_of
+from ms_gradaccum.training.micro_loss import MicroLoss, MicroTotals, Pace, is_half, pace_of
 
 
 class AddMicroBatch(nn.Cell):
@@ -24,6 +24,7 @@ class AddMicroBatch(nn.Cell):
     Args:
         parallels: One per optimizer: its buffer, and what becomes of its gradients.
         weights: One per optimizer: the parameters that it updates.
+        totals: What says what is added up for a loss of one term.
         drops: Whether a micro batch that is not finite is left out.
         reduces: Whether it is the last one of its window and the ranks add up the sums with it.
     """
@@ -32,11 +33,13 @@ class AddMicroBatch(nn.Cell):
         self,
         parallels: Sequence[GradientReducer],
         weights: Sequence[ParameterTuple],
+        totals: MicroTotals,
         drops: bool = False,
         reduces: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.totals = totals
         self.buffer = parallels[0].buffer
         self.terms = 1 + len(self.buffer.others)
         ends = [sum(len(group) for group in weights[: i + 1]) for i in range(len(weights))]
@@ -47,11 +50,12 @@ class AddMicroBatch(nn.Cell):
         self.scales_first = parallels[0].every_batch
         self.map = ops.HyperMap()
 
-    def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+    def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         """Add gradients that were taken outside of this graph, after the other losses if these are reported.
 
         Return what `added` returns.
         """
+        loss_sum, weight, factor = self.totals(value, weight, factor)
         if self.buffer.other_losses is not None:
             return self.added((loss_sum, weight), (factor,), (grads[1:],), grads[:1])
         return self.added((loss_sum, weight), (factor,), (grads,), ())
@@ -143,10 +147,11 @@ class MicroStep(nn.Cell):
 
     def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         """Return the loss sum and the weight of this part, and what is there once they are added."""
-        outputs, grads = self.loss_and_grads(share, factor, *tensors)
+        outputs, grads = self.loss_and_grads(share, *tensors)
+        loss_sum, weight, factor = self.adding.totals(outputs[1], outputs[2], factor)
         # A factor that the compiler knows to be 1 costs nothing.
-        factor = outputs[3] if self.scales else ONE
-        return self.end(self.adding.added((outputs[1], outputs[2]), (factor,), (grads,), outputs[4:]))
+        factor = factor if self.scales else ONE
+        return self.end(self.adding.added((loss_sum, weight), (factor,), (grads,), outputs[3:]))
 
     def share_and_factor(self, rows: Tensor, batch_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first two inputs of `construct`, as part of a graph."""
@@ -213,14 +218,14 @@ class EagerMicroStep:
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:
         """Run one micro batch."""
         self.has_run = self.adding.has_run = False
-        self.inputs = (share, factor, *rebuilt(self.structure, tensors))
+        self.inputs = (share, *rebuilt(self.structure, tensors))
         try:
             with op_by_op():
                 (_, *values), grads = ops.value_and_grad(self._forward, None, self.weights, has_aux=True)()
         finally:
             self.inputs = ()
         try:
-            return self.adding(*values, *grads)
+            return self.adding(factor, *values, *grads)
         finally:
             self.has_run = self.adding.has_run
 
@@ -241,7 +246,7 @@ def build_micro_step(
     micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
     kind = TermsMicroStep if parallels[0].buffer.others else MicroStep
     pace = pace_of(weighted_loss, half, eager=False)
-    return kind(micro_loss, weights, AddMicroBatch(parallels, weights, drops, reduces), pace)
+    return kind(micro_loss, weights, AddMicroBatch(parallels, weights, micro_loss.totals(), drops, reduces), pace)
 
 
 _scale = ops.MultitypeFuncGraph("scale_gradient")

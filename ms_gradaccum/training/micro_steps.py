@@ -156,7 +156,7 @@ class MicroSteps:
         loss = self.network.weighted_loss
         half = is_half(loss, self.precision)
         micro_loss = MicroLoss(loss, half, self.precision.loss_scale)
-        adding = AddMicroBatch(self.parallels, self.weights, self.drops, reduces)
+        adding = AddMicroBatch(self.parallels, self.weights, micro_loss.totals(), self.drops, reduces)
         return EagerMicroStep(self.owner, micro_loss, self.weights, adding, pace_of(loss, half, eager=True))
 
     def _is_for_thread_pool(self, micro_batches: list[MicroBatch]) -> bool:

@@ -205,8 +205,8 @@ class Experiment:
         return build_micro_step(loss, [self.parallel], [self.weights], self.precision)
 
     def _make_eager_step(self) -> EagerMicroStep:
-        adding = AddMicroBatch([self.parallel], [self.weights])
         micro_loss = MicroLoss(self.network.weighted_loss, False, self.precision.loss_scale)
+        adding = AddMicroBatch([self.parallel], [self.weights], micro_loss.totals())
         step = EagerMicroStep(_OWNER, micro_loss, [self.weights], adding, Pace.BATCH)
         step.structure = self.structure
         return step
