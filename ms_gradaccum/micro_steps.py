@@ -12,6 +12,7 @@ from ms_gradaccum.ambiguous_inputs import explain_split
 from ms_gradaccum.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.convolutions import has_convolutions, pixels, warn_if_slow
 from ms_gradaccum.events import Events
+from ms_gradaccum.loss_kind import divides_by_first_rows, rows_warning
 from ms_gradaccum.loss_weight import WeightedLoss
 from ms_gradaccum.micro_batch import MicroBatch
 from ms_gradaccum.micro_loss import MicroLoss, is_half, pace_of
@@ -70,6 +71,8 @@ class MicroSteps:
         self.empty_step = EmptyStep(parallels)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         self.has_begun = False
+        # Whether micro batches of other rows have still to be warned of.
+        self.looks_at_rows = divides_by_first_rows(network)
         # Whether the last batch may have added something before it failed.
         self.has_added = False
         # Who is told of each micro batch.
@@ -129,6 +132,10 @@ class MicroSteps:
             self.eager[reduces] = self._build_eager(reduces)
         step = self.eager[reduces]
         step.structure = structure
+        message = rows_warning(part.rows for part in micro_batches) if self.looks_at_rows else ""
+        if message:
+            self.looks_at_rows = False
+            warn(message)
         return step, step.pace
 
     def _runs_eagerly(self) -> bool:
