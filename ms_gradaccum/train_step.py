@@ -293,6 +293,13 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""
+        return self.shown(self._run_in_graph(*inputs))
+
+    def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return what a larger graph sees of the items of a StepOutput. Monitors of other projects see other ones."""
+        return items
+
+    def _run_in_graph(self, *inputs: Any) -> tuple[Tensor, ...]:
         check_compiling(self.semi_auto is not None)
         if self.semi_auto is not None:
             partitioned: tuple[Tensor, ...] = self.partitioned(*inputs)
