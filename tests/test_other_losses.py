@@ -148,9 +148,7 @@ def test_inside_a_larger_graph_they_are_the_ninth_item():
     check(StepOutput(*items), means(FIRST))
 
 
-@pytest.mark.parametrize("sink", [False, True])
-def test_a_model_gives_them_to_its_callbacks_and_they_are_shown_and_logged(sink, tmp_path, capsys):
-    ms.set_context(mode=ms.GRAPH_MODE)
+def test_a_model_gives_them_to_its_callbacks_and_they_are_shown_and_logged(tmp_path, capsys, eager):
     seen, calls = [], []
 
     class Seen(ms.train.Callback):
@@ -163,7 +161,7 @@ def test_a_model_gives_them_to_its_callbacks_and_they_are_shown_and_logged(sink,
     data = NumpySlicesDataset((X[:6], Y[:6]), shuffle=False).batch(3)
     logger = MetricsLogger(tmp_path / "run.jsonl", log=lambda numbers, step: calls.append(numbers))
     callbacks = [Seen(), logger, ProgressBar(live=False)]
-    model.train(1, data, callbacks, dataset_sink_mode=sink, sink_size=2 if sink else -1)
+    model.train(1, data, callbacks)
     expected = means((X[:6], Y[:6]))
     check(seen[-1], expected)
     line = json.loads((tmp_path / "run.jsonl").read_text())
@@ -261,7 +259,7 @@ def test_a_state_in_which_they_are_no_pairs_is_refused(value, eager):
     from ms_gradaccum._checks import DamagedState
     from ms_gradaccum.checkpoint.window_sums import WindowSums
 
-    sums = WindowSums(step_of(accumulation_steps=2).parallel, "")
+    sums = WindowSums(step_of(accumulation_steps=2).body.reducer, "")
     with pytest.raises(DamagedState, match="no sums and weights of the losses that are reported"):
         sums.plan_numbers([{**sums.numbers(), "other_losses": value}], 1)
 

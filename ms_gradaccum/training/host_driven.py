@@ -42,6 +42,7 @@ class HostDrivenStep(nn.Cell):
         # As parts of a larger graph.
         (self.reducer,), (self.end,) = self.window.reducers, self.window.ends
         self.buffer = self.reducer.buffer
+        self.loss_scale = settings.precision.loss_scale
         self.micro_step = self.window.micro_steps.cell
 
     def attach_to(self, step: nn.Cell) -> None:

@@ -58,7 +58,7 @@ def train(losses, with_counters=False, **settings):
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     step = TrainOneStepCell(cell, optimizer, accumulation_steps=2, compile=not with_counters or None, **settings)
     sent = []
-    for _, each in step.parallel.cells_and_names() if with_counters else ():
+    for _, each in step.body.reducer.cells_and_names() if with_counters else ():
         for attribute in ("all_reduce", "all_gather"):
             if isinstance(getattr(each, attribute, None), ms.ops.Primitive):
                 setattr(each, attribute, Counter(getattr(each, attribute), sent))
