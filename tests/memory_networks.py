@@ -17,7 +17,7 @@ ROWS, WIDTH = 8, 256
 
 
 class Wide(nn.Cell):
-    """Has activations of 16 MiB per row, and few weights."""
+    """Has activations of 16 MiB per row, and few parameters."""
 
     def __init__(self):
         super().__init__()

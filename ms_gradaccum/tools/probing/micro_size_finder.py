@@ -105,7 +105,8 @@ def find_micro_size(
         >>> import tempfile
         >>> from pathlib import Path
         >>> from ms_gradaccum import find_micro_size
-        >>> program = Path(tempfile.mkdtemp()) / "train.py"
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> program = Path(folder.name) / "train.py"
         >>> length = program.write_text('''
         ... import numpy as np
         ... from mindspore import Tensor, nn
