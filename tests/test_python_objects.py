@@ -11,9 +11,9 @@ from ms_gradaccum import GradAccumulation, TrainOneStepCell
 REFUSED = (
     "For 'GradAccumulation', the argument 'network' must return its mean loss, a floating-point scalar, first, "
     "but got no tensor but a Python object, which has no gradient. Return a tensor, alone or first in a tuple, "
-    "that is computed of tensors. In GRAPH mode asnumpy(), float(), Tensor(), dict(zip()), getattr() with a "
-    "default, and classes that are no Cell make a Python object of one: MindSpore's own step runs with it and "
-    "leaves the weights as they are."
+    "that is computed of tensors. In GRAPH mode an attribute of a cell that construct sets (a count, an average: make "
+    "it a Parameter), asnumpy(), float(), Tensor(), dict(zip()), getattr() with a default, and classes that are no "
+    "Cell make a Python object of one: MindSpore's own step runs with it and leaves the weights as they are."
 )
 
 
@@ -68,6 +68,39 @@ class ByZip(Loss):
         return dict(zip(["loss"], [2 * (self.weight * x).mean()]))["loss"], x
 
 
+class ByAverage(Loss):
+    """An average of the losses so far, which is 1 before and is not divided by yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = Tensor(1.0)
+
+    def construct(self, x):
+        loss = (self.weight * x).mean()
+        before = self.average
+        self.average = 0.5 * before + 0.5 * ops.stop_gradient(loss) / ops.stop_gradient(loss)
+        return 2 * loss / before
+
+
+class ByCount(Loss):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def construct(self, x):
+        self.count = self.count + 1
+        return 2 * (self.weight * x).mean() * (self.count / self.count)
+
+
+class ByParameter(ByAverage):
+    """The way out."""
+
+    def __init__(self):
+        super().__init__()
+        del self.average
+        self.average = Parameter(Tensor(1.0), "average", requires_grad=False)
+
+
 def trained(kind, own):
     network = kind()
     optimizer = nn.SGD(network.trainable_params(), 0.1)
@@ -76,14 +109,14 @@ def trained(kind, own):
     return network.weight.asnumpy().item()
 
 
-@pytest.mark.parametrize("kind", [NumpyFactor, ObjectFactor, ByList])
+@pytest.mark.parametrize("kind", [NumpyFactor, ObjectFactor, ByList, ByParameter])
 def test_what_the_compiler_can_follow_trains(kind):
     ms.set_context(mode=ms.GRAPH_MODE)
     # The gradient of 2 * weight * 2.5 is 5.
     assert trained(kind, own=True) == trained(kind, own=False) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("kind", [ByHolder, ByNumpy, ByZip])
+@pytest.mark.parametrize("kind", [ByHolder, ByNumpy, ByZip, ByAverage, ByCount])
 def test_what_loses_its_gradient_is_refused_with_that_reason(kind):
     ms.set_context(mode=ms.GRAPH_MODE)
     # The reason is true: MindSpore's own step runs, and its weight stays.
@@ -92,6 +125,6 @@ def test_what_loses_its_gradient_is_refused_with_that_reason(kind):
         trained(kind, own=False)
 
 
-@pytest.mark.parametrize("kind", [ByHolder, ByNumpy, ByZip])
+@pytest.mark.parametrize("kind", [ByHolder, ByNumpy, ByZip, ByAverage, ByCount])
 def test_it_trains_op_by_op(kind, eager):
     assert trained(kind, own=False) == pytest.approx(0.5)

@@ -21,9 +21,10 @@ _MEAN_REMEDY = (
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
 # What the compiler leaves to the Python interpreter has no type in a graph, and no gradient.
 _OBJECT_REMEDY = (
-    "Return a tensor, alone or first in a tuple, that is computed of tensors. In GRAPH mode asnumpy(), float(), "
-    "Tensor(), dict(zip()), getattr() with a default, and classes that are no Cell make a Python object of one: "
-    "MindSpore's own step runs with it and leaves the weights as they are."
+    "Return a tensor, alone or first in a tuple, that is computed of tensors. In GRAPH mode an attribute of a cell "
+    "that construct sets (a count, an average: make it a Parameter), asnumpy(), float(), Tensor(), dict(zip()), "
+    "getattr() with a default, and classes that are no Cell make a Python object of one: MindSpore's own step runs "
+    "with it and leaves the weights as they are."
 )
 _LOSSES_REMEDY = (
     "Give losses='sum' to train their sum, losses='first' to train the first alone, or, for means over different "
