@@ -109,7 +109,7 @@ def find_micro_size(
 
     Note:
         Less memory for smaller micro batches is taken for granted. Of several processes each measures alone; what
-        comes on top, and what goes away with HSDP, says docs/planning.md. Needs Linux.
+        comes on top, and what goes away with HSDP, says docs/tools.md. Needs Linux.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
