@@ -58,7 +58,7 @@ def window(kind: DataParallel, sends: bool, args: argparse.Namespace) -> Callabl
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     step = TrainOneStepCell(GradAccumulation(network, args.micro_size), optimizer, parallel=kind)
     if not sends:
-        step.parallel.sum_over_ranks.sum.all_reduce = None
+        step.body.reducer.bucketed_all_reduce.all_reduce.all_reduce = None
 
     def run() -> float:
         gather_counts(0)

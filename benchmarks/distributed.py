@@ -110,7 +110,7 @@ def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
         return build_naive(network, optimizer, micro_size)
     with mock.patch.object(layout, "BUCKET_SIZE", 1 if name == UNFUSED else layout.BUCKET_SIZE):
         step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, parallel=KINDS[name])
-    return Program(step, step, network, optimizer, (*step.buffer.sums, *step.parallel.sums))
+    return Program(step, step, network, optimizer, (*step.body.buffer.sums, *step.body.reducer.sums))
 
 
 def measure_memory(name: str, micro_size: int, args: argparse.Namespace) -> Memory:

@@ -32,7 +32,7 @@ class Stopwatch:
         self.begun = time.perf_counter()
 
     def on_micro_batch_end(self, event: Any) -> None:
-        self.step.buffer.weight.asnumpy()  # waits for the micro step
+        self.step.body.buffer.weight.asnumpy()  # waits for the micro step
         self.micro_steps.append(time.perf_counter() - self.begun)
 
     def on_update_begin(self, event: Any) -> None:

@@ -107,7 +107,7 @@ class Boosted(ForwardBackward):
 def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int, may_use_thread_pool: bool = True) -> Step:
     # In PYNATIVE mode too, for OURS_PYNATIVE.
     step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, compile=True)
-    step.micro_steps.may_use_thread_pool = may_use_thread_pool
+    step.body.window.micro_steps.may_use_thread_pool = may_use_thread_pool
     return lambda x, y: step(x, y).loss
 
 

@@ -49,12 +49,12 @@ def make_micro_step(name: str, micro_size: int, other_kernels: bool) -> Callable
     optimizer = nn.Momentum(network.trainable_params(), workload.learning_rate, MOMENTUM)
     step = TrainOneStepCell(GradAccumulation(network, 1), optimizer)
     # The kernels alone.
-    step.micro_steps.may_use_thread_pool = False
+    step.body.window.micro_steps.may_use_thread_pool = False
     batch = tuple(ms.Tensor(np.split(array, micro_size)[0]) for array in workload.batch(micro_size))
 
     def run() -> None:
         # No window, which would end with an update.
-        step.micro_steps.run(batch, {})[0][2].asnumpy()
+        step.body.window.micro_steps.run(batch, {})[0][2].asnumpy()
 
     return run
 

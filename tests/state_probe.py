@@ -93,18 +93,17 @@ def train_loop(accumulator, data, scheduler, epochs, first_epoch=0, save_after=N
 def bits_of(step):
     """All that a training step holds, to compare exactly."""
     if isinstance(step, Accumulator):
-        parts = [(each.network, each.optimizers, each.parallels, each.loss_scale) for each in step.window.networks]
         counter = step.window.counter
         counts = [counter.batches, counter.updates, counter.tokens, step.sync_gradients, step.window.is_open]
     else:
-        parts = [(step.network, [step.optimizer], [step.parallel], step.loss_scale)]
         counts = [step.open_batches()]
     events = step.events
     values = [counts, events.batches, events.micro_batches, events.updates, events.skipped_updates]
-    for network, optimizers, parallels, loss_scale in parts:
-        found = [*network.get_parameters(), *loss_scale.get_parameters()]
-        for optimizer, parallel in zip(optimizers, parallels):
-            found += [*all_parameters(optimizer), *parallel.buffer.get_parameters()]
+    for window in step.windows:
+        loss_scale = window.loss_scale
+        found = [*window.network.get_parameters(), *loss_scale.get_parameters()]
+        for optimizer, reducer in zip(window.optimizers, window.reducers):
+            found += [*all_parameters(optimizer), *reducer.buffer.get_parameters()]
         values += [(item.name, item.asnumpy().tobytes()) for item in found]
         if isinstance(getattr(loss_scale, "chooser", None), ms.amp.LossScaleManager):
             values.append(dict(vars(loss_scale.chooser)))

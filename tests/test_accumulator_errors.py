@@ -258,7 +258,7 @@ def test_a_window_is_clipped_in_one_way():
 def test_an_exception_inside_a_batch_does_not_shift_the_boundary(place):
     network, accumulator = toy_loop(4)
     updates_of(accumulator, FOUR[:3])
-    (buffer,) = [each.buffer for each in accumulator._networks[0].parallels]
+    (buffer,) = [each.buffer for each in accumulator._networks[0].reducers]
     before = [number(p) for p in (buffer.sums[0], buffer.loss, buffer.weight, buffer.batches)]
     with pytest.raises((OSError, ValueError)), accumulator.accumulate():
         assert accumulator.sync_gradients

@@ -26,8 +26,8 @@ def classic_step():
 
 def new_step(micro_size, accumulation_steps):
     step = classic_step()
-    step.network.micro_size, step.accumulation_steps = micro_size, accumulation_steps
-    step.buffer.clear()
+    step.network.micro_size, step.body.accumulation_steps = micro_size, accumulation_steps
+    step.body.buffer.clear()
     return step
 
 

@@ -232,7 +232,7 @@ class AccumulatorOrders(Modelled):
     def is_as_modelled(self):
         if not hasattr(self, "network"):
             return
-        (parallel,) = self.accumulator._networks[0].parallels
+        (parallel,) = self.accumulator._networks[0].reducers
         self.compare(self.network, parallel.buffer, self.accumulator.window.events)
         assert (self.accumulator.sync_gradients, self.accumulator.updated) == (self.ends, self.updated)
 

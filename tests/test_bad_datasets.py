@@ -30,8 +30,12 @@ def built():
 def new_model(micro_size=1, accumulation_steps=1, last_window="apply"):
     network, model = built()
     step = model.train_network
-    step.network.micro_size, step.accumulation_steps, model.last_window = micro_size, accumulation_steps, last_window
-    step.buffer.clear()
+    step.network.micro_size, step.body.accumulation_steps, model.last_window = (
+        micro_size,
+        accumulation_steps,
+        last_window,
+    )
+    step.body.buffer.clear()
     network.weight.set_data(ops.zeros_like(network.weight))
     return network, model
 

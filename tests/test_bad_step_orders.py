@@ -51,8 +51,8 @@ class StepOrders(Modelled):
             step.add_callback(callback)
             self.built[:] = network, step, callback
         self.network, self.step, self.callback = self.built
-        self.step.accumulation_steps = self.steps = steps
-        self.step.buffer.clear()
+        self.step.body.accumulation_steps = self.steps = steps
+        self.step.body.buffer.clear()
         self.network.weight.set_data(ops.zeros_like(self.network.weight))
         self.step.optimizer.global_step.set_data(ops.zeros_like(self.step.optimizer.global_step))
         events = self.step.events
@@ -127,7 +127,7 @@ class StepOrders(Modelled):
     def is_as_modelled(self):
         if not hasattr(self, "step"):
             return
-        self.compare(self.network, self.step.buffer, self.step.events)
+        self.compare(self.network, self.step.body.buffer, self.step.events)
         assert self.step.open_batches() == self.count
         assert self.step.events.micro_batches == self.micro_batches
 

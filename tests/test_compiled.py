@@ -108,7 +108,7 @@ def test_batches_of_thirty_sizes_and_lengths_share_a_few_graphs():
             x = np.full((rows, 1 + rows % 7), rows, np.float32)
             step(Tensor(x))
             total += x.sum()
-            assert number(step.buffer.sums[0]) == total
+            assert number(step.body.buffer.sums[0]) == total
     assert compiled.count("MicroStep") == MAX_FIXED_SHAPES + 1
 
 
@@ -222,7 +222,7 @@ def test_a_network_that_cannot_be_compiled_is_an_error_that_names_its_line(mode,
     place = f"{__file__}:{inspect.getsourcelines(Unsupported.construct)[1]}"
     with pytest.raises(RuntimeError, match=f"{CANNOT} in Unsupported at {place}: Unsupported statement 'Try'."):
         step(*BATCH)
-    assert number(step.buffer.weight) == 0 and ms.get_context("mode") == mode
+    assert number(step.body.buffer.weight) == 0 and ms.get_context("mode") == mode
 
 
 HOOKS = ["register_forward_pre_hook", "register_forward_hook", "register_backward_pre_hook", "register_backward_hook"]
@@ -241,7 +241,7 @@ def test_hooks_of_cells_are_called_once_per_micro_batch_in_pynative_mode(registe
     # They may come at any time.
     getattr(step.network.network.backbone_network, register)(lambda *_: calls.append(1))
     step(*BATCH)
-    assert len(calls) == 2 and number(step.buffer.sums[0]) == 16 * GRADIENT
+    assert len(calls) == 2 and number(step.body.buffer.sums[0]) == 16 * GRADIENT
 
 
 @pytest.mark.parametrize("register", HOOKS)
@@ -336,7 +336,7 @@ def test_python_values_are_constants_of_a_graph_and_many_of_them_are_reported():
         for factor in (1.0, 2.0, 1.0, float("nan"), float("nan")):
             step.drop()
             step(Tensor(X), factor)
-            assert number(step.buffer.sums[0]) == pytest.approx(36 * factor, nan_ok=True)
+            assert number(step.body.buffer.sums[0]) == pytest.approx(36 * factor, nan_ok=True)
     assert compiled.count("MicroStep") == 3
     with pytest.warns() as warned:
         for factor in range(6):
@@ -356,8 +356,13 @@ def test_the_jit_config_reaches_every_compiled_cell(when):
     step(*BATCH)
     if when == "after the first call":
         step.set_jit_config(config)
-    cells = [compiled.cell for compiled in step.micro_steps.by_structure.values()]
+    cells = [compiled.cell for compiled in step.body.window.micro_steps.by_structure.values()]
     if when != "on the network":
-        cells += [step.micro_step, step.window.report, step.window.update, step.micro_steps.empty_step]
+        cells += [
+            step.body.micro_step,
+            step.body.end.report,
+            step.body.end.update,
+            step.body.window.micro_steps.empty_step,
+        ]
     assert [cell.jit_config_dict["jit_level"] for cell in cells] == ["O1"] * len(cells)
     assert step.optimizer.gradients() == [GRADIENT]

@@ -186,7 +186,7 @@ def test_every_form_in_which_a_network_may_return_its_loss(form):
     assert (number(output.loss), number(output.weight)) == (pytest.approx(20, rel=1e-4), 7)
     assert output.loss.dtype == output.weight.dtype == ms.float32
     # A share of 3 of 7 rows is rounded where it reaches a loss in 16 bits.
-    assert number(step.buffer.sums[0]) == pytest.approx(7 * -40, rel=1e-3 if form is float16 else 1e-4)
+    assert number(step.body.buffer.sums[0]) == pytest.approx(7 * -40, rel=1e-3 if form is float16 else 1e-4)
 
 
 def test_a_weight_has_no_gradient_of_its_own():

@@ -12,6 +12,7 @@ import pytest
 from linear_toy import X, batches, line, sgd, weight_of, whole
 from mindspore import Tensor, nn, ops
 from mindspore.train import Callback
+from step_probe import Around
 
 from ms_gradaccum.integrations.mindcv import create_trainer
 from ms_gradaccum.integrations.mindone import ModelLoss, train_step
@@ -126,6 +127,24 @@ def test_a_step_of_mindformers_trains_like_the_whole_batch_and_its_monitors_read
     (output,) = seen.outputs
     # Loss, overflow, loss scale, learning rate, norm.
     assert [float(item.asnumpy()) for item in output] == pytest.approx([102, 0, 1, 0.02, 102])
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_step_of_mindformers_inside_a_larger_graph_is_read_too(mindformers, groups):
+    """As in data sink mode, which CPU lacks. The second batch overflows, so that the scale after it is less."""
+    ms.set_context(mode=ms.GRAPH_MODE)
+    network = line()
+    weights = network.trainable_params()
+    optimizer = nn.SGD([{"params": weights, "lr": 0.02}] if groups else weights, 0.02)
+    given = nn.DynamicLossScaleUpdateCell(1024, 4, 1000)
+    step = mindformers.step(loss_cell(network), optimizer, micro_size=4, scale_sense=given)
+    graph = Around(step)
+    first, second = [
+        [float(item.asnumpy()) for item in graph(Tensor(x), Tensor(2 * X))] for x in (X, X * np.float32(np.inf))
+    ]
+    assert first == pytest.approx([102, 0, 1024, 0.02, 102])
+    assert len(second) == 5 and second[1:4] == pytest.approx([1, 256, 0.02])
+    assert weight_of(network) == pytest.approx(2.04)
 
 
 def test_a_step_of_mindformers_clips_the_mean_gradient(mindformers):

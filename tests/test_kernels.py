@@ -261,6 +261,6 @@ def test_each_gradient_is_added_by_it_however_rows_change(columns, operator, mod
         step(Tensor(x))
         expected -= x.mean(0)
     np.testing.assert_allclose(network.weight.asnumpy(), expected, rtol=1e-5)
-    steps = step.micro_steps
+    steps = step.body.window.micro_steps
     (compiled,) = [each.adding for each in steps.eager.values()] or steps.by_structure.values()
     assert operators(compiled.cell, compiled.cell.current_phase).count(operator) >= 1

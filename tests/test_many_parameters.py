@@ -9,8 +9,8 @@ from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByGroupNorm, TrainOn
 from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.backend.tensors import runs_of
 from ms_gradaccum.gradients.buffer import GradBuffer
-from ms_gradaccum.parallel.reducer import SingleProcess
-from ms_gradaccum.training.window import FoldTerms
+from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.window_end import FoldTerms
 
 MANY = 100
 # Of 1000, MindSpore's default.
@@ -43,18 +43,18 @@ def test_an_update_of_many_parameters_is_compiled(clip):
     network = Wide()
     step = TrainOneStepCell(network, nn.SGD(network.trainable_params(), 0.5), clip=clip)
     sums = np.random.default_rng(0).standard_normal(MANY).astype(np.float32)
-    for total, value in zip(step.buffer.sums, sums):
+    for total, value in zip(step.body.buffer.sums, sums):
         total.set_data(Tensor([value]))
-    step.buffer.weight.set_data(Tensor(4.0))
+    step.body.buffer.weight.set_data(Tensor(4.0))
     with execution_mode(ms.GRAPH_MODE):  # where what cannot be compiled is an error
-        output = step.window.close()
+        output = step.body.window.close()
     norm = np.linalg.norm(sums.astype(np.float64)) / 4
     assert norm > LIMIT
     assert float(output.grad_norm) == pytest.approx(norm, rel=1e-6)
     assert float(output.clipped_grad_norm) == pytest.approx(LIMIT, rel=1e-5)
     expected = np.arange(MANY) - 0.5 * sums / 4 * (LIMIT / norm)
     np.testing.assert_allclose([float(part.asnumpy()[0]) for part in network.parts], expected, rtol=1e-5)
-    assert not any(total.asnumpy().any() for total in step.buffer.sums)
+    assert not any(total.asnumpy().any() for total in step.body.buffer.sums)
 
 
 def test_many_gradients_are_added_unless_one_of_them_is_nan():
@@ -81,7 +81,7 @@ def test_two_terms_of_many_parameters_are_folded():
         term.loss.set_data(Tensor(loss))
         term.weight.set_data(Tensor(weight))
     with execution_mode(ms.GRAPH_MODE):
-        FoldTerms(SingleProcess(weights, buffer))()
+        FoldTerms(GradientReducer(weights, buffer))()
     # What was divided by 2 is to be divided by 4.
     assert [float(total.asnumpy()[0]) for total in buffer.sums] == [value + 2.0 for value in range(MANY)]
     assert (float(buffer.loss), float(buffer.weight)) == (13.0, 4.0)

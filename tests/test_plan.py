@@ -221,12 +221,12 @@ def test_a_training_does_what_was_planned(rows, batch_size, window, length, last
     assert planned.updates == len(outputs) == optimizer.global_step.asnumpy().item()
     assert planned.update_rows == [int(output.weight.asnumpy()) for output in outputs]
     np.testing.assert_allclose(planned.learning_rates, [o.learning_rate.asnumpy() for o in outputs], rtol=1e-6)
-    assert planned.buffer_bytes == sum(total.nbytes for total in model.train_network.buffer.sums)
+    assert planned.buffer_bytes == sum(total.nbytes for total in model.train_network.body.buffer.sums)
 
 
 def record_updates(model):
     """Return the list into which the outputs of all updates will go, of those too that no callback sees."""
-    outputs, window = [], model.train_network.window
+    outputs, window = [], model.train_network.body.window
     close = window.close
 
     def recorded_close(reduced):

@@ -173,7 +173,7 @@ def test_sums_are_float32_whatever_the_weights_are(dtype):
     network = Weights((6, 4), (3,), dtype=dtype)
     step = TrainOneStepCell(GradAccumulation(network, 1), nn.SGD(network.trainable_params(), 0.1))
     got = plan(parameters=network.trainable_params())
-    assert got.buffer_bytes == sum(total.nbytes for total in step.buffer.sums) == 4 * 27
+    assert got.buffer_bytes == sum(total.nbytes for total in step.body.buffer.sums) == 4 * 27
     assert (got.collectives_per_window, got.bytes_per_window) == (0, 0)
 
 

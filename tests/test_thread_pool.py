@@ -123,7 +123,10 @@ def test_the_results_are_the_same_bit_for_bit(make_network, settings, mode, monk
 
 def runs_in_the_pool(step):
     """Whether all micro steps that have run are graphs with a condition."""
-    found = {("Switch" in operators(c.cell, c.cell.current_phase)) for c in step.micro_steps.by_structure.values()}
+    found = {
+        ("Switch" in operators(c.cell, c.cell.current_phase))
+        for c in step.body.window.micro_steps.by_structure.values()
+    }
     assert len(found) == 1
     return found.pop()
 
@@ -163,16 +166,16 @@ def test_the_first_batch_decides():
     with compilations() as compiled:
         step(Tensor(np.ones((4, 400), np.float32)))
     assert compiled == ["MicroStep"]
-    assert len(step.micro_steps.by_structure) == 1
+    assert len(step.body.window.micro_steps.by_structure) == 1
     assert runs_in_the_pool(step)
 
 
 def test_not_among_several_processes(monkeypatch):
     run_by(monkeypatch, True)
-    monkeypatch.setattr("ms_gradaccum.parallel.reducer.SingleProcess.several", True)
+    monkeypatch.setattr("ms_gradaccum.parallel.reducer.GradientReducer.several", True)
     network = Weights(3)
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
-    assert not step.micro_steps.may_use_thread_pool
+    assert not step.body.window.micro_steps.may_use_thread_pool
 
 
 @pytest.mark.parametrize("how", ["MS_JIT=0", "a hook"])
@@ -194,11 +197,11 @@ def test_a_larger_graph_has_no_condition_of_it(monkeypatch):
     ms.set_context(mode=ms.GRAPH_MODE)
     network = Weights(3)
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
-    assert not step.micro_step.in_thread_pool
+    assert not step.body.micro_step.in_thread_pool
     program = Around(step)
     program(columns(4))
     assert network.weight.asnumpy().all()
-    assert not step.micro_steps.by_structure
+    assert not step.body.window.micro_steps.by_structure
 
 
 def test_settings_reach_the_graph(monkeypatch):
@@ -207,6 +210,6 @@ def test_settings_reach_the_graph(monkeypatch):
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
     step.set_jit_config(JitConfig(jit_level="O1"))
     step.set_train(False)(columns(4))
-    (compiled,) = step.micro_steps.by_structure.values()
+    (compiled,) = step.body.window.micro_steps.by_structure.values()
     assert compiled.cell.in_thread_pool and not compiled.cell.training
     assert compiled.cell.jit_config_dict["jit_level"] == "O1"

@@ -190,7 +190,7 @@ def test_the_gradient_of_many_tokens_does_not_overflow_in_float16(halve, monkeyp
     output = step(*tensors(MANY[:500], ZEROS[:500]))
     np.testing.assert_allclose(step.optimizer.gradients()[0], [[-50], [50]], rtol=2e-3)
     assert number(output.weight) == 4500 and number(output.updated)
-    assert step.buffer.sums[0].dtype == ms.float32 and output.loss.dtype == ms.float32
+    assert step.body.buffer.sums[0].dtype == ms.float32 and output.loss.dtype == ms.float32
     assert number(output.loss) == pytest.approx(np.log(2), rel=1e-3)
 
 

@@ -29,7 +29,7 @@ def rows(first, last):
 
 def test_a_diary_of_two_windows(mode):
     network, step = toy_step(learning_rate=0.1, accumulation_steps=2)
-    buffer, one, two = step.buffer, rows(1, 1), rows(2, 2)
+    buffer, one, two = step.body.buffer, rows(1, 1), rows(2, 2)
 
     def diary():
         """The weight; the open window's sum of gradients, sum of losses, rows and batches."""
@@ -128,7 +128,7 @@ def test_the_buffer_is_float32_whatever_the_weights_are(eager):
     # The gradients of the rows are the rows. A float16 sum would swallow the ones: 2048 + 1 is 2048 there.
     x = np.array([[2048], [1], [1], [1]], np.float16)
     step(Tensor(x))
-    assert step.buffer.sums[0].dtype == ms.float32 and number(step.buffer.sums[0]) == 2051
+    assert step.body.buffer.sums[0].dtype == ms.float32 and number(step.body.buffer.sums[0]) == 2051
     step(Tensor(x))
     (mean,) = step.optimizer.gradients()
     assert mean.dtype == np.float16 and mean == np.float16(4102 / 8) != np.float16(4096 / 8)

@@ -48,7 +48,8 @@ def once(number: Tensor, done: Any) -> Tensor:
 
 def scalar(value: Any) -> Tensor:
     """Return a number, or a tensor of one element, as a scalar of float32, or float64 if it is one of these."""
-    if not (isinstance(value, Tensor) and value.dtype == ms.float64):
+    # A cast that changes nothing would cost time all the same where a network runs op by op.
+    if not (isinstance(value, Tensor) and (value.dtype == ms.float64 or value.dtype == ms.float32)):
         value = ops.cast(value, ms.float32)
     # The compiler takes its time for a reshape.
     return value if value.ndim == 0 else value.reshape(())

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
@@ -13,6 +14,8 @@ _MODULES = ("mindspore.nn.loss.", "mindspore.mint.nn")
 _WHOLE_BATCH = {"RMSELoss", "DiceLoss", "MultiClassDiceLoss"}
 _BY_ROWS = "but a window counts its micro batches by their rows."
 _PAIR = "return (loss_sum, weight) with weighted=True."
+# The rows of the first micro batch of this process whose loss `divides_by_first_rows`.
+_first_rows: list[int] = []
 
 
 def loss_warning(network: nn.Cell, batches: Iterable[Sequence[Tensor]]) -> str:
@@ -52,3 +55,39 @@ def _adds_up(cell: Any) -> bool:
         return True
     # Those of LossBase keep two flags.
     return not hasattr(cell, "reduction") and bool(getattr(cell, "reduce", False) and not cell.average)
+
+
+def divides_by_first_rows(network: nn.Cell) -> bool:
+    """Return whether ``network``, run op by op, has a gradient that MindSpore divides by the rows of another batch.
+
+    That of the mean of binary cross-entropies of logits it divides on CPU by the elements that its first batch had in
+    this process, whichever network that was of. The loss itself is right.
+    """
+    return ms.get_context("device_target") == "CPU" and any(
+        any(
+            kind.__name__ == "BCEWithLogitsLoss" and kind.__module__.startswith(_MODULES) for kind in type(cell).__mro__
+        )
+        and _is_mean(cell)
+        for _, cell in network.cells_and_names()
+    )
+
+
+def _is_mean(cell: Any) -> bool:
+    # The one of mint keeps it in its operator, as a number.
+    operator = getattr(cell, "bce_with_logits", None)
+    return (cell if operator is None else operator).reduction in ("mean", 1)
+
+
+def rows_warning(rows: Iterable[int]) -> str:
+    """Return what to warn of if such a network has micro batches of these rows; an empty string if all are alike."""
+    for number in rows:
+        if not _first_rows:
+            _first_rows.append(number)
+        if number != _first_rows[0]:
+            return (
+                f"For 'GradAccumulation', BCEWithLogitsLoss must have as many rows in each micro batch in PYNATIVE "
+                f"mode on CPU, where MindSpore divides its gradient by those of its first one in the process, but got "
+                f"{number} after {_first_rows[0]}. Give it reduction='none' and take the mean of what it returns, or "
+                f"compile=True."
+            )
+    return ""

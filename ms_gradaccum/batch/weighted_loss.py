@@ -30,6 +30,9 @@ _LOSSES_REMEDY = (
     "weights, return pairs (loss_sum, weight) with weighted=True and terms=2, for example."
 )
 _FURTHER_REMEDY = "Give losses='first' to leave them out, or return one pair (loss_sum, weight) per loss, with terms."
+# Further losses that are reported. Graphs and messages between processes need a number that is known beforehand.
+MOST_OTHER_LOSSES = 64
+_ZERO = Tensor(0.0, ms.float32)
 _TERMS_REMEDY = "With terms=2, for example, it returns ((sum_1, weight_1), (sum_2, weight_2))."
 
 
@@ -80,6 +83,17 @@ def _refuse_losses(count: int, remedy: str) -> None:
 
 
 @_primexpr
+def _presence_of(count: int) -> list[float]:
+    """Return 1 for each of so many losses, and 0 for each that a report has room for beside them."""
+    if count > MOST_OTHER_LOSSES:
+        raise ValueError(
+            f"For 'GradAccumulation', the argument 'network' must return at most {MOST_OTHER_LOSSES} scalars after its "
+            f"loss, but got {count}. Return the sums of some of them, or stack those that need no report into a vector."
+        )
+    return [1.0] * count + [0.0] * (MOST_OTHER_LOSSES - count)
+
+
+@_primexpr
 def _is_loss(ndim: int, shape: Any, dtype: Any) -> bool:
     return dtype in mstype.float_type and (ndim == 0 or tuple(shape) == (1,))
 
@@ -91,6 +105,9 @@ class WeightedLoss(nn.Cell):
         network: The loss cell.
         structure: What `take_apart` left of its inputs. None if these are given as the network takes them.
         losses: What becomes of further losses that it returns: "sum", "first", or None if there may be none.
+
+    Outputs:
+        The sum and the weight of each term; then what `other_losses` returns.
     """
 
     # Whether the weight is the number of rows, and not what the network says.
@@ -100,6 +117,8 @@ class WeightedLoss(nn.Cell):
         super().__init__(auto_prefix=False)
         self.network = network
         self.losses = losses
+        # Whether further losses are reported.
+        self.reports = losses is not None
         self.structure = None if structure is None else rebuilder(structure)
 
     def outputs(self, tensors: tuple[Any, ...]) -> Any:
@@ -136,12 +155,24 @@ class WeightedLoss(nn.Cell):
                             found += (item,)
         return found
 
-    def check_alone(self, outputs: Any, begin: int, remedy: str) -> None:
-        """Raise if there are further losses from the place ``begin`` on and nobody has said what becomes of them."""
-        if self.losses is None:
-            further = self.further(outputs, begin)
-            if len(further) > 0:
-                _refuse_losses(len(further), remedy)
+    def other_losses(self, outputs: Any, begin: int, remedy: str) -> tuple[Tensor, ...]:
+        """Return the further losses from the place ``begin`` on as one tensor of two rows, to be reported.
+
+        The first row has their values, the second one 1 for each of them; zeros fill both up. Nothing if they are not
+        reported; raise if there are some and nobody has said what becomes of them.
+        """
+        further = self.further(outputs, begin)
+        if self.losses is None and len(further) > 0:
+            _refuse_losses(len(further), remedy)
+        if not self.reports:
+            return ()
+        presence = _presence_of(len(further))
+        values: tuple[Tensor, ...] = ()
+        for item in further:
+            # Nothing goes back from here: what is trained of them is in the loss.
+            values += (ops.stop_gradient(ops.cast(item, ms.float32)).reshape(()),)
+        values += (_ZERO,) * (MOST_OTHER_LOSSES - len(further))
+        return (ops.stack((ops.stack(values), Tensor(presence, ms.float32))),)
 
 
 class RowWeight(WeightedLoss):
@@ -149,14 +180,14 @@ class RowWeight(WeightedLoss):
 
     counts_rows = True
 
-    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         outputs = self.outputs(tensors)
         loss = self.first(outputs, "its mean loss", _MEAN_REMEDY)
-        self.check_alone(outputs, 1, _LOSSES_REMEDY)
+        others = self.other_losses(outputs, 1, _LOSSES_REMEDY)
         if self.losses == "sum":
             for other in self.further(outputs, 1):
                 loss = loss + scalar(other)
-        return loss * rows, rows
+        return (loss * rows, rows) + others
 
 
 class OwnWeight(WeightedLoss):
@@ -164,9 +195,7 @@ class OwnWeight(WeightedLoss):
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         outputs = self.outputs(tensors)
-        pair = self.pair(outputs)
-        self.check_alone(outputs, 2, _FURTHER_REMEDY)
-        return pair
+        return self.pair(outputs) + self.other_losses(outputs, 2, _FURTHER_REMEDY)
 
     def pair(self, outputs: Any) -> tuple[Tensor, Tensor]:
         """Return the loss sum and the weight at the head of ``outputs``, in float32."""
@@ -196,5 +225,4 @@ class OwnWeights(OwnWeight):
         flat: tuple[Tensor, ...] = ()
         for i in range(self.terms):
             flat += self.pair(outputs[i])
-        self.check_alone(outputs, self.terms, _FURTHER_REMEDY)
-        return flat
+        return flat + self.other_losses(outputs, self.terms, _FURTHER_REMEDY)

@@ -1,9 +1,9 @@
 """What of a training step is state: tensors by name, and numbers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor
 
 from ms_gradaccum._checks import DamagedState, is_count
 from ms_gradaccum.backend.optimizers import all_parameters
@@ -11,36 +11,13 @@ from ms_gradaccum.checkpoint import plain_state
 from ms_gradaccum.checkpoint.files import another_program
 from ms_gradaccum.checkpoint.plain_state import Steps
 from ms_gradaccum.checkpoint.window_sums import Held, WindowSums, hold
-from ms_gradaccum.gradients.loss_scaler import ForeignLossScale, NoLossScale
+from ms_gradaccum.gradients.loss_scaler import ForeignLossScale
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.averages import averages_of
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import digest
 from ms_gradaccum.training.events import COUNTS
 from ms_gradaccum.training.train_step import TrainOneStepCell
-from ms_gradaccum.training.window import Window
-
-
-class Part(NamedTuple):
-    """A network with what trains it."""
-
-    network: nn.Cell
-    optimizers: list[nn.Cell]
-    parallels: list[SingleProcess]
-    windows: list[Window]
-    loss_scale: NoLossScale
-
-
-def _parts_of(step: TrainOneStepCell | Accumulator) -> list[Part]:
-    """Return the networks of a training step."""
-    if isinstance(step, Accumulator):
-        return [
-            Part(each.network, each.optimizers, each.parallels, each.windows, each.loss_scale)
-            for each in step.window.networks
-        ]
-    if step.semi_auto is not None:
-        return [Part(step.network, [step.optimizer], [], [], step.partitioned.loss_scale)]
-    return [Part(step.network, [step.optimizer], [step.parallel], [step.window], step.loss_scale)]
 
 
 class Contents:
@@ -56,38 +33,37 @@ class Contents:
 
     def __init__(self, step: TrainOneStepCell | Accumulator) -> None:
         self.step = step
-        parts = _parts_of(step)
-        self.windows = [window for part in parts for window in part.windows]
-        scales = [part.loss_scale for part in parts]
+        self.windows = step.windows
+        scales = [window.loss_scale for window in self.windows]
         self.choosers = [scale.chooser for scale in scales if isinstance(scale, ForeignLossScale)]
-        self.is_partitioned = getattr(step, "semi_auto", None) is not None
+        self.is_partitioned = not self.windows[0].reducers
         self.tensors: dict[str, Held] = {}
         self.sums: list[WindowSums] = []
         self._seen: set[int] = set()
-        for i, part in enumerate(parts):
-            self._add_part(part, f"network{i}." if i else "")
+        for i, window in enumerate(self.windows):
+            self._add_window(window, f"network{i}." if i else "")
         averages = averages_of(step)
         for parameter in () if averages is None else (*averages.values, averages.updates):
             self._add("", parameter, None)
-        trained = {id(weight) for part in parts for each in part.parallels for weight in each.replicas()}
+        trained = {id(weight) for window in self.windows for each in window.reducers for weight in each.replicas()}
         self.trained = [name for name, held in self.tensors.items() if id(held.parameter) in trained]
 
-    def _add_part(self, part: Part, prefix: str) -> None:
-        for cell in (part.network, *part.optimizers):
+    def _add_window(self, window: Any, prefix: str) -> None:
+        for cell in (window.network, *window.optimizers):
             cell.init_parameters_data()
-        for parameter in part.network.get_parameters():
+        for parameter in window.network.get_parameters():
             self._add(prefix, parameter, None)
-        for j, optimizer in enumerate(part.optimizers):
-            parallel = part.parallels[j] if part.parallels else None
+        for j, optimizer in enumerate(window.optimizers):
+            parallel = window.reducers[j] if window.reducers else None
             own = f"{prefix}optimizer{j}." if j else prefix
             for parameter in all_parameters(optimizer):
                 self._add(own, parameter, parallel)
             if parallel is not None:
                 self.sums.append(WindowSums(parallel, own))
-        for parameter in part.loss_scale.get_parameters():
+        for parameter in window.loss_scale.get_parameters():
             self._add(prefix, parameter, None)
 
-    def _add(self, prefix: str, parameter: Parameter, parallel: SingleProcess | None) -> None:
+    def _add(self, prefix: str, parameter: Parameter, parallel: GradientReducer | None) -> None:
         is_hidden = parallel is not None and parallel.saved(parameter) is None
         if is_hidden or id(parameter) in self._seen:
             return
@@ -134,7 +110,7 @@ class Contents:
         return steps
 
 
-def _plan_count(window: Window, count: Any) -> Callable[[], None]:
+def _plan_count(window: Any, count: Any) -> Callable[[], None]:
     if not is_count(count):
         raise DamagedState("the state has no counts of overflows")
     return lambda: setattr(window, "overflows_in_a_row", count)

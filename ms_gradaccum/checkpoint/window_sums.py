@@ -7,9 +7,10 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from ms_gradaccum._checks import DamagedState, is_count
+from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES
 from ms_gradaccum.checkpoint.files import another_program
 from ms_gradaccum.checkpoint.plain_state import Steps
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 
 
 class Held(NamedTuple):
@@ -21,7 +22,7 @@ class Held(NamedTuple):
     is_gathered: bool = False
 
 
-def hold(parallel: SingleProcess | None, parameter: Parameter) -> Held:
+def hold(parallel: GradientReducer | None, parameter: Parameter) -> Held:
     """Return a parameter as a state has it: the whole, if this rank has a part of it alone."""
     if parallel is None or parameter.name not in parallel.gathers:
         return Held(parameter, parameter.asnumpy)
@@ -37,7 +38,7 @@ class WindowSums:
         prefix: What the names of its sums begin with.
     """
 
-    def __init__(self, parallel: SingleProcess, prefix: str) -> None:
+    def __init__(self, parallel: GradientReducer, prefix: str) -> None:
         self.buffer = parallel.buffer
         self.terms = [self.buffer, *self.buffer.others]
         self.held = {f"{prefix}{total.name}": hold(parallel, total) for total in self.buffer.all_sums()}
@@ -48,22 +49,28 @@ class WindowSums:
 
     def numbers(self) -> dict[str, Any]:
         """Return what is no tensor, as JSON."""
-        dropped = self.buffer.dropped
+        dropped, others = self.buffer.dropped, self.buffer.other_losses
         return {
             "batches": int(self.buffer.batches.asnumpy()),
             "terms": [[float(term.loss.asnumpy()), float(term.weight.asnumpy())] for term in self.terms],
             "dropped": None if dropped is None else float(dropped.asnumpy()),
+            "other_losses": None if others is None else [pair for pair in others.asnumpy().T.tolist() if pair[1] > 0],
         }
 
     def plan_numbers(self, saved: list[Any], batches: int) -> Steps:
         """Return what gives the buffer the sums of the numbers of some ranks, which may be none."""
-        totals, dropped = np.zeros((len(self.terms), 2)), 0.0
+        totals, dropped, others = np.zeros((len(self.terms), 2)), 0.0, np.zeros((2, MOST_OTHER_LOSSES))
         for numbers in saved:
             if numbers.get("dropped") is None and self.buffer.dropped is not None:
                 raise another_program("was saved with another bad_micro_batch")
+            if numbers.get("other_losses") is None and self.buffer.other_losses is not None:
+                raise another_program("was saved with another word for losses")
             totals += _pairs(numbers.get("terms"), len(self.terms))
             dropped += _number(numbers.get("dropped") or 0.0)
+            others += _columns(numbers.get("other_losses") or [])
         steps = [_set(self.buffer.batches, batches)]
+        if self.buffer.other_losses is not None:
+            steps.append(_set(self.buffer.other_losses, others))
         for term, (loss, weight) in zip(self.terms, totals):
             steps += [_set(term.loss, loss), _set(term.weight, weight)]
         return steps if self.buffer.dropped is None else [*steps, _set(self.buffer.dropped, dropped)]
@@ -116,6 +123,16 @@ def _pairs(values: Any, number: int) -> Any:
     if pairs.shape != (number, 2):
         raise another_program(f"has not {number} terms of its loss")
     return pairs
+
+
+def _columns(values: Any) -> Any:
+    """Return the sums and weights of losses that are reported, as the buffer has them."""
+    columns = np.zeros((2, MOST_OTHER_LOSSES))
+    try:
+        columns[:, : len(values)] = np.array(values, np.float64).reshape(len(values), 2).T
+    except (TypeError, ValueError):
+        raise DamagedState("the state has no sums and weights of the losses that are reported") from None
+    return columns
 
 
 def _number(value: Any) -> float:

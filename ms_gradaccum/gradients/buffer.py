@@ -9,6 +9,7 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.kernels import add_in_place, as_dtype, fill_in_place, spread
 from ms_gradaccum.backend.tensors import run_of, runs_of
+from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES
 
 
 class TermSums(nn.Cell):
@@ -59,6 +60,7 @@ class GradBuffer(TermSums):
         shapes: What is kept of each weight's gradient: a part, if the ranks share the sums. Default: the whole.
         terms: Number of terms of the loss that have weights of their own. The first one's sums are this buffer's.
         counts_dropped: Whether micro batches can be left out, and are counted.
+        reports_others: Whether losses that the network returns beside the first one are reported.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class GradBuffer(TermSums):
         shapes: Any = None,
         terms: int = 1,
         counts_dropped: bool = False,
+        reports_others: bool = False,
     ) -> None:
         self.names = tuple(weight.name for weight in weights)
         if shapes is None:
@@ -80,6 +83,11 @@ class GradBuffer(TermSums):
         # Micro batches that were left out, in the dtype of what else is added over the ranks.
         self.dropped: Any = (
             zeros(f"{self.sums[0].name}.window_dropped", (), self.loss.dtype) if counts_dropped else None
+        )
+        # Of each loss that is reported the sum, and below it the weight.
+        shape = (2, MOST_OTHER_LOSSES)
+        self.other_losses: Any = (
+            zeros(f"{self.sums[0].name}.window_other_losses", shape, self.loss.dtype) if reports_others else None
         )
 
     def all_sums(self) -> list[Parameter]:
@@ -99,9 +107,17 @@ class GradBuffer(TermSums):
         """Count one micro batch that is left out unless it is ``finite``."""
         return _add_number(self.dropped, ops.cast(ops.logical_not(finite), ms.float32))
 
+    def add_other_losses(self, losses: Tensor, weight: Tensor) -> Any:
+        """Add the losses of one micro batch, which has this weight; none that is a mean over nothing, 0 / 0."""
+        return _add_number(self.other_losses, ops.select(weight > 0.0, losses * weight, ops.zeros_like(losses)))
+
+    def other_losses_after(self, done: Any) -> tuple[Tensor, ...]:
+        """Return the sums and weights of the losses that are reported, after ``done``; nothing if there are none."""
+        return () if self.other_losses is None else (ops.depend(self.other_losses + 0.0, done),)
+
     def totals(self) -> list[Parameter]:
         """Return the numbers that are added over the ranks beside the sums."""
-        return [self.loss, self.weight] + ([] if self.dropped is None else [self.dropped])
+        return [self.loss, self.weight, *(each for each in (self.dropped, self.other_losses) if each is not None)]
 
     def mean_loss(self) -> Tensor:
         """Return the weighted mean loss of the window so far: the sum of its terms."""
@@ -121,6 +137,8 @@ class GradBuffer(TermSums):
             done = other.clear_term(done)
         if self.dropped is not None:
             done = done, _assign_zero(self.dropped)
+        if self.other_losses is not None:
+            done = done, _assign_zero(self.other_losses)
         return done, _assign_zero(self.batches)
 
 

@@ -4,14 +4,13 @@ from typing import Any
 
 from mindformers.core.context.build_context import is_legacy_model
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_bool, sentence
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import precision_of
 from ms_gradaccum.parallel.semi_auto import in_semi_auto
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "AccumulatedStep"
@@ -107,15 +106,15 @@ class AccumulatedStep(TrainOneStepCell):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().__call__(*args, **kwargs)
+        return self.shown(tuple(super().__call__(*args, **kwargs)._asdict().values()))
+
+    def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return what the monitors read."""
+        loss, overflow, _, _, norm, _, rates, _ = items
         # mindformers saves the scale of its next step, to go on with it.
-        return output.loss, output.overflow, self.scale_sense, _one_rate(output), output.grad_norm
-
-
-def _one_rate(output: StepOutput) -> Tensor:
-    """Return the learning rate that the monitors show: of groups with rates of their own, that of the last one."""
-    rates = output.learning_rate
-    return rates[-1] if rates.ndim > 0 else rates
+        scale = ops.depend(self.body.loss_scale.value(), items)
+        # Of groups with rates of their own, that of the last one.
+        return loss, overflow, scale, rates[-1] if rates.ndim > 0 else rates, norm
 
 
 def _check_settings(settings: dict[str, Any], is_legacy: bool) -> None:

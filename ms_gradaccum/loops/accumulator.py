@@ -7,11 +7,10 @@ from typing import Any
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import check_choice, check_tensor
-from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.backend.optimizers import claim_optimizer
-from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue, check_clip
-from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_precision, check_scale_of_each
-from ms_gradaccum.gradients.non_finite import BadMicroBatch, check_bad_micro_batch
+from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
+from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.loops.dataloader import prepare
 from ms_gradaccum.loops.external_gradients import GraphWindow, NoGraphWindow
 from ms_gradaccum.loops.loop_window import LoopWindow
@@ -20,6 +19,7 @@ from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.factory import ParallelChoice
 from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.training.events import Observed
+from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Accumulator"
@@ -123,29 +123,29 @@ class Accumulator(nn.Cell, Observed):
     ) -> None:
         super().__init__(auto_prefix=False)
         self.config = merge_config(_OWNER, accumulation_steps, config)
-        compiles = check_compile(_OWNER, compile) or self.config.compile is True
-        self.clip = check_clip(_OWNER, clip)
-        drops = check_bad_micro_batch(_OWNER, bad_micro_batch)
-        self._networks = []
         pairs = pair_networks(network, optimizer)
         check_scale_of_each(_OWNER, mixed_precision, len(pairs))
-        for cell, optimizers in pairs:
-            precision = check_precision(_OWNER, mixed_precision)
-            settings = {"config": self.config.as_text(), "clip": repr(self.clip), "bad_micro_batch": drops}
-            settings["mixed_precision"] = precision.text
-            each_batch = self.config.sync_each_batch
-            trained = TrainedNetwork(
-                cell, optimizers, self.clip, parallel, each_batch, precision, drops, settings, compiles
+        # The loss scale in them is one network's.
+        settings = [
+            StepSettings.checked(
+                _OWNER,
+                clip=clip,
+                mixed_precision=mixed_precision,
+                parallel=parallel,
+                bad_micro_batch=bad_micro_batch,
+                compile=self.config.compile if compile is None else compile,
             )
-            self._networks.append(trained)
+            for _ in pairs
+        ]
+        self._networks = [TrainedNetwork(*pair, each, self.config) for pair, each in zip(pairs, settings)]
         for trained in self._networks:
             for each in trained.optimizers:
                 claim_optimizer(each, self)
         self.window = LoopWindow(self.config, self._networks)
         self.events = self.window.events
         first, steps = self._networks[0], self.config.accumulation_steps
-        simple = len(self._networks) == len(first.windows) == 1 and self.config.schedule is None
-        window = GraphWindow(first.add_grads_cell, first.windows[0], steps) if simple else NoGraphWindow(_OWNER)
+        simple = len(self._networks) == len(first.ends) == 1 and self.config.schedule is None
+        window = GraphWindow(first.add_grads_cell, first.ends[0], steps) if simple else NoGraphWindow(_OWNER)
         self.in_graph: Callable[..., tuple[Tensor, ...]] = window
 
     def set_train(self, mode: bool = True) -> "Accumulator":
@@ -155,6 +155,11 @@ class Accumulator(nn.Cell, Observed):
             for cell in (trained.network, *trained.micro_steps.compiled_cells()):
                 cell.set_train(mode)
         return self
+
+    @property
+    def windows(self) -> list[TrainedNetwork]:
+        """What has the sums, the optimizers and the loss scale of each network."""
+        return self._networks
 
     @property
     def sync_gradients(self) -> bool:
@@ -288,14 +293,14 @@ class Accumulator(nn.Cell, Observed):
         """
         for trained in self.window.chosen(network):
             if self.sync_gradients and trained.is_open and (trained.has_batch or not self.window.in_batch):
-                trained.drop()
+                trained.discard()
 
     def flush(self) -> Any:
         """Update with an unfinished window, divided by its true weight; return what `step` returns, or None if empty.
 
         Of several processes all must call it.
         """
-        found = self.window.is_open or any(trained.batches_in_buffer() for trained in self._networks)
+        found = self.window.is_open or any(trained.count() for trained in self._networks)
         if self._networks[0].several:
             found = max(gather_counts(found)) > 0
         if found:

@@ -218,7 +218,7 @@ def _network_of(step: Any) -> nn.Cell:
     """Return the network whose weights a training step trains."""
     remedy = "Give it to a TrainOneStepCell, an Accumulator or a Model of ms_gradaccum."
     if isinstance(step, Accumulator):
-        networks = step.window.networks
+        networks = step.windows
         if len(networks) > 1:
             got, remedy = f"{len(networks)} networks", "Build an Accumulator for the network that is averaged."
             raise ValueError(sentence(_OWNER, "callback", "one for an Accumulator of one network", got, remedy))
@@ -226,7 +226,7 @@ def _network_of(step: Any) -> nn.Cell:
     if not isinstance(step, TrainOneStepCell):
         rule = "one for a training step of ms_gradaccum"
         raise TypeError(sentence(_OWNER, "callback", rule, type(step).__name__, remedy))
-    if step.semi_auto is not None:
+    if step.body.is_partitioned:
         got, remedy = "AutoParallel, which cuts the weights", "Use DataParallel() or HSDP()."
         raise ValueError(sentence(_OWNER, "callback", "one for a step that has whole weights", got, remedy))
     return step.network

@@ -46,7 +46,7 @@ class PassSteps(Callback):
         self.first_epoch = first_epoch
         self.world = current_world(_OWNER)
         self.length = dataset.get_dataset_size()
-        several = self.train_step.semi_auto is None and self.train_step.parallel.several
+        several = self.train_step.windows[0].several
         lengths = gather_counts(self.length) if several else [self.length]
         # Of a pass: steps on every process, and batches that all of them have.
         self.steps, self.common = max(lengths), min(lengths)

@@ -11,8 +11,8 @@ from mindspore.ops.primitive import _primexpr
 from ms_gradaccum.backend.kernels import ONE, as_dtype
 from ms_gradaccum.backend.tensors import run_of, scalar
 from ms_gradaccum.gradients.non_finite import KeepFinite
-from ms_gradaccum.parallel.reducer import SingleProcess
-from ms_gradaccum.training.window import Window
+from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.window_end import WindowEnd
 
 _times = ops.MultitypeFuncGraph("times")
 
@@ -26,7 +26,7 @@ def _times_one(empty: Tensor, factor: Tensor, grad: Tensor) -> Tensor:
 class AddGrads(nn.Cell):
     """Add gradients that the caller has taken into the buffers."""
 
-    def __init__(self, parallels: Sequence[SingleProcess], drops: bool) -> None:
+    def __init__(self, parallels: Sequence[GradientReducer], drops: bool) -> None:
         super().__init__(auto_prefix=False)
         self.parallels = nn.CellList(parallels, auto_prefix=False)
         self.keep = KeepFinite([weight for each in parallels for weight in each.weights]) if drops else None
@@ -49,7 +49,7 @@ class AddGrads(nn.Cell):
         for parallel in self.parallels:
             end = begin + len(parallel.weights)
             own = self.map(ops.partial(_times, empty, factor), ops.depend(run_of(grads, begin, end), done))
-            done = parallel.buffer.add(loss_sum, weight, parallel.share(own), ONE)
+            done = parallel.buffer.add(loss_sum, weight, parallel.reduce_scatter_micro_batch(own), ONE)
             begin = end
         return done
 
@@ -57,11 +57,11 @@ class AddGrads(nn.Cell):
 class GraphWindow(nn.Cell):
     """The same as part of a larger graph, and the update after so many batches."""
 
-    def __init__(self, add_grads: AddGrads, window: Window, steps: int) -> None:
+    def __init__(self, add_grads: AddGrads, end: WindowEnd, steps: int) -> None:
         super().__init__(auto_prefix=False)
         self.add_grads = add_grads
-        self.window = window
-        self.buffer = window.buffer
+        self.end = end
+        self.buffer = end.buffer
         self.steps = steps
 
     def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> tuple[Tensor, ...]:
@@ -72,9 +72,9 @@ class GraphWindow(nn.Cell):
         added = self.add_grads(loss * factor, weight, factor, *grads)
         batches = ops.depend(self.buffer.count_batch(), added)
         if batches == self.steps:
-            output: tuple[Tensor, ...] = self.window(weight)
+            output: tuple[Tensor, ...] = self.end(weight)
         else:
-            output = self.window.open(batches)
+            output = self.end.open(batches)
         return output
 
 

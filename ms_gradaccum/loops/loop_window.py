@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import nn
 
 from ms_gradaccum._checks import check_number, sentence, warn
 from ms_gradaccum.loops.data_position import PassPlace
@@ -35,9 +34,7 @@ class LoopWindow:
         self.counter = WindowCounter(config)
         self.events = Events(_OWNER)
         for trained in networks:
-            trained.micro_steps.events = self.events
-            adds_batches = config.accumulation_steps > 1 or config.schedule is not None or trained.several
-            trained.network.adds_batches = adds_batches
+            trained.events = self.events
         self.passes = ActivePasses()
         self.schedulers: list[PreparedScheduler] = []
         # Weakly, since a program may prepare anew for each pass.
@@ -108,9 +105,7 @@ class LoopWindow:
     def _keep_count(self) -> None:
         """Write the number of batches beside the sums that they are in."""
         for trained in self.networks:
-            count = self.counter.batches if trained.is_open else 0
-            for parallel in trained.parallels:
-                parallel.buffer.batches.set_data(Tensor(count, ms.int32))
+            trained.set_count(self.counter.batches if trained.is_open else 0)
 
     @contextmanager
     def batch_of(self, trained: TrainedNetwork) -> Iterator[None]:
@@ -202,7 +197,7 @@ class LoopWindow:
     def step(self, trained: TrainedNetwork) -> StepOutput:
         """End the window of one network."""
         self.events.update_begin()
-        output = trained.step()
+        output = trained.close()
         if output.updated.asnumpy():
             if not self.updated:
                 self.counter.count_update(float(output.weight.asnumpy()))
@@ -223,11 +218,11 @@ class LoopWindow:
     def drop(self) -> int:
         """Throw the window away and return the number of batches that it had."""
         # The batches of a compiled function are counted beside the sums alone.
-        batches = self.networks[0].batches_in_buffer()
+        batches = self.networks[0].count()
         if self.is_open:
             batches = self.counter.batches - self._awaits_batch
         for trained in self.networks:
-            trained.drop()
+            trained.discard()
         self.ends = False
         self._begin_anew()
         return batches

@@ -42,7 +42,7 @@ class Group:
 _created: set[str] = set()
 
 
-class Sum(nn.Cell):
+class AllReduce(nn.Cell):
     """Sum of a tensor over a group."""
 
     def __init__(self, group: Group) -> None:
@@ -53,7 +53,7 @@ class Sum(nn.Cell):
         return values if self.all_reduce is None else self.all_reduce(values)
 
 
-class ScatterSum(nn.Cell):
+class ReduceScatter(nn.Cell):
     """Row `index` of the sum of a (group size, n) tensor over a group."""
 
     def __init__(self, group: Group) -> None:
@@ -63,15 +63,15 @@ class ScatterSum(nn.Cell):
         if has_reduce_scatter(ms.get_context("device_target")):
             self.reduce_scatter = ops.ReduceScatter(group=group.name)
         else:
-            self.sum = Sum(group)
+            self.all_reduce = AllReduce(group)
 
     def construct(self, values: Tensor) -> Tensor:
         if self.reduce_scatter is not None:
             return self.reduce_scatter(values).reshape(-1)
-        return self.sum(values)[self.index]
+        return self.all_reduce(values)[self.index]
 
 
-class Gather(nn.Cell):
+class AllGather(nn.Cell):
     """The (group size, n) tensor of all ranks' n values."""
 
     def __init__(self, group: Group) -> None:
@@ -81,14 +81,14 @@ class Gather(nn.Cell):
             self.all_gather = ops.AllGather(group=group.name)
         else:
             # Add up what each rank writes into its own row.
-            self.sum = Sum(group)
+            self.all_reduce = AllReduce(group)
             self.own_row = Tensor([[i == group.index] for i in range(group.size)])
 
     def construct(self, values: Tensor) -> Tensor:
         values = values.reshape(1, -1)
         if self.all_gather is not None:
             return self.all_gather(values)
-        return self.sum(ops.where(self.own_row, values, ops.zeros_like(values)))
+        return self.all_reduce(ops.where(self.own_row, values, ops.zeros_like(values)))
 
 
 def after(values: Tensor, done: Any) -> Tensor:

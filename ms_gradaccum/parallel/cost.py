@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm, ClipByValue
 from ms_gradaccum.parallel.collectives import has_all_gather, has_reduce_scatter
 from ms_gradaccum.parallel.factory import layout_for
-from ms_gradaccum.parallel.layout import ShardLayout, all_backwards, sum_buckets
+from ms_gradaccum.parallel.layout import ShardLayout, all_backwards, all_reduce_buckets
 
 # Sums are float32, and so is all that is sent.
 _ITEMSIZE = 4
@@ -78,14 +78,14 @@ def traffic_of(kind: Any, weights: Any, ranks: int, clip: Any, device_target: st
 
 
 def _sums(indices: Any, sizes: Any, ranks: int) -> tuple[Message, ...]:
-    """Return the messages of `SumOverRanks`."""
-    counts = [sum(sizes[i] for i in bucket) for bucket in sum_buckets(indices, sizes)]
+    """Return the messages of `BucketedAllReduce`."""
+    counts = [sum(sizes[i] for i in bucket) for bucket in all_reduce_buckets(indices, sizes)]
     counts[0] += 2  # The loss and the weight.
     return tuple(Message("AllReduce", ranks, _ITEMSIZE * count) for count in counts)
 
 
 def _scatter(layout: ShardLayout, ranks: int, device_target: str) -> tuple[Message, ...]:
-    """Return the messages of `Shards.scatter`."""
+    """Return the messages of `Shards.reduce_scatter`."""
     operator = "ReduceScatter" if has_reduce_scatter(device_target) else "AllReduce"
     messages: tuple[Message, ...] = ()
     for nbytes in _bucket_bytes(layout):
@@ -96,7 +96,7 @@ def _scatter(layout: ShardLayout, ranks: int, device_target: str) -> tuple[Messa
 
 
 def _gather(layout: ShardLayout, ranks: int, device_target: str) -> tuple[Message, ...]:
-    """Return the messages of `Shards.gather`."""
+    """Return the messages of `Shards.all_gather`."""
     if has_all_gather(device_target, layout.size == ranks):
         return tuple(Message("AllGather", layout.size, nbytes // layout.size) for nbytes in _bucket_bytes(layout))
     return tuple(Message("AllReduce", layout.size, nbytes) for nbytes in _bucket_bytes(layout))

@@ -8,8 +8,8 @@ from mindspore import ParameterTuple, Tensor
 from ms_gradaccum._checks import check_bool, sentence
 from ms_gradaccum.gradients.buffer import GradBuffer
 from ms_gradaccum.parallel.layout import all_backwards
-from ms_gradaccum.parallel.reducer import SeveralProcesses, SumOverRanks
-from ms_gradaccum.parallel.shards import ShardedSums
+from ms_gradaccum.parallel.reducer import BucketedAllReduce, CollectiveReducer
+from ms_gradaccum.parallel.shards import ShardedReducer
 from ms_gradaccum.parallel.world import World
 
 
@@ -57,7 +57,7 @@ class DataParallel:
             raise ValueError(sentence("DataParallel", "overlap", "False with sync_each_batch", True, remedy))
 
 
-class DataParallelSum(SeveralProcesses):
+class DataParallelReducer(CollectiveReducer):
     """What data parallelism does at the end of a window."""
 
     def __init__(
@@ -65,17 +65,17 @@ class DataParallelSum(SeveralProcesses):
     ) -> None:
         super().__init__(weights, buffer, world, settings)
         sizes = [weight.size for weight in weights]
-        self.sum_over_ranks = SumOverRanks(buffer, all_backwards(sizes), sizes, world, dtype)
+        self.bucketed_all_reduce = BucketedAllReduce(buffer, all_backwards(sizes), sizes, world, dtype)
         self.overlaps = settings.overlap
 
     def reduce(self, added: Any = ()) -> Any:
-        return self.sum_over_ranks(added)
+        return self.bucketed_all_reduce(added)
 
 
-class DataParallelShards(ShardedSums):
+class ShardedBufferReducer(ShardedReducer):
     """What data parallelism does with ``sync_each_batch``: only the buffer is sharded."""
 
     takes_sums = False
 
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.shards.gather(grads, tuple(self.weights), None)
+        return self.shards.all_gather(grads, tuple(self.weights), None)

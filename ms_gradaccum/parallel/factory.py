@@ -12,13 +12,13 @@ from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradBuffer
 from ms_gradaccum.gradients.non_finite import check_dense
 from ms_gradaccum.parallel.collectives import check_sent
-from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelShards, DataParallelSum
-from ms_gradaccum.parallel.hsdp import HSDP, ShardedUpdate, check_shardable
+from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelReducer, ShardedBufferReducer
+from ms_gradaccum.parallel.hsdp import HSDP, HSDPReducer, check_shardable
 from ms_gradaccum.parallel.layout import ShardLayout, shard_layout
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.shards import Shards
-from ms_gradaccum.parallel.world import World, check_agreement, current_world, unify
+from ms_gradaccum.parallel.world import World, broadcast_parameters, check_agreement, current_world
 
 # What a face takes as `parallel`.
 ParallelChoice = Literal["auto"] | DataParallel | HSDP
@@ -27,7 +27,7 @@ _REMEDY = "'auto' looks at the number of processes."
 
 def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
     """Return the kind of parallelism, or None for a single process. Raise for one that cannot work here."""
-    _check_kind(owner, parallel)
+    check_kind(owner, parallel)
     world = current_world(owner)
     if world.size == 1:
         return None
@@ -42,7 +42,7 @@ def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
 
 def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
     """Return the kind of parallelism of so many ranks, or None for a single one."""
-    _check_kind(owner, parallel)
+    check_kind(owner, parallel)
     if ranks == 1:
         return None
     if isinstance(parallel, HSDP) and parallel.shard_size > 0 and ranks % parallel.shard_size:
@@ -51,11 +51,13 @@ def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
     return DataParallel() if parallel == "auto" else parallel
 
 
-def _check_kind(owner: str, parallel: Any) -> None:
+def check_kind(owner: str, parallel: Any) -> Any:
+    """Return what a caller says of several processes, if it is one of the things to say."""
     # Of a tensor or an array, '==' would not be a bool.
     is_auto = isinstance(parallel, str) and parallel == "auto"
     if not is_auto and not isinstance(parallel, (DataParallel, HSDP)):
         raise TypeError(sentence(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), _REMEDY))
+    return parallel
 
 
 def _compilers_own(owner: str, parallel: Any, network: nn.Cell) -> SemiAuto:
@@ -87,16 +89,16 @@ def build_parallel(
     settings: dict[str, Any],
     drops: bool = False,
     dtype: Any = ms.float32,
-) -> SingleProcess:
+) -> GradientReducer:
     """Return the buffer and what becomes of it in this world. All ranks start with the same weights. Collective.
 
     ``drops`` is whether micro batches can be left out, ``dtype`` that in which the ranks add up gradients.
     """
-    weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
+    weights = optimizer.parameters
     if drops:
         check_dense(owner, sparse_lookup(network))
     if kind is None:
-        return SingleProcess(weights, GradBuffer(weights, dense_only, None, network.terms, drops))
+        return GradientReducer(weights, _buffer_of(optimizer, network, drops))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_sent(owner, dtype)
     check_parameters_sent(owner, weights)
@@ -110,9 +112,13 @@ def build_parallel(
     world = current_world(owner)
     layout = layout_for(kind, weights, world.size)
     if layout is None:
-        return DataParallelSum(weights, GradBuffer(weights, dense_only, None, network.terms, drops), world, kind, dtype)
-    shards = Shards(layout, world, dtype)
-    return _build_sharded(owner, kind, optimizer, network, dense_only, drops, shards, world)
+        return DataParallelReducer(weights, _buffer_of(optimizer, network, drops), world, kind, dtype)
+    return _build_sharded(owner, kind, optimizer, network, drops, Shards(layout, world, dtype), world)
+
+
+def _buffer_of(optimizer: nn.Cell, network: Any, drops: bool, shapes: Any = None) -> GradBuffer:
+    dense_only, reports_others = keeps_absent_rows(optimizer), network.losses is not None
+    return GradBuffer(optimizer.parameters, dense_only, shapes, network.terms, drops, reports_others)
 
 
 def check_parameters_sent(owner: str, parameters: Any) -> None:
@@ -135,7 +141,7 @@ def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     for cell in (network, optimizer):
         cell.init_parameters_data()
     parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
-    if unify(parameters.values()):
+    if broadcast_parameters(parameters.values()):
         warn(
             f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
             f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint.",
@@ -159,17 +165,17 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
 
 
 def _build_sharded(
-    owner: str, kind: Any, optimizer: nn.Cell, network: Any, dense_only: bool, drops: bool, shards: Shards, world: World
-) -> SingleProcess:
+    owner: str, kind: Any, optimizer: nn.Cell, network: Any, drops: bool, shards: Shards, world: World
+) -> GradientReducer:
     weights = optimizer.parameters
     if kind.sync_each_batch:
         _check_shared_dense(owner, network)
-    buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None, network.terms, drops)
+    buffer = _buffer_of(optimizer, network, drops, shards.shapes if kind.sync_each_batch else None)
     if isinstance(kind, DataParallel):
-        return DataParallelShards(weights, buffer, shards, world, kind)
+        return ShardedBufferReducer(weights, buffer, shards, world, kind)
     if kind.optimizer_level == "level3":
         warn(
             f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
             f"takes the compiler, inside AutoParallel on Ascend or GPU.",
         )
-    return ShardedUpdate(optimizer, buffer, shards, world, kind)
+    return HSDPReducer(optimizer, buffer, shards, world, kind)

@@ -11,7 +11,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import check_bool, check_choice, sentence, typed
 from ms_gradaccum.gradients.buffer import GradBuffer
-from ms_gradaccum.parallel.shards import ShardedSums, Shards, assign_some
+from ms_gradaccum.parallel.shards import ShardedReducer, Shards, assign_some
 from ms_gradaccum.parallel.world import World
 
 _OWNER = "HSDP"
@@ -80,7 +80,7 @@ class HSDP:
         return self.optimizer_level != "level1"
 
 
-class ShardedUpdate(ShardedSums):
+class HSDPReducer(ShardedReducer):
     """What HSDP does at the end of a window. Takes over an optimizer that was built for whole parameters."""
 
     def __init__(
@@ -103,7 +103,7 @@ class ShardedUpdate(ShardedSums):
         return self.shards.assign_own(tuple(self.weights), tuple(self.whole))
 
     def after_update(self, updated: Any) -> Any:
-        gathered = self.shards.gather(tuple(self.weights), tuple(self.whole), updated)
+        gathered = self.shards.all_gather(tuple(self.weights), tuple(self.whole), updated)
         return assign_some(tuple(self.whole), gathered, self.shards.sharded), updated
 
 

@@ -68,7 +68,7 @@ def all_backwards(sizes: Any) -> range:
     return range(len(sizes) - 1, -1, -1)
 
 
-def sum_buckets(indices: Any, sizes: Any) -> Buckets:
+def all_reduce_buckets(indices: Any, sizes: Any) -> Buckets:
     """Return the messages in which tensors are summed over all ranks, at least one.
 
     The loss and the weight go with the first message, so that they cost none of their own.

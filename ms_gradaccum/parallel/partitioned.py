@@ -116,7 +116,9 @@ class BatchSums(nn.Cell):
         super().__init__(auto_prefix=False)
         self.micro_size = network.micro_size
         self.batch_axis = network.batch_axis
-        self.weighted_loss = network.weighted_loss
+        self.weighted_loss = network.loss_of()
+        # The compiler follows one output, see above.
+        self.weighted_loss.reports = False
         # One primitive per micro batch, or the compiler would take them for one.
         self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
         # Not left to the compiler, which would put one element on each of two devices.

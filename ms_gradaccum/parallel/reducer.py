@@ -8,12 +8,12 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from ms_gradaccum.backend.tensors import pick
 from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal
 from ms_gradaccum.gradients.clipping import squares_of
-from ms_gradaccum.parallel.collectives import Group, Sum, after
-from ms_gradaccum.parallel.layout import places, sum_buckets
+from ms_gradaccum.parallel.collectives import AllReduce, Group, after
+from ms_gradaccum.parallel.layout import all_reduce_buckets, places
 from ms_gradaccum.parallel.world import World, check_equal
 
 
-class SingleProcess(nn.Cell):
+class GradientReducer(nn.Cell):
     """Nothing to communicate. The other kinds of parallelism override what they need."""
 
     several = False
@@ -35,15 +35,15 @@ class SingleProcess(nn.Cell):
         # By name, what makes the whole of a parameter of which this rank has a part.
         self.gathers: dict[str, Any] = {}
 
-    def rounds(self, micro_batches: int) -> int:
+    def max_micro_batches(self, micro_batches: int) -> int:
         """Return how many micro batches the rank with the most of them has in this batch. Called by the host."""
         return micro_batches
 
-    def share(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what is added into the buffer for the gradients of one micro batch."""
         return grads
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
         """Return the sum of a few numbers over the ranks."""
         return values
 
@@ -86,7 +86,7 @@ class SingleProcess(nn.Cell):
         return parameter
 
 
-class SumOverRanks(nn.Cell):
+class BucketedAllReduce(nn.Cell):
     """Add the buffer's loss and weight and some of its sums over all ranks, in place.
 
     Args:
@@ -102,9 +102,11 @@ class SumOverRanks(nn.Cell):
         self.buffer = buffer
         self.sums = buffer.sums
         self.totals = ParameterTuple(buffer.totals())
-        self.buckets = sum_buckets(indices, sizes)
+        # Where each of them begins in what is sent of all.
+        (self.total_begins,), _ = places((tuple(range(len(self.totals))),), [value.size for value in self.totals])
+        self.buckets = all_reduce_buckets(indices, sizes)
         self.begins, self.ends = places(self.buckets, sizes)
-        self.sum = Sum(Group(0, world.size, 1, world.rank, world.size))
+        self.all_reduce = AllReduce(Group(0, world.size, 1, world.rank, world.size))
         self.like = Tensor(0.0, dtype)
         self.in_float32 = dtype == ms.float32
         self.map = ops.HyperMap()
@@ -117,7 +119,7 @@ class SumOverRanks(nn.Cell):
         factor = weight = Tensor(1.0, ms.float32)
         if not self.in_float32:
             # The weight must be exact, and a sum over many rows can be no 16-bit number where its mean is one.
-            done = self._put_totals(self.sum(self._flat_totals(added)), 0)
+            done = self._put_totals(self.all_reduce(self._flat_totals(added)), 0)
             last = weight = ops.depend(self.buffer.weight + 0.0, done)
             factor = reciprocal(weight)
         for number, bucket in enumerate(self.buckets):
@@ -130,7 +132,7 @@ class SumOverRanks(nn.Cell):
                 flat += (self._flat_totals(added),)
             if len(flat) > 0:
                 # After the last message, but not after what has come of it is in its place.
-                last = self.sum(after(ops.concat(flat), last))
+                last = self.all_reduce(after(ops.concat(flat), last))
                 done += self._put(number, last, weight, with_totals)
         return done
 
@@ -148,13 +150,13 @@ class SumOverRanks(nn.Cell):
         flat: tuple[Tensor, ...] = ()
         for i, value in enumerate(self.totals):
             # Of the loss and the weight there is a newer value.
-            flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(1),)
+            flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(-1),)
         return ops.concat(flat)
 
     def _put_totals(self, total: Tensor, begin: int) -> Any:
         done: Any = ()
         for i, value in enumerate(self.totals):
-            done += (ops.assign(value, total[begin + i].reshape(())),)
+            done += (ops.assign(value, part_of(total, value, begin + self.total_begins[i])),)
         return done
 
 
@@ -187,7 +189,7 @@ def _assign_one_part(message: Tensor, total: Parameter, begin: int) -> Tensor:
     return ops.assign(total, part_of(message, total, begin))
 
 
-class SeveralProcesses(SingleProcess):
+class CollectiveReducer(GradientReducer):
     """Each rank has a replica of the weights."""
 
     several = True
@@ -195,12 +197,12 @@ class SeveralProcesses(SingleProcess):
     def __init__(self, weights: ParameterTuple, buffer: GradBuffer, world: World, settings: Any) -> None:
         super().__init__(weights, buffer)
         self.is_first = float(world.rank == 0)
-        self.sum_over_world = Sum(Group(0, world.size, 1, world.rank, world.size))
+        self.all_reduce_world = AllReduce(Group(0, world.size, 1, world.rank, world.size))
         self.every_batch = settings.sync_each_batch
         self.check_weights = settings.check_weights
 
-    def total(self, values: Tensor) -> Tensor:
-        return self.sum_over_world(values)
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        return self.all_reduce_world(values)
 
     def check_replicas(self) -> None:
         if self.check_weights:

@@ -15,7 +15,8 @@ from mindspore.parallel._utils import (
 )
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum.batch.loss_kind import loss_warning
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 
 _OWNER = "TrainOneStepCell"
@@ -34,8 +35,9 @@ class SemiAuto:
     def __init__(self, network: nn.Cell) -> None:
         self.auto_parallel = network if isinstance(network, AutoParallel) else None
 
-    def check(self, accumulation_steps: int, terms: int, drops: bool, clip: Any, dtype: Any) -> None:
+    def check(self, accumulation_steps: int, network: Any, drops: bool, clip: Any, dtype: Any) -> None:
         """Raise for settings with which the mean over all rows would be wrong, or nothing could work."""
+        terms = network.terms
         _check_settings(self._settings())
         if accumulation_steps > 1:
             remedy = "Give larger batches and a larger micro_size: the compiler accumulates inside one call."
@@ -54,6 +56,16 @@ class SemiAuto:
         if dtype != ms.float32:
             rule, remedy = "one of float32 messages in semi-auto-parallel", "The compiler chooses what it sends."
             raise ValueError(sentence(_OWNER, "mixed_precision", rule, f"reduce_dtype={dtype}", remedy))
+        reason = "" if network.weighted or network.micro_size == 1 else loss_warning(network.network, [])
+        if reason:
+            warn(reason)
+        if network.losses is not None:
+            # The compiler follows one output of the forward, and the loss is that.
+            warn(
+                f"For 'GradAccumulation', losses={network.losses!r} trains in semi-auto-parallel as elsewhere, but "
+                f"StepOutput.other_losses stays empty there. To see the further losses, evaluate the network on a "
+                f"batch, or let it print them with ops.Print."
+            )
 
     def _settings(self) -> _Settings:
         cell = self.auto_parallel

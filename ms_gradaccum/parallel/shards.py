@@ -12,9 +12,9 @@ from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.tensors import Runs, pick
 from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal, zeros
 from ms_gradaccum.gradients.clipping import squares_of
-from ms_gradaccum.parallel.collectives import Gather, Group, ScatterSum, Sum, after
+from ms_gradaccum.parallel.collectives import AllGather, AllReduce, Group, ReduceScatter, after
 from ms_gradaccum.parallel.layout import ShardLayout, places
-from ms_gradaccum.parallel.reducer import SeveralProcesses, SumOverRanks, part_of, rounded
+from ms_gradaccum.parallel.reducer import BucketedAllReduce, CollectiveReducer, part_of, rounded
 from ms_gradaccum.parallel.world import World, gather_counts
 
 
@@ -46,11 +46,11 @@ class Shards(nn.Cell):
             order.index(i) if part else len(order) + i for i, part in enumerate(layout.is_sharded)
         )
         self.map = ops.HyperMap()
-        self.scatter_sum, self.all_gather = ScatterSum(group), Gather(group)
-        self.sum_over_groups = Sum(Group(group.index, self.groups, size, world.rank, world.size))
-        self.sum_over_world = Sum(Group(0, world.size, 1, world.rank, world.size))
+        self.reduce_scatter_rows, self.all_gather_rows = ReduceScatter(group), AllGather(group)
+        self.all_reduce_groups = AllReduce(Group(group.index, self.groups, size, world.rank, world.size))
+        self.all_reduce_world = AllReduce(Group(0, world.size, 1, world.rank, world.size))
 
-    def scatter(
+    def reduce_scatter(
         self, wholes: tuple[Tensor, ...], likes: tuple[Tensor, ...], weight: Tensor, done: Any
     ) -> tuple[Tensor, ...]:
         """Return the shards of the sums over all ranks, in float32; tensors that are kept whole as they are.
@@ -65,13 +65,13 @@ class Shards(nn.Cell):
             rows = self.map(ops.partial(_as_rows, self.size), pick(wholes, bucket))
             if not self.in_float32:
                 rows = self.map(ops.partial(rounded, factor, self.like), rows)
-            total = last = self.sum_over_groups(self.scatter_sum(after(ops.concat(rows, 1), last)))
+            total = last = self.all_reduce_groups(self.reduce_scatter_rows(after(ops.concat(rows, 1), last)))
             if not self.in_float32:
                 total = ops.cast(total, ms.float32) * weight
             shards += self.map(ops.partial(_own_part, total), pick(likes, bucket), self.begins[number])
         return self._among(shards, wholes)
 
-    def gather(self, shards: tuple[Tensor, ...], likes: tuple[Tensor, ...], done: Any) -> tuple[Tensor, ...]:
+    def all_gather(self, shards: tuple[Tensor, ...], likes: tuple[Tensor, ...], done: Any) -> tuple[Tensor, ...]:
         """Return the whole tensors of which each rank of the group has a shard, with their dtypes.
 
         They have the shapes of ``likes``.
@@ -80,7 +80,7 @@ class Shards(nn.Cell):
         wholes: tuple[Tensor, ...] = ()
         for number, bucket in enumerate(self.buckets):
             bucket_shards = pick(shards, bucket)
-            rows = last = self.all_gather(after(ops.concat(self.map(_as_flat, bucket_shards)), last))
+            rows = last = self.all_gather_rows(after(ops.concat(self.map(_as_flat, bucket_shards)), last))
             wholes += self.map(ops.partial(_whole, rows), bucket_shards, pick(likes, bucket), self.begins[number])
         return self._among(wholes, shards)
 
@@ -100,7 +100,7 @@ class Shards(nn.Cell):
         """Return the sum of the squares of each tensor that the shards are parts of, a float32 tensor."""
         squares = squares_of(shards, runs)
         # Over all ranks, though each group has all shards: so every rank gets the same bits.
-        wholes = self.sum_over_world(ops.select(self.is_part, squares, ops.zeros_like(squares))) / self.groups
+        wholes = self.all_reduce_world(ops.select(self.is_part, squares, ops.zeros_like(squares))) / self.groups
         return ops.select(self.is_part, wholes, squares)
 
     def cut(self, values: Any) -> Any:
@@ -128,7 +128,7 @@ class Shards(nn.Cell):
     def gather_values(self, shard: Parameter) -> Tensor:
         """Return the whole values of a parameter of which each rank of the group has a shard. Collective."""
         with graph_mode():
-            rows = self.all_gather(ops.cast(shard, ms.float32).reshape(-1))
+            rows = self.all_gather_rows(ops.cast(shard, ms.float32).reshape(-1))
         return ops.cast(rows.reshape(self._whole_shape(shard)), shard.dtype)
 
     def _whole_shape(self, shard: Parameter) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ def assign_some(targets: tuple[Parameter, ...], values: tuple[Tensor, ...], indi
     return done
 
 
-class ShardedSums(SeveralProcesses):
+class ShardedReducer(CollectiveReducer):
     """A window whose reduced sums are sharded, either when it ends or (``every_batch``) all the time."""
 
     def __init__(
@@ -198,7 +198,7 @@ class ShardedSums(SeveralProcesses):
     ) -> None:
         super().__init__(weights, buffer, world, settings)
         self.shards = shards
-        self.sum_kept = SumOverRanks(buffer, shards.kept, shards.sizes, world, shards.dtype)
+        self.bucketed_all_reduce = BucketedAllReduce(buffer, shards.kept, shards.sizes, world, shards.dtype)
         # What a checkpoint sees in place of a parameter, by its id, and what it does not see.
         self.views: dict[int, Parameter] = {}
         self.hidden: set[int] = set()
@@ -222,20 +222,20 @@ class ShardedSums(SeveralProcesses):
     def saved(self, parameter: Parameter) -> Parameter | None:
         return None if id(parameter) in self.hidden else self.views.get(id(parameter), parameter)
 
-    def rounds(self, micro_batches: int) -> int:
+    def max_micro_batches(self, micro_batches: int) -> int:
         return max(gather_counts(micro_batches)) if self.every_batch else micro_batches
 
-    def share(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.every_batch:
             # By no weight: that of a micro batch is its own on each rank.
-            grads = self.shards.scatter(grads, tuple(self.buffer.sums), Tensor(1.0, ms.float32), None)
+            grads = self.shards.reduce_scatter(grads, tuple(self.buffer.sums), Tensor(1.0, ms.float32), None)
         return grads
 
     def reduce(self, added: Any = ()) -> Any:
-        done = self.sum_kept()
+        done = self.bucketed_all_reduce()
         if not self.every_batch:
             weight = ops.depend(self.buffer.weight + 0.0, done)
-            shards = self.shards.scatter(tuple(self.buffer.sums), tuple(self.sums), weight, done)
+            shards = self.shards.reduce_scatter(tuple(self.buffer.sums), tuple(self.sums), weight, done)
             done += assign_some(tuple(self.sums), shards, self.shards.sharded)
         return done
 

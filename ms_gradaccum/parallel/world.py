@@ -110,7 +110,7 @@ def check_equal(owner: str, parameters: Any) -> None:
         )
 
 
-def unify(parameters: Any) -> bool:
+def broadcast_parameters(parameters: Any) -> bool:
     """Give all ranks the values of rank 0 if they differ; return whether they did. Collective."""
     parameters = list(parameters)
     digests = gather_values(digest(parameters))

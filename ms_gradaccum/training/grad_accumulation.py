@@ -55,8 +55,9 @@ class GradAccumulation(nn.Cell):
             term costs a backward pass and a buffer of its own. In PYNATIVE mode more than one needs ``compile=True`` of
             what trains this cell. Default: ``1``.
         losses (Union[str, None]): What becomes of further floating-point scalars that `network` returns: ``"sum"``
-            trains the sum of them all, ``"first"`` leaves out all but the first, and ``None`` refuses them.
-            Default: ``None``.
+            trains the sum of them all, ``"first"`` the first alone, and ``None`` refuses them. In both cases
+            ``StepOutput.other_losses`` reports what each of the further ones was: its mean over the window, each micro
+            batch weighted as in the loss. At most 64. Default: ``None``.
         batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per input, in
             the order of the network's arguments, where ``None`` means that an input goes whole into each micro
             batch. An entry for an input that is itself a tuple or a dict stands for all its tensors, or is
@@ -124,6 +125,8 @@ class GradAccumulation(nn.Cell):
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
         self._has_looked_at_loss = False
+        # What a graph can say, which sees no labels.
+        self._seen_of_loss = "" if self.weighted else loss_warning(network, [])
         self._get_attr_from_cell(network)
 
     def loss_of(self, structure: Any = None) -> WeightedLoss:
@@ -207,8 +210,8 @@ class GradAccumulation(nn.Cell):
             # Not '+=': in a graph that adds in place, here into one constant that all sums start from.
             so_far = sums
             sums = ()
-            for i, value in enumerate(values):
-                sums += (so_far[i] + value,)
+            for i, value in enumerate(so_far):
+                sums += (value + values[i],)
         loss = Tensor(0.0, ms.float32)
         for i in range(self.terms):
             loss = loss + sums[2 * i] * reciprocal(sums[2 * i + 1])
@@ -223,6 +226,8 @@ class GradAccumulation(nn.Cell):
             if isinstance(item, Tensor) and not F.isconstant(item.shape):
                 _refuse_unknown_rows()
             shapes += (item.shape if isinstance(item, Tensor) else None,)
+        if self._seen_of_loss and (self.micro_size > 1 or self.adds_batches):
+            _warn_in_graph(self._seen_of_loss)
         axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
         parts: tuple[Any, ...] = ()
         for begin, end in bounds:
@@ -272,6 +277,11 @@ def _refuse_unknown_rows() -> None:
         f"For '{_OWNER}', the inputs inside a larger graph must have known shapes, but got one whose lengths are "
         f"open. Give set_inputs() whole shapes, or call the training step from Python."
     )
+
+
+@_primexpr
+def _warn_in_graph(message: str) -> None:
+    warn(message)
 
 
 @_primexpr

@@ -58,7 +58,11 @@ def has_own_backward(network: nn.Cell) -> bool:
 
 
 class MicroLoss(nn.Cell):
-    """What is differentiated, and beside it what a micro batch adds up: its loss sum, its weight, its factor.
+    """What is differentiated, and beside it the value and the weight of which `MicroTotals` makes what is added up.
+
+    There is as little in it as can be: op by op, each operator of it costs a part of a millisecond.
+
+    Then there may be one tensor more, see `other_losses` of `WeightedLoss`.
 
     Args:
         weighted_loss: The network's loss, of one term.
@@ -69,23 +73,30 @@ class MicroLoss(nn.Cell):
     def __init__(self, weighted_loss: WeightedLoss, half: bool, loss_scale: NoLossScale) -> None:
         super().__init__(auto_prefix=False)
         self.weighted_loss = weighted_loss
-        self.counts_rows = weighted_loss.counts_rows
         self.half = half
+        self.divides = half and not weighted_loss.counts_rows
         self.loss_scale = loss_scale
         self._get_attr_from_cell(weighted_loss.network)
 
-    def construct(self, share: Any, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        value, weight = self.weighted_loss(share, *tensors)
-        if self.counts_rows:
-            loss_sum, weight = value * factor, weight * factor
-        else:
-            loss_sum = value
-            factor = ops.maximum(weight, ONE) if self.half else ONE
-            if self.half:
-                value = value / factor
+    def construct(self, share: Any, *tensors: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = self.weighted_loss(share, *tensors)
+        start = outputs[0] / ops.maximum(outputs[1], ONE) if self.divides else outputs[0]
         if self.half:
-            value = value * self.loss_scale.value()
-        return value, loss_sum, weight, factor
+            start = start * self.loss_scale.value()
+        return (start, *outputs)
+
+    def totals(self) -> "MicroTotals":
+        """Return what makes sums of its outputs."""
+        return MicroTotals(self.weighted_loss.counts_rows, self.half)
+
+
+class MicroTotals(nn.Cell):
+    """What a micro batch adds up: its loss sum, its weight, and its gradients times a factor.
+
+    Args:
+        counts_rows: Whether the weight is the number of rows.
+        half: Whether the network computes in half precision.
+    """
 
 
 def is_half(weighted_loss: WeightedLoss, precision: Precision) -> bool:

@@ -5,7 +5,6 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
-from mindspore.common.sparse_tensor import RowTensorInner
 
 from ms_gradaccum.backend.compiled import Compiled, op_by_op
 from ms_gradaccum.backend.cpu import with_condition
@@ -15,8 +14,8 @@ from ms_gradaccum.batch.nested_inputs import rebuilt
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.mixed_precision import Precision
 from ms_gradaccum.gradients.non_finite import KeepFinite
-from ms_gradaccum.parallel.reducer import SingleProcess
-from ms_gradaccum.training.micro_loss import MicroLoss, Pace, is_half, pace_of
+from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.micro_loss import MicroLoss, MicroTotals, Pace, is_half, pace_of
 
 
 class AddMicroBatch(nn.Cell):
@@ -25,19 +24,22 @@ class AddMicroBatch(nn.Cell):
     Args:
         parallels: One per optimizer: its buffer, and what becomes of its gradients.
         weights: One per optimizer: the parameters that it updates.
+        totals: What says what is added up for a loss of one term.
         drops: Whether a micro batch that is not finite is left out.
         reduces: Whether it is the last one of its window and the ranks add up the sums with it.
     """
 
     def __init__(
         self,
-        parallels: Sequence[SingleProcess],
+        parallels: Sequence[GradientReducer],
         weights: Sequence[ParameterTuple],
+        totals: MicroTotals,
         drops: bool = False,
         reduces: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.totals = totals
         self.buffer = parallels[0].buffer
         self.terms = 1 + len(self.buffer.others)
         ends = [sum(len(group) for group in weights[: i + 1]) for i in range(len(weights))]
@@ -48,14 +50,24 @@ class AddMicroBatch(nn.Cell):
         self.scales_first = parallels[0].every_batch
         self.map = ops.HyperMap()
 
-    def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        """Add gradients that were taken outside of this graph. Return what `added` returns."""
-        return self.added((loss_sum, weight), (factor,), (grads,))
+    def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Add gradients that were taken outside of this graph, after the other losses if these are reported.
+
+        Return what `added` returns.
+        """
+        loss_sum, weight, factor = self.totals(value, weight, factor)
+        if self.buffer.other_losses is not None:
+            return self.added((loss_sum, weight), (factor,), (grads[1:],), grads[:1])
+        return self.added((loss_sum, weight), (factor,), (grads,), ())
 
     def added(
-        self, values: tuple[Tensor, ...], factors: tuple[Tensor, ...], grads: tuple[tuple[Any, ...], ...]
+        self,
+        values: tuple[Tensor, ...],
+        factors: tuple[Tensor, ...],
+        grads: tuple[tuple[Any, ...], ...],
+        others: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        """Add a loss sum and a weight per term, and its gradients times its factor.
+        """Add a loss sum and a weight per term, its gradients times its factor, and what is reported beside them.
 
         Return the loss sums and the weights, each as one tensor, and what is there once they are added.
         """
@@ -66,6 +78,9 @@ class AddMicroBatch(nn.Cell):
             values = self.keep.kept(finite, values)
             for parallel in self.parallels:
                 done = parallel.buffer.count_dropped(ops.depend(finite, done))
+        if self.buffer.other_losses is not None:
+            # They count by the weight of the loss, which is 0 if the micro batch is left out.
+            done = self.buffer.add_other_losses(others[0], ops.depend(values[1], done))
         for term in range(self.terms):
             own = grads[term]
             if self.keep is not None:
@@ -91,7 +106,9 @@ class AddMicroBatch(nn.Cell):
             own = ops.depend(run_of(grads, begin, end), done)
             if self.scales_first:
                 own = self.map(ops.partial(_scale, factor), own)
-            done = buffer.add(loss_sum, weight, parallel.share(own), ONE if self.scales_first else factor)
+            done = buffer.add(
+                loss_sum, weight, parallel.reduce_scatter_micro_batch(own), ONE if self.scales_first else factor
+            )
         return done
 
     def after(self, done: Any) -> Tensor:
@@ -130,9 +147,11 @@ class MicroStep(nn.Cell):
 
     def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         """Return the loss sum and the weight of this part, and what is there once they are added."""
-        (_, loss_sum, weight, factor), grads = self.loss_and_grads(share, factor, *tensors)
+        outputs, grads = self.loss_and_grads(share, *tensors)
+        loss_sum, weight, factor = self.adding.totals(outputs[1], outputs[2], factor)
         # A factor that the compiler knows to be 1 costs nothing.
-        return self.end(self.adding.added((loss_sum, weight), (factor if self.scales else ONE,), (grads,)))
+        factor = factor if self.scales else ONE
+        return self.end(self.adding.added((loss_sum, weight), (factor,), (grads,), outputs[3:]))
 
     def share_and_factor(self, rows: Tensor, batch_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first two inputs of `construct`, as part of a graph."""
@@ -158,12 +177,13 @@ class TermsMicroStep(MicroStep):
             weight = values[2 * term + 1]
             own = ops.maximum(weight, ONE) if self.micro_loss.half else ops.ones_like(weight)
             start: tuple[Tensor, ...] = ()
-            for i in range(2 * self.adding.terms):
+            for i, value in enumerate(values):
                 scale = self.micro_loss.loss_scale.value()
-                start += (scale / own if i == 2 * term else ops.zeros_like(weight),)
+                start += (scale / own if i == 2 * term else ops.zeros_like(value),)
             factors += (own,)
             grads += (backward(*start)[1],)
-        return self.end(self.adding.added(values, factors, grads))
+        pairs = values[: 2 * self.adding.terms]
+        return self.end(self.adding.added(pairs, factors, grads, values[2 * self.adding.terms :]))
 
 
 class EagerMicroStep:
@@ -198,14 +218,14 @@ class EagerMicroStep:
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:
         """Run one micro batch."""
         self.has_run = self.adding.has_run = False
-        self.inputs = (share, factor, *rebuilt(self.structure, tensors))
+        self.inputs = (share, *rebuilt(self.structure, tensors))
         try:
             with op_by_op():
                 (_, *values), grads = ops.value_and_grad(self._forward, None, self.weights, has_aux=True)()
         finally:
             self.inputs = ()
         try:
-            return self.adding(*values, *grads)
+            return self.adding(factor, *values, *grads)
         finally:
             self.has_run = self.adding.has_run
 
@@ -215,7 +235,7 @@ class EagerMicroStep:
 
 def build_micro_step(
     weighted_loss: WeightedLoss,
-    parallels: Sequence[SingleProcess],
+    parallels: Sequence[GradientReducer],
     weights: Sequence[ParameterTuple],
     precision: Precision,
     drops: bool = False,
@@ -226,7 +246,7 @@ def build_micro_step(
     micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
     kind = TermsMicroStep if parallels[0].buffer.others else MicroStep
     pace = pace_of(weighted_loss, half, eager=False)
-    return kind(micro_loss, weights, AddMicroBatch(parallels, weights, drops, reduces), pace)
+    return kind(micro_loss, weights, AddMicroBatch(parallels, weights, micro_loss.totals(), drops, reduces), pace)
 
 
 _scale = ops.MultitypeFuncGraph("scale_gradient")
@@ -237,15 +257,10 @@ def _scale_dense(factor: Tensor, grad: Tensor) -> Tensor:
     return (grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)) * factor
 
 
-@_scale.register("Tensor", "RowTensor")
-def _scale_rows(factor: Tensor, grad: Any) -> Any:
-    return RowTensorInner(grad.indices, as_dtype(grad.values, ms.float32) * factor, grad.dense_shape)
-
-
 class EmptyStep(nn.Cell):
     """The part of a rank that has no micro batch left in what the ranks add up for each micro batch."""
 
-    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+    def __init__(self, parallels: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
         self.parallels = nn.CellList(parallels, auto_prefix=False)
 
@@ -255,5 +270,5 @@ class EmptyStep(nn.Cell):
             buffer = parallel.buffer
             for term in (buffer, *buffer.others):
                 grads = buffer.no_grads(parallel.replicas(), done)
-                done = term.add(nothing, nothing, parallel.share(grads), ONE)
+                done = term.add(nothing, nothing, parallel.reduce_scatter_micro_batch(grads), ONE)
         return done

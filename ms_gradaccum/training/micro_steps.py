@@ -10,12 +10,13 @@ from mindspore import ParameterTuple, Tensor, nn
 from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
+from ms_gradaccum.batch.loss_kind import divides_by_first_rows, rows_warning
 from ms_gradaccum.batch.nested_inputs import why_no_graph
 from ms_gradaccum.batch.split import MicroBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.mixed_precision import Precision
 from ms_gradaccum.parallel.factory import sparse_lookup
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.ambiguous_inputs import explain_split
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_loss import MicroLoss, is_half, pace_of
@@ -44,7 +45,7 @@ class MicroSteps:
         self,
         owner: str,
         network: Any,
-        parallels: Sequence[SingleProcess],
+        parallels: Sequence[GradientReducer],
         weights: Sequence[ParameterTuple],
         precision: Precision,
         drops: bool,
@@ -69,6 +70,8 @@ class MicroSteps:
         self.empty_step = EmptyStep(parallels)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         self.has_begun = False
+        # Whether micro batches of other rows have still to be warned of.
+        self.looks_at_rows = divides_by_first_rows(network)
         # Whether the last batch may have added something before it failed.
         self.has_added = False
         # Who is told of each micro batch.
@@ -90,7 +93,7 @@ class MicroSteps:
         numbers = {rows: pace.share_and_factor(rows, sum(counts)) for rows in set(counts)}
         starts = {rows: tuple(Tensor(number, ms.float32) for number in pair) for rows, pair in numbers.items()}
         # Before any of them: the messages of all ranks must come in one order.
-        rounds = self.parallels[0].rounds(len(micro_batches))
+        rounds = self.parallels[0].max_micro_batches(len(micro_batches))
         outputs: list[Any] = []
         done = self.events.micro_batches
         # A callback may raise before its first run.
@@ -113,7 +116,7 @@ class MicroSteps:
 
     def join(self) -> None:
         """Take part in a batch of the other processes without one."""
-        self._add_nothing(self.parallels[0].rounds(0))
+        self._add_nothing(self.parallels[0].max_micro_batches(0))
 
     def _add_nothing(self, micro_batches: int) -> None:
         for _ in range(micro_batches):
@@ -128,6 +131,10 @@ class MicroSteps:
             self.eager[reduces] = self._build_eager(reduces)
         step = self.eager[reduces]
         step.structure = structure
+        message = rows_warning(part.rows for part in micro_batches) if self.looks_at_rows else ""
+        if message:
+            self.looks_at_rows = False
+            warn(message)
         return step, step.pace
 
     def _runs_eagerly(self) -> bool:
@@ -156,7 +163,7 @@ class MicroSteps:
         loss = self.network.weighted_loss
         half = is_half(loss, self.precision)
         micro_loss = MicroLoss(loss, half, self.precision.loss_scale)
-        adding = AddMicroBatch(self.parallels, self.weights, self.drops, reduces)
+        adding = AddMicroBatch(self.parallels, self.weights, micro_loss.totals(), self.drops, reduces)
         return EagerMicroStep(self.owner, micro_loss, self.weights, adding, pace_of(loss, half, eager=True))
 
     def _is_for_thread_pool(self, micro_batches: list[MicroBatch]) -> bool:

@@ -1,7 +1,9 @@
 """What a training step reports."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -33,6 +35,9 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
             of the optimizer if its groups have rates of their own. NaN where only an update that was not made could
             tell, and in a graph with a schedule that has parameters of its own.
         weight: Weight of the window so far: rows, or what the network counts (tokens). Float32 scalar.
+        other_losses: Of a `GradAccumulation` with `losses`, the mean of each further loss that the network returns,
+            over the window so far and all processes, as `loss` is: a tuple of float32 scalars in the network's order.
+            Else empty.
 
     Examples:
         >>> from mindspore import Tensor, nn, ops
@@ -64,6 +69,8 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     clipped_grad_norm: Tensor
     learning_rate: Tensor
     weight: Tensor
+    # As they were given: read when they are asked for, since that waits for the device.
+    _others: Tensor | Sequence[Tensor]
 
     def __new__(
         cls,
@@ -75,13 +82,16 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         clipped_grad_norm: Tensor,
         learning_rate: Tensor,
         weight: Tensor,
+        other_losses: Tensor | Sequence[Tensor] = (),
     ) -> "StepOutput":
+        # A step gives a tensor in place of a tuple: a row of sums and below it one of weights, 0 where there is none.
         output = super().__new__(cls, (loss, overflow, loss_scale))
         output.updated = updated
         output.grad_norm = grad_norm
         output.clipped_grad_norm = clipped_grad_norm
         output.learning_rate = learning_rate
         output.weight = weight
+        output._others = other_losses
         return output
 
     @property
@@ -100,24 +110,35 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         return self[2]
 
     @property
+    def other_losses(self) -> tuple[Tensor, ...]:
+        """Return the weighted means of the further losses that the network returns."""
+        if isinstance(self._others, Tensor):
+            pairs = self._others.asnumpy().T
+            self._others = [Tensor(total / weight, ms.float32) for total, weight in pairs if weight > 0]
+        return tuple(self._others)
+
+    @property
     def ends_window(self) -> bool:
         """Whether this call ended its window, with an update or with one that was skipped."""
         # Nothing waits for a device: inside a window they are constants of the host, at its end the step has read them.
         return bool(self.updated.asnumpy() or self.overflow.asnumpy() or np.isfinite(self.grad_norm.asnumpy()))
 
     def _asdict(self) -> dict[str, Tensor]:
-        """Return all fields by name, as of a NamedTuple."""
+        """Return all fields by name, as of a NamedTuple; not `other_losses`, which are no scalar."""
         return {name: getattr(self, name) for name in self._fields}
 
     def _replace(self, **fields: Tensor) -> "StepOutput":
         """Return a copy with other values for some fields, as of a NamedTuple."""
-        return type(self)(**{**self._asdict(), **fields})
+        return type(self)(**{**self._asdict(), "other_losses": self._others, **fields})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(self._asdict().values())
+        return type(self), (*self._asdict().values(), self.other_losses)
 
     def __repr__(self) -> str:
-        return f"StepOutput({', '.join(f'{name}={value}' for name, value in self._asdict().items())})"
+        fields: dict[str, Any] = self._asdict()
+        if self.other_losses:
+            fields["other_losses"] = f"({', '.join(map(str, self.other_losses))})"
+        return f"StepOutput({', '.join(f'{name}={value}' for name, value in fields.items())})"
 
     # What follows takes the loss for the whole.
 

@@ -1,32 +1,25 @@
 """The training step: the micro batches of one batch, and an update at the end of the window."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
-import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import check_accumulation_steps, warn_of_dropped
-from ms_gradaccum.backend.compiled import check_compile, graph_mode
 from ms_gradaccum.backend.optimizers import check_optimizer, claim_optimizer
-from ms_gradaccum.gradients.clipping import Clip, check_clip
-from ms_gradaccum.gradients.mixed_precision import Precision, PrecisionChoice, check_precision
-from ms_gradaccum.gradients.non_finite import BadMicroBatch, check_bad_micro_batch
-from ms_gradaccum.parallel.factory import ParallelChoice, build_parallel, check_parallel
-from ms_gradaccum.parallel.partitioned import PartitionedWindow
-from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
-from ms_gradaccum.parallel.world import gather_counts
+from ms_gradaccum.gradients.clipping import Clip
+from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
+from ms_gradaccum.gradients.non_finite import BadMicroBatch
+from ms_gradaccum.parallel.factory import ParallelChoice
+from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
-from ms_gradaccum.training.micro_steps import MicroSteps
+from ms_gradaccum.training.host_driven import HostDrivenStep
+from ms_gradaccum.training.partitioned_step import PartitionedStep
+from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.stock_cell import STEP_REMEDY, check_construct, check_stock_arguments
-from ms_gradaccum.training.window import Window
 
 _OWNER = "TrainOneStepCell"
-# Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a reshape.
-_ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 
 
 class TrainOneStepCell(nn.TrainOneStepCell, Observed):
@@ -124,129 +117,77 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
     ) -> None:
         check_construct(_OWNER, type(self), TrainOneStepCell, STEP_REMEDY)
         check_stock_arguments(_OWNER, sens, return_grad)
-        compiles = check_compile(_OWNER, compile)
-        kind = check_parallel(_OWNER, parallel, network)
+        settings = StepSettings.checked(
+            _OWNER,
+            accumulation_steps=accumulation_steps,
+            clip=clip,
+            mixed_precision=mixed_precision,
+            parallel=parallel,
+            bad_micro_batch=bad_micro_batch,
+            compile=compile,
+        )
+        kind = settings.kind_for(network)
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
-        drops = check_bad_micro_batch(_OWNER, bad_micro_batch)
-        precision = check_precision(_OWNER, mixed_precision)
-        check_accumulation_steps(_OWNER, accumulation_steps)
-        clip = check_clip(_OWNER, clip)
-        network = network.in_precision(_OWNER, precision)
-        super().__init__(network, optimizer)
-        self.accumulation_steps = accumulation_steps
-        self.compiles = compiles
+        super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
         self.events = Events(_OWNER)
-        # On Ascend and GPU, the settings of AutoParallel, with which the compiler partitions the whole step.
-        self.semi_auto = kind if isinstance(kind, SemiAuto) else None
-        if self.semi_auto is not None:
-            self.semi_auto.check(accumulation_steps, network.terms, drops, clip, precision.reduce_dtype)
-            self.partitioned = PartitionedWindow(network, optimizer, clip, precision.loss_scale)
-            # The compiler knows accumulation in training alone. The user's cells keep the modes that they have.
-            self.add_flags(training=True)
-        else:
-            self._build_host_driven(kind, clip, precision, drops)
+        # On Ascend and GPU, AutoParallel lets the compiler partition the whole step.
+        build = PartitionedStep if isinstance(kind, SemiAuto) else HostDrivenStep
+        self.body: Any = build(self.network, optimizer, kind, settings, self.events)
+        self.body.attach_to(self)
+        self._shows_whole = True
         claim_optimizer(optimizer, self)
 
-    def _build_host_driven(self, kind: Any, clip: Any, precision: Precision, drops: bool) -> None:
-        network, optimizer = self.network, self.optimizer
-        settings = {"micro_size": network.micro_size, "accumulation_steps": self.accumulation_steps, "clip": repr(clip)}
-        settings |= {"mixed_precision": precision.text, "bad_micro_batch": drops}
-        self.parallel = build_parallel(_OWNER, kind, optimizer, network, settings, drops, precision.reduce_dtype)
-        self.buffer = self.parallel.buffer
-        network.adds_batches = self.accumulation_steps > 1 or self.parallel.several
-        self.micro_steps = MicroSteps(_OWNER, network, [self.parallel], [self.weights], precision, drops, self.compiles)
-        self.micro_steps.events = self.events
-        self.micro_step = self.micro_steps.cell
-        self.loss_scale = precision.loss_scale
-        self.window = Window(_OWNER, optimizer, clip, self.parallel, self.loss_scale, self.compiles)
-        # MindSpore's saving asks these for the whole of a parameter; in place of a layout, ours knows how to gather.
-        self.parameter_layout_dict = dict.fromkeys(self.parallel.gathers, _ANY_LAYOUT)
-        self.parallel_parameter_merge_net_dict = self.parallel.gathers
-        self._shows_whole = True
+    @property
+    def windows(self) -> list[Any]:
+        """What has the sums, the optimizers and the loss scale of each network; here there is one."""
+        return [self.body.window]
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Number of batches of one update."""
+        return int(self.body.accumulation_steps)
 
     @property
     def scale_sense(self) -> Tensor:
         """The loss scale of the open window, by the name that MindSpore's step with a loss scale has for it."""
-        return (self if self.semi_auto is None else self.partitioned).loss_scale.value()
+        scale: Tensor = self.body.loss_scale.value()
+        return scale
 
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Nothing else does so."""
         super().set_train(mode)
         # A compiled cell is looked up by its own phase, which tells its training graph from the other one.
-        for cell in self._compiled_cells():
+        for cell in self.body.compiled_cells():
             cell.set_train(mode)
         return self
 
     def set_jit_config(self, jit_config: Any) -> None:
         """Set how the cells inside are compiled, see ``nn.Cell.set_jit_config``."""
         super().set_jit_config(jit_config)
-        for cell in self._compiled_cells():
+        for cell in self.body.compiled_cells():
             cell.set_jit_config(jit_config)
-
-    def _compiled_cells(self) -> list[Any]:
-        if self.semi_auto is not None:
-            return []
-        return [*self.micro_steps.compiled_cells(), *self.window.compiled_cells()]
 
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Any]]:
         """Iterate over the parameters, see ``nn.Cell.parameters_and_names``; over the whole ones, where this process
         has a part, so that what saves and loads checkpoints need not know."""
         for name, parameter in super().parameters_and_names(name_prefix, expand):
-            saved = self.parallel.saved(parameter) if self._shows_whole else parameter
+            saved = self.body.saved(parameter) if self._shows_whole else parameter
             if saved is not None:
                 yield name, saved
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the whole window as one graph, see ``nn.Cell.compile``."""
-        settings = nullcontext() if self.semi_auto is None else self.semi_auto.compiling()
         shown, self._shows_whole = self._shows_whole, False
         try:
-            with settings:
+            with self.body.compiling():
                 super().compile(*args, **kwargs)
         finally:
             self._shows_whole = shown
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
         self.events.batches += 1
-        if self.semi_auto is not None:
-            return self._run_partitioned(args, kwargs)
-        batches = self.open_batches()
-        # Whether the last micro batch of the window adds up the sums over the ranks.
-        reduces = self.parallel.overlaps and batches + 1 == self.accumulation_steps
-        try:
-            self.micro_steps.run(args, kwargs, reduces)
-        except BaseException:
-            self.events.batches -= 1
-            if self.micro_steps.has_added:
-                self._abandon()
-            raise
-        return self._end_batch(batches, reduces)
-
-    def _run_partitioned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepOutput:
-        self.events.update_begin()
-        with graph_mode():
-            output = StepOutput(*super().__call__(*self.network.positional(args, kwargs)))
-        if self.events.heard:  # Else nothing waits for the device.
-            self.events.update_end(output)
-        return output
-
-    def _end_batch(self, batches: int, reduced: bool = False) -> StepOutput:
-        """Count a batch after so many, and end the window if it is the last one."""
-        if batches + 1 == self.accumulation_steps:
-            return self._close(reduced)
-        self.buffer.batches.set_data(Tensor(batches + 1, ms.int32))
-        return self.window.so_far()
-
-    def _close(self, reduced: bool = False) -> StepOutput:
-        try:
-            self.events.update_begin()
-        except BaseException:
-            # As after a failure in the update itself: its rows would be in the next window too.
-            self.buffer.clear()
-            raise
-        output = self.window.close(reduced)
-        self.events.update_end(output)
+        output: StepOutput = self.body.run(args, kwargs, super().__call__)
         return output
 
     def join(self) -> StepOutput:
@@ -256,62 +197,30 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         step at the same time.
         """
         self.events.batches += 1
-        self.micro_steps.join()
-        return self._end_batch(self.open_batches())
+        output: StepOutput = self.body.join()
+        return output
 
     def open_batches(self) -> int:
         """Return the number of batches in the unfinished window; 0 right after an update."""
-        return 0 if self.accumulation_steps == 1 else int(self.buffer.batches.asnumpy())
+        return int(self.body.open_batches())
 
     def flush(self) -> StepOutput | None:
         """Apply an unfinished window, divided by its true weight. Return None if there is none.
 
         Of several processes all must call it: one whose window is empty adds nothing to the others'.
         """
-        if self.semi_auto is not None or not self._any_open_batches():
-            return None
-        output = self._close()
-        return output if output.updated.asnumpy() or output.overflow.asnumpy() else None
-
-    def _any_open_batches(self) -> bool:
-        """Return whether some process has batches in the unfinished window."""
-        batches = self.open_batches()
-        return max(gather_counts(batches)) > 0 if self.parallel.several else batches > 0
+        output: StepOutput | None = self.body.flush()
+        return output
 
     def drop(self) -> int:
         """Throw an unfinished window away and return the number of batches that it had."""
-        batches = self.open_batches()
-        if batches:
-            self.buffer.clear()
-        return batches
-
-    def _abandon(self) -> None:
-        """Take back what a failed batch has added: the sums cannot be parted, so an open window goes with it."""
-        batches = self.open_batches()
-        self.buffer.clear()
-        warn_of_dropped(_OWNER, batches)
+        return int(self.body.drop())
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""
-        check_compiling(self.semi_auto is not None)
-        if self.semi_auto is not None:
-            partitioned: tuple[Tensor, ...] = self.partitioned(*inputs)
-            return partitioned
-        parts = self.network.split_in_graph(inputs)
-        batch_rows = Tensor(0.0, ms.float32)
-        for part in parts:
-            batch_rows = batch_rows + part[0]
-        done = Tensor(0.0, ms.float32)
-        for part in parts:
-            share, factor = self.micro_step.share_and_factor(part[0], batch_rows)
-            done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
-        if self.accumulation_steps == 1:
-            output: tuple[Tensor, ...] = self.window(done)
-            return output
-        # The counter includes this batch, so that the update is made at the last batch of the window.
-        batches = self.buffer.count_batch()
-        if batches == self.accumulation_steps:
-            output = self.window(done)
-        else:
-            output = self.window.open(done)
+        output: tuple[Tensor, ...] = self.shown(self.body(*inputs))
         return output
+
+    def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return what a larger graph sees of the items of a StepOutput. Monitors of other projects see other ones."""
+        return items

@@ -11,7 +11,7 @@ from ms_gradaccum.backend.kernels import as_dtype, on_cpu
 from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches
 from ms_gradaccum.backend.tensors import once
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.window_clip import clip_of, scale_one
 
 _look_at = ops.MultitypeFuncGraph("look_at")
@@ -40,7 +40,7 @@ class MeanGradients(nn.Cell):
         handed_scale: What the optimizer divides gradients by, having been told the loss scale.
     """
 
-    def __init__(self, clip: Any, parallel: SingleProcess, loss_scale: NoLossScale, handed_scale: float) -> None:
+    def __init__(self, clip: Any, parallel: GradientReducer, loss_scale: NoLossScale, handed_scale: float) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
         self.loss_scale = loss_scale
@@ -87,7 +87,7 @@ class PutMeanGradients(nn.Cell):
 class EndUpdate(nn.Cell):
     """What follows the optimizer: the weights go where they belong, and the buffer is emptied."""
 
-    def __init__(self, parallel: SingleProcess) -> None:
+    def __init__(self, parallel: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
         self.parallel = parallel

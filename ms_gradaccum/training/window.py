@@ -1,266 +1,195 @@
-"""The order of an update. No other file knows it."""
+"""A window of one network: its micro batches, its sums, and the update of its optimizers."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn, ops
+import numpy as np
+from mindspore import Tensor, nn
 
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
-from ms_gradaccum.backend.kernels import add_in_place
-from ms_gradaccum.backend.optimizers import LearningRate, UnknownRate, compiles_itself, scale_for
-from ms_gradaccum.backend.tensors import once, run_of
-from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal
-from ms_gradaccum.gradients.loss_scaler import NoLossScale
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum._checks import warn_of_dropped
+from ms_gradaccum.gradients.clipping import ClipByValue
+from ms_gradaccum.parallel.factory import build_parallel
+from ms_gradaccum.training.events import Events
+from ms_gradaccum.training.micro_steps import MicroSteps
+from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.update import MeanGradients, Update, build_update
+from ms_gradaccum.training.window_end import WindowEnd
 
 # Windows that may be skipped one after the other. The largest scale in use is 1 after 24 halvings.
 MAX_OVERFLOWS = 100
 
 
-_add_part = ops.MultitypeFuncGraph("add_part")
+class Window:
+    """The sums of one network, from the gradients of its micro batches to the update of its optimizers.
 
+    What fails after something was added takes the whole window with it: sums cannot be parted, and rows of a batch
+    that failed must not be in the next update.
 
-@_add_part.register("Tensor", "Tensor", "Tensor")
-def _add_one_part(factor: Tensor, total: Parameter, part: Parameter) -> Tensor:
-    return add_in_place(total, part, factor)
+    Args:
+        network: The GradAccumulation, converted to the precision of the settings.
+        optimizers: The optimizers of its parameters.
+        kind: The kind of parallelism, or None for one process.
+        settings: What the training step was told.
+        agreed: What all ranks must have been told alike, beside the settings.
 
-
-class FoldTerms(nn.Cell):
-    """Make one sum of those of a loss's terms, each divided by its own weight over all ranks.
-
-    The weight of the window is then that of the first term, or 1 if nothing has any of it.
+    Attributes:
+        reducers: One per optimizer: its buffer, and what becomes of it at the end of the window.
+        ends: One per optimizer: the order of its update.
+        overflows_in_a_row: Windows that were skipped one after the other, the last one included.
     """
 
-    def __init__(self, parallel: SingleProcess) -> None:
-        super().__init__(auto_prefix=False)
-        self.buffer = parallel.buffer
-        self.parallel = parallel
-        self.map = ops.HyperMap()
-
-    def construct(self) -> Any:
-        buffer = self.buffer
-        weights: tuple[Tensor, ...] = (buffer.weight + 0.0,)
-        for other in buffer.others:
-            weights += (other.weight + 0.0,)
-        totals = ops.unstack(self.parallel.total(ops.stack(weights)))
-        weightless = totals[0] == 0.0
-        scale = ops.select(weightless, ops.ones_like(totals[0]), totals[0])
-        done: Any = ()
-        for i, other in enumerate(buffer.others):
-            factor = reciprocal(totals[i + 1]) * scale
-            for begin, end in buffer.runs:
-                factor = once(factor, done)
-                done = self.map(
-                    ops.partial(_add_part, factor), run_of(buffer.sums, begin, end), run_of(other.sums, begin, end)
-                )
-            done = ops.assign_add(buffer.loss, other.loss * once(factor, done))
-            done = other.clear_term(done)
-        # One process stands in for the missing weight.
-        stand_in = ops.cast(ops.greater(ops.addn(totals), 0.0), ms.float32) * self.parallel.is_first
-        return ops.assign(buffer.weight, ops.select(weightless, stand_in, ops.depend(weights[0], done)))
-
-
-class Report(nn.Cell):
-    """First half of the end of a window: reduce over ranks, divide by the weight, unscale, finite?, norm."""
-
-    def __init__(
-        self, learning_rate: nn.Cell, parallel: SingleProcess, loss_scale: NoLossScale, reduces: bool = True
-    ) -> None:
-        super().__init__(auto_prefix=False)
-        self.buffer = parallel.buffer
-        self.parallel = parallel
-        self.loss_scale = loss_scale
-        # Otherwise the last micro step has done it.
-        self.reduces = reduces
-        self.fold_terms = FoldTerms(parallel) if len(parallel.buffer.others) > 0 else None
-        self.learning_rate = learning_rate
-
-    def construct(self, done: Tensor) -> tuple[Tensor, ...]:
-        """Report on the window once the micro steps behind ``done`` have run.
-
-        The last item says whether the loss scale was too large for it, or for a micro batch that was left out.
-        """
-        if self.fold_terms is not None:
-            done = ops.depend(done, self.fold_terms())
-        reduced = ops.depend(self.parallel.reduce(), done) if self.reduces else done
-        loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
-        weight = ops.depend(self.buffer.weight + 0.0, reduced)
-        # Of the sums, then divided: that saves a pass over the gradient.
-        norm = ops.depend(self.parallel.norm(tuple(self.parallel.sums)), reduced)
-        norm = norm * self.loss_scale.unscaled(self.buffer.reciprocal_weight())
-        overflow = bad = ops.logical_not(ops.isfinite(norm))
-        # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
-        weighs = updated = ops.greater(weight, 0.0)
-        if self.loss_scale.skips_overflow:
-            updated = ops.logical_and(weighs, ops.logical_not(overflow))
-        if self.buffer.dropped is not None:
-            bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
-            # All of it was left out.
-            overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(weighs)))
-        return loss, overflow, self.loss_scale.value(), updated, norm, self.learning_rate(), weight, bad
-
-
-class OpenWindow(nn.Cell):
-    """What is reported of a window that goes on."""
-
-    def __init__(self, buffer: GradBuffer, loss_scale: NoLossScale) -> None:
-        super().__init__(auto_prefix=False)
-        self.buffer = buffer
-        self.loss_scale = loss_scale
-
-    def construct(self, done: Any) -> tuple[Tensor, ...]:
-        """Return the items of a StepOutput, after ``done``."""
-        loss = ops.depend(self.buffer.mean_loss(), done)
-        weight = ops.depend(self.buffer.weight + 0.0, done)
-        unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
-        return (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight)
-
-
-class Window(nn.Cell):
-    """The end of a window: one update from the sums in the buffer, then an empty buffer.
-
-    reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, adjust the scale, report.
-    """
+    # What the end of the window has measured, per optimizer; what replaces its clip.
+    outputs: list[StepOutput] | None = None
+    clip: nn.Cell | None = None
 
     def __init__(
         self,
-        owner: str,
-        optimizer: nn.Cell,
-        clip: Any,
-        parallel: SingleProcess,
-        loss_scale: NoLossScale,
-        compiles: bool = False,
+        network: Any,
+        optimizers: Sequence[Any],
+        kind: Any,
+        settings: StepSettings,
+        agreed: dict[str, Any],
     ) -> None:
-        super().__init__(auto_prefix=False)
-        self.owner = owner
-        self.buffer = parallel.buffer
-        self.parallel = parallel
-        self.loss_scale = loss_scale
-        # Whether the optimizer is compiled in PYNATIVE mode too.
-        self.compiles = compiles or compiles_itself(optimizer)
-        self.handed_scale = scale_for(owner, optimizer, loss_scale)
-        self.learning_rate = LearningRate(optimizer)
-        self.report = Report(self.learning_rate, parallel, loss_scale)
-        self.update = Update(optimizer, MeanGradients(clip, parallel, loss_scale, self.handed_scale))
-        self.open = OpenWindow(parallel.buffer, loss_scale)
-        self.run_open = Compiled(lambda: self.open, owner, "the report on an open window")
-        # By whether the sums are reduced already and whether the rate is left out, for it is code of the user's.
-        self.reports: dict[tuple[bool, bool], Compiled] = {}
-        # By the kind of clip that the caller chooses anew at each update (None: the window's own), and whether the
-        # optimizer is compiled with it.
-        self.updates: dict[tuple[Any, bool], Any] = {}
-        # Whether the loss scale was too large for the window that was measured last.
-        self.is_bad = Tensor(False)
+        self.owner = settings.owner
+        self.network = network
+        self.optimizers = list(optimizers)
+        self.loss_scale = settings.precision.loss_scale
+        self.parameters = [optimizer.parameters for optimizer in optimizers]
+        agreed, dtype = {**settings.agreed(), **agreed}, settings.precision.reduce_dtype
+        self.reducers = [
+            build_parallel(self.owner, kind, each, network, agreed, settings.drops, dtype) for each in optimizers
+        ]
+        self.several = self.reducers[0].several
+        self.micro_steps = MicroSteps(
+            self.owner,
+            network,
+            self.reducers,
+            self.parameters,
+            settings.precision,
+            settings.drops,
+            settings.compiles,
+        )
+        self.ends = [
+            WindowEnd(self.owner, optimizer, settings.clip, each, self.loss_scale, settings.compiles)
+            for optimizer, each in zip(optimizers, self.reducers)
+        ]
         self.overflows_in_a_row = 0
+
+    @property
+    def events(self) -> Events:
+        """Who is told of each micro batch."""
+        return self.micro_steps.events
+
+    @events.setter
+    def events(self, events: Events) -> None:
+        self.micro_steps.events = events
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
-        compiled = [each for each in self.updates.values() if isinstance(each, Compiled)]
-        return [self.open, self.report, self.update, self.loss_scale, *self.reports.values(), *compiled]
+        return [*self.micro_steps.compiled_cells(), *(cell for end in self.ends for cell in end.compiled_cells())]
+
+    def count(self) -> int:
+        """Return the number of batches in the buffers. It is kept there, since a graph counts them too."""
+        return int(self.reducers[0].buffer.batches.asnumpy())
+
+    def set_count(self, batches: int) -> None:
+        """Write the number of batches beside the sums that they are in."""
+        for reducer in self.reducers:
+            reducer.buffer.batches.set_data(Tensor(batches, ms.int32))
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
+        """Add one batch and return what its micro steps returned; the last one may add up the sums over the ranks."""
+        try:
+            return self.micro_steps.run(args, kwargs, reduces)
+        except BaseException:
+            if self.micro_steps.has_added:
+                batches = self.count()
+                self.discard()
+                warn_of_dropped(self.owner, batches)
+            raise
+
+    def join(self) -> None:
+        """Take part in a batch of the other processes without one: this process has run out of data."""
+        self.micro_steps.join()
 
     def so_far(self) -> StepOutput:
         """Report on the window that goes on."""
-        return StepOutput(*self.run_open(NOTHING))
-
-    def close(self, reduced: bool = False) -> StepOutput:
-        """End the window from the host, with the decision whether to update made in Python."""
-        output = self.finish(self.measure(reduced))
-        self.adjust(output)
-        return output
+        return self.ends[0].so_far()
 
     def measure(self, reduced: bool = False) -> StepOutput:
-        """Do the first half of the end of the window: all but clip, optimizer and clear.
+        """Return the report on the full window, before clipping and update.
 
         ``reduced`` is whether the sums are those of all ranks already.
         """
-        with self._emptied_if_it_fails():
-            eager = runs_eagerly(self.compiles)
-            *items, self.is_bad = self._report(reduced, eager)(NOTHING)
-            rate = self.learning_rate.eagerly() if eager else items[5]
-        loss, overflow, scale, updated, norm, _, weight = items
-        return StepOutput(loss, overflow, scale, updated, norm, norm, rate, weight)
+        if self.outputs is None:
+            try:
+                self.outputs = _as_one_gradient([end.measure(reduced) for end in self.ends])
+            except BaseException:
+                self.discard()
+                raise
+        return self.outputs[0]
 
-    def _report(self, reduced: bool, eager: bool) -> Compiled:
-        key = reduced, eager
-        if key not in self.reports:
-            rate = UnknownRate() if eager else self.learning_rate
-            report = Report(rate, self.parallel, self.loss_scale, not reduced)
-            follow_mode(report, self.report)
-            report._get_attr_from_cell(self.report)
-            self.reports[key] = Compiled(lambda: report, self.owner, "the report")
-        return self.reports[key]
+    def close(self, reduced: bool = False) -> StepOutput:
+        """Update, empty the buffers and return the report; the decision whether to update is made in Python."""
+        self.measure(reduced)
+        outputs, clip = self.outputs or [], self.clip
+        try:
+            outputs = [end.finish(output, clip) for end, output in zip(self.ends, outputs)]
+            self.ends[0].adjust(outputs[0])
+            self._count_overflow(outputs[0])
+        except BaseException:
+            self.discard()
+            raise
+        self.reset()
+        return _as_one_report(outputs, clip or self.ends[0].update.gradients.clip.clip)
 
-    def finish(self, output: StepOutput, clip: Any = None) -> StepOutput:
-        """Do the second half, with the norm and the decision in ``output``; ``clip`` replaces the window's own."""
-        with self._emptied_if_it_fails():
-            if not output.updated.asnumpy():
-                self.buffer.clear()
-                return output
-            limit = () if clip is None else (clip.as_tensor(),)
-            eager = runs_eagerly(self.compiles)
-            with self.learning_rate.recording() if eager else nullcontext() as recorded:
-                clipped_norm = self._update(clip, eager)(output.grad_norm, *limit)
-            self.parallel.check_replicas()
-        rate = recorded() if recorded else output.learning_rate
-        return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
+    def discard(self) -> None:
+        """Throw the window away."""
+        for reducer in self.reducers:
+            reducer.buffer.clear()
+        self.reset()
 
-    def adjust(self, output: StepOutput) -> None:
-        """Choose the loss scale of the next window, after ``output`` of this one."""
-        overflow = bool(output.overflow.asnumpy())
-        self.loss_scale.adjust(output.updated, Tensor(overflow or bool(self.is_bad.asnumpy())))
-        self._count_overflow(overflow, bool(output.updated.asnumpy()))
+    def reset(self) -> None:
+        """Forget what was measured, and the clip of the window that has ended."""
+        self.outputs = self.clip = None
 
-    def _count_overflow(self, overflow: bool, updated: bool) -> None:
+    def _count_overflow(self, output: StepOutput) -> None:
         """Stop a training that skips all its updates: no scale is small enough for a gradient that is broken."""
-        if updated:
+        if output.updated.asnumpy():
             self.overflows_in_a_row = 0
-        elif overflow:
+        elif output.overflow.asnumpy():
             self.overflows_in_a_row += 1
         if self.overflows_in_a_row >= MAX_OVERFLOWS:
             self.overflows_in_a_row = 0
             raise RuntimeError(
-                f"For 'TrainOneStepCell', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or "
+                f"For '{self.owner}', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or "
                 f"NaN in each of the last {MAX_OVERFLOWS}, which made no update. The weights are those of the last "
                 f"update. Look for NaN in the data and the loss, lower the learning rate, or use float32."
             )
 
-    @contextmanager
-    def _emptied_if_it_fails(self) -> Iterator[None]:
-        """Empty the buffer after an error, or its rows would be in the next window too."""
-        try:
-            yield
-        except BaseException:
-            self.buffer.clear()
-            raise
 
-    def _update(self, clip: nn.Cell | None, eager: bool) -> Any:
-        """Return the update with a clip that takes its limit as an input, so that a new one costs no new graph."""
-        key = None if clip is None else type(clip), eager
-        if key not in self.updates:
-            update = self.update
-            if clip is not None:
-                gradients = MeanGradients(clip, self.parallel, self.loss_scale, self.handed_scale)
-                update = Update(self.update.optimizer, gradients)
-                follow_mode(update, self.update)
-                update._get_attr_from_cell(self.update)
-            self.updates[key] = build_update(self.owner, update, eager)
-        return self.updates[key]
+def _total_norm(norms: list[Tensor]) -> Tensor:
+    return Tensor(math.hypot(*(float(norm.asnumpy()) for norm in norms)), ms.float32)
 
-    def construct(self, done: Tensor) -> tuple[Tensor, ...]:
-        """End the window as part of a graph, after ``done``. Return the items of a StepOutput.
 
-        A plain tuple: strict graph syntax knows no NamedTuple.
-        """
-        loss, overflow, scale, updated, norm, learning_rate, weight, bad = self.report(done)
-        if updated:
-            clipped_norm = self.update(norm)
-        else:
-            clipped_norm = ops.depend(norm, self.buffer.clear())
-        clipped_norm = self.update.touch(clipped_norm)
-        clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
-        return loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight
+def _as_one_gradient(outputs: list[StepOutput]) -> list[StepOutput]:
+    """Let the gradients of several optimizers have one norm and one fate."""
+    if len(outputs) == 1:
+        return outputs
+    norm = _total_norm([output.grad_norm for output in outputs])
+    overflow = Tensor(any(bool(output.overflow.asnumpy()) for output in outputs))
+    updated = Tensor(all(bool(output.updated.asnumpy()) for output in outputs))
+    together = {"overflow": overflow, "updated": updated, "grad_norm": norm, "clipped_grad_norm": norm}
+    return [output._replace(**together) for output in outputs]
+
+
+def _as_one_report(outputs: list[StepOutput], clip: nn.Cell) -> StepOutput:
+    if len(outputs) == 1:
+        return outputs[0]
+    rates = np.concatenate([output.learning_rate.asnumpy().reshape(-1) for output in outputs])
+    clipped = outputs[0].clipped_grad_norm
+    if isinstance(clip, ClipByValue) and outputs[0].updated.asnumpy():
+        clipped = _total_norm([output.clipped_grad_norm for output in outputs])
+    return outputs[0]._replace(learning_rate=Tensor(rates), clipped_grad_norm=clipped)

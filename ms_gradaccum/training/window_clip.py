@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from ms_gradaccum.backend.kernels import scale_in_place
 from ms_gradaccum.backend.tensors import once, run_of
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm, Grads, NoClip, scale
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 
 
 class EachClip(nn.Cell):
@@ -21,7 +21,7 @@ class EachClip(nn.Cell):
         parallel: What has the sums.
     """
 
-    def __init__(self, clip: Any, parallel: SingleProcess) -> None:
+    def __init__(self, clip: Any, parallel: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
         self.clip = clip
         self.parallel = parallel
@@ -88,7 +88,7 @@ class GroupClip(EachClip):
         parallel: What has the sums, and takes their squares over all shards.
     """
 
-    def __init__(self, groups: tuple[int, ...], limits: Sequence[float], parallel: SingleProcess) -> None:
+    def __init__(self, groups: tuple[int, ...], limits: Sequence[float], parallel: GradientReducer) -> None:
         super().__init__(None, parallel)
         # Which gradients each group has, and the group of each gradient; the last one has those of none.
         self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
@@ -114,7 +114,7 @@ class GroupClip(EachClip):
         return None
 
 
-def clip_of(clip: Any, names: Sequence[str], parallel: SingleProcess) -> EachClip:
+def clip_of(clip: Any, names: Sequence[str], parallel: GradientReducer) -> EachClip:
     """Return the cell that clips the means of gradients of parameters of these names."""
     if isinstance(clip, ClipByGroupNorm):
         return GroupClip(clip.groups_of(names), list(clip.limits.values()), parallel)

@@ -152,7 +152,7 @@ def messages_of(kind, micro_size, clip=None):
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
     step = TrainOneStepCell(loss_cell, nn.SGD(parameters, 0.1), **settings)
     sent = []
-    for _, cell in step.parallel.cells_and_names():
+    for _, cell in step.body.reducer.cells_and_names():
         for attribute in ("all_reduce", "all_gather"):
             if isinstance(getattr(cell, attribute, None), ms.ops.Primitive):
                 setattr(cell, attribute, Counter(getattr(cell, attribute), sent))
@@ -164,7 +164,7 @@ def messages_of(kind, micro_size, clip=None):
 
     with mock.patch.object(world, "_gather_floats", counted_gather):
         step(*[Tensor(np.ones((16, columns), np.float32)) for columns in (6, 3)])
-    kept = {total.name: total.nbytes for total in (*step.buffer.sums, *step.parallel.sums)}
+    kept = {total.name: total.nbytes for total in (*step.body.buffer.sums, *step.body.reducer.sums)}
     return {
         "sent": sent,
         "planned": plan.window_messages,
@@ -236,18 +236,18 @@ def look_inside_a_window():
     network, step = build_step(parallel=KINDS["data parallel"], accumulation_steps=2, clip=CLIPS["norm"]())
     start = fingerprint(network)
     train_batches(step, [0], rank, size)
-    inside = [total.asnumpy().ravel().tolist() for total in step.buffer.sums]
+    inside = [total.asnumpy().ravel().tolist() for total in step.body.buffer.sums]
     results["inside"] = {"sums": sum(inside, []), "moved": fingerprint(network) != start}
     # What the end of the window does first.
-    step.window.measure()
-    results["at the boundary"] = fingerprint(step.buffer.sums)
-    step.buffer.clear()
+    step.body.window.measure()
+    results["at the boundary"] = fingerprint(step.body.buffer.sums)
+    step.body.buffer.clear()
 
 
 def save_at_an_update():
     _, step = build_step(parallel=KINDS["all shards, level2"], accumulation_steps=2)
     train_batches(step, range(2), rank, size)
-    results["level2 sums"] = {total.name: list(total.shape) for total in step.buffer.sums}
+    results["level2 sums"] = {total.name: list(total.shape) for total in step.body.buffer.sums}
     results["checkpoint"] = str(Path(os.environ["REPORT_FOLDER"]) / f"update_{rank}.ckpt")
     ms.save_checkpoint(step, results["checkpoint"])
 
@@ -280,8 +280,8 @@ def overlap():
     kind = KINDS["data parallel, overlapping"]
     _, step = build_step(parallel=kind, accumulation_steps=2)
     train_batches(step, (0, 1), rank, size)
-    reports = [len(report.graphs) for (reduced, _), report in step.window.reports.items() if reduced]
-    results["reports of an overlapping window"] = [len(step.window.reports) - len(reports), *reports]
+    reports = [len(report.graphs) for (reduced, _), report in step.body.end.reports.items() if reduced]
+    results["reports of an overlapping window"] = [len(step.body.end.reports) - len(reports), *reports]
     network = build_network()
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     cell = nn.WithLossCell(network, nn.MSELoss())

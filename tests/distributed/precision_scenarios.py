@@ -46,7 +46,7 @@ def overflow_on_one_rank(kind, choice, bad, rank, size):
         "seen": seen,
         "weights": weights_of(network),
         "updates": int(step.optimizer.global_step.asnumpy()[0]),
-        "scale": float(step.loss_scale.value().asnumpy()),
+        "scale": float(step.body.window.loss_scale.value().asnumpy()),
     }
 
 

@@ -48,7 +48,7 @@ def train(kind, *callbacks):
     data = NumpySlicesDataset(tuple(uneven_data(rank)), shuffle=False).batch(2)
     model.train(1, data, callbacks=list(callbacks))
     # This rank's part, past the stand-ins that checkpoints see.
-    kept = [*optimizer.moment1, *optimizer.moment2, *model.train_network.buffer.get_parameters()]
+    kept = [*optimizer.moment1, *optimizer.moment2, *model.train_network.body.buffer.get_parameters()]
     return network, fingerprint(network), fingerprint(kept)
 
 

@@ -58,7 +58,7 @@ def _step(change: Callable[[Any], Any] | None = None, variant: Variant = _PLAIN,
 
 
 def _changed(step: TrainOneStepCell) -> TrainOneStepCell:
-    step.semi_auto.auto_parallel.enable_gradients_mean()
+    step.body.semi_auto.auto_parallel.enable_gradients_mean()
     return step
 
 

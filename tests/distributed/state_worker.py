@@ -45,7 +45,7 @@ def new_step(kind):
 
 def bits(step):
     """A hash of all that this rank holds."""
-    return fingerprint([*step.network.get_parameters(), *step.optimizer.get_parameters(), *step.buffer.all_sums()])
+    return fingerprint([*step.network.get_parameters(), *step.optimizer.get_parameters(), *step.body.buffer.all_sums()])
 
 
 def error_of(work):
@@ -137,7 +137,7 @@ def damaged():
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    step.parallel.total(Tensor([1.0]))  # both wait for that
+    step.body.reducer.all_reduce_scalars(Tensor([1.0]))  # both wait for that
     before = bits(step)
     error = error_of(lambda: load_state(step, STATES / "damaged"))
     results["damaged"] = [error, before == bits(step)]

@@ -61,7 +61,7 @@ def test_one_process_goes_on(state, two, four, states, expected, eager):
     network, step = build_step(accumulation_steps=2)
     load_state(step, states / state)
     assert step.open_batches() == 1
-    assert abs(step.buffer.weight.asnumpy() - 12) < 1e-6  # the rows of both ranks
+    assert abs(step.body.buffer.weight.asnumpy() - 12) < 1e-6  # the rows of both ranks
     train_batches(step, LAST)
     assert_same(weights_of(network), expected)
     ms.set_context(mode=ms.PYNATIVE_MODE)

@@ -18,7 +18,7 @@ _OWNER = "ProgressBar"
 
 
 class ProgressBar(Callback):
-    """Show the epoch, the updates, the loss, the learning rate, the norm of the gradient and the speed.
+    """Show the epoch, the updates, the losses, the learning rate, the norm of the gradient and the speed.
 
     On a terminal this is a bar on the standard error stream, with what other callbacks print above it.
     Elsewhere (log files, CI) it is a plain line on the standard output stream from time to time and one
@@ -177,6 +177,8 @@ class ProgressBar(Callback):
         if isinstance(self._loss, Tensor):
             facts.append(f"loss {np.mean(self._loss.asnumpy()):.4g}")
         if self._last_update is not None:
+            others = [f"{loss.asnumpy().item():.4g}" for loss in self._last_update.other_losses]
+            facts += [f"other losses {' '.join(others)}"] if others else []
             rates = self._last_update.learning_rate.asnumpy()
             # Groups can have rates of their own.
             facts.append("lr " + "-".join(f"{rate:.4g}" for rate in sorted({rates.min(), rates.max()})))

@@ -11,7 +11,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from ms_gradaccum.backend.compiled import NOTHING, Compiled
 from ms_gradaccum.backend.tensors import runs_of
 from ms_gradaccum.gradients.clipping import global_norm
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.training.micro_step import EmptyStep
 
@@ -21,7 +21,7 @@ _OWNER = "StepReporter"
 class WeightNorm(nn.Cell):
     """The L2 norm of all weights that are trained, taken as one vector. They are whole on each rank."""
 
-    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+    def __init__(self, parallels: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
         self.weights = ParameterTuple(weight for parallel in parallels for weight in parallel.replicas())
         self.runs = runs_of([weight.size for weight in self.weights])
@@ -30,7 +30,7 @@ class WeightNorm(nn.Cell):
         return global_norm(tuple(self.weights), self.runs) + nothing
 
 
-def weight_norm_of(parallels: Sequence[SingleProcess]) -> Callable[[], float]:
+def weight_norm_of(parallels: Sequence[GradientReducer]) -> Callable[[], float]:
     """Return what computes the norm now."""
     cell = WeightNorm(parallels)
     run = Compiled(lambda: cell, _OWNER, "the norm of the weights")
@@ -43,7 +43,7 @@ class UpdateMessages(nn.Cell):
     For an empty buffer: sums of zeros are zeros, and weights that are gathered are what they were.
     """
 
-    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+    def __init__(self, parallels: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
         self.parallels = nn.CellList(parallels, auto_prefix=False)
 
@@ -61,7 +61,7 @@ class UpdateMessages(nn.Cell):
 class MicroBatchMessages(nn.Cell):
     """What a micro batch sends, without the micro batch."""
 
-    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+    def __init__(self, parallels: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
         self.empty_step = EmptyStep(parallels)
 
@@ -72,7 +72,7 @@ class MicroBatchMessages(nn.Cell):
 class CommunicationTime:
     """The time of a window's messages, found by sending them once more. Needs empty buffers, and all processes."""
 
-    def __init__(self, parallels: Sequence[SingleProcess]) -> None:
+    def __init__(self, parallels: Sequence[GradientReducer]) -> None:
         # With one process there is nobody to talk to.
         self.several = parallels[0].several
         self.every_batch = self.several and parallels[0].every_batch

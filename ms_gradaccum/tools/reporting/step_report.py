@@ -10,7 +10,7 @@ from mindspore import nn
 from ms_gradaccum._checks import check_bool, check_positive_int, sentence, typed
 from ms_gradaccum.backend.optimizers import inner_optimizer
 from ms_gradaccum.loops.accumulator import Accumulator
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.reporting.step_costs import CommunicationTime, peak_memory, weight_norm_of
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.step_output import StepOutput, check_output
@@ -35,6 +35,8 @@ class StepReport:
         clipped_grad_norm: The same after clipping.
         loss_scale: Factor of the loss in the backward pass.
         weight: Weight of the window over all processes: its rows or tokens.
+        other_losses: Means of the further losses that the network returns, see :class:`StepOutput`. None if there are
+            none.
         batches: Batches of this process so far. None where the windows are part of a graph (data sink mode).
         micro_batches: Micro batches of this process so far, or None likewise.
         rows_per_second: Rows of all processes per second since the last report, without the time that reports take.
@@ -66,6 +68,7 @@ class StepReport:
     clipped_grad_norm: float
     loss_scale: float
     weight: float
+    other_losses: tuple[float, ...] | None = None
     batches: int | None = None
     micro_batches: int | None = None
     rows_per_second: float | None = None
@@ -82,6 +85,7 @@ class StepReport:
     def scalars(self) -> dict[str, float]:
         """Return the same as single numbers: of several learning rates the least and the largest."""
         items = self.as_dict()
+        items.update({f"other_loss_{i}": loss for i, loss in enumerate(items.pop("other_losses", ()), 1)})
         if isinstance(self.learning_rate, tuple):
             del items["learning_rate"]
             items.update(learning_rate_min=min(self.learning_rate), learning_rate_max=max(self.learning_rate))
@@ -93,7 +97,7 @@ class _Trained(NamedTuple):
 
     optimizer: Any
     # None where the compiler has partitioned the step.
-    parallels: Sequence[SingleProcess] | None
+    reducers: Sequence[GradientReducer]
     counts_tokens: bool
     events: Events
     is_open: Callable[[], bool]
@@ -159,14 +163,14 @@ class StepReporter:
         for name, value in asked.items():
             check_bool(_OWNER, name, value, "The default is False.")
         self._trained = None if train_step is None else _look_at(train_step, network)
-        parallels = None if self._trained is None else self._trained.parallels
+        reducers = () if self._trained is None else self._trained.reducers
         for name in ("weight_norm", "communication_time"):
-            if asked[name] and parallels is None:
+            if asked[name] and not reducers:
                 got = "no train_step" if train_step is None else "one that the compiler partitions"
                 remedy = f"Leave {name} out, or give what trains."
                 raise ValueError(sentence(_OWNER, "train_step", f"one whose parts are known for {name}", got, remedy))
-        self._weight_norm = weight_norm_of(parallels) if weight_norm and parallels else None
-        self._communication_time = CommunicationTime(parallels) if communication_time and parallels else None
+        self._weight_norm = weight_norm_of(reducers) if weight_norm and reducers else None
+        self._communication_time = CommunicationTime(reducers) if communication_time and reducers else None
         self._peak_memory = peak_memory
         self._updates = self._skipped_updates = 0
         # Since the last report, None before the first one.
@@ -225,6 +229,7 @@ class StepReporter:
             clipped_grad_norm=float(output.clipped_grad_norm.asnumpy()),
             loss_scale=float(output.loss_scale.asnumpy()),
             weight=float(output.weight.asnumpy()),
+            other_losses=tuple(float(loss.asnumpy()) for loss in output.other_losses) or None,
             **items,
             **self._costs(),
         )
@@ -251,10 +256,13 @@ class StepReporter:
 
 def _look_at(train_step: Any, network: nn.Cell | None) -> _Trained:
     if isinstance(train_step, TrainOneStepCell):
-        parallels = None if train_step.semi_auto is not None else [train_step.parallel]
         optimizer, loss_cell = inner_optimizer(train_step.optimizer), train_step.network
         return _Trained(
-            optimizer, parallels, loss_cell.weighted, train_step.events, lambda: train_step.open_batches() > 0
+            optimizer,
+            train_step.windows[0].reducers,
+            loss_cell.weighted,
+            train_step.events,
+            lambda: train_step.open_batches() > 0,
         )
     if not isinstance(train_step, Accumulator):
         got, remedy = typed(train_step), "Of a Model, give model.train_network."
@@ -265,4 +273,4 @@ def _look_at(train_step: Any, network: nn.Cell | None) -> _Trained:
         raise ValueError(sentence(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
     trained = chosen[0]
     optimizer = inner_optimizer(trained.optimizers[0])
-    return _Trained(optimizer, trained.parallels, trained.network.weighted, train_step.events, lambda: trained.is_open)
+    return _Trained(optimizer, trained.reducers, trained.network.weighted, train_step.events, lambda: trained.is_open)

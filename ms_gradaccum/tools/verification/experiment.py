@@ -15,7 +15,7 @@ from ms_gradaccum.batch.weighted_loss import RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal
 from ms_gradaccum.gradients.mixed_precision import check_precision
 from ms_gradaccum.loops import random_state
-from ms_gradaccum.parallel.reducer import SingleProcess
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.verification.comparison import Run
 from ms_gradaccum.training.ambiguous_inputs import without_split
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
@@ -108,7 +108,8 @@ class Experiment:
         self.structure, self.micro_batches = split_batch(inputs, network.micro_size, network.batch_axis)
         self.batch = split_batch(inputs, 1, network.batch_axis).micro_batches[0]
         self.axes = leaf_axes(inputs, network.batch_axis)
-        self.parallel = SingleProcess(self.weights, GradBuffer(self.weights, terms=network.terms))
+        buffer = GradBuffer(self.weights, terms=network.terms, reports_others=network.losses is not None)
+        self.parallel = GradientReducer(self.weights, buffer)
         # As in training, but for a loss scale: gradients are compared as they are.
         self.precision = check_precision(_OWNER, None)
         self._steps: dict[Any, Any] = {}
@@ -204,8 +205,8 @@ class Experiment:
         return build_micro_step(loss, [self.parallel], [self.weights], self.precision)
 
     def _make_eager_step(self) -> EagerMicroStep:
-        adding = AddMicroBatch([self.parallel], [self.weights])
         micro_loss = MicroLoss(self.network.weighted_loss, False, self.precision.loss_scale)
+        adding = AddMicroBatch([self.parallel], [self.weights], micro_loss.totals())
         step = EagerMicroStep(_OWNER, micro_loss, [self.weights], adding, Pace.BATCH)
         step.structure = self.structure
         return step
@@ -239,7 +240,8 @@ class MeanLoss(nn.Cell):
     def construct(self, *tensors: Any) -> tuple[Tensor, Tensor]:
         sums = self.weighted_loss(Tensor(1.0, ms.float32), *tensors)
         loss = Tensor(0.0, ms.float32)
-        for i in range(0, len(sums), 2):
+        # After the pairs there may be what is reported beside them.
+        for i in range(0, len(sums) - 1, 2):
             loss = loss + sums[i] * reciprocal(sums[i + 1])
         return loss, sums[1]
 

@@ -1,0 +1,172 @@
+"""Time and memory of windows that run op by op, beside the loop that a user writes by hand. Prints one table.
+
+python benchmarks/eager.py                     # three networks, two optimizers, with a clip and without
+python benchmarks/eager.py --networks tiny     # the cost of a call
+
+Both do the same job in PYNATIVE mode: `value_and_grad` of each micro batch, sums in float32 in place, one division, a
+clip by the global norm or none, the optimizer, zeros. The loop by hand neither looks for Inf and NaN nor reports.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from figures import print_target, reset_peak, status
+from mindspore import nn, ops
+from mindspore.experimental import optim
+from windows import make_batch, make_network, micro_batches, run_window, versions
+
+from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
+
+OURS, LOOP = "ours", "loop"
+MAX_NORM = 1.0
+WINDOWS = 6
+
+
+class Case(NamedTuple):
+    """What both train."""
+
+    width: int
+    layers: int
+    batch: int
+    micro_size: int
+    # An optimizer of mindspore.nn, which MindSpore compiles in PYNATIVE mode too, or one that runs op by op.
+    optimizer: str = "Momentum"
+    clips: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.optimizer}{', clip' if self.clips else ''}"
+
+
+NETWORKS = {
+    "tiny": Case(width=8, layers=2, batch=16, micro_size=4),
+    "middle": Case(width=256, layers=6, batch=1024, micro_size=8),
+    "large": Case(width=1024, layers=6, batch=1024, micro_size=8),
+}
+
+
+def cases_of(name: str) -> Iterator[Case]:
+    yield NETWORKS[name]
+    yield NETWORKS[name]._replace(clips=True)
+    yield NETWORKS[name]._replace(optimizer="Adam")
+
+
+def build(row: str, case: Case) -> tuple[nn.Cell, Callable[..., Any]]:
+    """Return a network and what runs one window of it."""
+    network = make_network(case).set_train()
+    parameters = network.trainable_params()
+    optimizer = nn.Momentum(parameters, 0.1, 0.9) if case.optimizer == "Momentum" else optim.Adam(parameters, 1e-3)
+    if row == LOOP:
+        return network, loop_by_hand(network, optimizer, case)
+    clip = ClipByGlobalNorm(MAX_NORM) if case.clips else None
+    return network, TrainOneStepCell(GradAccumulation(network, case.micro_size), optimizer, clip=clip)
+
+
+def loop_by_hand(network: nn.Cell, optimizer: nn.Cell, case: Case) -> Callable[..., Any]:
+    loss_and_grads = ms.value_and_grad(network, None, optimizer.parameters)
+    sums = optimizer.parameters.clone("sums", "zeros")
+
+    def step(x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
+        loss = 0.0
+        for part in micro_batches(x, y, case.micro_size):
+            part_loss, grads = loss_and_grads(*part)
+            loss = loss + part_loss
+            for total, grad in zip(sums, grads):
+                ops.assign_add(total, grad)
+            del grads  # Or they would be there beside the next ones.
+        means = tuple(total / case.micro_size for total in sums)
+        optimizer(ops.clip_by_global_norm(means, MAX_NORM) if case.clips else means)
+        for total in sums:
+            ops.assign(total, ops.zeros_like(total))
+        return loss / case.micro_size
+
+    return step
+
+
+def measure_times(case: Case, repeat: int) -> dict[str, list[float]]:
+    """Return the seconds of windows that take turns, after two to warm up."""
+    batch = make_batch(case)
+    programs = {row: build(row, case) for row in (LOOP, OURS)}
+    seconds: dict[str, list[float]] = {row: [] for row in programs}
+    for _ in range(2 + repeat):
+        for row, (network, step) in programs.items():
+            seconds[row].append(run_window(step, network, batch))
+    first, second = ([item.asnumpy() for item in network.trainable_params()] for network, _ in programs.values())
+    if not all(np.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(first, second)):
+        raise RuntimeError("the two have not trained the same")
+    return {row: runs[2:] for row, runs in seconds.items()}
+
+
+def measure_memory(row: str, case: Case) -> float:
+    """Return the peak of the resident memory over some windows minus what was resident before the first, in MB."""
+    batch = make_batch(case)
+    network, step = build(row, case)
+    resident = status("VmRSS")
+    reset_peak()
+    for _ in range(WINDOWS):
+        run_window(step, network, batch)
+    return status("VmHWM") - resident
+
+
+def run_child(case: Case, *arguments: str) -> Any:
+    """Run this program in a process of its own, which prints one line of JSON."""
+    command = [sys.executable, __file__, "--case", json.dumps(case), *arguments]
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def child(case: Case, row: str | None, repeat: int) -> Any:
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    return measure_times(case, repeat) if row is None else measure_memory(row, case)
+
+
+def measure(name: str, case: Case, args: argparse.Namespace) -> tuple[float, float]:
+    """Print one line and return the ratios of time and memory."""
+    repeat = args.repeat or (200 if name == "tiny" else 20)
+    times: dict[str, list[float]] = {OURS: [], LOOP: []}
+    for _ in range(args.children):
+        for row, seconds in run_child(case, "--repeat", str(repeat)).items():
+            times[row] += seconds
+    memory = {row: np.median([run_child(case, "--row", row) for _ in range(args.children)]) for row in (OURS, LOOP)}
+    best = {row: 1e3 * min(seconds) for row, seconds in times.items()}
+    # Other programs disturb a window; the fastest twentieth is disturbed the least.
+    low = {row: float(np.percentile(seconds, 5)) for row, seconds in times.items()}
+    time, megabytes = best[OURS] / best[LOOP], memory[OURS] / memory[LOOP]
+    print(
+        f"{name:8}{case!s:16}{best[OURS]:9.2f}{best[LOOP]:9.2f} ms{time:7.2f}{low[OURS] / low[LOOP]:7.2f}"
+        f"{memory[OURS]:9.0f}{memory[LOOP]:6.0f} MB{megabytes:7.2f}",
+        flush=True,
+    )
+    return time, megabytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--repeat", type=int, help="windows of each, in turns; default: 20, of the tiny one 200")
+    parser.add_argument("--children", type=int, default=3, help="processes per figure")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(child(Case(*json.loads(args.case)), args.row, args.repeat)))
+        return
+    for name in args.networks:
+        case = NETWORKS[name]
+        print(f"{name}: {case.layers} x (Dense({case.width}), GELU), {case.batch} rows, micro_size {case.micro_size}")
+    print(versions())
+    print(f"{'':24}{'ours':>9}{'loop':>9}{'time':>10}{'5 %':>7}{'ours':>9}{'loop':>6}{'memory':>10}")
+    ratios = {(name, case): measure(name, case, args) for name in args.networks for case in cases_of(name)}
+    print_target("ours / loop by hand, time, the worst case", max(time for time, _ in ratios.values()), 1.05, "<=")
+    large = [memory for (name, _), (_, memory) in ratios.items() if name == "large"]
+    if large:
+        print_target("ours / loop by hand, memory, large", max(large), 1.05, "<=")
+
+
+if __name__ == "__main__":
+    main()

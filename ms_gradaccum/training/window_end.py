@@ -1,0 +1,234 @@
+"""The order of an update. No other file knows it."""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
+from ms_gradaccum.backend.kernels import add_in_place
+from ms_gradaccum.backend.optimizers import LearningRate, UnknownRate, compiles_itself, scale_for
+from ms_gradaccum.backend.tensors import once, run_of
+from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal
+from ms_gradaccum.gradients.loss_scaler import NoLossScale
+from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.update import MeanGradients, Update, build_update
+
+_add_part = ops.MultitypeFuncGraph("add_part")
+
+
+@_add_part.register("Tensor", "Tensor", "Tensor")
+def _add_one_part(factor: Tensor, total: Parameter, part: Parameter) -> Tensor:
+    return add_in_place(total, part, factor)
+
+
+class FoldTerms(nn.Cell):
+    """Make one sum of those of a loss's terms, each divided by its own weight over all ranks.
+
+    The weight of the window is then that of the first term, or 1 if nothing has any of it.
+    """
+
+    def __init__(self, parallel: GradientReducer) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = parallel.buffer
+        self.parallel = parallel
+        self.map = ops.HyperMap()
+
+    def construct(self) -> Any:
+        buffer = self.buffer
+        weights: tuple[Tensor, ...] = (buffer.weight + 0.0,)
+        for other in buffer.others:
+            weights += (other.weight + 0.0,)
+        totals = ops.unstack(self.parallel.all_reduce_scalars(ops.stack(weights)))
+        weightless = totals[0] == 0.0
+        scale = ops.select(weightless, ops.ones_like(totals[0]), totals[0])
+        done: Any = ()
+        for i, other in enumerate(buffer.others):
+            factor = reciprocal(totals[i + 1]) * scale
+            for begin, end in buffer.runs:
+                factor = once(factor, done)
+                done = self.map(
+                    ops.partial(_add_part, factor), run_of(buffer.sums, begin, end), run_of(other.sums, begin, end)
+                )
+            done = ops.assign_add(buffer.loss, other.loss * once(factor, done))
+            done = other.clear_term(done)
+        # One process stands in for the missing weight.
+        stand_in = ops.cast(ops.greater(ops.addn(totals), 0.0), ms.float32) * self.parallel.is_first
+        return ops.assign(buffer.weight, ops.select(weightless, stand_in, ops.depend(weights[0], done)))
+
+
+class Report(nn.Cell):
+    """First half of the end of a window: reduce over ranks, divide by the weight, unscale, finite?, norm."""
+
+    def __init__(
+        self, learning_rate: nn.Cell, parallel: GradientReducer, loss_scale: NoLossScale, reduces: bool = True
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = parallel.buffer
+        self.parallel = parallel
+        self.loss_scale = loss_scale
+        # Otherwise the last micro step has done it.
+        self.reduces = reduces
+        self.fold_terms = FoldTerms(parallel) if len(parallel.buffer.others) > 0 else None
+        self.learning_rate = learning_rate
+
+    def construct(self, done: Tensor) -> tuple[Tensor, ...]:
+        """Report on the window once the micro steps behind ``done`` have run.
+
+        The item after the weight says whether the loss scale was too large for it, or for a micro batch that was left
+        out. Then there are the losses that are reported beside the first one, if any.
+        """
+        if self.fold_terms is not None:
+            done = ops.depend(done, self.fold_terms())
+        reduced = ops.depend(self.parallel.reduce(), done) if self.reduces else done
+        loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
+        weight = ops.depend(self.buffer.weight + 0.0, reduced)
+        # Of the sums, then divided: that saves a pass over the gradient.
+        norm = ops.depend(self.parallel.norm(tuple(self.parallel.sums)), reduced)
+        norm = norm * self.loss_scale.unscaled(self.buffer.reciprocal_weight())
+        overflow = bad = ops.logical_not(ops.isfinite(norm))
+        # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
+        weighs = updated = ops.greater(weight, 0.0)
+        if self.loss_scale.skips_overflow:
+            updated = ops.logical_and(weighs, ops.logical_not(overflow))
+        if self.buffer.dropped is not None:
+            bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
+            # All of it was left out.
+            overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(weighs)))
+        report: tuple[Tensor, ...] = (loss, overflow, self.loss_scale.value(), updated)
+        report += (norm, self.learning_rate(), weight, bad)
+        return report + self.buffer.other_losses_after(reduced)
+
+
+class OpenWindow(nn.Cell):
+    """What is reported of a window that goes on."""
+
+    def __init__(self, buffer: GradBuffer, loss_scale: NoLossScale) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = buffer
+        self.loss_scale = loss_scale
+
+    def construct(self, done: Any) -> tuple[Tensor, ...]:
+        """Return the items of a StepOutput, after ``done``."""
+        loss = ops.depend(self.buffer.mean_loss(), done)
+        weight = ops.depend(self.buffer.weight + 0.0, done)
+        unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
+        report: tuple[Tensor, ...] = (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight)
+        return report + self.buffer.other_losses_after(done)
+
+
+class WindowEnd(nn.Cell):
+    """The end of a window for one optimizer: one update from the sums in the buffer, then an empty buffer.
+
+    reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, adjust the scale, report.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        optimizer: nn.Cell,
+        clip: Any,
+        parallel: GradientReducer,
+        loss_scale: NoLossScale,
+        compiles: bool = False,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.owner = owner
+        self.buffer = parallel.buffer
+        self.parallel = parallel
+        self.loss_scale = loss_scale
+        # Whether the optimizer is compiled in PYNATIVE mode too.
+        self.compiles = compiles or compiles_itself(optimizer)
+        self.handed_scale = scale_for(owner, optimizer, loss_scale)
+        self.learning_rate = LearningRate(optimizer)
+        self.report = Report(self.learning_rate, parallel, loss_scale)
+        self.update = Update(optimizer, MeanGradients(clip, parallel, loss_scale, self.handed_scale))
+        self.open = OpenWindow(parallel.buffer, loss_scale)
+        self.run_open = Compiled(lambda: self.open, owner, "the report on an open window")
+        # By whether the sums are reduced already and whether the rate is left out, for it is code of the user's.
+        self.reports: dict[tuple[bool, bool], Compiled] = {}
+        # By the kind of clip that the caller chooses anew at each update (None: the window's own), and whether the
+        # optimizer is compiled with it.
+        self.updates: dict[tuple[Any, bool], Any] = {}
+        # Whether the loss scale was too large for the window that was measured last.
+        self.is_bad = Tensor(False)
+
+    def compiled_cells(self) -> list[Any]:
+        """Return what has a mode and settings of its own."""
+        compiled = [each for each in self.updates.values() if isinstance(each, Compiled)]
+        return [self.open, self.report, self.update, self.loss_scale, *self.reports.values(), *compiled]
+
+    def so_far(self) -> StepOutput:
+        """Report on the window that goes on."""
+        return StepOutput(*self.run_open(NOTHING))
+
+    def measure(self, reduced: bool = False) -> StepOutput:
+        """Do the first half of the end of the window: all but clip, optimizer and clear.
+
+        ``reduced`` is whether the sums are those of all ranks already.
+        """
+        eager = runs_eagerly(self.compiles)
+        items = self._report(reduced, eager)(NOTHING)
+        rate = self.learning_rate.eagerly() if eager else items[5]
+        loss, overflow, scale, updated, norm, _, weight, self.is_bad, *others = items
+        return StepOutput(loss, overflow, scale, updated, norm, norm, rate, weight, *others)
+
+    def _report(self, reduced: bool, eager: bool) -> Compiled:
+        key = reduced, eager
+        if key not in self.reports:
+            rate = UnknownRate() if eager else self.learning_rate
+            report = Report(rate, self.parallel, self.loss_scale, not reduced)
+            follow_mode(report, self.report)
+            report._get_attr_from_cell(self.report)
+            self.reports[key] = Compiled(lambda: report, self.owner, "the report")
+        return self.reports[key]
+
+    def finish(self, output: StepOutput, clip: Any = None) -> StepOutput:
+        """Do the second half, with the norm and the decision in ``output``; ``clip`` replaces the window's own."""
+        if not output.updated.asnumpy():
+            self.buffer.clear()
+            return output
+        limit = () if clip is None else (clip.as_tensor(),)
+        eager = runs_eagerly(self.compiles)
+        with self.learning_rate.recording() if eager else nullcontext() as recorded:
+            clipped_norm = self._update(clip, eager)(output.grad_norm, *limit)
+        self.parallel.check_replicas()
+        rate = recorded() if recorded else output.learning_rate
+        return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
+
+    def adjust(self, output: StepOutput) -> None:
+        """Choose the loss scale of the next window, after ``output`` of this one."""
+        bad = bool(output.overflow.asnumpy()) or bool(self.is_bad.asnumpy())
+        self.loss_scale.adjust(output.updated, Tensor(bad))
+
+    def _update(self, clip: nn.Cell | None, eager: bool) -> Any:
+        """Return the update with a clip that takes its limit as an input, so that a new one costs no new graph."""
+        key = None if clip is None else type(clip), eager
+        if key not in self.updates:
+            update = self.update
+            if clip is not None:
+                gradients = MeanGradients(clip, self.parallel, self.loss_scale, self.handed_scale)
+                update = Update(self.update.optimizer, gradients)
+                follow_mode(update, self.update)
+                update._get_attr_from_cell(self.update)
+            self.updates[key] = build_update(self.owner, update, eager)
+        return self.updates[key]
+
+    def construct(self, done: Tensor) -> tuple[Tensor, ...]:
+        """End the window as part of a graph, after ``done``. Return the items of a StepOutput.
+
+        A plain tuple: strict graph syntax knows no NamedTuple.
+        """
+        report: tuple[Tensor, ...] = self.report(done)
+        loss, overflow, scale, updated, norm, learning_rate, weight, bad = report[:8]
+        if updated:
+            clipped_norm = self.update(norm)
+        else:
+            clipped_norm = ops.depend(norm, self.buffer.clear())
+        clipped_norm = self.update.touch(clipped_norm)
+        clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
+        output: tuple[Tensor, ...] = (loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
+        return output + report[8:]

@@ -1,0 +1,87 @@
+"""What each process of `test_other_losses_of_ranks.py` does: windows of several losses, on uneven rows."""
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.communication import get_group_size, get_rank, init
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import report  # noqa: E402
+from scenarios import batch, build_network, share  # noqa: E402
+
+from ms_gradaccum import HSDP, DataParallel, GradAccumulation, MixedPrecision, TrainOneStepCell  # noqa: E402
+
+gc.freeze()
+init()
+rank, size = get_rank(), get_group_size()
+KINDS = {
+    "data parallel": {"parallel": DataParallel()},
+    "overlapping": {"parallel": DataParallel(overlap=True)},
+    "each batch": {"parallel": DataParallel(sync_each_batch=True)},
+    "level1": {"parallel": HSDP(threshold=0)},
+    "level2": {"parallel": HSDP(threshold=0, optimizer_level="level2")},
+    "16-bit messages": {"mixed_precision": MixedPrecision(level="O0", init_scale=1.0, reduce_dtype="fp16")},
+}
+
+
+class Losses(nn.Cell):
+    """The squared error, its root's mean, and the mean of the labels' squares."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.network = build_network()
+
+    def construct(self, x, y):
+        error = self.network(x) - y
+        return ops.square(error).mean(), ops.abs(error).mean(), ops.square(y).mean()
+
+
+class Counter:
+    """Stands in for a collective operator and counts its messages and their elements."""
+
+    def __init__(self, operator, sent):
+        self.operator, self.sent = operator, sent
+
+    def __call__(self, values):
+        self.sent.append(values.size)
+        return self.operator(values)
+
+
+def train(losses, with_counters=False, **settings):
+    """A window of two batches; in the second one rank 1 has run out of data. Return its report and messages."""
+    network = Losses()
+    cell = GradAccumulation(network, 3, losses=losses) if losses else GradAccumulation(_First(network), 3)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    step = TrainOneStepCell(cell, optimizer, accumulation_steps=2, compile=not with_counters or None, **settings)
+    sent = []
+    for _, each in step.body.reducer.cells_and_names() if with_counters else ():
+        for attribute in ("all_reduce", "all_gather"):
+            if isinstance(getattr(each, attribute, None), ms.ops.Primitive):
+                setattr(each, attribute, Counter(getattr(each, attribute), sent))
+    inside = step(*[Tensor(array) for array in share(batch(0), rank, size)])
+    output = step.join() if rank else step(*[Tensor(array) for array in batch(1)])
+    floats = [[float(loss.asnumpy()) for loss in each.other_losses] for each in (inside, output)]
+    return {"inside": floats[0], "end": floats[1], "sent": sent}
+
+
+class _First(nn.Cell):
+    """The first loss alone."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, x, y):
+        return self.network(x, y)[0]
+
+
+results = {name: train("first", **settings) for name, settings in KINDS.items()}
+ms.set_context(mode=ms.PYNATIVE_MODE)
+os.environ["MS_JIT"] = "0"
+for losses in ("first", None):
+    results[f"messages {losses}"] = train(losses, True)["sent"]
+report(rank, results)

@@ -1,0 +1,47 @@
+"""The further losses of several processes: means over the rows of all of them, with the messages that there are."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import launch  # noqa: E402
+from scenarios import batch, build_network, share  # noqa: E402
+
+WORKER = Path(__file__).with_name("other_losses_worker.py")
+KINDS = ["data parallel", "overlapping", "each batch", "level1", "level2", "16-bit messages"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launch(WORKER, 2, tmp_path_factory.mktemp("two"))
+
+
+def means(*parts):
+    """The two losses over the rows of some batches, in float64."""
+    x, y = (np.concatenate(arrays) for arrays in zip(*parts))
+    error = build_network()(Tensor(x)).asnumpy().astype(np.float64) - y
+    return [np.abs(error).mean(), np.square(y.astype(np.float64)).mean()]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_they_are_means_over_the_rows_of_all_ranks(name, two, eager):
+    expected = means(batch(0), batch(1))
+    for rank, report in enumerate(two):
+        np.testing.assert_allclose(report[name]["end"], expected, rtol=1e-5)
+        # Inside the window each rank knows its own rows.
+        np.testing.assert_allclose(report[name]["inside"], means(share(batch(0), rank, 2)), rtol=1e-5)
+    # The known wrong answers: those of one rank, and the mean of those of the ranks.
+    ranks = [means(share(batch(0), 0, 2), batch(1)), means(share(batch(0), 1, 2))]
+    assert not np.allclose(ranks[0], expected, rtol=1e-3) and not np.allclose(np.mean(ranks, 0), expected, rtol=1e-3)
+
+
+def test_they_travel_with_the_loss_and_take_no_message_of_their_own(two):
+    for report in two:
+        with_them, without = report["messages first"], report["messages None"]
+        assert len(with_them) == len(without)
+        # A sum and a weight for each of 64.
+        assert np.subtract(with_them, without).tolist().count(128) == 1 and sum(with_them) - sum(without) == 128
