@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ms_gradaccum.tools.environment import describe
-from ms_gradaccum.tools.probing.micro_size_finder import find_for_script
+from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
 from ms_gradaccum.tools.reporting.run_plot import draw
 
 _PROGRAM = "python -m ms_gradaccum"
@@ -22,7 +22,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     plot.add_argument("-o", "--output", help="the PNG; by default the first file's name with .png")
     micro_size = commands.add_parser("micro-size", help="print the smallest micro_size that fits into a memory limit")
     micro_size.add_argument(
-        "script", metavar="script.py:function", help="what returns (network, optimizer, batch); or module:function"
+        "build", metavar="train.py:build", help="a function that returns (network, optimizer, batch); or module:build"
     )
     micro_size.add_argument("--memory-limit", required=True, metavar="4GiB", help="of one process, on its device")
     micro_size.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one measurement")
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _micro_size(args: argparse.Namespace) -> int:
     """Print the measurements as they come, and the answer alone on the standard output."""
     try:
-        answer = find_for_script(
-            args.script, args.memory_limit, timeout=args.timeout, report=lambda probe: print(probe, file=sys.stderr)
+        answer = find_micro_size(
+            args.build, args.memory_limit, timeout=args.timeout, report=lambda probe: print(probe, file=sys.stderr)
         )
     except (MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"{_PROGRAM} micro-size: {error}", file=sys.stderr)

@@ -17,7 +17,7 @@ ROWS, WIDTH = 8, 256
 
 
 class Wide(nn.Cell):
-    """Has activations of 16 MiB per row, and few weights."""
+    """Has activations of 16 MiB per row, and few parameters."""
 
     def __init__(self):
         super().__init__()
@@ -62,27 +62,75 @@ def wide(mode=ms.GRAPH_MODE):
     return network, optimizer, Tensor(np.ones((ROWS, 4096, WIDTH), np.float32))
 
 
+def wide_in_rows():
+    """Return the same in other words: a GradAccumulation, whose micro_size says nothing."""
+    from ms_gradaccum import GradAccumulation
+
+    network, optimizer, batch = wide()
+    return GradAccumulation(network, ROWS), optimizer, batch
+
+
+def one_row():
+    """Return a training of one row, op by op."""
+    network, optimizer, batch = wide(ms.PYNATIVE_MODE)
+    return network, optimizer, batch[:1]
+
+
+def sixteen_rows():
+    """Return a training of more rows than fit, op by op."""
+    network, optimizer, batch = wide(ms.PYNATIVE_MODE)
+    return network, optimizer, Tensor(np.ones((16, *batch.shape[1:]), np.float32))
+
+
 def misbehaving(what, rows=1):
     """Return a network that does not train, its optimizer and a batch."""
     network = Misbehaving(what)
     return network, nn.SGD(network.trainable_params(), 0.1), Tensor(np.ones((rows, 2), np.float32))
 
 
-def clipped_script():
-    """What a script offers to ``python -m ms_gradaccum micro-size``."""
+def nothing():
+    return misbehaving("nothing")
+
+
+def grows():
+    return misbehaving("grow", rows=2)
+
+
+def hangs():
+    return misbehaving("hang")
+
+
+def raises_its_own():
+    return misbehaving("raise", rows=2)
+
+
+def lacks_device_memory():
+    return misbehaving("device")
+
+
+def gets_sigkill():
+    return misbehaving("SIGKILL")
+
+
+def gets_sigsegv():
+    return misbehaving("SIGSEGV")
+
+
+def clipped():
+    """Return a training with a setting."""
     from ms_gradaccum import ClipByValue
 
     return *misbehaving("nothing"), {"clip": ClipByValue(1.0)}
 
 
-def three_things():
-    """Not what it should offer."""
-    return [1, 2, 3]
+def wrongly_clipped():
+    """Return a setting that no training step takes."""
+    return *misbehaving("nothing"), {"clip": 3}
 
 
-def with_unknown_setting():
-    """A setting that no training step has."""
-    return *misbehaving("nothing"), {"micro_size": 2}
+def says_where_it_is():
+    """Tell by an error how the child computes, and with which arguments."""
+    raise ArithmeticError(f"mode {ms.get_context('mode')}, arguments {sys.argv[1:]}, called {__name__}")
 
 
 def train(micro_size):

@@ -73,7 +73,7 @@ def test_many_gradients_are_added_unless_one_of_them_is_nan():
 def test_two_terms_of_many_parameters_are_folded():
     weights = ParameterTuple(Wide().trainable_params())
     buffer = GradBuffer(weights, terms=2)
-    other = buffer.others[0]
+    other = buffer.terms[1]
     for value, first, second in zip(range(MANY), buffer.sums, other.sums):
         first.set_data(Tensor([float(value)]))
         second.set_data(Tensor([1.0]))

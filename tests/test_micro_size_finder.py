@@ -1,6 +1,5 @@
 """`find_micro_size` with child processes. Each takes seconds, so few do much."""
 
-import json
 import os
 import random
 import re
@@ -14,11 +13,21 @@ import memory_networks
 import mindspore as ms
 import numpy as np
 import pytest
-from memory_networks import ROWS, misbehaving, wide
+from memory_networks import (
+    gets_sigkill,
+    gets_sigsegv,
+    grows,
+    hangs,
+    lacks_device_memory,
+    nothing,
+    raises_its_own,
+    says_where_it_is,
+    wide_in_rows,
+)
 from mindspore import nn
 from test_errors import raises
 
-from ms_gradaccum import GradAccumulation, find_micro_size
+from ms_gradaccum import find_micro_size
 from ms_gradaccum.__main__ import main
 from ms_gradaccum.backend.compiled import execution_mode
 
@@ -35,14 +44,11 @@ def peak_of_a_program(micro_size):
     return int(result.stdout.splitlines()[-1])
 
 
-def everything(network, optimizer, batch):
+def everything():
     """What a measurement must leave as it is."""
-    parameters = [*network.get_parameters(), *optimizer.get_parameters()]
-    modes = [(cell.training, cell.phase) for cell in (network, *network.cells(), optimizer)]
     generators = random.getstate(), np.random.get_state()[1].tobytes(), ms.get_rng_state().asnumpy().tobytes()
     context = [ms.get_context(name) for name in ("mode", "device_target", "device_id")]
-    values = [(item.name, id(item), item.asnumpy().tobytes()) for item in parameters]
-    return values, modes, generators, context, batch.asnumpy().tobytes(), dict(os.environ)
+    return generators, context, list(sys.path), list(sys.argv), dict(os.environ)
 
 
 def test_the_answer_fits_and_its_neighbour_does_not():
@@ -50,12 +56,11 @@ def test_the_answer_fits_and_its_neighbour_does_not():
     too_much, fits = peak_of_a_program(2), peak_of_a_program(3)
     assert too_much - fits > 20 * MIB
     limit = (too_much + fits) // 2
-    network, optimizer, batch = wide()
-    before = everything(network, optimizer, batch)
+    before = everything()
     probes = []
-    answer = find_micro_size(GradAccumulation(network, ROWS), optimizer, batch, limit, report=probes.append)
+    answer = find_micro_size(wide_in_rows, limit, report=probes.append)
     assert answer == 3
-    assert everything(network, optimizer, batch) == before
+    assert everything() == before
     tried = {probe.micro_size: probe for probe in probes}
     assert [probe.micro_size for probe in probes] == [1, 2, 4, 3]
     assert [tried[count].fits for count in (1, 2, 3, 4)] == [False, False, True, True]
@@ -81,14 +86,14 @@ def test_a_child_that_allocates_without_end_is_ended(by_hand):
         r"network, optimizer or batch\."
     )
     with pytest.raises(MemoryError, match=f"^{sentence}$"):
-        find_micro_size(*misbehaving("grow", rows=2), "624MiB", report=probes.append)
+        find_micro_size(grows, "624MiB", report=probes.append)
     assert [(probe.micro_size, probe.peak, probe.fits) for probe in probes] == [(1, None, False), (2, None, False)]
 
 
 def test_an_error_says_what_single_rows_take(by_hand):
     probes = []
     with pytest.raises(MemoryError, match="must be at least the ") as raised:
-        find_micro_size(*misbehaving("nothing"), "64MiB", report=probes.append)
+        find_micro_size(nothing, "64MiB", report=probes.append)
     (probe,) = probes
     assert f"at least the {probe.peak / MIB:.1f} MiB that single rows (micro_size=1) take, but got 64.0" in str(
         raised.value
@@ -102,24 +107,24 @@ def test_an_error_of_the_network_is_not_taken_for_missing_memory(by_hand):
         "For 'find_micro_size', the training must run, but with micro_size=1 got ArithmeticError: the network's own "
         "error",
     ) as raised:
-        find_micro_size(*misbehaving("raise", rows=2), "1GiB")
+        find_micro_size(raises_its_own, "1GiB")
     assert "in construct" in str(raised.value.__cause__)
 
 
-@pytest.mark.parametrize("what", ["SIGKILL", "device"])
-def test_memory_that_the_machine_lacks_is_not_an_error_of_the_network(what, by_hand):
+@pytest.mark.parametrize("build", [gets_sigkill, lacks_device_memory])
+def test_memory_that_the_machine_lacks_is_not_an_error_of_the_network(build, by_hand):
     """As the system ends a process without memory, and as MindSpore says it."""
     with raises(
         MemoryError,
         "For 'find_micro_size', single rows (micro_size=1) must fit into this machine, but got no memory for them. "
         "Use less of it.",
     ):
-        find_micro_size(*misbehaving(what), "1GiB")
+        find_micro_size(build, "1GiB")
 
 
 def test_a_crash_is_told(by_hand):
     with pytest.raises(RuntimeError, match="with micro_size=1 its process ended with SIGSEGV. Its last words: "):
-        find_micro_size(*misbehaving("SIGSEGV"), "1GiB")
+        find_micro_size(gets_sigsegv, "1GiB")
 
 
 def children():
@@ -134,15 +139,15 @@ def test_a_child_that_hangs_is_ended(by_hand):
         "For 'find_micro_size', the argument 'timeout' must be more than what two windows of micro_size=1 take, but "
         "got 2 s. Give it more time.",
     ):
-        find_micro_size(*misbehaving("hang"), "1GiB", timeout=2)
+        find_micro_size(hangs, "1GiB", timeout=2)
     assert children() == before
 
 
-MAIN = """
-import linecache, sys
+PROGRAM = """
+import argparse
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from ms_gradaccum import find_micro_size
 
 FACTOR = 2.0
@@ -150,44 +155,77 @@ FACTOR = 2.0
 def scaled(x):
     return x * FACTOR
 
-# As a notebook does: the code is in no file.
-cell = '''
 class Net(nn.Cell):
     def __init__(self):
-        super(Net, self).__init__()
+        super().__init__()
         self.dense = nn.Dense(2, 1)
 
     def construct(self, x):
         return scaled(self.dense(x)).mean()
-'''
-linecache.cache["<cell 1>"] = (len(cell), None, cell.splitlines(True), "<cell 1>")
-exec(compile(cell, "<cell 1>", "exec"))
-ms.set_context(mode=ms.GRAPH_MODE)
-network = Net()
-optimizer = nn.Adam(network.trainable_params())
-print(find_micro_size(network, optimizer, Tensor(np.ones((4, 2), np.float32)), "4GiB"))
+
+def build():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, required=True)
+    rows = parser.parse_args().rows
+    network = Net()
+    return network, nn.Adam(network.trainable_params()), Tensor(np.ones((rows, 2), np.float32))
+"""
+GUARDED = """
+if __name__ == "__main__":
+    ms.set_context(mode=ms.GRAPH_MODE)
+    print(find_micro_size(build, "4GiB", report=print))
+"""
+UNGUARDED = """
+try:
+    print(find_micro_size(build, "4GiB"))
+except RuntimeError as error:
+    print(error)
+    raise
 """
 
 
-def run_script(tmp_path, text):
+def run_script(tmp_path, text, *arguments):
     script = tmp_path / "script.py"
     script.write_text(text)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER)])}
-    return subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments], env=environment, stdout=subprocess.PIPE, text=True
+    )
 
 
-def test_classes_of_the_main_program_and_of_notebooks_are_compiled_in_the_child(tmp_path):
-    with run_script(tmp_path, MAIN) as program:
-        assert program.communicate(timeout=300)[0].splitlines()[-1] == "1"
+def test_a_function_of_the_program_itself_is_compiled_in_the_child(tmp_path):
+    with run_script(tmp_path, PROGRAM + GUARDED, "--rows=4") as program:
+        table, answer = program.communicate(timeout=300)[0].splitlines()
+    assert re.match(r"micro_size +1 +4 rows .* fits", table) and answer == "1"
+
+
+def test_a_program_without_a_guard_is_told_so(tmp_path):
+    with run_script(tmp_path, PROGRAM + UNGUARDED, "--rows=4") as program:
+        said = program.communicate(timeout=300)[0]
+    assert said == (
+        "For 'find_micro_size', the program must not call it when a new process imports the program, but it does. Put "
+        "the call under: if __name__ == '__main__':\n"
+    )
+
+
+def test_the_child_computes_as_the_caller_does_and_an_error_of_the_function_says_what_it_is(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program", "--rows=3"])
+    with execution_mode(ms.GRAPH_MODE), pytest.raises(RuntimeError) as raised:
+        find_micro_size(says_where_it_is, "1GiB")
+    assert str(raised.value) == (
+        f"For 'find_micro_size', the function that builds the training must run in a new process, but got "
+        f"ArithmeticError: mode {int(ms.GRAPH_MODE)}, arguments ['--rows=3'], called memory_networks"
+    )
+    assert "in says_where_it_is" in str(raised.value.__cause__)
 
 
 HANGING = """
 import os
 os.environ["MS_JIT"] = "0"
-from memory_networks import misbehaving
+from memory_networks import hangs
 from ms_gradaccum import find_micro_size
 print("begun", flush=True)
-find_micro_size(*misbehaving("hang"), "1GiB")
+find_micro_size(hangs, "1GiB")
 """
 
 
@@ -217,14 +255,14 @@ def micro_size(function, *arguments):
 
 
 def test_the_command_prints_the_answer_alone_and_the_table_beside_it(by_hand, capsys):
-    assert micro_size("clipped_script", "--memory-limit", "4GiB") == 0
+    assert micro_size("clipped", "--memory-limit", "4GiB") == 0
     output = capsys.readouterr()
     assert output.out == "1\n"
     assert re.fullmatch(r"micro_size     1       1 row +\d+\.\d MiB  fits +\d+\.\d s\n", output.err)
 
 
 def test_the_command_ends_with_status_1_if_nothing_fits(by_hand, capsys):
-    assert micro_size("clipped_script", "--memory-limit", "64MiB") == 1
+    assert micro_size("clipped", "--memory-limit", "64MiB") == 1
     output = capsys.readouterr()
     assert output.out == "" and "micro-size: For 'find_micro_size', the argument 'memory_limit' must be" in output.err
 
@@ -233,20 +271,24 @@ def test_the_command_ends_with_status_1_if_nothing_fits(by_hand, capsys):
     "name, sentence",
     [
         (
-            f"{memory_networks.__file__}:three_things",
-            "For 'find_micro_size', the argument 'script' must be such that three_things() returns (network, "
-            "optimizer, batch) or (network, optimizer, batch, dict), but got list. The dict has settings of "
-            "TrainOneStepCell.",
+            f"{memory_networks.__file__}:wrongly_clipped",
+            "For 'TrainOneStepCell', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue "
+            "or None, but got 3. For example clip=ClipByGlobalNorm(1.0).",
         ),
         (
-            "memory_networks:with_unknown_setting",
-            "For 'find_micro_size', the argument 'settings' must be one of 'clip', 'mixed_precision', "
-            "'bad_micro_batch', 'compile', but got 'micro_size'. It is what TrainOneStepCell is given.",
+            "memory_networks:missing",
+            "For 'find_micro_size', the argument 'build' must be the name of a function of memory_networks, but got "
+            "'missing'. It is called without arguments.",
+        ),
+        (
+            "missing.py:build",
+            "For 'find_micro_size', the function that builds the training must run in a new process, but got "
+            f"FileNotFoundError: [Errno 2] No such file or directory: '{Path('missing.py').resolve()}'",
         ),
         (
             "memory_networks.py",
-            "For 'find_micro_size', the argument 'script' must be script.py:function or module:function, but got "
-            "'memory_networks.py'. For example train.py:build.",
+            "For 'find_micro_size', the argument 'build' must be a function, 'file.py:function' or 'module:function', "
+            "but got 'memory_networks.py'. For example 'train.py:build'.",
         ),
     ],
 )
@@ -260,20 +302,4 @@ def test_folders_that_mindspore_searches_first_do_not_hide_modules_of_python(by_
     monkeypatch.setattr(sys, "path", list(sys.path))
     ms.amp.auto_mixed_precision(nn.Dense(2, 2), "O1")
     assert any(place.endswith("mindspore/nn/layer") for place in sys.path)
-    assert micro_size("clipped_script", "--memory-limit", "4GiB") == 0
-
-
-def test_the_child_computes_as_the_caller_does(monkeypatch):
-    """A network that can only run op by op is measured op by op."""
-    from ms_gradaccum.tools.probing.training import Context
-
-    devices = []
-    # A process that has computed something already cannot choose any more.
-    monkeypatch.setattr(ms, "set_device", lambda *device: devices.append(device))
-    for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
-        with execution_mode(mode):
-            context = Context.current()
-        context.enter()
-        assert ms.get_context("mode") == mode and context.device_target == ms.get_context("device_target")
-    assert devices == [("CPU",)] * 2
-    assert json.loads(json.dumps(context)) == list(context)
+    assert micro_size("clipped", "--memory-limit", "4GiB") == 0

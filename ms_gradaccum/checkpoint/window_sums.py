@@ -40,7 +40,7 @@ class WindowSums:
 
     def __init__(self, parallel: GradientReducer, prefix: str) -> None:
         self.buffer = parallel.buffer
-        self.terms = [self.buffer, *self.buffer.others]
+        self.terms = list(self.buffer.terms)
         self.held = {f"{prefix}{total.name}": hold(parallel, total) for total in self.buffer.all_sums()}
 
     def tensors(self) -> dict[str, Held]:

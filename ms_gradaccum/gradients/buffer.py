@@ -36,11 +36,11 @@ class TermSums(nn.Cell):
         added = self.map_backwards(ops.partial(self.add_one, factor), self.sums, grads)
         return added, _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
 
-    def term_loss(self) -> Tensor:
+    def mean_loss(self) -> Tensor:
         """Return the weighted mean of the term so far."""
         return self.loss * reciprocal(self.weight)
 
-    def clear_term(self, done: Any) -> Any:
+    def clear(self, done: Any) -> Any:
         """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
         for begin, end in self.runs:
             zero = zero_after(done, self.weight)
@@ -48,8 +48,8 @@ class TermSums(nn.Cell):
         return done, _assign_zero(self.loss), _assign_zero(self.weight)
 
 
-class GradBuffer(TermSums):
-    """The sums of one window. They live and are cleared together.
+class GradBuffer(nn.Cell):
+    """The sums of one window, term by term of the loss. They live and are cleared together.
 
     The names begin with ``accu_grads``, the prefix that MindSpore's checkpoint merges and transforms, its
     fault tolerance and its compiler know.
@@ -58,7 +58,7 @@ class GradBuffer(TermSums):
         weights: What the gradients belong to.
         dense_only: Whether gradients of sparse lookups are refused.
         shapes: What is kept of each weight's gradient: a part, if the ranks share the sums. Default: the whole.
-        terms: Number of terms of the loss that have weights of their own. The first one's sums are this buffer's.
+        terms: Number of terms of the loss that have weights of their own.
         counts_dropped: Whether micro batches can be left out, and are counted.
         reports_others: Whether losses that the network returns beside the first one are reported.
     """
@@ -72,12 +72,17 @@ class GradBuffer(TermSums):
         counts_dropped: bool = False,
         reports_others: bool = False,
     ) -> None:
+        super().__init__(auto_prefix=False)
         self.names = tuple(weight.name for weight in weights)
         if shapes is None:
             shapes = tuple(tuple(weight.shape) for weight in weights)
-        super().__init__(weights, dense_only, shapes)
-        others = [TermSums(weights, dense_only, shapes, f"term{i}.") for i in range(1, terms)]
-        self.others = nn.CellList(others, auto_prefix=False)
+        prefixes = ["", *(f"term{i}." for i in range(1, terms))]
+        self.terms = nn.CellList([TermSums(weights, dense_only, shapes, each) for each in prefixes], auto_prefix=False)
+        # At the end of a window the terms are folded into the first one, whose sums are then the window's.
+        self.first = self.terms[0]
+        self.sums, self.loss, self.weight = self.first.sums, self.first.loss, self.first.weight
+        self.runs = self.first.runs
+        self.map = ops.HyperMap()
         # Calls that the open window has taken in. 0 from an update to the next batch.
         self.batches = zeros(f"{self.sums[0].name}.window_batches", (), ms.int32)
         # Micro batches that were left out, in the dtype of what else is added over the ranks.
@@ -92,7 +97,7 @@ class GradBuffer(TermSums):
 
     def all_sums(self) -> list[Parameter]:
         """Return the sums of all terms."""
-        return [total for term in (self, *self.others) for total in term.sums]
+        return [total for term in self.terms for total in term.sums]
 
     def no_grads(self, weights: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
         """Return the gradients of no rows, after ``done``."""
@@ -121,9 +126,9 @@ class GradBuffer(TermSums):
 
     def mean_loss(self) -> Tensor:
         """Return the weighted mean loss of the window so far: the sum of its terms."""
-        loss = self.term_loss()
-        for other in self.others:
-            loss = loss + other.term_loss()
+        loss = self.first.mean_loss()
+        for term in self.terms[1:]:
+            loss = loss + term.mean_loss()
         return loss
 
     def reciprocal_weight(self) -> Tensor:
@@ -132,9 +137,8 @@ class GradBuffer(TermSums):
 
     def clear(self, done: Any = ()) -> Any:
         """Empty the buffer after ``done``."""
-        done = self.clear_term(done)
-        for other in self.others:
-            done = other.clear_term(done)
+        for term in self.terms:
+            done = term.clear(done)
         if self.dropped is not None:
             done = done, _assign_zero(self.dropped)
         if self.other_losses is not None:

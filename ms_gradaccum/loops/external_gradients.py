@@ -49,7 +49,7 @@ class AddGrads(nn.Cell):
         for parallel in self.parallels:
             end = begin + len(parallel.weights)
             own = self.map(ops.partial(_times, empty, factor), ops.depend(run_of(grads, begin, end), done))
-            done = parallel.buffer.add(loss_sum, weight, parallel.reduce_scatter_micro_batch(own), ONE)
+            done = parallel.buffer.first.add(loss_sum, weight, parallel.reduce_scatter_micro_batch(own), ONE)
             begin = end
         return done
 

@@ -203,7 +203,7 @@ class ShardedReducer(CollectiveReducer):
         self.views: dict[int, Parameter] = {}
         self.hidden: set[int] = set()
         if self.every_batch:
-            for term in (buffer, *buffer.others):
+            for term in buffer.terms:
                 for i in shards.sharded:
                     self.show_whole(term.sums[i])
             return

@@ -98,6 +98,17 @@ class MicroTotals(nn.Cell):
         half: Whether the network computes in half precision.
     """
 
+    def __init__(self, counts_rows: bool, half: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.counts_rows = counts_rows
+        self.half = half
+
+    def construct(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the three, from what `MicroLoss` returns and the factor of its pace."""
+        if self.counts_rows:
+            return value * factor, weight * factor, factor
+        return value, weight, ops.maximum(weight, ONE) if self.half else ONE
+
 
 def is_half(weighted_loss: WeightedLoss, precision: Precision) -> bool:
     """Return whether the network computes in 16 bits, or its loss is scaled."""

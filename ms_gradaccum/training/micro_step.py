@@ -41,7 +41,7 @@ class AddMicroBatch(nn.Cell):
         self.parallels = nn.CellList(parallels, auto_prefix=False)
         self.totals = totals
         self.buffer = parallels[0].buffer
-        self.terms = 1 + len(self.buffer.others)
+        self.terms = len(self.buffer.terms)
         ends = [sum(len(group) for group in weights[: i + 1]) for i in range(len(weights))]
         self.bounds = tuple(zip([0, *ends[:-1]], ends))
         self.keep: Any = KeepFinite([weight for group in weights for weight in group]) if drops else None
@@ -101,12 +101,11 @@ class AddMicroBatch(nn.Cell):
     def add(self, term: int, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Any, done: Any) -> Any:
         """Add the gradients of one term of the loss, after ``done``."""
         for parallel, (begin, end) in zip(self.parallels, self.bounds):
-            buffer = parallel.buffer if term == 0 else parallel.buffer.others[term - 1]
             # One after the other: the messages of all ranks must come in one order.
             own = ops.depend(run_of(grads, begin, end), done)
             if self.scales_first:
                 own = self.map(ops.partial(_scale, factor), own)
-            done = buffer.add(
+            done = parallel.buffer.terms[term].add(
                 loss_sum, weight, parallel.reduce_scatter_micro_batch(own), ONE if self.scales_first else factor
             )
         return done
@@ -244,7 +243,7 @@ def build_micro_step(
     """Return the micro step that the network needs."""
     half = is_half(weighted_loss, precision)
     micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
-    kind = TermsMicroStep if parallels[0].buffer.others else MicroStep
+    kind = TermsMicroStep if len(parallels[0].buffer.terms) > 1 else MicroStep
     pace = pace_of(weighted_loss, half, eager=False)
     return kind(micro_loss, weights, AddMicroBatch(parallels, weights, micro_loss.totals(), drops, reduces), pace)
 
@@ -268,7 +267,7 @@ class EmptyStep(nn.Cell):
         done: Any = ()
         for parallel in self.parallels:
             buffer = parallel.buffer
-            for term in (buffer, *buffer.others):
+            for term in buffer.terms:
                 grads = buffer.no_grads(parallel.replicas(), done)
                 done = term.add(nothing, nothing, parallel.reduce_scatter_micro_batch(grads), ONE)
         return done

@@ -34,19 +34,20 @@ class FoldTerms(nn.Cell):
     def __init__(self, parallel: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = parallel.buffer
+        self.others = nn.CellList(list(parallel.buffer.terms)[1:], auto_prefix=False)
         self.parallel = parallel
         self.map = ops.HyperMap()
 
     def construct(self) -> Any:
         buffer = self.buffer
         weights: tuple[Tensor, ...] = (buffer.weight + 0.0,)
-        for other in buffer.others:
+        for other in self.others:
             weights += (other.weight + 0.0,)
         totals = ops.unstack(self.parallel.all_reduce_scalars(ops.stack(weights)))
         weightless = totals[0] == 0.0
         scale = ops.select(weightless, ops.ones_like(totals[0]), totals[0])
         done: Any = ()
-        for i, other in enumerate(buffer.others):
+        for i, other in enumerate(self.others):
             factor = reciprocal(totals[i + 1]) * scale
             for begin, end in buffer.runs:
                 factor = once(factor, done)
@@ -54,7 +55,7 @@ class FoldTerms(nn.Cell):
                     ops.partial(_add_part, factor), run_of(buffer.sums, begin, end), run_of(other.sums, begin, end)
                 )
             done = ops.assign_add(buffer.loss, other.loss * once(factor, done))
-            done = other.clear_term(done)
+            done = other.clear(done)
         # One process stands in for the missing weight.
         stand_in = ops.cast(ops.greater(ops.addn(totals), 0.0), ms.float32) * self.parallel.is_first
         return ops.assign(buffer.weight, ops.select(weightless, stand_in, ops.depend(weights[0], done)))
@@ -72,7 +73,7 @@ class Report(nn.Cell):
         self.loss_scale = loss_scale
         # Otherwise the last micro step has done it.
         self.reduces = reduces
-        self.fold_terms = FoldTerms(parallel) if len(parallel.buffer.others) > 0 else None
+        self.fold_terms = FoldTerms(parallel) if len(parallel.buffer.terms) > 1 else None
         self.learning_rate = learning_rate
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:

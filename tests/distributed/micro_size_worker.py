@@ -8,14 +8,11 @@ from pathlib import Path
 # Op by op, for which nothing is compiled; the children inherit it.
 os.environ["MS_JIT"] = "0"
 
-import mindspore as ms  # noqa: E402
-import numpy as np  # noqa: E402
-from mindspore import Tensor  # noqa: E402
 from mindspore.communication import get_group_size, get_rank, init  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
-from memory_networks import misbehaving, wide  # noqa: E402
+from memory_networks import hangs, nothing, one_row, raises_its_own, sixteen_rows  # noqa: E402
 
 from ms_gradaccum import find_micro_size  # noqa: E402
 from ms_gradaccum.parallel.world import gather_counts  # noqa: E402
@@ -23,7 +20,6 @@ from ms_gradaccum.parallel.world import gather_counts  # noqa: E402
 init()
 rank, size = get_rank(), get_group_size()
 results = {}
-network, optimizer, _ = wide(ms.PYNATIVE_MODE)
 probes = []
 
 
@@ -35,22 +31,20 @@ def slowly(probe):
 
 
 # One row of rank 0 fits in one piece, sixteen of rank 1 do not.
-rows = (1, 16)[rank]
-batch = Tensor(np.ones((rows, 4096, 256), np.float32))
-results["answer"] = find_micro_size(network, optimizer, batch, "840MiB", report=slowly)
+results["answer"] = find_micro_size((one_row, sixteen_rows)[rank], "840MiB", report=slowly)
 results["probes"] = probes
 
 
-def failing(*arguments):
+def failing(build):
     try:
-        return find_micro_size(*arguments, "1GiB")
+        return find_micro_size(build, "1GiB")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
 # On rank 1 the network fails in its child, and rank 0 does not go on; the second time before there is one.
-results["child fails"] = failing(*misbehaving("raise" if rank == 1 else "hang"))
-results["refused"] = failing(*misbehaving("nothing")[:2], "no batch" if rank == 1 else misbehaving("nothing")[2])
+results["child fails"] = failing(raises_its_own if rank == 1 else hangs)
+results["refused"] = failing("no function" if rank == 1 else nothing)
 # The ranks can still talk.
 results["after"] = gather_counts(rank)
 report(rank, results)

@@ -28,10 +28,10 @@ def test_a_rank_that_fails_fails_on_all(two):
         "error"
     )
     refused = (
-        "For 'find_micro_size', the argument 'batch' must be a tensor, a tuple, a list or a dict, but got 'no batch' "
-        "of type str. Give the inputs of network in a tuple, or by name in a dict."
+        "For 'find_micro_size', the argument 'build' must be a function, 'file.py:function' or 'module:function', but "
+        "got 'no function'. For example 'train.py:build'."
     )
-    assert two[1]["child fails"] == f"RuntimeError: {error}" and two[1]["refused"] == f"TypeError: {refused}"
+    assert two[1]["child fails"] == f"RuntimeError: {error}" and two[1]["refused"] == f"ValueError: {refused}"
     assert two[0]["child fails"] == f"RuntimeError: Rank 1 has failed. {error}"
-    assert two[0]["refused"] == f"TypeError: Rank 1 has failed. {refused}"
+    assert two[0]["refused"] == f"ValueError: Rank 1 has failed. {refused}"
     assert [report["after"] for report in two] == [[0, 1]] * 2

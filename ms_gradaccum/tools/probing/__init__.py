@@ -1,1 +1,1 @@
-"""What find_micro_size tries."""
+"""Which micro_size fits into a memory limit, measured in child processes."""

@@ -1,4 +1,4 @@
-"""What the child process does: train two windows, and tell its parent what that took."""
+"""What the child process does: it builds a training, trains two windows and tells its parent what that took."""
 
 import ctypes
 import json
@@ -9,20 +9,27 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 
+from ms_gradaccum._checks import sentence
 from ms_gradaccum.backend.compiled import return_memory
-from ms_gradaccum.tools.probing import memory, transport
-from ms_gradaccum.tools.probing.training import Script, Training
+from ms_gradaccum.batch.nested_inputs import as_call
+from ms_gradaccum.batch.split import SplitBatch, split_batch
+from ms_gradaccum.parallel.semi_auto import is_semi_auto
+from ms_gradaccum.tools.probing import memory
+from ms_gradaccum.tools.probing.builder import OWNER, Builder
+from ms_gradaccum.training.grad_accumulation import GradAccumulation, as_grad_accumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
-# Set in each child, which must not measure in turn.
+# Set in the environment of each child, which must not measure in turn.
 IN_CHILD = "MS_GRADACCUM_PROBE"
 
-# After the second update the optimizer has what it keeps. A loss scale that starts too high skips some windows.
+# After the second update the optimizer has all its state. A loss scale that starts too high skips some windows.
 _UPDATES, _MOST_WINDOWS = 2, 20
+# How many micro batches stand for all at either end: the second one reuses what the first one has left.
+_ENDS = 2
 _PR_SET_PDEATHSIG = 1
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
@@ -32,25 +39,23 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def main() -> None:
-    """Measure what the arguments say: the file of the job, micro_size, a pipe to write to, the parent's number."""
-    job, micro_size, pipe, parent = sys.argv[1], *map(int, sys.argv[2:])
+    """Measure what the arguments say: a Builder as JSON, micro_size, a pipe to write to, the parent's number."""
+    builder, micro_size, pipe, parent = Builder(*json.loads(sys.argv[1])), *map(int, sys.argv[2:])
     _depend_on(parent)
     with os.fdopen(pipe, "w", buffering=1) as out:
         try:
-            _measure(Path(job), micro_size, out)
+            _measure(builder, micro_size, out)
         except BaseException as error:
             report = {"error": [type(error).__name__, str(error)], "traceback": traceback.format_exc()}
             _tell(out, **report, out_of_memory=is_out_of_memory(error))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(0)  # There is nothing to clean up that its end does not.
+    os._exit(0)  # Nothing is left to clean up.
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, which MindSpore words differently for each device, says that memory was missing."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
-    )
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and died_of_memory(str(error)))
 
 
 def died_of_memory(last_words: str) -> bool:
@@ -67,32 +72,79 @@ def _depend_on(parent: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _measure(job: Path, micro_size: int, out: Any) -> None:
-    with job.open("rb") as file:
-        context = transport.load(file)
-        if context is not None:
-            context.enter()
-        training = transport.load(file)
-    if isinstance(training, Script):
-        training = training.build()
+def _measure(builder: Builder, micro_size: int, out: Any) -> None:
+    training = Training.of(builder.call(), micro_size)
     on_host = ms.get_context("device_target") == "CPU"
-    # Loading has left gaps, which the training would fill first.
+    # Building has left gaps, which the training would fill first.
     return_memory()
     memory.reset_peak()
     loaded = memory.resident() if on_host else ms.runtime.memory_allocated()
     _tell(out, rows=training.rows(), loaded=loaded, on_host=on_host)
-    train(training, micro_size)
+    training.run()
     _tell(out, peak=memory.peak() if on_host else ms.runtime.max_memory_allocated())
 
 
-def train(training: Training, micro_size: int) -> None:
-    """Run windows until the optimizer has run twice."""
-    step = TrainOneStepCell(training.in_parts(micro_size), training.optimizer, **training.settings)
-    updates = 0
-    for _ in range(_MOST_WINDOWS):
-        updates += bool(step(*training.inputs).updated.asnumpy())
-        if updates == _UPDATES:
-            return
+class Training(NamedTuple):
+    """A training step and the batch that it is fed."""
+
+    step: TrainOneStepCell
+    inputs: tuple[Any, ...]
+
+    @staticmethod
+    def of(made: Any, micro_size: int) -> "Training":
+        """Return the training of what a function has built, with so many micro batches, or raise."""
+        if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance((*made, {})[3], dict):
+            rule = "a function that returns (network, optimizer, batch) or (network, optimizer, batch, dict)"
+            got = f"{type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple) else "")
+            raise TypeError(sentence(OWNER, "build", rule, got, "The dict has settings of TrainOneStepCell."))
+        network, optimizer, batch, settings = (*made, {})[:4]
+        if isinstance(network, ms.nn.Cell) and is_semi_auto(network):
+            got = "one that the compiler partitions, which one process alone cannot measure"
+            raise ValueError(sentence(OWNER, "network", "a loss cell of one process", got, "Give the cell inside."))
+        network = as_grad_accumulation(OWNER, network)
+        args, kwargs = as_call(OWNER, batch)
+        inputs = network.positional(args, kwargs)
+        network.bind(inputs, {})
+        step = TrainOneStepCell(FewMicroBatches.like(network, micro_size), optimizer, **settings)
+        # In evaluation mode, in which cells are made, Dropout and BatchNorm take less memory than in training.
+        if not any(cell.training for _, cell in network.network.cells_and_names()):
+            step.set_train()
+        return Training(step, inputs)
+
+    def rows(self) -> int:
+        """Return the rows of the batch."""
+        return split_batch(self.inputs, 1, self.step.network.batch_axis).micro_batches[0].rows
+
+    def run(self) -> None:
+        """Train windows of one batch until the optimizer has run twice."""
+        updates = 0
+        for _ in range(_MOST_WINDOWS):
+            output = self.step(*self.inputs)
+            flushed = self.step.flush()  # With accumulation_steps the window is still open.
+            updates += bool((output if flushed is None else flushed).updated.asnumpy())
+            if updates == _UPDATES:
+                return
+
+
+class FewMicroBatches(GradAccumulation):
+    """Split a batch whole, and train with the first and the last micro batches alone.
+
+    The others have the same shapes and reuse the same memory. All of them exist, as in training: where rows are
+    copied, that takes as much as the batch.
+    """
+
+    @staticmethod
+    def like(whole: GradAccumulation, micro_size: int) -> GradAccumulation:
+        """Return a cell with the settings of another one, but for its number of micro batches."""
+        settings: dict[str, Any] = {"weighted": whole.weighted, "terms": whole.terms, "losses": whole.losses}
+        return FewMicroBatches(whole.network, micro_size, batch_axis=whole.batch_axis, **settings)
+
+    def split(self, *args: Any, **kwargs: Any) -> SplitBatch:
+        """Return a few of the micro batches of one batch; the larger ones come first, the smaller ones last."""
+        batch = self.whole = super().split(*args, **kwargs)
+        if len(batch.micro_batches) <= 2 * _ENDS:
+            return batch
+        return SplitBatch(batch.structure, [*batch.micro_batches[:_ENDS], *batch.micro_batches[-_ENDS:]])
 
 
 def _tell(out: Any, **facts: Any) -> None:

@@ -1,30 +1,20 @@
 """The smallest number of micro batches whose training fits into a given memory."""
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
-from mindspore import nn
-
-from ms_gradaccum._checks import check_positive_float, sentence
+from ms_gradaccum._checks import check_positive_float, sentence, typed
 from ms_gradaccum.parallel.world import current_world, gather_values
-from ms_gradaccum.tools.probing import transport
+from ms_gradaccum.tools.probing.builder import OWNER, Builder
 from ms_gradaccum.tools.probing.child import IN_CHILD
 from ms_gradaccum.tools.probing.memory import as_text, check_memory_limit
 from ms_gradaccum.tools.probing.process import Child, Measured, error_of
 from ms_gradaccum.tools.probing.search import candidates, first_that_fits, largest_part
-from ms_gradaccum.tools.probing.training import OWNER, Context, Script, Training, check_training
 
-_OTHER_WAY = (
-    "Write a function that returns (network, optimizer, batch) and run: "
-    "python -m ms_gradaccum micro-size script.py:function --memory-limit LIMIT"
-)
-_FOLDER = "ms_gradaccum_"
 # Seconds between two messages of the ranks.
 _MOMENT = 1.0
 
@@ -48,15 +38,9 @@ class Probe(NamedTuple):
 
 
 def find_micro_size(
-    network: nn.Cell,
-    optimizer: nn.Cell,
-    batch: Any,
+    build: Callable[[], tuple[Any, ...]] | str,
     memory_limit: int | str,
     *,
-    clip: Any = None,
-    mixed_precision: Any = None,
-    bad_micro_batch: str = "skip_window",
-    compile: bool | None = None,
     timeout: float = 600.0,
     report: Callable[[Probe], Any] | None = None,
 ) -> int:
@@ -65,33 +49,34 @@ def find_micro_size(
     .. code-block:: python
 
         for micro_size in (1, 2, 3, ...):     # by bisection: a few of them
-            train two windows in a child process, and take its largest memory
+            in a new process:
+                network, optimizer, batch = build()
+                train two windows and take the largest memory
             if it is at most memory_limit: return micro_size
 
-    Each measurement is a process of its own, which trains copies by a :class:`TrainOneStepCell`. It is ended as soon as
-    it has more memory than the limit, so that neither the caller nor the machine runs out of memory. The caller's
-    weights, optimizer state, random state and settings stay as they are.
+    Each measurement is a process of its own, which imports `build`, calls it and trains by a
+    :class:`TrainOneStepCell`. It is ended as soon as it has more memory than the limit, so that neither the caller nor
+    the machine runs out of memory. Nothing of the caller changes.
 
     On CPU the memory is all that the process has (the peak of its resident memory, from the first window on):
-    MindSpore itself, about 400 MiB, the weights, the optimizer's state, the batch, the float32 sums and the
+    MindSpore itself, about 400 MiB, the parameters, the optimizer's state, the batch, the float32 sums and the
     activations. On Ascend and GPU it is what MindSpore has allocated on the device.
 
     Args:
-        network (Cell): As for :class:`TrainOneStepCell`: a loss cell, or a :class:`GradAccumulation`, whose
-            settings hold, but for its `micro_size`.
-        optimizer (Cell): As for :class:`TrainOneStepCell`. No training cell may have it already.
-        batch (Union[Tensor, tuple, list, dict]): One batch of the training: the inputs of `network` in their order, by
-            name, or the only one. Its values do not matter, if the network computes the same for all of them.
+        build (Union[Callable, str]): A function without arguments, which a new process can import: one that is defined
+            at the top level of a file; or its place, ``"train.py:build"`` or ``"package.module:build"``. A program
+            that has the function itself calls `find_micro_size` under ``if __name__ == "__main__":``, since the new
+            process imports it.
+
+            The function returns `(network, optimizer, batch)` or `(network, optimizer, batch, settings)`. The first two
+            are those of :class:`TrainOneStepCell`, where the `micro_size` of a :class:`GradAccumulation` does not
+            matter. `batch` has the inputs of `network` in their order, by name, or the only one. `settings` is a dict
+            of keyword arguments of :class:`TrainOneStepCell`, for example ``{"clip": ClipByGlobalNorm(1.0)}``.
+            The function may set mode and device; else they are those of the caller. Cells are measured in training
+            mode, unless the function calls ``set_train`` of some.
         memory_limit (Union[int, str]): Bytes, as a number or a text: ``"4GiB"`` (of 1024) or ``"500MB"`` (of 1000).
 
     Keyword Args:
-        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): As for :class:`TrainOneStepCell`.
-            Default: ``None``.
-        mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
-            :class:`TrainOneStepCell`. Default: ``None``.
-        bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
-        compile (Union[bool, None]): As for :class:`TrainOneStepCell`. The mode is that of the caller.
-            Default: ``None``.
         timeout (float): Seconds that one measurement may take. Default: ``600.0``.
         report (Union[Callable, None]): Called after each measurement with its `micro_size`, `rows` (of the largest
             micro batch), `peak` (in bytes, ``None`` if the process was ended), `fits` and `seconds`; ``print`` makes a
@@ -101,93 +86,62 @@ def find_micro_size(
         int, the same on all ranks: the largest of the ranks' own answers.
 
     Raises:
-        TypeError: If an argument has the wrong type, or cannot be sent to another process.
-        ValueError: If an argument has a wrong value.
+        TypeError: If an argument, or something that `build` returns, has the wrong type.
+        ValueError: If an argument, or something that `build` returns, has a wrong value, or if a new process cannot
+            import `build`: a lambda, a function inside another one, or one of a notebook or an interactive session.
         MemoryError: If not even single rows fit.
         TimeoutError: If a measurement takes longer than `timeout`.
-        RuntimeError: If the training fails for another reason than memory.
+        RuntimeError: If the training fails for another reason than memory, or if a new process that imports the
+            program gets to this call.
 
     Note:
-        Less memory for smaller micro batches is taken for granted. Of several processes each measures alone; what
-        comes on top, and what goes away with HSDP, says docs/tools.md. Needs Linux.
+        Less memory for smaller micro batches is taken for granted. Of several processes each measures alone;
+        docs/tools.md says what a job of several takes more and less than that. Needs Linux.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
 
     Examples:
-        >>> import numpy as np
-        >>> from mindspore import Tensor, nn
+        >>> import tempfile
+        >>> from pathlib import Path
         >>> from ms_gradaccum import find_micro_size
-        >>> network = nn.WithLossCell(nn.Dense(4, 1), nn.MSELoss())
-        >>> optimizer = nn.Adam(network.trainable_params())
-        >>> batch = (Tensor(np.ones((64, 4), np.float32)), Tensor(np.ones((64, 1), np.float32)))
-        >>> print(find_micro_size(network, optimizer, batch, "4GiB"))
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> program = Path(folder.name) / "train.py"
+        >>> length = program.write_text('''
+        ... import numpy as np
+        ... from mindspore import Tensor, nn
+        ...
+        ... def build():
+        ...     network = nn.WithLossCell(nn.Dense(4, 1), nn.MSELoss())
+        ...     optimizer = nn.Adam(network.trainable_params())
+        ...     return network, optimizer, (Tensor(np.ones((64, 4), "f")), Tensor(np.ones((64, 1), "f")))
+        ... ''')
+        >>> print(find_micro_size(f"{program}:build", "4GiB"))
         1
     """
-    settings = {
-        "clip": clip,
-        "mixed_precision": mixed_precision,
-        "bad_micro_batch": bad_micro_batch,
-        "compile": compile,
-    }
-
-    def search(folder: str) -> _Search:
-        training = check_training(network, optimizer, batch, settings)
-        return _search(folder, training, Context.current(), memory_limit, timeout, report)
-
-    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
-        if current_world(OWNER).size == 1:
-            return search(folder).run()
-        return _agreed(lambda: search(folder))
-
-
-def find_for_script(
-    name: str, memory_limit: int | str, *, timeout: float = 600.0, report: Callable[[Probe], Any] | None = None
-) -> int:
-    """Return the same for what a function of a script returns, which each child process calls itself."""
-    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
-        return _search(folder, Script(name), None, memory_limit, timeout, report).run()
-
-
-def _search(
-    folder: str, job: Training | Script, context: Context | None, memory_limit: Any, timeout: float, report: Any
-) -> "_Search":
-    limit = check_memory_limit(OWNER, memory_limit)
-    check_positive_float(OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
-    if report is not None and not callable(report):
-        got = f"{report!r} of type {type(report).__name__}"
-        raise TypeError(sentence(OWNER, "report", "a function or None", got, "For example report=print."))
     if IN_CHILD in os.environ:
         raise RuntimeError(
-            f"For '{OWNER}', a process that it has started must not measure in turn, but got here by importing the "
-            f"script. Call it under: if __name__ == '__main__'"
+            f"For '{OWNER}', the program must not call it when a new process imports the program, but it does. Put the "
+            f"call under: if __name__ == '__main__':"
         )
-    path = Path(folder) / "job"
-    _write(job, context, path)
-    return _Search(path, limit, timeout, report)
 
+    def prepare() -> _Search:
+        limit = check_memory_limit(OWNER, memory_limit)
+        check_positive_float(OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
+        if report is not None and not callable(report):
+            raise TypeError(sentence(OWNER, "report", "a function or None", typed(report), "For example report=print."))
+        return _Search(Builder.of(build), limit, timeout, report)
 
-def _write(job: Training | Script, context: Context | None, path: Path) -> None:
-    try:
-        with path.open("wb") as file:
-            transport.save(context, file)
-            transport.save(job, file)
-    except OSError:
-        raise
-    except Exception as error:
-        raise TypeError(
-            f"For '{OWNER}', network, optimizer and batch must be such that another process can get copies of them, "
-            f"but got {type(error).__name__}: {error}. {_OTHER_WAY}"
-        ) from error
+    return prepare().run() if current_world(OWNER).size == 1 else _agreed(prepare)
 
 
 class _Search:
     """The measurements of one call."""
 
-    def __init__(self, job: Path, limit: int, timeout: float, report: Callable[[Probe], Any] | None) -> None:
+    def __init__(self, builder: Builder, limit: int, timeout: float, report: Callable[[Probe], Any] | None) -> None:
         # Set from elsewhere when nobody waits for the answer any more.
         self.stop = Event()
-        self.job = job
+        self.builder = builder
         self.limit = limit
         self.timeout = timeout
         self.report = report
@@ -206,7 +160,7 @@ class _Search:
 
     def _fits(self, micro_size: int) -> bool:
         begin = time.monotonic()
-        with Child(self.job, micro_size, self.limit, self.timeout) as child:
+        with Child(self.builder, micro_size, self.limit, self.timeout) as child:
             self.last = child.watch(self.stop)
         rows, _, peak, _ = self.last
         fits = peak is not None and peak <= self.limit

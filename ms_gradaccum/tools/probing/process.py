@@ -1,6 +1,7 @@
 """Start a child process, watch its memory, and end it when it has too much."""
 
 import json
+import math
 import os
 import select
 import signal
@@ -15,9 +16,8 @@ from typing import Any, NamedTuple
 import mindspore
 
 from ms_gradaccum.tools.probing import memory
+from ms_gradaccum.tools.probing.builder import OWNER, Builder
 from ms_gradaccum.tools.probing.child import IN_CHILD, died_of_memory
-from ms_gradaccum.tools.probing.search import largest_part
-from ms_gradaccum.tools.probing.training import OWNER
 
 # What msrun tells a process about its job; the child is alone.
 _JOB_VARIABLES = frozenset(
@@ -64,9 +64,9 @@ def _import_path() -> list[str]:
 
 
 class Child:
-    """A process that trains a job in ``micro_size`` micro batches. A context manager, which ends it."""
+    """A process that trains in ``micro_size`` micro batches. It is a context manager, which ends the process."""
 
-    def __init__(self, job: Path, micro_size: int, limit: int, timeout: float) -> None:
+    def __init__(self, builder: Builder, micro_size: int, limit: int, timeout: float) -> None:
         self.micro_size = micro_size
         self.limit = limit
         self.timeout = timeout
@@ -80,7 +80,7 @@ class Child:
         start = (
             f"import sys; sys.path[:] = {_import_path()!r}; from ms_gradaccum.tools.probing.child import main; main()"
         )
-        arguments = (str(job), str(micro_size), str(writer), str(os.getpid()))
+        arguments = (json.dumps(builder), str(micro_size), str(writer), str(os.getpid()))
         environment = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
         try:
             self.process = subprocess.Popen(
@@ -133,7 +133,7 @@ class Child:
 
     def _hear(self, facts: dict[str, Any]) -> None:
         self.facts |= facts
-        if largest_part(self.facts.get("rows", 0), self.micro_size) == 1:
+        if self.facts.get("rows", math.inf) <= self.micro_size:
             self.cap = self.limit + max(self.limit, _LEAST_EXCESS)
 
     def _check_end(self) -> None:
@@ -143,8 +143,11 @@ class Child:
             kind, text = facts["error"]
             if facts["out_of_memory"]:
                 return
-            if not text.startswith(f"For '{OWNER}'"):
+            if "rows" in facts:
                 kind, text = "RuntimeError", f"{self._must_run()} got {kind}: {text}"
+            elif not text.startswith("For '"):  # Else it says which argument is wrong.
+                rule = "the function that builds the training must run in a new process"
+                kind, text = "RuntimeError", f"For '{OWNER}', {rule}, but got {kind}: {text}"
             raise error_of(kind, text) from ChildError(facts["traceback"])
         status = self.process.wait()
         # Nobody but the system, when it has no memory left, ends a process in this way.

@@ -278,7 +278,7 @@ def _scatter(grad: Any) -> Tensor:
 def _mean_grads(buffer: GradBuffer) -> list[Any]:
     """Return the gradient of the window: the sum of its terms' means."""
     grads = [np.zeros(total.shape, np.float32) for total in buffer.sums]
-    for term in (buffer, *buffer.others):
+    for term in buffer.terms:
         factor = np.float32(_number(reciprocal(term.weight)))
         for grad, total in zip(grads, term.sums):
             grad += total.asnumpy() * factor

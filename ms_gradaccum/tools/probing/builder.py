@@ -1,0 +1,103 @@
+"""The function that builds a training: how a new process finds it and calls it."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import mindspore as ms
+
+from ms_gradaccum._checks import sentence, typed
+
+OWNER = "find_micro_size"
+# The name of an imported file. It is not "__main__", so that what the file guards does not run.
+_FILE_MODULE = "__mp_main__"
+_RULE = "a function that a new process can import"
+_REMEDY = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
+
+
+class Builder(NamedTuple):
+    """What a new process needs to call a function as this process would."""
+
+    # The absolute path of a file or the name of a module, and the name of the function in it.
+    place: str
+    name: str
+    argv: list[str]
+    mode: int
+    device: list[Any]
+
+    @staticmethod
+    def of(build: Any) -> "Builder":
+        """Return what calls ``build``, a function or a text such as 'train.py:build', or raise."""
+        place, name = _parse(build) if isinstance(build, str) else _locate(build)
+        # The arguments of this program are for its own functions. A function of another program sees none.
+        argv = [place] if isinstance(build, str) else sys.argv
+        return Builder(place, name, argv, ms.get_context("mode"), _device())
+
+    def call(self) -> Any:
+        """Import the function and return what it builds. Compute in the mode and on the device of the caller."""
+        sys.argv[:] = self.argv
+        ms.set_context(mode=self.mode)
+        # A device can be set once: the default is left to the function, which may choose another one.
+        if self.device != _device():
+            ms.set_device(*self.device)
+        module = _import_file(self.place) if "/" in self.place else importlib.import_module(self.place)
+        build = _attribute(module, self.name)
+        if not callable(build):
+            rule = f"the name of a function of {self.place}"
+            raise ValueError(sentence(OWNER, "build", rule, repr(self.name), "It is called without arguments."))
+        return build()
+
+
+def _device() -> list[Any]:
+    """Return the arguments of `set_device` with which another process computes where this one does."""
+    target = ms.get_context("device_target")
+    return [target] if target == "CPU" else [target, ms.get_context("device_id")]
+
+
+def _parse(text: str) -> tuple[str, str]:
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        rule = "a function, 'file.py:function' or 'module:function'"
+        raise ValueError(sentence(OWNER, "build", rule, repr(text), "For example 'train.py:build'."))
+    return (str(Path(place).resolve()) if place.endswith(".py") else place), name
+
+
+def _locate(build: Any) -> tuple[str, str]:
+    """Return the file or module of a function and its name there. The function must be what is found there."""
+    if not callable(build):
+        raise TypeError(sentence(OWNER, "build", _RULE, typed(build), _REMEDY))
+    place, name = getattr(build, "__module__", None), getattr(build, "__qualname__", None)
+    module = sys.modules.get(place or "")
+    if module is None or name is None or _attribute(module, name) is not build:
+        raise ValueError(sentence(OWNER, "build", _RULE, repr(build), _REMEDY))
+    if place == "__main__":
+        # Of `python -m package.program`; a program that is started by its path, like a notebook, has none.
+        spec = getattr(module, "__spec__", None)
+        place = spec.name if spec is not None else str(Path(getattr(module, "__file__", "")).resolve())
+        if spec is None and not Path(place).is_file():
+            raise ValueError(sentence(OWNER, "build", _RULE, f"{name} of a program that is in no file", _REMEDY))
+    return str(place), name
+
+
+def _attribute(module: ModuleType, name: str) -> Callable[..., Any] | None:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found  # type: ignore[no-any-return]
+
+
+def _import_file(path: str) -> ModuleType:
+    """Import a file that is in no package, with its own folder as the first place to import from."""
+    sys.path.insert(0, str(Path(path).parent))
+    spec = importlib.util.spec_from_loader(_FILE_MODULE, SourceFileLoader(_FILE_MODULE, path))
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    # MindSpore's compiler looks up what a function uses in the module of that name.
+    sys.modules[_FILE_MODULE] = module
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
