@@ -81,7 +81,7 @@ def _name(kind: Any) -> str:
 
 
 def paper_table() -> str:
-    """Return the table of docs/benchmarks/README.md."""
+    """Return the table of benchmarks/README.md."""
     weights = transformer()
     lines = [
         "| `parallel` | weights | Adam | sums | messages per micro batch | per update | in a window | sent in a ring |",

@@ -1,6 +1,6 @@
 """Whether memory, step time and compiled graphs stay as they are in a long training with batches of changing sizes.
 
-python benchmarks/long_run.py --windows 10000 --output docs/long_run.png
+python benchmarks/long_run.py --windows 10000 --output docs/benchmarks/long_run.png
 OMP_NUM_THREADS=1 msrun --worker_num=8 --local_worker_num=8 --join=True benchmarks/long_run.py --windows 500
 """
 

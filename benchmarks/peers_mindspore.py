@@ -46,7 +46,7 @@ from workload import (
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
-# Of fused AssignAdd MindSpore loses the order in graphs with conditions, see docs/speed.md.
+# Of fused AssignAdd MindSpore loses the order in graphs with conditions, see docs/performance.md.
 FUSION_FLAGS = "--disable_expand_ops=AssignAdd"
 
 Step = Callable[[ms.Tensor, ms.Tensor], Any]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+FOLDERS = ("*.md", "docs/**/*.md", "sample_code/*.md", "tests/*.md")
+PAGES = [page for folder in FOLDERS for page in sorted(ROOT.glob(folder))]
 BLOCKS = [
     pytest.param(code, id=f"{page.relative_to(ROOT)}-{number}")
     for page in PAGES
@@ -37,7 +38,7 @@ def test_documented_code_runs(code, tmp_path, monkeypatch):
 def test_the_tolerances_are_those_of_the_tests():
     """What a row of the table calls the tolerance stands in the file that it names."""
     rows = re.findall(
-        r"^\|.*\| `([^`]+)`[^|]* \| `(\w[\w/]+\.py)` \|$", (ROOT / "docs" / "numerics.md").read_text(), re.M
+        r"^\|.*\| `([^`]+)`[^|]* \| `(\w[\w/]+\.py)` \|$", (ROOT / "tests" / "README.md").read_text(), re.M
     )
     assert len(rows) > 5
     assert [row for row in rows if row[0] not in (ROOT / row[1]).read_text()] == []

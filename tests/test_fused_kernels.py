@@ -1,4 +1,4 @@
-"""Windows give the same with MindSpore's graph kernel fusion, set as docs/speed.md says."""
+"""Windows give the same with MindSpore's graph kernel fusion, set as docs/performance.md says."""
 
 import os
 import shutil

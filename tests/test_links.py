@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmarks/*.md"))]
+FOLDERS = ("*.md", "docs/**/*.md", "benchmarks/*.md", "sample_code/*.md", "tests/*.md")
+PAGES = [page for folder in FOLDERS for page in sorted(ROOT.glob(folder))]
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 

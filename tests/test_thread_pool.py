@@ -39,7 +39,7 @@ def dense_layers(number, width):
     ],
 )
 def test_they_are_faster_where_there_is_enough_to_compute(number, width, rows, faster):
-    """As it was measured, see docs/speed.md; graphs of many parameters they run in any case."""
+    """As it was measured, see docs/performance.md; graphs of many parameters they run in any case."""
     assert thread_pool_is_faster(dense_layers(number, width), rows, {}) == faster
 
 

@@ -25,7 +25,7 @@ _ROWS_OF_ADDING = 16
 
 
 def thread_pool_is_faster(weights: Sequence[Parameter], positions: int, jit_config: Mapping[str, Any]) -> bool:
-    """Return whether MindSpore's threads are faster for a micro step, measured in docs/speed.md.
+    """Return whether MindSpore's threads are faster for a micro step, measured in docs/performance.md.
 
     The calling thread has no part in a kernel of several threads, but looks all the time whether it has ended: one
     thread more than there are cores. The results are the same, bit for bit.

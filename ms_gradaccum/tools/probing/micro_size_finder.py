@@ -96,7 +96,7 @@ def find_micro_size(
 
     Note:
         Less memory for smaller micro batches is taken for granted. Of several processes each measures alone;
-        docs/planning.md says what a job of several takes more and less than that. Needs Linux.
+        docs/tools.md says what a job of several takes more and less than that. Needs Linux.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
