@@ -366,3 +366,48 @@ def test_the_jit_config_reaches_every_compiled_cell(when):
         ]
     assert [cell.jit_config_dict["jit_level"] for cell in cells] == ["O1"] * len(cells)
     assert step.optimizer.gradients() == [GRADIENT]
+
+
+class LazyBlock(nn.Cell):
+    @ms.lazy_inline
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(3, 3)
+
+    def construct(self, x):
+        return ops.tanh(self.dense(x))
+
+
+class FrontBlock(LazyBlock):
+    @ms.lazy_inline(policy="front")
+    def __init__(self):
+        super().__init__()
+
+
+class Blocks(nn.Cell):
+    """Blocks of one kind, each with weights of its own, and one that is never called."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.blocks, self.unused = nn.SequentialCell([kind() for _ in range(3)]), kind()
+        for i, weight in enumerate(self.blocks.trainable_params()):
+            weight.set_data(Tensor(np.random.default_rng(i).normal(size=weight.shape).astype(np.float32)))
+
+    def construct(self, x):
+        return ops.square(self.blocks(x)).mean()
+
+
+@pytest.mark.parametrize("kind", [LazyBlock, FrontBlock])
+def test_cells_built_with_lazy_inline_compile_on_cpu_and_train_as_op_by_op(kind):
+    gradients = []
+    for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
+        ms.set_context(mode=mode)
+        network = Blocks(kind)
+        step = keeping_step(network, 2)
+        step(Tensor(np.arange(15, dtype=np.float32).reshape(5, 3) / 10))
+        gradients.append(step.optimizer.gradients())
+        # What marks the cells for the compiler is as it was.
+        assert all(("no_inline" in vars(block)) == (kind is FrontBlock) for block in network.blocks)
+    for compiled, eager in zip(*gradients):
+        np.testing.assert_allclose(compiled, eager, rtol=1e-5, atol=1e-7)
+    assert np.abs(gradients[1][0] - gradients[1][2]).max() > 1e-3  # the blocks' weights are not one

@@ -4,7 +4,7 @@ import ctypes
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,7 +151,7 @@ class Compiled:
         if len(self.fixed) >= MAX_FIXED_SHAPES and not self.needs_fixed:
             general_cell = self.general_cell = self._compile_general(tensors, general)
         if general_cell is None:
-            with graph_mode():
+            with graph_mode(), inlined(self.hooked):
                 MSContext.get_instance()._set_not_convert_jit(False)
                 self.cell.compile(*tensors)
             # The shapes are good, so what failed was the length that changes.
@@ -166,7 +166,7 @@ class Compiled:
         follow_mode(cell, self.cell)
         lengths = [[None if length < 0 else length for length in shape] for shape in shapes]
         try:
-            with graph_mode():
+            with graph_mode(), inlined(self.hooked):
                 MSContext.get_instance()._set_not_convert_jit(False)
                 cell.set_inputs(*(Tensor(shape=shape, dtype=t.dtype) for shape, t in zip(lengths, tensors)))
                 cell.compile(*tensors)
@@ -204,6 +204,28 @@ def op_by_op() -> Iterator[None]:
 def graph_mode() -> Any:
     """Switch to GRAPH mode and back."""
     return execution_mode(ms.GRAPH_MODE)
+
+
+@contextmanager
+def inlined(cells: Iterable[nn.Cell]) -> Iterator[None]:
+    """Let the compiler inline cells built with ``lazy_inline`` as policy="front" does, where nothing else runs: on CPU.
+
+    The cells compute the same. MindSpore's own step fails there, and can spoil the next compilation in the process.
+    """
+    on_cpu = ms.get_context("device_target") == "CPU"
+    late = [cell for cell in cells if on_cpu and is_inlined_late(cell)]
+    for cell in late:
+        cell.no_inline = False
+    try:
+        yield
+    finally:
+        for cell in late:
+            del cell.no_inline
+
+
+def is_inlined_late(cell: nn.Cell) -> bool:
+    """Return whether a cell was built with ``lazy_inline`` and without a policy."""
+    return getattr(cell, "cell_init_args", "").startswith("lazy_inline_") and not hasattr(cell, "no_inline")
 
 
 def return_memory() -> None:

@@ -49,7 +49,6 @@ LEFT_TO_PYTHON = (
     "its loss is no tensor there, since a graph leaves something in construct to Python, such as asnumpy() or a count "
     "in an attribute. Say it with operators of MindSpore, or leave compile out."
 )
-LAZY_INLINE = "{name} is built with lazy_inline, which the CPU does not support. Build it without."
 KEPT = (
     "A graph keeps, as each of MindSpore's does: {names}. If your program changes one of these in mid-training, leave "
     "compile out, or build a new training step after the change."

@@ -26,7 +26,6 @@ _REPEATS, _FEW_REPEATS = 5, 3
 # Of an eager window, in seconds: so long that fewer are enough.
 _LONG = 1.0
 _SHOWN = 5
-_LAZY_INLINE = "lazy_inline_"
 # What GradAccumulation says of a loss that is no tensor. Op by op this one was a tensor.
 _NO_TENSOR = "but got no tensor"
 
@@ -80,10 +79,6 @@ class CompiledSearch:
 
     def _why_not_compiled(self) -> str:
         """Say what is known beforehand to stand in the way of a graph."""
-        if ms.get_context("device_target") == "CPU":
-            for name, cell in self.reads.cells.items():
-                if str(getattr(cell, "cell_init_args", "")).startswith(_LAZY_INLINE):
-                    return words.LAZY_INLINE.format(name=name or "it")
         reason = why_no_graph(self.runs.compiled.structure)
         return f"{reason}. Give a tuple or a dict, or leave compile out." if reason else ""
 

@@ -57,7 +57,7 @@ def verify(
     anew in each step; in a graph, once. Between two runs what Python code may read is changed: attributes,
     globals and variables of outer functions that `construct` and what it calls read, and the states of Python's and
     NumPy's generators. What the eager run follows and the compiled one does not is named, as is what cannot be
-    compiled (hooks, NamedTuple inputs, ``lazy_inline`` on CPU), what the first runs differ in, and what an eager run
+    compiled (hooks, NamedTuple inputs), what the first runs differ in, and what an eager run
     leaves behind in attributes and a compiled one does not. Dropout is off meanwhile.
 
     Afterwards parameters, modes, the random state and what Python holds of the network are as they were. The exceptions
