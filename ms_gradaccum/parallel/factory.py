@@ -1,5 +1,6 @@
 """From the setting ``parallel`` and the world to what reduces the sums of a window."""
 
+import math
 from typing import Any, Literal
 
 import mindspore as ms
@@ -14,11 +15,12 @@ from ms_gradaccum.gradients.non_finite import check_dense
 from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelReducer, ShardedBufferReducer
 from ms_gradaccum.parallel.hsdp import HSDP, HSDPReducer, check_shardable
-from ms_gradaccum.parallel.layout import ShardLayout, shard_layout
+from ms_gradaccum.parallel.layout import ReducerLayout, backwards, bucket_layout, shard_layout
+from ms_gradaccum.parallel.messages import Ranks
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.shards import Shards
-from ms_gradaccum.parallel.world import World, broadcast_parameters, check_agreement, current_world
+from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world
 
 # What a face takes as `parallel`.
 ParallelChoice = Literal["auto"] | DataParallel | HSDP
@@ -108,13 +110,13 @@ def build_parallel(
         raise ValueError(sentence(owner, "parallel", "one without overlap for several terms", repr(kind), remedy))
     _start_alike(owner, network, optimizer)
     world = current_world(owner)
-    layout = layout_for(kind, weights, world.size)
-    if layout is None:
-        return DataParallelReducer(
-            weights, GradBuffer(weights, dense_only, None, network.terms, drops), world, kind, dtype
-        )
-    shards = Shards(layout, world, dtype)
-    return _build_sharded(owner, kind, optimizer, network, dense_only, drops, shards, world)
+    ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
+    # Beside the loss and the weight, the number of micro batches that were left out.
+    layout = reducer_layout(kind, weights, ranks, 3 if drops else 2, dtype, network.terms)
+    if layout.every_batch:
+        _check_shared_dense(owner, network)
+    buffer = GradBuffer(weights, dense_only, layout.buffer_shapes, network.terms, drops)
+    return _choose_reducer(owner, kind, optimizer, buffer, layout, world.rank)
 
 
 def check_parameters_sent(owner: str, parameters: Any) -> None:
@@ -126,11 +128,34 @@ def check_parameters_sent(owner: str, parameters: Any) -> None:
             raise ValueError(sentence(owner, "network", rule, got, remedy))
 
 
-def layout_for(kind: Any, tensors: Any, ranks: int) -> ShardLayout | None:
-    """Return how a kind of parallelism shards the weights' gradients, or None if it does not."""
+def reducer_layout(
+    kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32, terms: int = 1
+) -> ReducerLayout:
+    """Return what the ranks keep and send of the gradients of ``tensors``, of which `shape` and `itemsize` are read.
+
+    Args:
+        kind: The kind of parallelism, None for one process.
+        tensors: What the gradients belong to.
+        world: All ranks.
+        scalars: Numbers that are added up beside the sums: the loss, the weight.
+        dtype: In which the ranks add up gradients.
+        terms: Number of terms of the loss.
+    """
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    # Sums are float32, or float64 for float64 weights.
+    itemsizes = tuple(max(4, tensor.itemsize) for tensor in tensors)
+    sizes = [math.prod(shape) for shape in shapes]
     if isinstance(kind, HSDP):
-        return shard_layout(tensors, ranks if kind.shard_size == -1 else kind.shard_size, kind.threshold)
-    return shard_layout(tensors, ranks, 0) if kind is not None and kind.sync_each_batch else None
+        size = world.size if kind.shard_size == -1 else kind.shard_size
+        shards = shard_layout(tensors, world, size, kind.threshold, dtype)
+    elif kind is not None and kind.sync_each_batch:
+        shards = shard_layout(tensors, world, world.size, 0, dtype)
+    else:
+        all_reduced = bucket_layout(backwards(range(len(sizes))), sizes, world, scalars, dtype)
+        return ReducerLayout(shapes, itemsizes, all_reduced, terms=terms)
+    all_reduced = bucket_layout(shards.kept, sizes, world, scalars, dtype)
+    every_batch = kind.sync_each_batch
+    return ReducerLayout(shards.shapes if every_batch else shapes, itemsizes, all_reduced, shards, every_batch, terms)
 
 
 def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
@@ -160,18 +185,17 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
         raise ValueError(sentence(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
 
 
-def _build_sharded(
-    owner: str, kind: Any, optimizer: nn.Cell, network: Any, dense_only: bool, drops: bool, shards: Shards, world: World
+def _choose_reducer(
+    owner: str, kind: Any, optimizer: nn.Cell, buffer: GradBuffer, layout: ReducerLayout, rank: int
 ) -> GradientReducer:
-    weights = optimizer.parameters
-    if kind.sync_each_batch:
-        _check_shared_dense(owner, network)
-    buffer = GradBuffer(weights, dense_only, shards.shapes if kind.sync_each_batch else None, network.terms, drops)
+    if layout.shards is None:
+        return DataParallelReducer(optimizer.parameters, buffer, layout, rank, kind)
+    shards = Shards(layout.shards, rank)
     if isinstance(kind, DataParallel):
-        return ShardedBufferReducer(weights, buffer, shards, world, kind)
+        return ShardedBufferReducer(shards, optimizer.parameters, buffer, layout, rank, kind)
     if kind.optimizer_level == "level3":
         warn(
             f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
             f"takes the compiler, inside AutoParallel on Ascend or GPU.",
         )
-    return HSDPReducer(optimizer, buffer, shards, world, kind)
+    return HSDPReducer(shards, optimizer, buffer, layout, rank, kind)
