@@ -4,8 +4,8 @@ import math
 from typing import Any, NamedTuple
 
 from ms_gradaccum import HSDP, DataParallel, TrainingPlan
-from ms_gradaccum.parallel.cost import Message
-from ms_gradaccum.parallel.factory import layout_for
+from ms_gradaccum.parallel.factory import reducer_layout
+from ms_gradaccum.parallel.messages import Message, Ranks
 from ms_gradaccum.tools.planning.settings import Weight
 
 DEVICES, MICRO_SIZE = 1000, 8
@@ -55,7 +55,8 @@ def make_plan(kind: Any, weights: Any, devices: int, micro_size: int, device_tar
 
 def held(plan: TrainingPlan) -> Held:
     """Return what each device keeps; the optimizer is Adam, with two numbers per weight."""
-    weights, layout = plan.parameters, layout_for(plan.parallel, plan.parameters, plan.ranks)
+    weights, world = plan.parameters, Ranks(plan.ranks, plan.ranks, plan.device_target or "")
+    layout = reducer_layout(plan.parallel, weights, world).shards
     whole = 4 * sum(math.prod(weight.shape) for weight in weights)
     if not isinstance(plan.parallel, HSDP):
         return Held(whole, 2 * whole, plan.buffer_bytes or 0)

@@ -168,12 +168,12 @@ def costs(kind, *shapes, ranks=4, dtype=ms.float32, **settings):
     return plan(parameters=Weights(*shapes, dtype=dtype).trainable_params(), parallel=kind, ranks=ranks, **settings)
 
 
-@pytest.mark.parametrize("dtype", [ms.float32, ms.float16])
-def test_sums_are_float32_whatever_the_weights_are(dtype):
+@pytest.mark.parametrize("dtype,itemsize", [(ms.float32, 4), (ms.float16, 4), (ms.float64, 8)])
+def test_sums_are_float32_or_float64(dtype, itemsize):
     network = Weights((6, 4), (3,), dtype=dtype)
     step = TrainOneStepCell(GradAccumulation(network, 1), nn.SGD(network.trainable_params(), 0.1))
     got = plan(parameters=network.trainable_params())
-    assert got.buffer_bytes == sum(total.nbytes for total in step.body.buffer.sums) == 4 * 27
+    assert got.buffer_bytes == sum(total.nbytes for total in step.body.buffer.sums) == itemsize * 27
     assert (got.collectives_per_window, got.bytes_per_window) == (0, 0)
 
 

@@ -21,6 +21,12 @@ _FEW = 1024 * 1024
 
 Runs = tuple[tuple[int, int], ...]
 
+# An ordering token: the outputs of operators that must have run, whose values nobody reads. A graph runs what its
+# output needs, in any order that the data allow. So what has an effect (it assigns, or sends a message) returns its
+# outputs as a token ``done``, and what must come later computes with `ops.depend(values, done)`: these are ``values``,
+# but they are there only once ``done`` is. () and None are tokens of nothing to wait for.
+Done = Any
+
 
 def runs_of(sizes: Sequence[int]) -> Runs:
     """Return where runs of neighbours begin and end.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -62,6 +62,9 @@ def _limit_one(limit: Tensor, grad: Tensor) -> Tensor:
 class NoClip(nn.Cell):
     """Stand-in used when gradients are not clipped."""
 
+    # How often an update takes the norms of the gradients; so for all clips.
+    norm_passes = 1
+
     def construct(self, grads: Grads, norm: Tensor) -> Grads:
         return grads
 
@@ -101,6 +104,8 @@ class ClipByGlobalNorm(nn.Cell):
         >>> print(grads[0])
         [0.6 0.8]
     """
+
+    norm_passes = 1
 
     def __init__(self, max_norm: float) -> None:
         super().__init__()
@@ -158,6 +163,9 @@ class ClipByValue(nn.Cell):
         [-3.  3.  3.]
     """
 
+    # Once more for those that are clipped, which the limit does not tell.
+    norm_passes = 2
+
     def __init__(self, limit: float) -> None:
         super().__init__()
         self.limit = check_positive_float32("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
@@ -212,6 +220,9 @@ class ClipByGroupNorm:
     """
 
     limits: Mapping[str, float]
+
+    # Of all gradients, of each group, and of those that are clipped.
+    norm_passes: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         rule, remedy = "a dict of a norm per pattern", "For example {'*embedding*': 0.1, '*': 1.0}."

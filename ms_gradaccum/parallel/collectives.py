@@ -7,16 +7,8 @@ from mindspore import Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group
 
 from ms_gradaccum._checks import sentence
-
-
-def has_reduce_scatter(device_target: str) -> bool:
-    """Return whether a device adds up a part for each rank; CPU has to add up all of it everywhere."""
-    return device_target != "CPU"
-
-
-def has_all_gather(device_target: str, is_world: bool) -> bool:
-    """Return whether a device gathers in a group; CPU does over all ranks only."""
-    return is_world or device_target != "CPU"
+from ms_gradaccum.backend.tensors import Done
+from ms_gradaccum.parallel.messages import Ranks
 
 
 def check_sent(owner: str, dtype: Any) -> None:
@@ -27,15 +19,14 @@ def check_sent(owner: str, dtype: Any) -> None:
 
 
 class Group:
-    """Some ranks of the job: the ``size`` ranks from ``first`` on, ``stride`` apart. This rank is number ``index``."""
+    """Ranks that are connected: those from ``first`` on, ``stride`` apart. This ``rank`` is number ``index``."""
 
-    def __init__(self, first: int, size: int, stride: int, rank: int, world_size: int) -> None:
-        self.size = size
+    def __init__(self, ranks: Ranks, rank: int, first: int = 0, stride: int = 1) -> None:
+        self.ranks = ranks
         self.index = (rank - first) // stride
-        self.is_world = size == world_size
-        self.name = GlobalComm.WORLD_COMM_GROUP if self.is_world else f"ms_gradaccum_{first}_{size}_{stride}"
-        if not self.is_world and size > 1 and self.name not in _created:
-            create_group(self.name, [first + stride * i for i in range(size)])
+        self.name = GlobalComm.WORLD_COMM_GROUP if ranks.is_world else f"ms_gradaccum_{first}_{ranks.size}_{stride}"
+        if not ranks.is_world and ranks.size > 1 and self.name not in _created:
+            create_group(self.name, [first + stride * i for i in range(ranks.size)])
             _created.add(self.name)
 
 
@@ -47,7 +38,7 @@ class AllReduce(nn.Cell):
 
     def __init__(self, group: Group) -> None:
         super().__init__(auto_prefix=False)
-        self.all_reduce = ops.AllReduce(group=group.name) if group.size > 1 else None
+        self.all_reduce = ops.AllReduce(group=group.name) if group.ranks.size > 1 else None
 
     def construct(self, values: Tensor) -> Tensor:
         return values if self.all_reduce is None else self.all_reduce(values)
@@ -60,7 +51,7 @@ class ReduceScatter(nn.Cell):
         super().__init__(auto_prefix=False)
         self.index = group.index
         self.reduce_scatter = None
-        if has_reduce_scatter(ms.get_context("device_target")):
+        if group.ranks.reduce_scatter_operator == "ReduceScatter":
             self.reduce_scatter = ops.ReduceScatter(group=group.name)
         else:
             self.all_reduce = AllReduce(group)
@@ -77,12 +68,12 @@ class AllGather(nn.Cell):
     def __init__(self, group: Group) -> None:
         super().__init__(auto_prefix=False)
         self.all_gather = None
-        if has_all_gather(ms.get_context("device_target"), group.is_world):
+        if group.ranks.all_gather_operator == "AllGather":
             self.all_gather = ops.AllGather(group=group.name)
         else:
             # Add up what each rank writes into its own row.
             self.all_reduce = AllReduce(group)
-            self.own_row = Tensor([[i == group.index] for i in range(group.size)])
+            self.own_row = Tensor([[i == group.index] for i in range(group.ranks.size)])
 
     def construct(self, values: Tensor) -> Tensor:
         values = values.reshape(1, -1)
@@ -91,6 +82,6 @@ class AllGather(nn.Cell):
         return self.all_reduce(ops.where(self.own_row, values, ops.zeros_like(values)))
 
 
-def after(values: Tensor, done: Any) -> Tensor:
+def after(values: Tensor, done: Done) -> Tensor:
     """Return ``values`` once ``done`` is there: all ranks must send their messages in one order."""
     return values if done is None else ops.depend(values, done)

@@ -6,11 +6,11 @@ from typing import Any
 from mindspore import ParameterTuple, Tensor
 
 from ms_gradaccum._checks import check_bool, sentence
+from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradBuffer
-from ms_gradaccum.parallel.layout import all_backwards
-from ms_gradaccum.parallel.reducer import BucketedAllReduce, CollectiveReducer
+from ms_gradaccum.parallel.layout import ReducerLayout
+from ms_gradaccum.parallel.reducer import CollectiveReducer
 from ms_gradaccum.parallel.shards import ShardedReducer
-from ms_gradaccum.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,20 @@ class DataParallel:
 
 
 class DataParallelReducer(CollectiveReducer):
-    """What data parallelism does at the end of a window."""
+    """Data parallelism: all ranks add up all sums at the end of a window."""
 
     def __init__(
-        self, weights: ParameterTuple, buffer: GradBuffer, world: World, settings: DataParallel, dtype: Any
+        self, weights: ParameterTuple, buffer: GradBuffer, layout: ReducerLayout, rank: int, settings: DataParallel
     ) -> None:
-        super().__init__(weights, buffer, world, settings)
-        sizes = [weight.size for weight in weights]
-        self.bucketed_all_reduce = BucketedAllReduce(buffer, all_backwards(sizes), sizes, world, dtype)
+        super().__init__(weights, buffer, layout, rank, settings)
         self.overlaps = settings.overlap
 
-    def reduce(self, added: Any = ()) -> Any:
+    def reduce(self, added: Any = ()) -> Done:
         return self.bucketed_all_reduce(added)
 
 
 class ShardedBufferReducer(ShardedReducer):
-    """What data parallelism does with ``sync_each_batch``: only the buffer is sharded."""
+    """Data parallelism with ``sync_each_batch``: only the buffer is sharded."""
 
     takes_sums = False
 

@@ -1,5 +1,6 @@
 """From the setting ``parallel`` and the world to what reduces the sums of a window."""
 
+import math
 from typing import Any, Literal
 
 import mindspore as ms
@@ -9,16 +10,18 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
+from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES
 from ms_gradaccum.gradients.buffer import GradBuffer
 from ms_gradaccum.gradients.non_finite import check_dense
 from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelReducer, ShardedBufferReducer
 from ms_gradaccum.parallel.hsdp import HSDP, HSDPReducer, check_shardable
-from ms_gradaccum.parallel.layout import ShardLayout, shard_layout
+from ms_gradaccum.parallel.layout import ReducerLayout, backwards, bucket_layout, shard_layout
+from ms_gradaccum.parallel.messages import Ranks
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.shards import Shards
-from ms_gradaccum.parallel.world import World, broadcast_parameters, check_agreement, current_world
+from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world
 
 # What a face takes as `parallel`.
 ParallelChoice = Literal["auto"] | DataParallel | HSDP
@@ -94,11 +97,12 @@ def build_parallel(
 
     ``drops`` is whether micro batches can be left out, ``dtype`` that in which the ranks add up gradients.
     """
-    weights = optimizer.parameters
+    weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
+    reports_others = network.losses is not None
     if drops:
         check_dense(owner, sparse_lookup(network))
     if kind is None:
-        return GradientReducer(weights, _buffer_of(optimizer, network, drops))
+        return GradientReducer(weights, GradBuffer(weights, dense_only, None, network.terms, drops, reports_others))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_sent(owner, dtype)
     check_parameters_sent(owner, weights)
@@ -110,15 +114,14 @@ def build_parallel(
         raise ValueError(sentence(owner, "parallel", "one without overlap for several terms", repr(kind), remedy))
     _start_alike(owner, network, optimizer)
     world = current_world(owner)
-    layout = layout_for(kind, weights, world.size)
-    if layout is None:
-        return DataParallelReducer(weights, _buffer_of(optimizer, network, drops), world, kind, dtype)
-    return _build_sharded(owner, kind, optimizer, network, drops, Shards(layout, world, dtype), world)
-
-
-def _buffer_of(optimizer: nn.Cell, network: Any, drops: bool, shapes: Any = None) -> GradBuffer:
-    dense_only, reports_others = keeps_absent_rows(optimizer), network.losses is not None
-    return GradBuffer(optimizer.parameters, dense_only, shapes, network.terms, drops, reports_others)
+    ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
+    # The loss and the weight, the number of micro batches that were left out, and the further losses.
+    numbers = 2 + drops + 2 * MOST_OTHER_LOSSES * reports_others
+    layout = reducer_layout(kind, weights, ranks, numbers, dtype, network.terms)
+    if layout.every_batch:
+        _check_shared_dense(owner, network)
+    buffer = GradBuffer(weights, dense_only, layout.buffer_shapes, network.terms, drops, reports_others)
+    return _choose_reducer(owner, kind, optimizer, buffer, layout, world.rank)
 
 
 def check_parameters_sent(owner: str, parameters: Any) -> None:
@@ -130,11 +133,34 @@ def check_parameters_sent(owner: str, parameters: Any) -> None:
             raise ValueError(sentence(owner, "network", rule, got, remedy))
 
 
-def layout_for(kind: Any, tensors: Any, ranks: int) -> ShardLayout | None:
-    """Return how a kind of parallelism shards the weights' gradients, or None if it does not."""
+def reducer_layout(
+    kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32, terms: int = 1
+) -> ReducerLayout:
+    """Return what the ranks keep and send of the gradients of ``tensors``, of which `shape` and `itemsize` are read.
+
+    Args:
+        kind: The kind of parallelism, None for one process.
+        tensors: What the gradients belong to.
+        world: All ranks.
+        scalars: Numbers that are added up beside the sums: the loss, the weight.
+        dtype: In which the ranks add up gradients.
+        terms: Number of terms of the loss.
+    """
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    # Sums are float32, or float64 for float64 weights.
+    itemsizes = tuple(max(4, tensor.itemsize) for tensor in tensors)
+    sizes = [math.prod(shape) for shape in shapes]
     if isinstance(kind, HSDP):
-        return shard_layout(tensors, ranks if kind.shard_size == -1 else kind.shard_size, kind.threshold)
-    return shard_layout(tensors, ranks, 0) if kind is not None and kind.sync_each_batch else None
+        size = world.size if kind.shard_size == -1 else kind.shard_size
+        shards = shard_layout(tensors, world, size, kind.threshold, dtype)
+    elif kind is not None and kind.sync_each_batch:
+        shards = shard_layout(tensors, world, world.size, 0, dtype)
+    else:
+        all_reduced = bucket_layout(backwards(range(len(sizes))), sizes, world, scalars, dtype)
+        return ReducerLayout(shapes, itemsizes, all_reduced, terms=terms)
+    all_reduced = bucket_layout(shards.kept, sizes, world, scalars, dtype)
+    every_batch = kind.sync_each_batch
+    return ReducerLayout(shards.shapes if every_batch else shapes, itemsizes, all_reduced, shards, every_batch, terms)
 
 
 def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
@@ -164,18 +190,17 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
         raise ValueError(sentence(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
 
 
-def _build_sharded(
-    owner: str, kind: Any, optimizer: nn.Cell, network: Any, drops: bool, shards: Shards, world: World
+def _choose_reducer(
+    owner: str, kind: Any, optimizer: nn.Cell, buffer: GradBuffer, layout: ReducerLayout, rank: int
 ) -> GradientReducer:
-    weights = optimizer.parameters
-    if kind.sync_each_batch:
-        _check_shared_dense(owner, network)
-    buffer = _buffer_of(optimizer, network, drops, shards.shapes if kind.sync_each_batch else None)
+    if layout.shards is None:
+        return DataParallelReducer(optimizer.parameters, buffer, layout, rank, kind)
+    shards = Shards(layout.shards, rank)
     if isinstance(kind, DataParallel):
-        return ShardedBufferReducer(weights, buffer, shards, world, kind)
+        return ShardedBufferReducer(shards, optimizer.parameters, buffer, layout, rank, kind)
     if kind.optimizer_level == "level3":
         warn(
             f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
             f"takes the compiler, inside AutoParallel on Ascend or GPU.",
         )
-    return HSDPReducer(optimizer, buffer, shards, world, kind)
+    return HSDPReducer(shards, optimizer, buffer, layout, rank, kind)

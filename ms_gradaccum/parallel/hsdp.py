@@ -10,9 +10,10 @@ from typing import Any, Literal, get_args
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import check_bool, check_choice, sentence, typed
+from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradBuffer
+from ms_gradaccum.parallel.layout import ReducerLayout
 from ms_gradaccum.parallel.shards import ShardedReducer, Shards, assign_some
-from ms_gradaccum.parallel.world import World
 
 _OWNER = "HSDP"
 _Level = Literal["level1", "level2", "level3"]
@@ -81,14 +82,20 @@ class HSDP:
 
 
 class HSDPReducer(ShardedReducer):
-    """What HSDP does at the end of a window. Takes over an optimizer that was built for whole parameters."""
+    """HSDP: the optimizer and its state are sharded too. It was built for whole parameters and is taken over."""
 
     def __init__(
-        self, optimizer: nn.Optimizer, buffer: GradBuffer, shards: Shards, world: World, settings: HSDP
+        self,
+        shards: Shards,
+        optimizer: nn.Optimizer,
+        buffer: GradBuffer,
+        layout: ReducerLayout,
+        rank: int,
+        settings: HSDP,
     ) -> None:
         whole = tuple(optimizer.parameters)
         state = shard_optimizer(optimizer, shards)
-        super().__init__(optimizer.parameters, buffer, shards, world, settings)
+        super().__init__(shards, optimizer.parameters, buffer, layout, rank, settings)
         self.whole = ParameterTuple(whole)
         for item in state:
             self.show_whole(item)
@@ -98,11 +105,11 @@ class HSDPReducer(ShardedReducer):
     def replicas(self) -> tuple[Parameter, ...]:
         return tuple(self.whole)
 
-    def before_update(self) -> Any:
+    def before_update(self) -> Done:
         # The network's weights are the truth: a checkpoint may have been loaded into them since the last update.
         return self.shards.assign_own(tuple(self.weights), tuple(self.whole))
 
-    def after_update(self, updated: Any) -> Any:
+    def after_update(self, updated: Done) -> Done:
         gathered = self.shards.all_gather(tuple(self.weights), tuple(self.whole), updated)
         return assign_some(tuple(self.whole), gathered, self.shards.sharded), updated
 

@@ -1,42 +1,163 @@
-"""Which tensors are sharded, and which of them go together in a message. Nothing here communicates."""
+"""Which tensors are sharded, which go together in a message, and so what is sent. Nothing here communicates.
+
+The cells that communicate are built of these objects. Since they need no processes, `TrainingPlan` builds them too,
+and reads the same messages from them.
+"""
 
 import math
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import mindspore as ms
+
 from ms_gradaccum.backend.tensors import fill_buckets
+from ms_gradaccum.parallel.messages import Messages, Ranks, Traffic
 
 # Elements of one message: fewer messages cost less latency, larger ones more memory for the copy.
 BUCKET_SIZE = 4 * 1024 * 1024
 
+# Bytes of a float32 number.
+_FLOAT = 4
+
 Buckets = tuple[tuple[int, ...], ...]
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class BucketLayout(NamedTuple):
+    """Sums that are added up over all ranks, and a few scalars beside them.
+
+    The scalars are sent in float32. If the sums are too, they go with the first message, so that they cost none of
+    their own; else they go before it.
+
+    Attributes:
+        world: All ranks.
+        buckets: The indices of the tensors in the order in which they are sent, one tuple per message, at least one.
+        begins: Where each tensor begins in its message.
+        ends: Where the last one of each message ends.
+        scalars: Number of scalars.
+        dtype: In which the sums are added up.
+    """
+
+    world: Ranks
+    buckets: Buckets
+    begins: Buckets
+    ends: tuple[int, ...]
+    scalars: int
+    dtype: Any
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether the sums are sent as they are."""
+        return bool(self.dtype == ms.float32)
+
+    def messages(self) -> Messages:
+        """Return what `BucketedAllReduce` sends."""
+        scalars = _FLOAT * self.scalars
+        nbytes = [_itemsize(self.dtype) * end for end in self.ends]
+        nbytes = [nbytes[0] + scalars, *nbytes[1:]] if self.in_float32 else [scalars, *filter(None, nbytes)]
+        return _in_order(self.world.all_reduce(each) for each in nbytes)
 
 
 class ShardLayout(NamedTuple):
-    """The parts of a tuple of tensors on each rank of a group.
+    """The parts of a tuple of tensors on each rank of a group, replicated over the groups.
 
     Attributes:
-        size: Number of ranks of a group.
+        group: The ranks that have one copy together.
+        replicas: The ranks that have the same part, one of each group.
+        world: All ranks.
         is_sharded: Whether each rank has its rows of a tensor, and not all of it, per tensor.
         sharded: The indices of those that are sharded.
         kept: The indices of the others.
-        whole_shapes: Shapes of the whole tensors.
         shapes: Shapes of what one rank has.
         sizes: Numbers of elements of the whole tensors.
         buckets: The indices in `sharded` in the order in which they are sent, one tuple per message.
+        begins: Where each part begins in the rank's own part of its message.
+        ends: Where the last one of each message ends.
+        dtype: In which gradients are added up.
     """
 
-    size: int
+    group: Ranks
+    replicas: Ranks
+    world: Ranks
     is_sharded: tuple[bool, ...]
     sharded: tuple[int, ...]
     kept: tuple[int, ...]
-    whole_shapes: tuple[tuple[int, ...], ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Shapes
     sizes: tuple[int, ...]
     buckets: Buckets
+    begins: Buckets
+    ends: tuple[int, ...]
+    dtype: Any
+
+    def reduce_scatter_messages(self) -> Messages:
+        """Return what `Shards.reduce_scatter` sends: of each bucket all rows, then the own ones between the groups."""
+        own = [_itemsize(self.dtype) * end for end in self.ends]
+        return _in_order(
+            self.group.reduce_scatter(self.group.size * each) + self.replicas.all_reduce(each) for each in own
+        )
+
+    def all_gather_messages(self) -> Messages:
+        """Return what `Shards.all_gather` sends, in float32."""
+        return _in_order(self.group.all_gather(_FLOAT * end) for end in self.ends)
+
+    def squares_messages(self) -> Messages:
+        """Return what `Shards.all_reduce_squares` sends: a float32 number per tensor."""
+        return self.world.all_reduce(_FLOAT * len(self.sizes))
 
 
-def shard_layout(tensors: Any, size: int, threshold: int) -> ShardLayout:
+@dataclass(frozen=True)
+class ReducerLayout:
+    """What a `GradientReducer` keeps and sends. It knows nothing of the gradients but their shapes.
+
+    Attributes:
+        buffer_shapes: Shapes of the sums into which micro batches are added.
+        itemsizes: Bytes of an element of each of these.
+        all_reduced: What is added up over all ranks and stays whole.
+        shards: What is sharded, or None.
+        every_batch: Whether the ranks reduce each micro batch, so that the buffer has nothing but their shards.
+        terms: Number of terms of the loss that have sums of their own.
+    """
+
+    buffer_shapes: Shapes
+    itemsizes: tuple[int, ...]
+    all_reduced: BucketLayout
+    shards: ShardLayout | None = None
+    every_batch: bool = False
+    terms: int = 1
+
+    @property
+    def sum_bytes(self) -> int:
+        """The memory of the sums on each rank: those of the buffer and, beside it, shards of their total."""
+        counts = [self.terms * math.prod(shape) for shape in self.buffer_shapes]
+        if self.shards is not None and not self.every_batch:
+            for i in self.shards.sharded:
+                counts[i] += math.prod(self.shards.shapes[i])
+        return sum(itemsize * count for itemsize, count in zip(self.itemsizes, counts))
+
+    def messages(self, norm_passes: int = 1) -> Traffic:
+        """Return what is sent by a window whose gradients' norms are taken so many times."""
+        # The weights of all terms come first: each term is divided by its own before they are added up.
+        reduced = self.all_reduced.world.all_reduce(_FLOAT * self.terms) if self.terms > 1 else ()
+        reduced += self.all_reduced.messages()
+        if self.shards is None:
+            return Traffic(per_update=reduced)
+        scattered, gathered = self.shards.reduce_scatter_messages(), self.shards.all_gather_messages()
+        norms = norm_passes * self.shards.squares_messages()
+        if not self.every_batch:
+            return Traffic(per_update=reduced + scattered + norms + gathered)
+        # Before the micro batches of a batch, their number.
+        count = self.shards.world.all_gather(_FLOAT)
+        return Traffic(self.terms * scattered, count, reduced + norms + gathered)
+
+
+def bucket_layout(indices: Any, sizes: Any, world: Ranks, scalars: int, dtype: Any) -> BucketLayout:
+    """Return how the sums with these ``indices`` are added up over all ranks."""
+    buckets = fill_buckets(indices, sizes, BUCKET_SIZE) or ((),)
+    return BucketLayout(world, buckets, *_places(buckets, sizes), scalars, dtype)
+
+
+def shard_layout(tensors: Any, world: Ranks, size: int, threshold: int, dtype: Any) -> ShardLayout:
     """Shard each tensor whose first axis ``size`` divides and that has at least ``threshold`` KB.
 
     Of ``tensors`` only `shape` and `itemsize` are read.
@@ -52,25 +173,26 @@ def shard_layout(tensors: Any, size: int, threshold: int) -> ShardLayout:
     )
     sharded = tuple(i for i, part in enumerate(is_sharded) if part)
     kept = tuple(i for i, part in enumerate(is_sharded) if not part)
-    # From the last to the first: the order in which a backward pass makes gradients.
-    buckets = fill_buckets(sharded[::-1], sizes, BUCKET_SIZE)
-    return ShardLayout(size, is_sharded, sharded, kept, whole_shapes, shapes, sizes, buckets)
+    group, replicas = world._replace(size=size), world._replace(size=world.size // size)
+    buckets = fill_buckets(backwards(sharded), sizes, BUCKET_SIZE)
+    places = _places(buckets, [math.prod(shape) for shape in shapes])
+    return ShardLayout(group, replicas, world, is_sharded, sharded, kept, shapes, sizes, buckets, *places, dtype)
 
 
-def places(buckets: Buckets, sizes: Any) -> tuple[Buckets, tuple[int, ...]]:
+def backwards(indices: Any) -> tuple[int, ...]:
+    """Return indices from the last to the first: the order in which a backward pass makes gradients."""
+    return tuple(indices)[::-1]
+
+
+def _places(buckets: Buckets, sizes: Any) -> tuple[Buckets, tuple[int, ...]]:
     """Return where each tensor begins in its message, and where the last one of each message ends."""
     ends = tuple(tuple(accumulate((sizes[i] for i in bucket), initial=0)) for bucket in buckets)
     return tuple(bucket[:-1] for bucket in ends), tuple(bucket[-1] for bucket in ends)
 
 
-def all_backwards(sizes: Any) -> range:
-    """Return all indices, from the last to the first: the order in which a backward pass makes gradients."""
-    return range(len(sizes) - 1, -1, -1)
+def _itemsize(dtype: Any) -> int:
+    return _FLOAT if dtype == ms.float32 else 2
 
 
-def all_reduce_buckets(indices: Any, sizes: Any) -> Buckets:
-    """Return the messages in which tensors are summed over all ranks, at least one.
-
-    The loss and the weight go with the first message, so that they cost none of their own.
-    """
-    return fill_buckets(indices, sizes, BUCKET_SIZE) or ((),)
+def _in_order(parts: Any) -> Messages:
+    return tuple(message for messages in parts for message in messages)

@@ -1,20 +1,25 @@
-"""What becomes of the sums of a window at its end: nothing in one process; what all kinds of several have in common."""
+"""Reduce the sums of a window over the ranks: nothing in one process; what all kinds of several have in common."""
 
+import itertools
 from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum.backend.tensors import pick
+from ms_gradaccum.backend.tensors import Done, pick
 from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.parallel.collectives import AllReduce, Group, after
-from ms_gradaccum.parallel.layout import all_reduce_buckets, places
-from ms_gradaccum.parallel.world import World, check_equal
+from ms_gradaccum.parallel.layout import BucketLayout, ReducerLayout
+from ms_gradaccum.parallel.messages import Traffic
+from ms_gradaccum.parallel.world import check_equal
 
 
 class GradientReducer(nn.Cell):
-    """Nothing to communicate. The other kinds of parallelism override what they need."""
+    """Reduce the buffer at the end of a window, before and after the optimizer.
+
+    This one is for one process and does nothing. The kinds of parallelism override what they need.
+    """
 
     several = False
     # Whether the ranks meet in each micro batch, and not in each update alone.
@@ -35,6 +40,10 @@ class GradientReducer(nn.Cell):
         # By name, what makes the whole of a parameter of which this rank has a part.
         self.gathers: dict[str, Any] = {}
 
+    def messages(self, norm_passes: int = 1) -> Traffic:
+        """Return what this rank sends, if the norms of the window's gradients are taken so many times."""
+        return Traffic()
+
     def max_micro_batches(self, micro_batches: int) -> int:
         """Return how many micro batches the rank with the most of them has in this batch. Called by the host."""
         return micro_batches
@@ -47,7 +56,7 @@ class GradientReducer(nn.Cell):
         """Return the sum of a few numbers over the ranks."""
         return values
 
-    def reduce(self, added: Any = ()) -> Any:
+    def reduce(self, added: Any = ()) -> Done:
         """Add the buffer's loss and weight and its sums over the ranks, the latter into `sums`.
 
         ``added`` is what the buffer's last `add` has returned, if that is part of the same graph.
@@ -60,19 +69,30 @@ class GradientReducer(nn.Cell):
 
     def squares(self, grads: tuple[Tensor, ...]) -> Tensor:
         """Return the sum of the squares of each whole gradient, a float32 tensor."""
-        return squares_of(grads, self.buffer.runs)
+        return self.all_reduce_squares(squares_of(grads, self.buffer.runs))
+
+    def all_reduce_squares(self, squares: Tensor) -> Tensor:
+        """Return the same for the whole gradients, of which this rank may have parts."""
+        return squares
 
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the gradients as the optimizer takes them."""
         return grads
 
-    def before_update(self) -> Any:
+    def before_update(self) -> Done:
         """Bring `weights` up to date with what the network has."""
         return ()
 
-    def after_update(self, updated: Any) -> Any:
+    def after_update(self, updated: Done) -> Done:
         """Give the network the weights that the optimizer has changed."""
         return updated
+
+    def send_again(self, done: Done) -> Done:
+        """Send what an update sends, in its order, without the update; for one norm. The buffer must be empty.
+
+        Sums of zeros are zeros, and weights that are gathered are what they were.
+        """
+        return done
 
     def check_replicas(self) -> None:
         """Raise if the ranks' weights differ, when asked to look. Called by the host after each update."""
@@ -91,31 +111,29 @@ class BucketedAllReduce(nn.Cell):
 
     Args:
         buffer: Whose sums.
-        indices: Which of them.
-        sizes: Numbers of elements of all of them.
-        world: This rank's place.
-        dtype: In which they are added up.
+        layout: Which of them, and in which messages.
+        rank: Number of this rank.
     """
 
-    def __init__(self, buffer: GradBuffer, indices: Any, sizes: Any, world: World, dtype: Any) -> None:
+    def __init__(self, buffer: GradBuffer, layout: BucketLayout, rank: int) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = buffer
         self.sums = buffer.sums
         self.totals = ParameterTuple(buffer.totals())
         # Where each of them begins in what is sent of all.
-        (self.total_begins,), _ = places((tuple(range(len(self.totals))),), [value.size for value in self.totals])
-        self.buckets = all_reduce_buckets(indices, sizes)
-        self.begins, self.ends = places(self.buckets, sizes)
-        self.all_reduce = AllReduce(Group(0, world.size, 1, world.rank, world.size))
-        self.like = Tensor(0.0, dtype)
-        self.in_float32 = dtype == ms.float32
+        self.total_begins = tuple(itertools.accumulate([value.size for value in self.totals[:-1]], initial=0))
+        # As its own, because a graph knows the attributes of a cell alone.
+        self.buckets, self.begins, self.ends = layout.buckets, layout.begins, layout.ends
+        self.all_reduce = AllReduce(Group(layout.world, rank))
+        self.like = Tensor(0.0, layout.dtype)
+        self.in_float32 = layout.in_float32
         self.map = ops.HyperMap()
 
-    def construct(self, added: Any = ()) -> Any:
+    def construct(self, added: Any = ()) -> Done:
         """Add them up, with what the buffer's `add` has returned if that is part of the same graph."""
         sums = tuple(self.sums) if len(added) == 0 else added[0]
-        done: Any = ()
-        last: Any = None
+        done: Done = ()
+        last: Done = None
         factor = weight = Tensor(1.0, ms.float32)
         if not self.in_float32:
             # The weight must be exact, and a sum over many rows can be no 16-bit number where its mean is one.
@@ -136,11 +154,11 @@ class BucketedAllReduce(nn.Cell):
                 done += self._put(number, last, weight, with_totals)
         return done
 
-    def _put(self, number: int, total: Tensor, weight: Tensor, with_totals: bool) -> Any:
+    def _put(self, number: int, total: Tensor, weight: Tensor, with_totals: bool) -> Done:
         """Assign what has come of a message."""
         if not self.in_float32:
             total = ops.cast(total, ms.float32) * weight
-        done: Any = ()
+        done: Done = ()
         if len(self.buckets[number]) > 0:
             sums = pick(tuple(self.sums), self.buckets[number])
             done = self.map(ops.partial(_assign_part, total), sums, self.begins[number])
@@ -153,8 +171,8 @@ class BucketedAllReduce(nn.Cell):
             flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(-1),)
         return ops.concat(flat)
 
-    def _put_totals(self, total: Tensor, begin: int) -> Any:
-        done: Any = ()
+    def _put_totals(self, total: Tensor, begin: int) -> Done:
+        done: Done = ()
         for i, value in enumerate(self.totals):
             done += (ops.assign(value, part_of(total, value, begin + self.total_begins[i])),)
         return done
@@ -190,19 +208,41 @@ def _assign_one_part(message: Tensor, total: Parameter, begin: int) -> Tensor:
 
 
 class CollectiveReducer(GradientReducer):
-    """Each rank has a replica of the weights."""
+    """Each rank has a replica of the weights.
+
+    Args:
+        weights: What the optimizer updates.
+        buffer: The sums of their gradients on this rank.
+        layout: What is sent, and in which messages.
+        rank: Number of this rank.
+        settings: The kind of parallelism.
+    """
 
     several = True
 
-    def __init__(self, weights: ParameterTuple, buffer: GradBuffer, world: World, settings: Any) -> None:
+    def __init__(
+        self, weights: ParameterTuple, buffer: GradBuffer, layout: ReducerLayout, rank: int, settings: Any
+    ) -> None:
         super().__init__(weights, buffer)
-        self.is_first = float(world.rank == 0)
-        self.all_reduce_world = AllReduce(Group(0, world.size, 1, world.rank, world.size))
-        self.every_batch = settings.sync_each_batch
+        self.layout = layout
+        self.is_first = float(rank == 0)
+        self.bucketed_all_reduce = BucketedAllReduce(buffer, layout.all_reduced, rank)
+        self.all_reduce_world = AllReduce(Group(layout.all_reduced.world, rank))
+        self.every_batch = layout.every_batch
         self.check_weights = settings.check_weights
+        self.no_squares = Tensor([0.0] * len(weights), ms.float32)
+
+    def messages(self, norm_passes: int = 1) -> Traffic:
+        return self.layout.messages(norm_passes)
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
         return self.all_reduce_world(values)
+
+    def send_again(self, done: Done) -> Done:
+        reduced = ops.depend(self.reduce(), done)
+        squares = self.all_reduce_squares(ops.depend(self.no_squares, reduced))
+        grads = self.for_optimizer(ops.depend(tuple(self.sums), squares))
+        return self.after_update(ops.depend(grads, self.before_update()))
 
     def check_replicas(self) -> None:
         if self.check_weights:

@@ -1,6 +1,5 @@
 """Shards: each rank of a group holds its rows of the tensors that divide, and all of the others."""
 
-import math
 from typing import Any
 
 import mindspore as ms
@@ -9,37 +8,33 @@ from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
 from ms_gradaccum.backend.compiled import graph_mode
-from ms_gradaccum.backend.tensors import Runs, pick
+from ms_gradaccum.backend.tensors import Done, pick
 from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal, zeros
-from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.parallel.collectives import AllGather, AllReduce, Group, ReduceScatter, after
-from ms_gradaccum.parallel.layout import ShardLayout, places
-from ms_gradaccum.parallel.reducer import BucketedAllReduce, CollectiveReducer, part_of, rounded
-from ms_gradaccum.parallel.world import World, gather_counts
+from ms_gradaccum.parallel.layout import ReducerLayout, ShardLayout
+from ms_gradaccum.parallel.reducer import CollectiveReducer, part_of, rounded
+from ms_gradaccum.parallel.world import gather_counts
 
 
 class Shards(nn.Cell):
     """Moves a tuple of tensors, one per weight, between whole and sharded, in few fused messages.
 
     Args:
-        layout: What is sharded over the ranks of a group. Shards are replicated over the groups.
-        world: This rank's place.
-        dtype: In which the ranks add up gradients.
+        layout: What is sharded over the ranks of a group, and in which messages.
+        rank: Number of this rank.
     """
 
-    def __init__(self, layout: ShardLayout, world: World, dtype: Any = ms.float32) -> None:
+    def __init__(self, layout: ShardLayout, rank: int) -> None:
         super().__init__(auto_prefix=False)
-        self.dtype, self.in_float32 = dtype, dtype == ms.float32
-        self.like = Tensor(0.0, dtype)
-        size = layout.size
-        group = Group(world.rank // size * size, size, 1, world.rank, world.size)
-        self.size, self.index, self.groups = size, group.index, world.size // size
+        self.in_float32 = layout.dtype == ms.float32
+        self.like = Tensor(0.0, layout.dtype)
+        size = layout.group.size
+        group = Group(layout.group, rank, rank // size * size)
+        self.size, self.index, self.groups = size, group.index, layout.replicas.size
         # As its own, because a graph knows the attributes of a cell alone.
-        self.is_sharded, self.sharded, self.kept = layout.is_sharded, layout.sharded, layout.kept
+        self.is_sharded, self.sharded, self.shapes = layout.is_sharded, layout.sharded, layout.shapes
         self.is_part = Tensor(layout.is_sharded)
-        self.shapes, self.sizes = layout.shapes, layout.sizes
-        self.buckets = layout.buckets
-        self.begins, _ = places(layout.buckets, [math.prod(shape) for shape in layout.shapes])
+        self.buckets, self.begins = layout.buckets, layout.begins
         # Of each tensor, in a tuple of those that were moved and then all of them.
         order = [i for bucket in layout.buckets for i in bucket]
         self.places_among = tuple(
@@ -47,11 +42,11 @@ class Shards(nn.Cell):
         )
         self.map = ops.HyperMap()
         self.reduce_scatter_rows, self.all_gather_rows = ReduceScatter(group), AllGather(group)
-        self.all_reduce_groups = AllReduce(Group(group.index, self.groups, size, world.rank, world.size))
-        self.all_reduce_world = AllReduce(Group(0, world.size, 1, world.rank, world.size))
+        self.all_reduce_replicas = AllReduce(Group(layout.replicas, rank, group.index, size))
+        self.all_reduce_world = AllReduce(Group(layout.world, rank))
 
     def reduce_scatter(
-        self, wholes: tuple[Tensor, ...], likes: tuple[Tensor, ...], weight: Tensor, done: Any
+        self, wholes: tuple[Tensor, ...], likes: tuple[Tensor, ...], weight: Tensor, done: Done
     ) -> tuple[Tensor, ...]:
         """Return the shards of the sums over all ranks, in float32; tensors that are kept whole as they are.
 
@@ -59,24 +54,24 @@ class Shards(nn.Cell):
         16 bits, the sums are divided by ``weight`` for so long.
         """
         factor = weight if self.in_float32 else reciprocal(weight)
-        last: Any = done
+        last: Done = done
         shards: tuple[Tensor, ...] = ()
         for number, bucket in enumerate(self.buckets):
             rows = self.map(ops.partial(_as_rows, self.size), pick(wholes, bucket))
             if not self.in_float32:
                 rows = self.map(ops.partial(rounded, factor, self.like), rows)
-            total = last = self.all_reduce_groups(self.reduce_scatter_rows(after(ops.concat(rows, 1), last)))
+            total = last = self.all_reduce_replicas(self.reduce_scatter_rows(after(ops.concat(rows, 1), last)))
             if not self.in_float32:
                 total = ops.cast(total, ms.float32) * weight
             shards += self.map(ops.partial(_own_part, total), pick(likes, bucket), self.begins[number])
         return self._among(shards, wholes)
 
-    def all_gather(self, shards: tuple[Tensor, ...], likes: tuple[Tensor, ...], done: Any) -> tuple[Tensor, ...]:
+    def all_gather(self, shards: tuple[Tensor, ...], likes: tuple[Tensor, ...], done: Done) -> tuple[Tensor, ...]:
         """Return the whole tensors of which each rank of the group has a shard, with their dtypes.
 
         They have the shapes of ``likes``.
         """
-        last: Any = done
+        last: Done = done
         wholes: tuple[Tensor, ...] = ()
         for number, bucket in enumerate(self.buckets):
             bucket_shards = pick(shards, bucket)
@@ -88,17 +83,16 @@ class Shards(nn.Cell):
         """Return ``others`` with the sharded ones replaced by ``moved``, which are in the order of the buckets."""
         return pick(moved + others, self.places_among)
 
-    def assign_own(self, shards: tuple[Parameter, ...], wholes: tuple[Tensor, ...]) -> Any:
+    def assign_own(self, shards: tuple[Parameter, ...], wholes: tuple[Tensor, ...]) -> Done:
         """Assign this rank's rows of the whole tensors."""
-        done: Any = ()
+        done: Done = ()
         if len(self.sharded) > 0:
             own = ops.partial(_assign_rows, self.index)
             done = self.map(own, pick(shards, self.sharded), pick(wholes, self.sharded))
         return done
 
-    def squares(self, shards: tuple[Tensor, ...], runs: Runs) -> Tensor:
-        """Return the sum of the squares of each tensor that the shards are parts of, a float32 tensor."""
-        squares = squares_of(shards, runs)
+    def all_reduce_squares(self, squares: Tensor) -> Tensor:
+        """Return the sum of the squares of each whole tensor for those of the shards, a float32 tensor."""
         # Over all ranks, though each group has all shards: so every rank gets the same bits.
         wholes = self.all_reduce_world(ops.select(self.is_part, squares, ops.zeros_like(squares))) / self.groups
         return ops.select(self.is_part, wholes, squares)
@@ -182,23 +176,33 @@ def _assign_rows_of_one(index: int, shard: Parameter, whole: Tensor) -> Tensor:
 _map = ops.HyperMap()
 
 
-def assign_some(targets: tuple[Parameter, ...], values: tuple[Tensor, ...], indices: tuple[int, ...]) -> Any:
+def assign_some(targets: tuple[Parameter, ...], values: tuple[Tensor, ...], indices: tuple[int, ...]) -> Done:
     """Assign those of ``values`` that have these indices."""
-    done: Any = ()
+    done: Done = ()
     if len(indices) > 0:
         done = _map(ops.assign, pick(targets, indices), pick(values, indices))
     return done
 
 
 class ShardedReducer(CollectiveReducer):
-    """A window whose reduced sums are sharded, either when it ends or (``every_batch``) all the time."""
+    """A window whose reduced sums are sharded, either when it ends or (``every_batch``) all the time.
+
+    Args:
+        shards: What shards them.
+        weights, buffer, layout, rank, settings: See `CollectiveReducer`.
+    """
 
     def __init__(
-        self, weights: ParameterTuple, buffer: GradBuffer, shards: Shards, world: World, settings: Any
+        self,
+        shards: Shards,
+        weights: ParameterTuple,
+        buffer: GradBuffer,
+        layout: ReducerLayout,
+        rank: int,
+        settings: Any,
     ) -> None:
-        super().__init__(weights, buffer, world, settings)
+        super().__init__(weights, buffer, layout, rank, settings)
         self.shards = shards
-        self.bucketed_all_reduce = BucketedAllReduce(buffer, shards.kept, shards.sizes, world, shards.dtype)
         # What a checkpoint sees in place of a parameter, by its id, and what it does not see.
         self.views: dict[int, Parameter] = {}
         self.hidden: set[int] = set()
@@ -231,7 +235,7 @@ class ShardedReducer(CollectiveReducer):
             grads = self.shards.reduce_scatter(grads, tuple(self.buffer.sums), Tensor(1.0, ms.float32), None)
         return grads
 
-    def reduce(self, added: Any = ()) -> Any:
+    def reduce(self, added: Any = ()) -> Done:
         done = self.bucketed_all_reduce()
         if not self.every_batch:
             weight = ops.depend(self.buffer.weight + 0.0, done)
@@ -239,5 +243,5 @@ class ShardedReducer(CollectiveReducer):
             done += assign_some(tuple(self.sums), shards, self.shards.sharded)
         return done
 
-    def squares(self, grads: tuple[Tensor, ...]) -> Tensor:
-        return self.shards.squares(grads, self.buffer.runs)
+    def all_reduce_squares(self, squares: Tensor) -> Tensor:
+        return self.shards.all_reduce_squares(squares)

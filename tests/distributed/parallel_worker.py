@@ -11,15 +11,17 @@ from unittest import mock
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from mindspore.dataset import NumpySlicesDataset
+from mindspore.graph.api import _cell_graph_executor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
 from scenarios import (  # noqa: E402
     CLIPS,
     OPTIMIZERS,
+    STEPS,
     batch,
     build_network,
     build_step,
@@ -31,18 +33,23 @@ from scenarios import (  # noqa: E402
     uneven_data,
     weights_of,
 )
+from step_probe import operators  # noqa: E402
 
 from ms_gradaccum import (  # noqa: E402
     HSDP,
     Accumulator,
+    ClipByGroupNorm,
     ClipByValue,
     DataParallel,
     GradAccumulation,
+    MixedPrecision,
     Model,
     TrainingPlan,
     TrainOneStepCell,
 )
-from ms_gradaccum.parallel import world
+from ms_gradaccum.gradients.clipping import check_clip  # noqa: E402
+from ms_gradaccum.parallel import world  # noqa: E402
+from ms_gradaccum.tools.reporting.step_costs import UpdateMessages  # noqa: E402
 
 # Each compilation collects garbage, which takes longest in the modules that never become any.
 gc.freeze()
@@ -70,6 +77,7 @@ def record(name, network, optimizer, output):
     }
 
 
+COLLECTIVES = ("AllReduce", "ReduceScatter", "AllGather")
 # Of these the messages of a window are counted, for some micro_size.
 COUNTED = {
     2: ["data parallel", "data parallel, overlapping", "data parallel, each batch", "all shards", "all shards, level2"],
@@ -90,14 +98,47 @@ def eagerly():
 def train_all_kinds():
     """Compiled are those whose messages are counted: of two processes, two shards are all shards."""
     for name, kind in KINDS.items():
-        with nullcontext() if name in COUNTED[size] else eagerly():
-            record(f"{name}, norm", *train("Adam", "norm", rank, size, parallel=kind))
+        if name in COUNTED[size]:
+            train_and_look_at_the_graphs(name, kind)
+        else:
+            with eagerly():
+                record(f"{name}, norm", *train("Adam", "norm", rank, size, parallel=kind))
         with eagerly():
             for clip in ("none", "value") if size == 2 else ():
                 record(f"{name}, {clip}", *train("Adam", clip, rank, size, parallel=kind))
     if size == 2:
         with eagerly():
             record("nothing above the threshold, norm", *train("Adam", "norm", rank, size, parallel=HSDP()))
+
+
+def train_and_look_at_the_graphs(name, kind):
+    cells, compile_cell = [], _cell_graph_executor.compile
+
+    def note(cell, *inputs, **settings):
+        cells.append(cell)
+        return compile_cell(cell, *inputs, **settings)
+
+    network, step = build_step(clip=CLIPS["norm"](), parallel=kind)
+    with mock.patch.object(_cell_graph_executor, "compile", note):
+        record(f"{name}, norm", network, step.optimizer, train_batches(step, range(STEPS), rank, size))
+    traffic = step.body.reducer.messages()
+    results[f"graphs {name}"] = {
+        "sent": collectives_in(cells),
+        "described": sorted(message.operator for message in traffic.per_micro_batch + traffic.per_update),
+    }
+
+
+def collectives_in(cells):
+    """The collective operators of a micro batch and of an update: of each kind of graph once, whatever its shapes.
+
+    Some ranks have no micro batch left and take part with an `EmptyStep`; how many they are is asked by a `_Gather`.
+    """
+    graphs = {}
+    for cell in cells:
+        if type(cell).__name__ not in ("EmptyStep", "_Gather", "_Broadcast"):
+            found = sorted(each for each in operators(cell, cell.current_phase) if each in COLLECTIVES)
+            graphs[type(cell).__name__, tuple(found)] = found
+    return sorted(sum(graphs.values(), []))
 
 
 def train_all_optimizers():
@@ -133,10 +174,14 @@ def count_messages():
         if size == 2:
             results["messages nothing above the threshold"] = [messages_of(HSDP(), 1)]
             results["messages clipped"] = [messages_of(KINDS["all shards"], 1, ClipByValue(0.1))]
+            limits = ClipByGroupNorm({"*weight": 0.1, "*": 1.0})
+            results["messages clipped by groups"] = [messages_of(KINDS["all shards, level2"], 2, limits)]
+            for name in ("data parallel", "all shards", "all shards, level2"):
+                results[f"messages unforeseen {name}"] = unforeseen_messages_of(KINDS[name])
 
 
 def messages_of(kind, micro_size, clip=None):
-    """What a window of one batch sends and keeps, and what was planned."""
+    """What a window of one batch sends and keeps, what was planned, and what the step says of itself."""
     network = build_network()
     parameters = network.trainable_params()
     settings = {"parallel": kind, "clip": clip}
@@ -151,6 +196,59 @@ def messages_of(kind, micro_size, clip=None):
     )
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
     step = TrainOneStepCell(loss_cell, nn.SGD(parameters, 0.1), **settings)
+    sent = count_in(step)
+    kept = {total.name: total.nbytes for total in (*step.body.buffer.sums, *step.body.reducer.sums)}
+    traffic = step.body.reducer.messages(check_clip("test", clip).norm_passes)
+    again = []
+    for counter in counters_of(step):
+        counter.sent = again
+    UpdateMessages([step.body.reducer])(Tensor(0.0))
+    return {
+        "sent": sent,
+        "planned": plan.window_messages,
+        "described": traffic.of_window(1, micro_size),
+        "sent again": again,
+        "of an update": step.body.reducer.messages().per_update,
+        "kept": sum(kept.values()),
+        "planned to keep": plan.buffer_bytes,
+        "kept by description": step.body.reducer.layout.sum_bytes,
+    }
+
+
+def unforeseen_messages_of(kind):
+    """What a window of four micro batches sends and what the step says of itself, with what a plan does not know of."""
+    network = build_network()
+    settings = {
+        "parallel": kind,
+        "mixed_precision": MixedPrecision(level="O0", init_scale=1.0, reduce_dtype=ms.float16),
+    }
+    loss_cell = GradAccumulation(TwoLosses(network), 4, terms=2, weighted=True)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    step = TrainOneStepCell(loss_cell, optimizer, bad_micro_batch="drop", compile=True, **settings)
+    sent = count_in(step)
+    sums = [*step.body.buffer.all_sums(), *step.body.reducer.sums]
+    return {
+        "sent": sent,
+        "described": step.body.reducer.messages().of_window(1, 4),
+        "kept": sum({total.name: total.nbytes for total in sums}.values()),
+        "kept by description": step.body.reducer.layout.sum_bytes,
+    }
+
+
+class TwoLosses(nn.Cell):
+    """Two terms, each a sum with a weight of its own."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def construct(self, x, y):
+        difference = self.network(x) - y
+        return (ops.square(difference).sum(), 8.0), (ops.abs(difference).sum(), 24.0)
+
+
+def count_in(step):
+    """Run a window of one batch and return the messages that it sends."""
     sent = []
     for _, cell in step.body.reducer.cells_and_names():
         for attribute in ("all_reduce", "all_gather"):
@@ -164,13 +262,12 @@ def messages_of(kind, micro_size, clip=None):
 
     with mock.patch.object(world, "_gather_floats", counted_gather):
         step(*[Tensor(np.ones((16, columns), np.float32)) for columns in (6, 3)])
-    kept = {total.name: total.nbytes for total in (*step.body.buffer.sums, *step.body.reducer.sums)}
-    return {
-        "sent": sent,
-        "planned": plan.window_messages,
-        "kept": sum(kept.values()),
-        "planned to keep": plan.buffer_bytes,
-    }
+    return sent
+
+
+def counters_of(step):
+    found = [vars(cell).values() for _, cell in step.body.reducer.cells_and_names()]
+    return [value for values in found for value in values if isinstance(value, Counter)]
 
 
 def start_from_different_weights():

@@ -153,6 +153,7 @@ def test_ranks_that_share_the_sums_send_one_message_per_micro_batch(name, two):
         ("two", "all shards, level2"),
         ("two", "nothing above the threshold"),
         ("two", "clipped"),
+        ("two", "clipped by groups"),
         ("four", "two shards"),
         ("four", "two shards, level2"),
     ],
@@ -160,8 +161,38 @@ def test_ranks_that_share_the_sums_send_one_message_per_micro_batch(name, two):
 def test_the_messages_and_the_sums_are_those_that_were_planned(processes, name, request):
     for report in request.getfixturevalue(processes):
         for counted in report[f"messages {name}"]:
-            assert counted["sent"] == counted["planned"]
-            assert counted["kept"] == counted["planned to keep"]
+            assert counted["sent"] == counted["planned"] == counted["described"]
+            assert counted["sent again"] == counted["of an update"]
+            assert counted["kept"] == counted["planned to keep"] == counted["kept by description"]
+
+
+@pytest.mark.parametrize(
+    "processes,name",
+    [
+        ("two", "data parallel"),
+        ("two", "data parallel, overlapping"),
+        ("two", "data parallel, each batch"),
+        ("two", "all shards"),
+        ("two", "all shards, level2"),
+        ("four", "two shards"),
+        ("four", "two shards, level2"),
+    ],
+)
+def test_the_graphs_have_the_collectives_that_the_reducer_describes(processes, name, request):
+    for report in request.getfixturevalue(processes):
+        found = report[f"graphs {name}"]
+        assert found["sent"] == found["described"] != []
+
+
+@pytest.mark.parametrize("name", ["data parallel", "all shards", "all shards, level2"])
+def test_terms_16_bits_and_dropped_micro_batches_are_in_what_the_reducer_describes(name, two):
+    for report in two:
+        found = report[f"messages unforeseen {name}"]
+        assert found["sent"] == found["described"]
+        assert found["kept"] == found["kept by description"]
+        # First the weights of both terms, then the loss, the weight and the dropped micro batches by themselves.
+        update = [message for message in found["sent"] if message != ["AllGather", 2, 4]]
+        assert ["AllReduce", 2, 8] in update and ["AllReduce", 2, 12] in update
 
 
 def test_the_last_micro_batch_reduces_the_sums_where_that_overlaps(two):

@@ -8,9 +8,9 @@ from typing import Any
 import mindspore as ms
 
 from ms_gradaccum._checks import LastWindow
-from ms_gradaccum.gradients.clipping import Clip
-from ms_gradaccum.parallel.cost import Message, Traffic, sum_bytes, traffic_of
-from ms_gradaccum.parallel.factory import ParallelChoice, choose_kind
+from ms_gradaccum.gradients.clipping import Clip, check_clip
+from ms_gradaccum.parallel.factory import ParallelChoice, choose_kind, reducer_layout
+from ms_gradaccum.parallel.messages import Message, Ranks, Traffic
 from ms_gradaccum.tools.planning.rates import LearningRate, check_learning_rate, rates_at
 from ms_gradaccum.tools.planning.settings import check_dataset_size, check_parameters, check_settings, window_batches
 from ms_gradaccum.tools.planning.text import describe
@@ -74,7 +74,7 @@ class TrainingPlan:
         dropped_rows (int): Rows of a pass that `drop_remainder` drops.
         last_batch_rows (int): Rows of the last batch of a pass, those of all ranks together.
         update_rows (list[int]): Rows of each update, those of all ranks together.
-        buffer_bytes (int): Memory of the float32 sums on each rank, with those of its shards. None without
+        buffer_bytes (int): Memory of the sums on each rank, with those of its shards. None without
             `parameters`. Unit: bytes.
         traffic (Traffic): The messages per micro batch, per batch and per update. None without `parameters`. Beside
             these, :class:`Model` sends one before each pass and may send those of an update after it.
@@ -161,11 +161,9 @@ class TrainingPlan:
         weights = check_parameters(_OWNER, self.parameters)
         kind = choose_kind(_OWNER, self.parallel, self.ranks)
         device = self.device_target or ms.get_context("device_target")
-        self._set(
-            parameters=weights,
-            buffer_bytes=sum_bytes(kind, weights, self.ranks),
-            traffic=traffic_of(kind, weights, self.ranks, self.clip, device),
-        )
+        layout = reducer_layout(kind, weights, Ranks(self.ranks, self.ranks, device))
+        traffic = layout.messages(check_clip(_OWNER, self.clip).norm_passes)
+        self._set(parameters=weights, buffer_bytes=layout.sum_bytes, traffic=traffic)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():

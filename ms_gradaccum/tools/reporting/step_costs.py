@@ -3,13 +3,12 @@
 import resource
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.backend.compiled import NOTHING, Compiled
-from ms_gradaccum.backend.tensors import runs_of
+from ms_gradaccum.backend.tensors import Done, runs_of
 from ms_gradaccum.gradients.clipping import global_norm
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import gather_counts
@@ -38,23 +37,16 @@ def weight_norm_of(parallels: Sequence[GradientReducer]) -> Callable[[], float]:
 
 
 class UpdateMessages(nn.Cell):
-    """What an update sends, without the update.
-
-    For an empty buffer: sums of zeros are zeros, and weights that are gathered are what they were.
-    """
+    """What an update sends, without the update, for an empty buffer."""
 
     def __init__(self, parallels: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
         self.parallels = nn.CellList(parallels, auto_prefix=False)
 
     def construct(self, nothing: Tensor) -> Tensor:
-        done: Any = nothing
+        done: Done = nothing
         for parallel in self.parallels:
-            # One after the other, as in an update: the messages of all ranks must come in one order.
-            reduced = ops.depend(parallel.reduce(), done)
-            grads = parallel.for_optimizer(ops.depend(tuple(parallel.sums), reduced))
-            ready = ops.depend(grads, parallel.before_update())
-            done = parallel.after_update(ready)
+            done = parallel.send_again(done)
         return ops.depend(nothing + 0.0, done)
 
 
@@ -92,8 +84,8 @@ class CommunicationTime:
 
     def _measure(self, micro_batches: int) -> float:
         # The answer comes when all ranks are here, so that nobody's lateness is taken for a slow message.
-        rounds = max(gather_counts(micro_batches))
-        return sum(times * _seconds_of(run) for times, run in zip((1, rounds), self.runs))
+        most = max(gather_counts(micro_batches))
+        return sum(times * _seconds_of(run) for times, run in zip((1, most), self.runs))
 
 
 def _compile(cell: nn.Cell) -> Compiled:
