@@ -354,12 +354,24 @@ def test_a_step_of_mindone_clips_and_updates_in_spite_of_an_overflow_if_told_so(
 def test_a_scale_of_a_step_that_divides_by_it_is_nothing_to_warn_of(mindcv, scale):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        network = line()
-        trainer(network, scale=scale, micro_size=4)
-        network = line()
+        theirs, network = line(), line()
+        model = trainer(theirs, scale=scale, micro_size=4)
         step = train_step(loss_cell(network), sgd(network), scale, drop_overflow_update=False, micro_size=4)
     step(*BATCH)
-    assert weight_of(network) == pytest.approx(2.04)
+    model.train(1, batches(8), dataset_sink_mode=False)
+    assert weight_of(network) == weight_of(theirs) == pytest.approx(2.04)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_optimizer_that_divides_by_another_scale_is_not_passed_over(drops):
+    """What is left unsaid is about an optimizer without a scale alone."""
+    network = line()
+    scaled = nn.SGD(network.trainable_params(), 0.02, loss_scale=512.0)
+    kind = pytest.warns(UserWarning, match="by its own loss_scale of 512 once more")
+    if not drops:
+        kind = pytest.raises(ValueError, match="one whose loss_scale is that of the FixedLossScaleManager, 1024, but")
+    with kind:
+        train_step(loss_cell(network), scaled, 1024.0, drop_overflow_update=drops)
 
 
 def test_a_step_of_mindone_refuses_what_has_another_place():

@@ -18,7 +18,9 @@ _REMEDY = "For example 1024, or nn.DynamicLossScaleUpdateCell(65536, 2, 1000)."
 def scale_taken_out() -> Iterator[None]:
     """Build a step in place of one that divides the gradient by a fixed scale itself.
 
-    That MindSpore's own step would leave it to the optimizer is then nothing to warn of.
+    That MindSpore's own step would leave it to the optimizer is then nothing to warn of: the steps of mindcv and
+    mindone divide as ours does, so no number changes. Of an optimizer that divides by a scale of its own, warnings and
+    errors come through.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*the optimizer's loss_scale is 1.0 beside FixedLossScaleManager")
