@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -193,3 +193,43 @@ class DamagedState(ValueError):
 def is_count(value: Any, least: int = 0) -> bool:
     """Return whether a value from a manifest is a number of things."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value from a manifest is a number."""
+    return isinstance(value, float) or is_count(value, -MAX_INT)
+
+
+def is_flag(value: Any) -> bool:
+    """Return whether a value from a manifest is a bool."""
+    return isinstance(value, bool)
+
+
+def another_program(what: str) -> DamagedState:
+    """Return the error for a state that is whole but does not fit."""
+    return DamagedState(f"the state is one of another network, optimizer or setting: it {what}")
+
+
+def check_saved(saved: Any, what: str, rules: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
+    """Return those items of what a `state_dict` has returned that have rules. Raise unless all keep theirs."""
+    if not isinstance(saved, dict) or not all(name in saved and keeps(saved[name]) for name, keeps in rules.items()):
+        raise DamagedState(f"the state does not say {what}")
+    return {name: saved[name] for name in rules}
+
+
+def check_saved_list(saved: Any, what: str, length: int) -> list[Any]:
+    """Return a list of a state, of as many items as this program has of them."""
+    if not isinstance(saved, list) or len(saved) != length:
+        raise another_program(f"has not {length} {what}")
+    return saved
+
+
+@contextlib.contextmanager
+def all_or_nothing(item: Any) -> Iterator[None]:
+    """Enclose what loads a state into ``item``. If that fails in the middle, ``item`` is as it was."""
+    before = item.state_dict()
+    try:
+        yield
+    except BaseException:
+        item.load_state_dict(before)
+        raise

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_state, save_state
 from ms_gradaccum.checkpoint import files
+from ms_gradaccum.checkpoint.contents import Contents
 
 pytestmark = pytest.mark.usefixtures("eager")
 X = Tensor(np.arange(1, 5, dtype=np.float32).reshape(4, 1))
@@ -185,7 +186,7 @@ CHANGES = {
     "another": (lambda tensors: tensors | {"other": np.zeros(1, np.float32)}, "also has other"),
     "sums": (
         lambda tensors: tensors | {"accu_grads.weight": np.zeros(3, np.float32)},
-        "'accu_grads.weight' in another",
+        "'accu_grads.weight' as Float32 (3,), where Float32 (1, 1) is wanted",
     ),
 }
 
@@ -196,6 +197,16 @@ def test_tensors_of_another_network_are_refused(change, saved, tmp_path):
     save_file(make(load_file(saved / "parameters-00000.safetensors")), tmp_path / "other")
     with_checksum(saved, "parameters-00000.safetensors", (tmp_path / "other").read_bytes())
     assert_refused(saved, text)
+
+
+@pytest.mark.parametrize("name", ["accu_grads.weight", "accu_grads.weight.window_weight"])
+def test_an_open_window_without_a_sum_or_with_another_one_is_refused(name, saved, tmp_path):
+    file = "rank_0/parameters-00000.safetensors"
+    tensors = load_file(saved / file)
+    for change, text in (({name: np.zeros(2, np.float32)}, f"has {name!r} as Float32 (2,), where "), ({}, "it lacks ")):
+        save_file({key: value for key, value in tensors.items() if key != name} | change, tmp_path / "other")
+        with_checksum(saved, file, (tmp_path / "other").read_bytes())
+        assert_refused(saved, text)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +238,7 @@ def test_a_manifest_that_is_none_is_refused(name, saved):
 
 def test_a_state_of_other_settings_is_refused(saved):
     assert_refused(saved, "has 1 batches in its window, where accumulation_steps is 1", new_step(1))
-    assert_refused(saved, "was saved with another bad_micro_batch", new_step(bad_micro_batch="drop"))
+    assert_refused(saved, "it lacks accu_grads.weight.window_dropped", new_step(bad_micro_batch="drop"))
     text = "the state is one of another network, optimizer or setting: it lacks mixed_precision"
     assert_refused(saved, text, new_step(mixed_precision="fp16"))
 
@@ -275,7 +286,7 @@ def test_no_manifest_crashes_or_is_taken_by_half(kind, tmp_path):
     parameters = list(step.parameters_and_names()) if kind == "step" else list(network.parameters_and_names())
 
     def everything():
-        return [item.asnumpy().tobytes() for _, item in parameters], dict(vars(step.events))["batches"]
+        return [item.asnumpy().tobytes() for _, item in parameters], Contents(step).state_dict()
 
     @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(places), JSON)

@@ -244,7 +244,7 @@ def test_a_step_takes_a_models_state_unless_its_place_is_damaged(place, tmp_path
     assert load_state(model.train_network, tmp_path).epoch == 1
     manifest = tmp_path / "state-000001" / "manifest.json"
     known = json.loads(manifest.read_text())
-    known["ranks"][0]["data"] = place
+    known["ranks"][0]["data"] = [place]
     manifest.write_text(json.dumps(known))
     with pytest.raises(ValueError, match="Nothing was changed."):
         load_state(model.train_network, tmp_path)

@@ -1,135 +1,157 @@
-"""What of a training step is state: tensors by name, and numbers."""
+"""The state of a training step: tensors by name, and the numbers of its objects."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from mindspore import Parameter, Tensor
 
-from ms_gradaccum._checks import DamagedState, is_count
+from ms_gradaccum._checks import another_program, check_saved_list
 from ms_gradaccum.backend.optimizers import all_parameters
-from ms_gradaccum.checkpoint import plain_state
-from ms_gradaccum.checkpoint.files import another_program
-from ms_gradaccum.checkpoint.plain_state import Steps
-from ms_gradaccum.checkpoint.window_sums import Held, WindowSums, hold
-from ms_gradaccum.gradients.loss_scaler import ForeignLossScale
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.averages import averages_of
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import digest
-from ms_gradaccum.training.events import COUNTS
 from ms_gradaccum.training.train_step import TrainOneStepCell
+
+# Parameters, and what they are to be given once all of a state has been checked.
+Assignments = list[tuple[Parameter, Any]]
+
+
+class Held(NamedTuple):
+    """A tensor of a state: the parameter that takes it, and what gives its value."""
+
+    parameter: Parameter
+    value: Callable[[], Any]
+    # Whether it is the same on all ranks by construction, and taking its value is collective.
+    is_gathered: bool = False
 
 
 class Contents:
-    """The tensors and numbers of a training step.
+    """All that a state has of a training step.
 
     Attributes:
-        tensors: All but the sums of the window, by name. The names are those of MindSpore's checkpoints; where several
-            networks or optimizers have the same ones, those of the second and later ones get a prefix.
-        sums: For each buffer, what it holds of an open window.
-        trained: Names of the weights, which all ranks share.
+        tensors: Parameters by the names of MindSpore's checkpoints. Where several networks or optimizers have the same
+            names, those of the second and later ones get a prefix.
+        sums: For each window, what adds up in it: each rank has its own, and whoever holds a part, the sum is one.
+        trained: Names of the parameters that all ranks share.
         is_partitioned: Whether the compiler has given each rank its own part of all tensors.
     """
 
     def __init__(self, step: TrainOneStepCell | Accumulator) -> None:
         self.step = step
-        self.windows = step.windows
-        scales = [window.loss_scale for window in self.windows]
-        self.choosers = [scale.chooser for scale in scales if isinstance(scale, ForeignLossScale)]
-        self.is_partitioned = not self.windows[0].reducers
+        self.is_partitioned = not step.windows[0].reducers
+        # The compiler's own window is open within a call alone, and so has tensors and no numbers.
+        self.windows = [] if self.is_partitioned else step.windows
         self.tensors: dict[str, Held] = {}
-        self.sums: list[WindowSums] = []
+        self.sums: list[dict[str, Held]] = [{} for _ in self.windows]
         self._seen: set[int] = set()
-        for i, window in enumerate(self.windows):
-            self._add_window(window, f"network{i}." if i else "")
+        for i, window in enumerate(step.windows):
+            self._add_window(i, window, f"network{i}." if i else "")
         averages = averages_of(step)
-        for parameter in () if averages is None else (*averages.values, averages.updates):
-            self._add("", parameter, None)
-        trained = {id(weight) for window in self.windows for each in window.reducers for weight in each.replicas()}
+        self._add("", () if averages is None else (*averages.values, averages.updates))
+        trained = {id(each) for window in self.windows for reducer in window.reducers for each in reducer.replicas()}
         self.trained = [name for name, held in self.tensors.items() if id(held.parameter) in trained]
 
-    def _add_window(self, window: Any, prefix: str) -> None:
+    def _add_window(self, number: int, window: Any, prefix: str) -> None:
         for cell in (window.network, *window.optimizers):
             cell.init_parameters_data()
-        for parameter in window.network.get_parameters():
-            self._add(prefix, parameter, None)
+        self._add(prefix, window.network.get_parameters())
         for j, optimizer in enumerate(window.optimizers):
-            parallel = window.reducers[j] if window.reducers else None
+            reducer = window.reducers[j] if window.reducers else None
             own = f"{prefix}optimizer{j}." if j else prefix
-            for parameter in all_parameters(optimizer):
-                self._add(own, parameter, parallel)
-            if parallel is not None:
-                self.sums.append(WindowSums(parallel, own))
-        for parameter in window.loss_scale.get_parameters():
-            self._add(prefix, parameter, None)
+            self._add(own, all_parameters(optimizer), reducer)
+            if reducer is not None:
+                totals = reducer.buffer.all_totals()
+                self.sums[number].update({f"{own}{total.name}": _hold(reducer, total) for total in totals})
+        self._add(prefix, window.loss_scale.get_parameters())
 
-    def _add(self, prefix: str, parameter: Parameter, parallel: GradientReducer | None) -> None:
-        is_hidden = parallel is not None and parallel.saved(parameter) is None
-        if is_hidden or id(parameter) in self._seen:
-            return
-        self._seen.add(id(parameter))
-        name = f"{prefix}{parameter.name}"
-        if name in self.tensors:
-            raise ValueError(
-                f"For 'save_state', the parameters of a network must have names of their own, but got two {name!r}. "
-                f"Rename one: parameter.name = '...'."
-            )
-        self.tensors[name] = hold(parallel, parameter)
+    def _add(self, prefix: str, parameters: Iterable[Parameter], reducer: GradientReducer | None = None) -> None:
+        for parameter in parameters:
+            is_hidden = reducer is not None and reducer.saved(parameter) is None
+            if is_hidden or id(parameter) in self._seen:
+                continue
+            self._seen.add(id(parameter))
+            name = f"{prefix}{parameter.name}"
+            if name in self.tensors:
+                raise ValueError(
+                    f"For 'save_state', the parameters of a network must have names of their own, but got two "
+                    f"{name!r}. Rename one: parameter.name = '...'."
+                )
+            self.tensors[name] = _hold(reducer, parameter)
+
+    def open_sums(self) -> dict[str, Held]:
+        """Return the sums of the windows that are open, by name."""
+        opened = [sums for window, sums in zip(self.windows, self.sums) if window.count() > 0]
+        return {name: held for sums in opened for name, held in sums.items()}
 
     def digests(self) -> dict[str, str]:
         """Return a hash of each tensor that might differ from rank to rank."""
         return {name: digest([held.parameter]) for name, held in self.tensors.items() if not held.is_gathered}
 
-    def numbers(self) -> dict[str, Any]:
-        """Return what is no tensor, as JSON."""
-        return {
-            "buffers": [sums.numbers() for sums in self.sums],
-            "events": {name: getattr(self.step.events, name) for name in COUNTS},
-            "overflows_in_a_row": [window.overflows_in_a_row for window in self.windows],
-            "loss_scales": [plain_state.take(chooser) for chooser in self.choosers],
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers of the objects of the step, as JSON."""
+        windows = [window.state_dict() for window in self.windows]
+        numbers = {"events": self.step.events.state_dict(), "windows": windows}
+        return numbers | ({"loop": self.step.window.state_dict()} if isinstance(self.step, Accumulator) else {})
 
-    def plan_tensors(self, tensors: dict[str, Any]) -> Steps:
-        """Return what gives the step its tensors. Raise if they are not its own."""
-        missing, unknown = sorted(set(self.tensors) - set(tensors)), sorted(set(tensors) - set(self.tensors))
-        if missing or unknown:
-            parts = [_listed("lacks", missing), _listed("also has", unknown)]
-            raise another_program(" and ".join(part for part in parts if part))
-        return [_plan_tensor(name, held.parameter, tensors[name]) for name, held in self.tensors.items()]
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Give the objects their numbers. What one of them refuses leaves those before it changed."""
+        if isinstance(self.step, Accumulator):
+            if "loop" not in saved:
+                raise another_program("is of a TrainOneStepCell or a Model, not of an Accumulator")
+            self.step.window.load_state_dict(saved["loop"])
+        elif "loop" in saved:
+            raise another_program("is of an Accumulator")
+        self.step.events.load_state_dict(saved.get("events"))
+        for window, its in zip(self.windows, check_saved_list(saved.get("windows"), "windows", len(self.windows))):
+            window.load_state_dict(its)
 
-    def plan_numbers(self, numbers: dict[str, Any]) -> Steps:
-        """Return what gives the step the numbers of a rank, but for those of its windows."""
-        events = numbers.get("events")
-        if not isinstance(events, dict) or set(events) != set(COUNTS) or not all(map(is_count, events.values())):
-            raise DamagedState("the state has no counts of batches and updates")
-        steps: Steps = [lambda: vars(self.step.events).update(events)]
-        for window, count in zip(self.windows, _same_length(numbers, "overflows_in_a_row", self.windows)):
-            steps.append(_plan_count(window, count))
-        for chooser, saved in zip(self.choosers, _same_length(numbers, "loss_scales", self.choosers)):
-            steps += plain_state.plan_to_put(chooser, saved, type(chooser).__name__)
-        return steps
+    def plan_tensors(self, found: dict[str, Any]) -> Assignments:
+        """Return which parameter gets which tensor. Raise if they are not those of the step."""
+        _check_names(set(self.tensors), set(found) - {name for sums in self.sums for name in sums})
+        for name, held in self.tensors.items():
+            _check_kind(name, found[name], held.parameter)
+        return [(held.parameter, found[name]) for name, held in self.tensors.items()]
+
+    def plan_sums(
+        self, common: dict[str, Any], own_of: Callable[[int], dict[str, Any]], mine: Sequence[int], has_sums: Any
+    ) -> Assignments:
+        """Return which sum of a window gets which tensor.
+
+        Args:
+            common: Sums that the saving ranks shared.
+            own_of: Gives the sums that a saving rank had for itself.
+            mine: Those ranks whose sums this one takes over.
+            has_sums: For each saving rank, whether its windows were open.
+        """
+        plan: Assignments = []
+        for i, sums in enumerate(self.sums):
+            opened = [rank for rank, flags in enumerate(has_sums) if flags[i]]
+            for name, held in sums.items():
+                ranks = [rank for rank in opened if held.is_gathered or rank in mine]
+                parts = [own_of(rank)[name] for rank in ranks if name in own_of(rank)]
+                if name in common and opened and (held.is_gathered or 0 in mine):
+                    parts.append(common[name])
+                elif len(parts) < len(ranks) and name not in common:
+                    raise another_program(f"lacks {name}")
+                plan.append((held.parameter, _sum(name, parts, held.parameter)))
+        return plan
 
 
-def _plan_count(window: Any, count: Any) -> Callable[[], None]:
-    if not is_count(count):
-        raise DamagedState("the state has no counts of overflows")
-    return lambda: setattr(window, "overflows_in_a_row", count)
+def _hold(reducer: GradientReducer | None, parameter: Parameter) -> Held:
+    """Return a parameter as a state has it: the whole, if this rank has a part of it alone."""
+    if reducer is None or parameter.name not in reducer.gathers:
+        return Held(parameter, parameter.asnumpy)
+    gather = reducer.gathers[parameter.name]
+    return Held(reducer.saved(parameter), lambda: gather(parameter).asnumpy(), True)
 
 
-def _same_length(numbers: dict[str, Any], name: str, expected: Sequence[Any]) -> list[Any]:
-    """Return a list from a manifest, of as many items as there are here."""
-    values = numbers.get(name)
-    if not isinstance(values, list) or len(values) != len(expected):
-        raise another_program(f"has not {len(expected)} {name}")
-    return values
-
-
-def _plan_tensor(name: str, parameter: Parameter, value: Any) -> Callable[[], None]:
-    tensor = Tensor(value)
-    if tuple(tensor.shape) != tuple(parameter.shape) or tensor.dtype != parameter.dtype:
-        theirs, ours = f"{tensor.dtype} {tuple(tensor.shape)}", f"{parameter.dtype} {tuple(parameter.shape)}"
-        raise another_program(f"has {name!r} as {theirs}, where {ours} is wanted")
-    return lambda: parameter.set_data(tensor)
+def _check_names(ours: Collection[str], theirs: Collection[str]) -> None:
+    missing, unknown = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+    if missing or unknown:
+        parts = [_listed("lacks", missing), _listed("also has", unknown)]
+        raise another_program(" and ".join(part for part in parts if part))
 
 
 def _listed(verb: str, names: list[str]) -> str:
@@ -137,3 +159,26 @@ def _listed(verb: str, names: list[str]) -> str:
         return ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{verb} {', '.join(names[:3])}{more}"
+
+
+def _check_kind(name: str, value: Any, parameter: Parameter) -> None:
+    """Raise unless an array has the shape and the dtype of a parameter."""
+    shape, dtype = tuple(value.shape), Tensor(np.zeros((), value.dtype)).dtype
+    if shape != tuple(parameter.shape) or dtype != parameter.dtype:
+        theirs, ours = f"{dtype} {shape}", f"{parameter.dtype} {tuple(parameter.shape)}"
+        raise another_program(f"has {name!r} as {theirs}, where {ours} is wanted")
+
+
+def _sum(name: str, parts: list[Any], parameter: Parameter) -> Any:
+    for part in parts:
+        _check_kind(name, part, parameter)
+    total = parts[0] if parts else np.zeros(parameter.shape, np.float32)
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def assign(plan: Assignments) -> None:
+    """Give each parameter its tensor."""
+    for parameter, value in plan:
+        parameter.set_data(Tensor(value, parameter.dtype))

@@ -38,11 +38,6 @@ _DTYPES["BF16"] = np.dtype(np_dtype.bfloat16)
 Tensors = Iterable[tuple[str, Callable[[], Any]]]
 
 
-def another_program(what: str) -> DamagedState:
-    """Return the error for a state that is whole but does not fit."""
-    return DamagedState(f"the state is one of another network, optimizer or setting: it {what}")
-
-
 def states_in(directory: Path) -> list[Path]:
     """Return the whole states in a folder, the oldest first."""
     found = [path for path in directory.glob("state-*") if _STATE.fullmatch(path.name) and path.is_dir()]

@@ -1,21 +1,25 @@
 """``load_state``: a training goes on where it was saved."""
 
 import os
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 
-from ms_gradaccum._checks import DamagedState, sentence
-from ms_gradaccum.checkpoint import files, loop_state
-from ms_gradaccum.checkpoint.contents import Contents
-from ms_gradaccum.checkpoint.files import another_program
-from ms_gradaccum.checkpoint.plain_state import Steps
+from ms_gradaccum._checks import (
+    DamagedState,
+    all_or_nothing,
+    another_program,
+    check_saved,
+    check_saved_list,
+    is_count,
+    sentence,
+)
+from ms_gradaccum.checkpoint import files
+from ms_gradaccum.checkpoint.contents import Assignments, Contents, assign
 from ms_gradaccum.checkpoint.ranks import Ranks
-from ms_gradaccum.checkpoint.saved_state import SavedState, check_directory, epoch_of, step_of
-from ms_gradaccum.checkpoint.window_sums import batches_in
+from ms_gradaccum.checkpoint.saved_state import SavedState, check_directory, step_of
 from ms_gradaccum.loops import random_state
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import PassPlace
@@ -31,8 +35,8 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
     file that is damaged, a tensor too few or of another shape, a number that is none are refused, and then nothing of
     the step is changed. Nothing in the files is executed.
 
-    The number of processes may be another one. Weights and optimizer state are cut anew; the sums of an open window are
-    added up where there are fewer processes, since a window is one sum whoever holds its parts; datasets that deal
+    The number of processes may be another one. Parameters and optimizer state are cut anew; the sums of an open window
+    are added up where there are fewer processes, since a window is one sum whoever holds its parts; datasets that deal
     their samples among the processes go on with those that are left. Data parallel can be exchanged for HSDP.
     States of the compiler's semi-auto-parallel hold each process's own part: load them with as many processes, or
     the tensors with MindSpore's functions for distributed checkpoints.
@@ -69,6 +73,16 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
     return _Loading(step, trained).run(check_directory(_OWNER, directory))
 
 
+class _Checked(NamedTuple):
+    """What of a state is assigned once every rank has found all of it good."""
+
+    tensors: Assignments
+    # None on a rank that was not there: with the random numbers of another one, two would draw the same.
+    random: dict[str, Any] | None
+    places: list[PassPlace]
+    told: SavedState
+
+
 class _Loading:
     def __init__(self, step: Any, trained: Any) -> None:
         self.ranks = Ranks(_OWNER)
@@ -78,94 +92,82 @@ class _Loading:
 
     def run(self, directory: Path) -> SavedState:
         words = self.ranks.exchange(lambda: str(_choose(directory)) if self.ranks.is_first else "")
-        state = Path(words[0])
-        plan: Steps = []
-        found: list[SavedState] = []
+        found: list[_Checked] = []
+        # Numbers are put back where one of them is refused, here or on another rank. Tensors are too large for that.
+        with all_or_nothing(self.contents):
+            self.ranks.exchange(lambda: found.append(self._load_numbers(Path(words[0]))))
+        self._assign(found[0])
+        return found[0].told
 
-        def prepare() -> None:
-            try:
-                manifest = files.read_manifest(state)
-                plan.extend(self._plan(state, manifest))
-                found.append(self._told(state, manifest))
-            except DamagedState as error:
-                raise ValueError(_refused(state, str(error))) from None
+    def _load_numbers(self, state: Path) -> _Checked:
+        """Check everything, and load the numbers last."""
+        try:
+            manifest = files.read_manifest(state)
+            everyone = manifest.get("ranks")
+            if not isinstance(everyone, list) or not everyone or not all(isinstance(each, dict) for each in everyone):
+                raise DamagedState(f"{state / files.MANIFEST} says nothing of its processes")
+            if not isinstance(manifest.get("extra"), dict):
+                raise DamagedState(f"{state / files.MANIFEST} says nothing of what was to be kept")
+            batches = self._batches(everyone)
+            tensors = self._plan_tensors(state, manifest["files"], batches)
+            # Of those that held it for themselves, this rank takes what its own number had, or the like.
+            rank, saved = self.ranks.world.rank, len(everyone)
+            numbers = everyone[rank % saved]
+            random = random_state.checked(numbers.get("random"), "the state")
+            places = _places(numbers.get("data"), saved, random)
+            # A window goes on for all ranks, also for those that were not there.
+            windows = [{**its, "batches": max(counts)} for its, counts in zip(numbers["windows"], zip(*batches))]
+            self.contents.load_state_dict({**numbers, "windows": windows})
+        except DamagedState as error:
+            raise ValueError(_refused(state, str(error))) from None
+        events, epoch = self.trained.events, places[0].next_epoch if places else None
+        told = SavedState(state, events.batches, events.updates, epoch, manifest["extra"])
+        return _Checked(tensors, random if rank < saved else None, places, told)
 
-        self.ranks.exchange(prepare)
-        for do in plan:
-            do()
-        return found[0]
-
-    def _plan(self, state: Path, manifest: dict[str, Any]) -> Steps:
-        numbers = manifest.get("ranks")
-        if not isinstance(numbers, list) or not numbers or not all(isinstance(each, dict) for each in numbers):
-            raise DamagedState(f"{state / files.MANIFEST} says nothing of its processes")
-        rank, size, saved = self.ranks.world.rank, self.ranks.world.size, len(numbers)
-        if self.contents.is_partitioned and saved != size:
+    def _batches(self, everyone: list[dict[str, Any]]) -> list[list[int]]:
+        """Return how many batches each window of each rank had."""
+        number, size = len(self.contents.windows), self.ranks.world.size
+        if self.contents.is_partitioned and len(everyone) != size:
             raise another_program(
-                f"has the compiler's partition over {saved} processes, not {size}. MindSpore's transform_checkpoints "
-                f"makes one of the other"
+                f"has the compiler's partition over {len(everyone)} processes, not {size}. MindSpore's "
+                f"transform_checkpoints makes one of the other"
             )
+        windows = [check_saved_list(each.get("windows"), "windows", number) for each in everyone]
+        what = "how many batches its windows had"
+        batches = [[check_saved(its, what, {"batches": is_count})["batches"] for its in each] for each in windows]
+        limit = getattr(self.trained, "accumulation_steps", None)
+        most = max((count for counts in batches for count in counts), default=0)
+        if limit is not None and 0 < most >= limit:
+            raise another_program(f"has {most} batches in its window, where accumulation_steps is {limit}")
+        return batches
+
+    def _plan_tensors(self, state: Path, written: dict[str, Any], batches: list[list[int]]) -> Assignments:
+        rank, size, saved = self.ranks.world.rank, self.ranks.world.size, len(batches)
 
         @cache
         def own_of(number: int) -> dict[str, Any]:
-            return files.read_tensors(state, manifest["files"], f"rank_{number}/")
+            return files.read_tensors(state, written, f"rank_{number}/")
 
-        common = files.read_tensors(state, manifest["files"], "")
-        # Of those that held it for themselves, this rank takes what its own number had, or the like.
-        like = rank % saved
+        common = files.read_tensors(state, written, "")
         return [
-            *self._plan_tensors(common, own_of, like, range(rank, saved, size), saved),
-            *self._plan_window(numbers, range(rank, saved, size)),
-            *self.contents.plan_numbers(numbers[like]),
-            *self._plan_order(numbers, like, saved),
+            *self.contents.plan_tensors(common | own_of(rank % saved)),
+            *self.contents.plan_sums(common, own_of, range(rank, saved, size), batches),
         ]
 
-    def _plan_tensors(
-        self, common: dict[str, Any], own_of: Callable[[int], dict[str, Any]], like: int, mine: range, saved: int
-    ) -> Steps:
-        sums = {name for each in self.contents.sums for name in each.held}
-        tensors = {name: value for name, value in (common | own_of(like)).items() if name not in sums}
-        steps = self.contents.plan_tensors(tensors)
-        for each in self.contents.sums:
-            steps += each.plan_tensors(common, own_of, list(mine), saved)
-        return steps
-
-    def _plan_window(self, numbers: list[dict[str, Any]], mine: range) -> Steps:
-        buffers = self.contents.sums
-        counts = [batches_in(each.get("buffers") or [], len(buffers)) for each in numbers]
-        limit = getattr(self.trained, "accumulation_steps", None)
-        steps: Steps = []
-        for i, sums in enumerate(buffers):
-            batches = max(each[i] for each in counts)
-            if limit is not None and batches >= limit:
-                raise another_program(f"has {batches} batches in its window, where accumulation_steps is {limit}")
-            steps += sums.plan_numbers([numbers[rank]["buffers"][i] for rank in mine], batches)
-        return steps
-
-    def _plan_order(self, numbers: list[dict[str, Any]], like: int, saved: int) -> Steps:
-        """Return what puts back the random states and the places in the data."""
-        steps: Steps = []
-        now = random_state.checked(numbers[like].get("random"), "the state")
+    def _assign(self, checked: _Checked) -> None:
+        assign(checked.tensors)
         if isinstance(self.trained, Accumulator):
-            steps += loop_state.plan_to_put(self.trained.window, numbers[like].get("loop"), saved, now)
-        elif "loop" in numbers[like]:
-            raise another_program("is of an Accumulator")
-        data = numbers[like].get("data")
-        if self.model is not None and data is not None:
-            place = PassPlace.of_json(data, saved)._replace(random_now=now)
-            steps.append(lambda: setattr(self.model, "resumed_place", place))
-        if self.ranks.world.rank < saved:
-            # A rank that was not there has its own random numbers, or two would draw the same.
-            steps.append(lambda: random_state.put(now))
-        return steps
+            self.trained.window.resume_at(checked.places)
+        elif self.model is not None and checked.places:
+            self.model.resumed_place = checked.places[0]
+        if checked.random is not None:
+            random_state.put(checked.random)
 
-    def _told(self, state: Path, manifest: dict[str, Any]) -> SavedState:
-        numbers = manifest["ranks"][self.ranks.world.rank % len(manifest["ranks"])]
-        extra = manifest.get("extra")
-        if not isinstance(extra, dict):
-            raise DamagedState(f"{state / files.MANIFEST} says nothing of what was to be kept")
-        events = numbers["events"]
-        return SavedState(state, events["batches"], events["updates"], epoch_of(numbers), extra)
+
+def _places(saved: Any, ranks: int, random: dict[str, Any]) -> list[PassPlace]:
+    if not isinstance(saved, list):
+        raise DamagedState("the state does not say where in its data it was saved")
+    return [PassPlace.of_json(place, ranks)._replace(random_now=random) for place in saved]
 
 
 def _choose(directory: Path) -> Path:

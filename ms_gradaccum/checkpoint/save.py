@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import mindspore as ms
 
 from ms_gradaccum._checks import check_positive_int, sentence, typed, warn
-from ms_gradaccum.checkpoint import files, loop_state
-from ms_gradaccum.checkpoint.contents import Contents
+from ms_gradaccum.checkpoint import files
+from ms_gradaccum.checkpoint.contents import Contents, Held
 from ms_gradaccum.checkpoint.ranks import Ranks
-from ms_gradaccum.checkpoint.saved_state import SavedState, check_directory, epoch_of, step_of
-from ms_gradaccum.checkpoint.window_sums import Held
+from ms_gradaccum.checkpoint.saved_state import SavedState, check_directory, step_of
 from ms_gradaccum.loops import random_state
 from ms_gradaccum.loops.accumulator import Accumulator
+from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "save_state"
@@ -61,7 +61,7 @@ def save_state(
         TypeError: If an argument has the wrong type.
         ValueError: If `directory` is no path that the system can have, or `keep_checkpoint_max` is less than 1.
         OSError: If the state cannot be written, for example on a full disk. Those before it are whole.
-        RuntimeError: If an Accumulator is in the middle of a batch, or the processes' weights differ.
+        RuntimeError: If an Accumulator is in the middle of a batch, or the processes' parameters differ.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -104,7 +104,9 @@ class _Saving:
         self.name = ""
 
     def run(self, keep_checkpoint_max: int, extra: dict[str, Any]) -> SavedState:
-        numbers = self._numbers()
+        places = self._places()
+        data = [place.as_json() for place in places]
+        numbers = {**self.contents.state_dict(), "random": random_state.take(), "data": data}
         try:
             own_names = self._begin()
             written = self.ranks.exchange(lambda: [self._write(own_names), numbers])
@@ -115,15 +117,15 @@ class _Saving:
             raise
         if self.ranks.is_first:
             self._remove_old(keep_checkpoint_max)
-        events = self.trained.events
-        return SavedState(self.directory / self.name, events.batches, events.updates, epoch_of(numbers), extra)
+        events, epoch = self.trained.events, places[0].next_epoch if places else None
+        return SavedState(self.directory / self.name, events.batches, events.updates, epoch, extra)
 
-    def _numbers(self) -> dict[str, Any]:
-        numbers = {**self.contents.numbers(), "random": random_state.take()}
+    def _places(self) -> list[PassPlace]:
+        """Return where this process is in its data: of a loop, in each of its prepared datasets."""
         if isinstance(self.trained, Accumulator):
-            numbers["loop"] = loop_state.take(self.trained.window)
+            return [dataset.place() for dataset in self.trained.window.datasets()]
         place = None if self.model is None else getattr(self.model, "data_place", None)
-        return numbers if place is None else {**numbers, "data": place.as_json()}
+        return [] if place is None else [place]
 
     def _begin(self) -> set[str]:
         """Agree about the name of the state, and return the names of the tensors that differ from rank to rank."""
@@ -146,13 +148,13 @@ class _Saving:
         strangers = sorted(differing & set(self.contents.trained))
         if strangers:
             raise RuntimeError(
-                f"For '{_OWNER}', the processes must have the same weights, but got different ones of "
-                f"{strangers[0]!r}. Look for what changes weights outside the optimizer, or load the last state."
+                f"For '{_OWNER}', the processes must have the same parameters, but got different ones of "
+                f"{strangers[0]!r}. Look for what changes parameters outside the optimizer, or load the last state."
             )
         return differing
 
     def _write(self, own_names: set[str]) -> dict[str, Any]:
-        sums = [item for each in self.contents.sums for item in each.tensors().items()]
+        sums = list(self.contents.open_sums().items())
         tensors = list(self.contents.tensors.items())
         own = [(name, held) for name, held in tensors if name in own_names]
         own += [(name, held) for name, held in sums if not held.is_gathered]

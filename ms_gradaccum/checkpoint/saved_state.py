@@ -8,7 +8,6 @@ import mindspore as ms
 from ms_gradaccum._checks import check_path, sentence
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.averages import averages_of
-from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 
@@ -43,14 +42,6 @@ def step_of(owner: str, step: Any) -> TrainOneStepCell | Accumulator:
     if isinstance(step, Accumulator):
         step.window.check_between_batches(owner)
     return step
-
-
-def epoch_of(numbers: dict[str, Any]) -> int | None:
-    """Return the number of the pass over the data that comes next, if the numbers of a rank tell."""
-    place = numbers.get("data")
-    if place is None and "loop" in numbers:
-        place = next(iter(numbers["loop"]["datasets"]), None)
-    return None if place is None else PassPlace.of_json(place, 1).next_epoch
 
 
 def check_directory(owner: str, directory: Any) -> Path:

@@ -99,6 +99,11 @@ class GradBuffer(nn.Cell):
         """Return the sums of all terms."""
         return [total for term in self.terms for total in term.sums]
 
+    def all_totals(self) -> list[Parameter]:
+        """Return everything of an open window that adds up over ranks, on each its own: what a state has of it."""
+        terms = [total for term in self.terms for total in (*term.sums, term.loss, term.weight)]
+        return terms + [each for each in (self.dropped, self.other_losses) if each is not None]
+
     def no_grads(self, weights: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
         """Return the gradients of no rows, after ``done``."""
         grads: tuple[Tensor, ...] = self.map(ops.partial(_spread, zero_after(done, self.weight)), weights)

@@ -10,6 +10,8 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore.ops.primitive import _primexpr
 
+from ms_gradaccum._checks import another_program
+from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled
 
 _SCALE, _CLEAN_WINDOWS = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
@@ -44,6 +46,15 @@ class NoLossScale(nn.Cell):
 
     def adjust(self, updated: Tensor, bad: Tensor) -> None:
         """Do the same from the host."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the state that is no parameter, as JSON. A cell's own `state_dict` has its parameters."""
+        return {}
+
+    def load_numbers(self, saved: Any) -> None:
+        """Go on from what `numbers` has returned."""
+        if saved != {}:
+            raise another_program("has the loss scale of a user's own class")
 
 
 class LossScale(NoLossScale):
@@ -146,6 +157,13 @@ class ForeignLossScale(FixedLossScale):
         else:
             self.chooser.update_loss_scale(is_bad)
         self._follow()
+
+    def numbers(self) -> dict[str, Any]:
+        return plain_state.take(self.chooser)
+
+    def load_numbers(self, saved: Any) -> None:
+        # The scale itself is a parameter.
+        plain_state.put(self.chooser, saved)
 
     def _follow(self) -> None:
         if isinstance(self.chooser, amp.LossScaler):

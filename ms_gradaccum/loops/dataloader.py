@@ -8,7 +8,8 @@ from mindspore import nn
 from mindspore.dataset import Dataset
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ms_gradaccum._checks import sentence, typed
+from ms_gradaccum._checks import check_saved, is_flag, sentence, typed
+from ms_gradaccum.backend import plain_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
@@ -170,6 +171,18 @@ class PreparedScheduler:
         if name == "scheduler":  # Of a copy that is being made.
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers of the scheduler and where it stands in the loop, as JSON."""
+        state = plain_state.take(self.scheduler)
+        return {"is_due": self.is_due, "follows_updates": self.follows_updates, "scheduler": state}
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Go on from what `state_dict` has returned."""
+        rules = dict.fromkeys(("is_due", "follows_updates"), is_flag)
+        flags = check_saved(saved, "where its schedulers stand", rules)
+        plain_state.put(self.scheduler, saved.get("scheduler"))
+        vars(self).update(flags)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Call the scheduler's ``step`` if there was an update since the last time."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore import nn
 
-from ms_gradaccum._checks import check_number, sentence, warn
+from ms_gradaccum._checks import all_or_nothing, check_number, check_saved, check_saved_list, is_flag, sentence, warn
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.loops.dataloader import ActivePasses, PreparedDataset, PreparedScheduler
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
@@ -165,11 +165,28 @@ class LoopWindow:
         place, self._places[number] = self._places[number], None
         return place
 
-    def go_on(self, ends: bool, updated: bool, is_open: list[bool], places: list[PassPlace]) -> None:
-        """Stand where the window of a state stood."""
-        self.ends, self.updated, self._places = ends, updated, list(places)
-        for trained, its in zip(self.networks, is_open):
-            trained.is_open, trained.has_batch = its, False
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers of the loop, as JSON. Its networks and its datasets have their own."""
+        return {
+            "ends": self.ends,
+            "updated": self.updated,
+            "counter": self.counter.state_dict(),
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+        }
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Go on from what `state_dict` has returned."""
+        flags = check_saved(saved, "where its window stands", dict.fromkeys(("ends", "updated"), is_flag))
+        schedulers = check_saved_list(saved.get("schedulers"), "schedulers", len(self.schedulers))
+        with all_or_nothing(self):
+            self.counter.load_state_dict(saved.get("counter"))
+            for scheduler, its in zip(self.schedulers, schedulers):
+                scheduler.load_state_dict(its)
+        vars(self).update(flags)
+
+    def resume_at(self, places: Sequence[PassPlace]) -> None:
+        """Let the prepared datasets go on at these places, in the order in which they are prepared."""
+        self._places = list(places)
 
     def check_between_batches(self, owner: str) -> None:
         """Raise unless this is a place where a state can be saved."""
@@ -177,6 +194,8 @@ class LoopWindow:
             raise _disorder(f"{owner}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
         if any(trained.outputs is not None or trained.clip is not None for trained in self.networks):
             raise _disorder(f"{owner}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
+        if self.in_batch:
+            self._keep_count()
 
     def chosen(self, network: nn.Cell | None) -> list[TrainedNetwork]:
         """Return the network that is meant, or all for None."""

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import check_loss, sentence
+from ms_gradaccum._checks import check_loss, check_saved, is_flag, sentence
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
@@ -75,6 +75,14 @@ class TrainedNetwork(Window):
     def join(self) -> None:
         super().join()
         self.is_open = self.has_batch = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "open": self.is_open}
+
+    def load_state_dict(self, saved: Any) -> None:
+        is_open = check_saved(saved, "whether its windows are open", {"open": is_flag})["open"]
+        super().load_state_dict(saved)
+        self.is_open = is_open
 
     def check_clip_with(self, clip: nn.Cell) -> None:
         """Raise if ``clip`` cannot clip in the coming step, because something else does."""

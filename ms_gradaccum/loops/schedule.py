@@ -4,7 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from ms_gradaccum._checks import check_accumulation_steps, check_bool, check_choice, check_positive_int, sentence, typed
+from ms_gradaccum._checks import (
+    check_accumulation_steps,
+    check_bool,
+    check_choice,
+    check_positive_int,
+    check_saved,
+    is_count,
+    is_number,
+    sentence,
+    typed,
+)
 from ms_gradaccum.backend.compiled import check_compile
 
 _OWNER = "AccumulationConfig"
@@ -180,7 +190,10 @@ class WindowCounter:
         batches: Batches in the open window, the current one included.
         updates: Updates made.
         tokens: Weight of the windows of these updates.
+        steps: Batches that the window shall have.
     """
+
+    _RULES = {"batches": is_count, "updates": is_count, "tokens": is_number, "steps": is_count}
 
     def __init__(self, config: AccumulationConfig) -> None:
         self.config = config
@@ -188,6 +201,14 @@ class WindowCounter:
         self.updates = 0
         self.tokens = 0.0
         self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, as JSON."""
+        return {name: getattr(self, name) for name in self._RULES}
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Go on from the counts that `state_dict` has returned."""
+        vars(self).update(check_saved(saved, "how many batches, updates and tokens its loop had", self._RULES))
 
     def begin_batch(self, end_of_data: bool, epoch: int | None, withheld: bool) -> bool:
         """Count one batch and return whether it ends the window, unless the end is withheld."""

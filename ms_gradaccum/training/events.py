@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from ms_gradaccum._checks import sentence, typed
+from ms_gradaccum._checks import check_saved, is_count, sentence, typed
 from ms_gradaccum.training.step_output import StepOutput
 
 NAMES = ("on_micro_batch_begin", "on_micro_batch_end", "on_update_begin", "on_update_end")
-# The state of `Events`: what it counts, and at how many micro batches the last window ended.
-COUNTS = ("batches", "micro_batches", "window_micro_batches", "updates", "skipped_updates", "_before_window")
 
 
 class StepEvent(NamedTuple):
@@ -65,11 +63,23 @@ class Events:
         skipped_updates: Windows that have ended without one.
     """
 
+    # What it counts, and at how many micro batches the last window ended.
+    _COUNTS = ("batches", "micro_batches", "window_micro_batches", "updates", "skipped_updates", "_before_window")
+
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.batches = self.micro_batches = self.window_micro_batches = self.updates = self.skipped_updates = 0
         self._before_window = 0
         self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, as JSON."""
+        return {name: getattr(self, name) for name in self._COUNTS}
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Go on from the counts that `state_dict` has returned."""
+        rules = dict.fromkeys(self._COUNTS, is_count)
+        vars(self).update(check_saved(saved, "how many batches and updates there were", rules))
 
     @property
     def heard(self) -> bool:

@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import warn_of_dropped
+from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn_of_dropped
 from ms_gradaccum.gradients.clipping import ClipByValue
 from ms_gradaccum.parallel.factory import build_parallel
 from ms_gradaccum.training.events import Events
@@ -98,6 +98,22 @@ class Window:
         """Write the number of batches beside the sums that they are in."""
         for reducer in self.reducers:
             reducer.buffer.batches.set_data(Tensor(batches, ms.int32))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers of the window, as JSON. Its sums are parameters of its buffers."""
+        return {
+            "batches": self.count(),
+            "overflows_in_a_row": self.overflows_in_a_row,
+            "loss_scale": self.loss_scale.numbers(),
+        }
+
+    def load_state_dict(self, saved: Any) -> None:
+        """Go on from the numbers that `state_dict` has returned."""
+        rules = {"batches": lambda value: is_count(value) and value <= MAX_INT, "overflows_in_a_row": is_count}
+        counts = check_saved(saved, "how many batches and overflows its windows had", rules)
+        self.loss_scale.load_numbers(saved.get("loss_scale"))
+        self.set_count(counts["batches"])
+        self.overflows_in_a_row = counts["overflows_in_a_row"]
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
         """Add one batch and return what its micro steps returned; the last one may add up the sums over the ranks."""

@@ -45,7 +45,9 @@ def new_step(kind):
 
 def bits(step):
     """A hash of all that this rank holds."""
-    return fingerprint([*step.network.get_parameters(), *step.optimizer.get_parameters(), *step.body.buffer.all_sums()])
+    return fingerprint(
+        [*step.network.get_parameters(), *step.optimizer.get_parameters(), *step.body.buffer.all_totals()]
+    )
 
 
 def error_of(work):

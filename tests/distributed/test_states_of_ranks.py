@@ -7,6 +7,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch  # noqa: E402
@@ -93,7 +94,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_loses_nothing(rank, two)
 
 def test_ranks_that_have_parted_save_nothing(two):
     for report in two:
-        rule = "RuntimeError: For 'save_state', the processes must have the same weights, but got different ones of "
+        rule = "RuntimeError: For 'save_state', the processes must have the same parameters, but got different ones of "
         assert report["strangers"].startswith(rule + "'0.weight'.")
     # Rank 0 clears up, while the other one may look.
     assert two[0]["strangers left"] == []
@@ -127,12 +128,15 @@ def test_what_the_compiler_has_partitioned_is_saved_rank_by_rank_as_mindspore_re
 
 
 def test_the_manifest_holds_each_rank(two, states):
-    manifest = read_manifest(states / "data parallel 2" / "state-000001")
+    state = states / "data parallel 2" / "state-000001"
+    manifest = read_manifest(state)
     assert len(manifest["ranks"]) == 2
-    assert [rank["buffers"][0]["terms"][0][1] for rank in manifest["ranks"]] == [7.0, 5.0]
+    assert [rank["windows"][0]["batches"] for rank in manifest["ranks"]] == [1, 1]
     assert sorted(manifest["files"]) == [
         "parameters-00000.safetensors",
         "rank_0/parameters-00000.safetensors",
         "rank_1/parameters-00000.safetensors",
     ]
     assert json.dumps(manifest)
+    weights = [load_file(state / f"rank_{rank}" / "parameters-00000.safetensors") for rank in (0, 1)]
+    assert [float(sums["accu_grads.0.weight.window_weight"]) for sums in weights] == [7.0, 5.0]

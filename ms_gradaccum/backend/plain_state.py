@@ -1,4 +1,4 @@
-"""The numbers of a Python object, such as a learning rate scheduler's, as JSON and back."""
+"""The numbers of a Python object that is not ours, such as a learning rate scheduler's, as JSON and back."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,20 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler
 
 from ms_gradaccum._checks import DamagedState
 
-# What is to be done, once all of a state has been checked.
-Steps = list[Callable[[], None]]
+# What is to be done, once everything has been checked.
+_Steps = list[Callable[[], None]]
 _PLAIN = (bool, int, float, str)
 
 
 def take(item: Any) -> dict[str, Any]:
     """Return the attributes of ``item`` that are numbers, strings, parameters or schedulers, or lists of them."""
     return {name: _as_json(value) for name, value in vars(item).items() if _is_state(value)}
+
+
+def put(item: Any, saved: Any) -> None:
+    """Give ``item`` the attributes that `take` has returned. If they are not its own, raise and change nothing."""
+    for step in _plan(item, saved, type(item).__name__):
+        step()
 
 
 def _is_state(value: Any) -> bool:
@@ -33,15 +39,14 @@ def _as_json(value: Any) -> Any:
     return [_as_json(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def plan_to_put(item: Any, saved: Any, what: str) -> Steps:
-    """Return what gives ``item`` the attributes that `take` has returned. Raise if they are not its own."""
+def _plan(item: Any, saved: Any, what: str) -> _Steps:
     own = [name for name, value in vars(item).items() if _is_state(value)]
     if not isinstance(saved, dict) or set(saved) != set(own):
         raise DamagedState(f"{what} has not the attributes {', '.join(own)} of a {type(item).__name__}")
-    return [step for name in own for step in _plan(item, name, saved[name], f"{what}.{name}")]
+    return [step for name in own for step in _plan_attribute(item, name, saved[name], f"{what}.{name}")]
 
 
-def _plan(item: Any, name: str, saved: Any, what: str) -> Steps:
+def _plan_attribute(item: Any, name: str, saved: Any, what: str) -> _Steps:
     current = vars(item)[name]
     if _is_plain(current):
         _check(_is_plain(saved) and _kind(saved) == _kind(current), what)
@@ -50,10 +55,10 @@ def _plan(item: Any, name: str, saved: Any, what: str) -> Steps:
     return _plan_inside(current, saved, what)
 
 
-def _plan_inside(current: Any, saved: Any, what: str) -> Steps:
-    """Return what changes parameters and schedulers in place: others hold them too."""
+def _plan_inside(current: Any, saved: Any, what: str) -> _Steps:
+    """Plan changes of parameters and schedulers in place: others hold them too."""
     if isinstance(current, LRScheduler):
-        return plan_to_put(current, saved, what)
+        return _plan(current, saved, what)
     if isinstance(current, (list, tuple)):
         _check(isinstance(saved, list) and len(saved) == len(current), what)
         return [step for own, its in zip(current, saved) for step in _plan_inside(own, its, what)]
@@ -61,7 +66,7 @@ def _plan_inside(current: Any, saved: Any, what: str) -> Steps:
         return []
     try:
         tensor = Tensor(saved, current.dtype)
-    except (TypeError, ValueError, RuntimeError):
+    except (OverflowError, TypeError, ValueError, RuntimeError):
         raise DamagedState(f"{what} is no tensor") from None
     _check(tensor.shape == current.shape, what)
     return [lambda: current.set_data(tensor)]

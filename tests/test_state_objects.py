@@ -1,0 +1,226 @@
+"""The objects of a training that have state: each gives it as JSON and takes it back, all of it or nothing."""
+
+import copy
+import json
+import types
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import line, sgd
+from mindspore import Parameter, Tensor, nn
+from mindspore.experimental import optim
+
+from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, TrainOneStepCell
+from ms_gradaccum._checks import DamagedState, all_or_nothing
+from ms_gradaccum.backend import plain_state
+from ms_gradaccum.gradients.loss_scaler import ForeignLossScale, NoLossScale
+from ms_gradaccum.loops.dataloader import PreparedScheduler
+from ms_gradaccum.loops.schedule import WindowCounter
+from ms_gradaccum.training.events import Events
+
+pytestmark = pytest.mark.usefixtures("eager")
+UPDATED, SKIPPED = (types.SimpleNamespace(updated=Tensor(flag)) for flag in (True, False))
+X = Tensor(np.arange(1, 5, dtype=np.float32).reshape(4, 1))
+
+
+class OwnScale(ms.amp.LossScaleManager):
+    """The loss scale of a user's own class."""
+
+    def __init__(self):
+        self.scales, self.name, self.seen = [8.0, 4.0], "own", Parameter(Tensor(1.0, ms.float32))
+
+    def get_loss_scale(self):
+        return self.scales[0]
+
+    def update_loss_scale(self, overflow):
+        self.scales = self.scales[::-1]
+        self.seen.set_data(self.seen + 1.5)
+
+
+def used_events(events):
+    events.batches = 2
+    for output in (UPDATED, SKIPPED, UPDATED):
+        events.micro_batch_end(0, 2)
+        events.update_end(output)
+    events.micro_batch_end(0, 2)
+
+
+def used_counter(counter):
+    for _ in range(5):
+        if counter.begin_batch(False, None, False):
+            counter.count_update(2.5)
+            counter.end_window()
+
+
+def new_scheduler():
+    optimizer = optim.SGD(line().trainable_params(), lr=0.5)
+    parts = [optim.lr_scheduler.StepLR(optimizer, 2, 0.5), optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    scheduler = optim.lr_scheduler.SequentialLR(optimizer, parts, [3])
+    return PreparedScheduler(scheduler, types.SimpleNamespace(in_batch=True))
+
+
+def used_scheduler(scheduler):
+    for _ in range(4):
+        scheduler.is_due = True
+        scheduler.step()
+    scheduler.is_due = True
+
+
+def used_scale(loss_scale):
+    loss_scale.adjust(Tensor(False), Tensor(True))
+
+
+def new_window():
+    network = line()
+    step = TrainOneStepCell(
+        GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2),
+        sgd(network),
+        accumulation_steps=3,
+        mixed_precision=OwnScale(),
+    )
+    return step.body.window
+
+
+def used_window(window):
+    window.add((X, X), {})
+    window.set_count(2)
+    window.loss_scale.adjust(Tensor(False), Tensor(True))
+    window.overflows_in_a_row = 5
+
+
+def new_loop(kind):
+    network = line()
+    optimizer = optim.SGD(network.trainable_params(), lr=0.01)
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, 2)
+    accumulator.prepare(optim.lr_scheduler.StepLR(optimizer, 2, 0.5), optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    loop = accumulator.window
+    loop.accumulator = accumulator
+    return loop.networks[0] if kind == "network" else loop
+
+
+def used_loop(loop):
+    for _ in range(3):
+        loop.accumulator.backward(X, X)
+        loop.accumulator.step()
+        for scheduler in loop.schedulers:
+            scheduler.step()
+
+
+def used_network(network):
+    network.backward((X, X), {})
+    network.set_count(1)
+
+
+OBJECTS = {
+    "events": (lambda: Events("it"), used_events),
+    "counter": (lambda: WindowCounter(AccumulationConfig(2)), used_counter),
+    "scheduler": (new_scheduler, used_scheduler),
+    "loss scale": (lambda: ForeignLossScale(OwnScale()), used_scale),
+    "window": (new_window, used_window),
+    "network": (lambda: new_loop("network"), used_network),
+    "loop": (lambda: new_loop("loop"), used_loop),
+}
+
+
+def state_of(item):
+    return item.numbers() if isinstance(item, NoLossScale) else item.state_dict()
+
+
+def load(item, saved):
+    return item.load_numbers(saved) if isinstance(item, NoLossScale) else item.load_state_dict(saved)
+
+
+def damaged(saved):
+    """What is no state any more: one place of it, at any depth, has nothing, or what never is a part of one."""
+    if isinstance(saved, (dict, list)):
+        for key in saved if isinstance(saved, dict) else range(len(saved)):
+            for other in damaged(saved[key]):
+                changed = copy.copy(saved)
+                changed[key] = other
+                yield changed
+        if isinstance(saved, dict) and saved:
+            yield {key: value for key, value in list(saved.items())[1:]}
+    yield None
+    yield [[object]]
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_fresh_object_takes_over_the_state_of_a_used_one(name):
+    build, use = OBJECTS[name]
+    used, fresh = build(), build()
+    use(used)
+    saved = json.loads(json.dumps(state_of(used)))
+    assert state_of(fresh) != saved
+    load(fresh, saved)
+    assert state_of(fresh) == saved == state_of(used)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_that_refuses_a_state_is_as_it_was(name):
+    build, use = OBJECTS[name]
+    used, item = build(), build()
+    use(used)
+    before, tried = state_of(item), 0
+    for saved in damaged(json.loads(json.dumps(state_of(used)))):
+        tried += 1
+        with pytest.raises(DamagedState):
+            load(item, saved)
+        assert state_of(item) == before
+    assert tried > 4
+
+
+def test_what_counted_alike_goes_on_alike():
+    ours, theirs = Events("it"), Events("it")
+    used_events(ours)
+    theirs.load_state_dict(ours.state_dict())
+    for events in (ours, theirs):
+        events.micro_batch_end(1, 2)
+        events.update_end(UPDATED)
+    assert ours.window_micro_batches == theirs.window_micro_batches == 2
+    assert (theirs.updates, theirs.skipped_updates, theirs.micro_batches) == (3, 1, 5)
+
+
+@pytest.mark.parametrize("count", [True, -1, 1.5, 2**62, "1", None])
+def test_a_count_is_a_whole_number(count):
+    events = Events("it")
+    with pytest.raises(DamagedState, match="^the state does not say how many batches and updates there were$"):
+        events.load_state_dict({**events.state_dict(), "updates": count})
+
+
+@pytest.mark.parametrize("tokens", [2**62, True, "1"])
+def test_tokens_are_a_number(tokens):
+    counter = WindowCounter(AccumulationConfig())
+    with pytest.raises(DamagedState, match="^the state does not say how many batches, updates and tokens its loop had"):
+        counter.load_state_dict({**counter.state_dict(), "tokens": tokens})
+
+
+def test_more_batches_than_a_buffer_counts_are_refused():
+    window = new_window()
+    with pytest.raises(DamagedState, match="^the state does not say how many batches and overflows its windows had$"):
+        window.load_state_dict({**window.state_dict(), "batches": 2**31})
+
+
+def test_a_step_without_a_loss_scale_of_its_own_refuses_one():
+    scale = NoLossScale()
+    scale.load_numbers(scale.numbers())
+    with pytest.raises(DamagedState, match="another network, optimizer or setting: it has the loss scale of a user's"):
+        scale.load_numbers(ForeignLossScale(OwnScale()).numbers())
+
+
+def test_parameters_inside_an_object_are_changed_in_place():
+    chooser = OwnScale()
+    held = chooser.seen
+    plain_state.put(chooser, {"scales": [2.0], "name": "other", "seen": 7.0})
+    assert chooser.seen is held and float(held.asnumpy()) == 7.0
+    assert (chooser.scales, chooser.name) == ([2.0], "other")
+
+
+def test_a_failure_of_any_kind_leaves_everything():
+    events = Events("it")
+    used_events(events)
+    before = events.state_dict()
+    with pytest.raises(KeyboardInterrupt), all_or_nothing(events):
+        events.load_state_dict(Events("it").state_dict())
+        raise KeyboardInterrupt
+    assert events.state_dict() == before
