@@ -27,7 +27,8 @@ def test_both_readmes_have_the_same_code():
     assert code_of("README.md") == code_of("README_CN.md")
 
 
-@pytest.mark.parametrize("code", BLOCKS)
+# One of the two READMEs, which have the same code.
+@pytest.mark.parametrize("code", [block for block in BLOCKS if not block.id.startswith("README_CN")])
 def test_documented_code_runs(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "block.py"  # GRAPH mode reads the source again and needs it in a file

@@ -3,13 +3,18 @@
 A `Program` is written once. Each face of the package (training step, `Model`, `Accumulator`) must leave what
 MindSpore's own step, or its own `Model`, leaves in the same mode, or say in a warning or an error why it does not.
 There is no third state: weights that differ without a word fail.
+
+Nearly all the time of these tests is compiling. So the faces take turns: of each program one is compiled in GRAPH mode
+and one in PYNATIVE mode, where the network runs op by op and the package compiles its sums and its update. In PYNATIVE
+mode the other faces run too, with ``MS_JIT=0``, which compiles nothing.
 """
 
 import functools
 import random
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -271,12 +276,12 @@ def deviations(found: Outcome, expected: Outcome) -> dict[str, float]:
 
 def check(program: Program, mode: str, face: str) -> None:
     """Check one cell of the table: equal to MindSpore's own training, or named."""
+    mode, _, setting = mode.partition(", ")
     ms.set_context(mode=MODES[mode])
     if program.nature and face != "step 1" and verify_names(program, program.nature):
         return
-    expected = stock(program, "Model" if face == "Model" and program.own_model else "step", mode)
     named = program.named if face != "step 1" or program.names_whole else None
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, environment(setting):
         warnings.simplefilter("always")
         try:
             found = outcome(program, train_ours, face)
@@ -290,8 +295,18 @@ def check(program: Program, mode: str, face: str) -> None:
     if named and about:
         assert len(about) == 1, f"said more than once: {about}"
         return
+    expected = stock(program, "Model" if face == "Model" and program.own_model else "step", mode)
     assert_equal(program, found, expected, whole=face == "step 1")
     assert said == about, f"equal, but with a warning: {said}"
+
+
+@contextmanager
+def environment(setting: str) -> Iterator[None]:
+    """Set a variable meanwhile, if there is a setting such as "MS_JIT=0"."""
+    with pytest.MonkeyPatch.context() as patch:
+        if setting:
+            patch.setenv(*setting.split("="))
+        yield
 
 
 def verify_names(program: Program, cause: str) -> bool:
@@ -319,25 +334,45 @@ def check_sees_lost_rows(program: Program) -> None:
     assert error > 20 * program.rtol, f"lost rows would pass: {error}"
 
 
+def checks_of(programs: dict[str, Program]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the two tests that a file of programs has: test_equal_or_named and test_lost_rows_would_be_seen."""
+
+    @pytest.mark.parametrize("program,mode,face", rows(programs))
+    def test_equal_or_named(program: Program, mode: str, face: str) -> None:
+        check(program, mode, face)
+
+    @pytest.mark.parametrize("program", splittable(programs))
+    def test_lost_rows_would_be_seen(program: Program) -> None:
+        check_sees_lost_rows(program)
+
+    return test_equal_or_named, test_lost_rows_would_be_seen
+
+
 def rows(programs: dict[str, Program]) -> list[Any]:
     """Return the cells of the table as the parameters of a test."""
     return [
-        pytest.param(program, mode, face, id=f"{name}-{mode}-{face}".replace(" ", "_"))
-        for name, program in programs.items()
-        for mode in program.modes
-        for face in faces_of(program, mode)
+        pytest.param(program, way, face, id=f"{name}-{way}-{face}".replace(" ", "_"))
+        for mode in ("GRAPH", "PYNATIVE")
+        for turn, (name, program) in enumerate((name, each) for name, each in programs.items() if mode in each.modes)
+        for way, face in runs_of(program, mode, turn)
     ]
 
 
-def faces_of(program: Program, mode: str) -> list[str]:
-    """Return what of the program is run in this mode."""
-    faces = [face for face in program.faces if face in ("step 1", "step 4") or not program.nature]
-    if mode == "GRAPH":
-        # Each face is compiled anew, and takes the same way.
-        faces = [face for face in faces if face != "Accumulator"]
-        if "Model" in faces and not program.own_model:
-            faces = [face for face in faces if face != "step 4"]
-    return faces
+def runs_of(program: Program, mode: str, turn: int) -> list[tuple[str, str]]:
+    """Return what of the program is run in this mode, if it is the turn-th one: ways and faces."""
+    if program.nature:
+        # The whole batch is compared, and `verify` looks at the micro batches.
+        return [(mode if mode == "GRAPH" else f"{mode}, MS_JIT=0", "step 1"), (mode, "step 4")]
+    whole = program.parts == 1
+    faces = [face for face in program.faces if not (whole and face == "step 4")]
+    # MindSpore's Model is no stand-in for its step where they differ.
+    apart = {"Model"} if program.own_model else set()
+    in_turn = [face for face in faces if face not in apart and (whole or face != "step 1")]
+    compiled = {in_turn[turn % len(in_turn)]} if in_turn else apart
+    if mode == "PYNATIVE":
+        return [(mode if face in compiled else f"{mode}, MS_JIT=0", face) for face in faces]
+    compiled |= apart | ({"step 1"} if program.names_whole else set())
+    return [(mode, face) for face in faces if face in compiled]
 
 
 def splittable(programs: dict[str, Program]) -> list[Any]:

@@ -2,8 +2,7 @@
 
 import mindspore as ms
 import numpy as np
-import pytest
-from harness import ROWS, UPDATES, Program, check, check_sees_lost_rows, momentum, regression, rows, splittable
+from harness import ROWS, UPDATES, Program, checks_of, momentum, regression
 from mindspore import Tensor, nn, ops
 
 
@@ -158,11 +157,4 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program,mode,face", rows(PROGRAMS))
-def test_equal_or_named(program, mode, face):
-    check(program, mode, face)
-
-
-@pytest.mark.parametrize("program", splittable(PROGRAMS))
-def test_lost_rows_would_be_seen(program):
-    check_sees_lost_rows(program)
+test_equal_or_named, test_lost_rows_would_be_seen = checks_of(PROGRAMS)

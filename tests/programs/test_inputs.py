@@ -1,8 +1,7 @@
 """Inputs as programs give them: dicts, tuples, what has no rows, and numbers of other types."""
 
 import numpy as np
-import pytest
-from harness import ROWS, UPDATES, Program, check, check_sees_lost_rows, regression, rows, splittable
+from harness import ROWS, UPDATES, Program, checks_of, regression
 from mindspore import nn, ops
 
 LOOPS = ("step 1", "step 4", "Accumulator")
@@ -145,11 +144,4 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program,mode,face", rows(PROGRAMS))
-def test_equal_or_named(program, mode, face):
-    check(program, mode, face)
-
-
-@pytest.mark.parametrize("program", splittable(PROGRAMS))
-def test_lost_rows_would_be_seen(program):
-    check_sees_lost_rows(program)
+test_equal_or_named, test_lost_rows_would_be_seen = checks_of(PROGRAMS)

@@ -1,8 +1,7 @@
 """Losses as programs write them: means over rows, over something else, sums, several at once."""
 
 import numpy as np
-import pytest
-from harness import ROWS, MeanOfPair, Program, check, check_sees_lost_rows, regression, rows, splittable
+from harness import ROWS, MeanOfPair, Program, checks_of, regression
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum import TokenMeanLoss
@@ -155,11 +154,4 @@ class First(MeanOfPair):
         return self.cell(*inputs)[0]
 
 
-@pytest.mark.parametrize("program,mode,face", rows(PROGRAMS))
-def test_equal_or_named(program, mode, face):
-    check(program, mode, face)
-
-
-@pytest.mark.parametrize("program", splittable(PROGRAMS))
-def test_lost_rows_would_be_seen(program):
-    check_sees_lost_rows(program)
+test_equal_or_named, test_lost_rows_would_be_seen = checks_of(PROGRAMS)

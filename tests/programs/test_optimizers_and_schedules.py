@@ -3,7 +3,7 @@
 import mindspore as ms
 import mindspore.experimental.optim as experimental
 import pytest
-from harness import UPDATES, Program, check, check_sees_lost_rows, rows, splittable
+from harness import UPDATES, Program, check, checks_of, rows
 from mindspore import Tensor, amp, nn, ops
 from test_optimizers import OPTIMIZERS
 
@@ -160,11 +160,4 @@ def test_each_optimizer_with_a_schedule(program, mode, face):
     check(program, mode, face)
 
 
-@pytest.mark.parametrize("program,mode,face", rows(PROGRAMS))
-def test_equal_or_named(program, mode, face):
-    check(program, mode, face)
-
-
-@pytest.mark.parametrize("program", splittable(PROGRAMS))
-def test_lost_rows_would_be_seen(program):
-    check_sees_lost_rows(program)
+test_equal_or_named, test_lost_rows_would_be_seen = checks_of(PROGRAMS)

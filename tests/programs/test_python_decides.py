@@ -10,7 +10,7 @@ import time
 import mindspore as ms
 import numpy as np
 import pytest
-from harness import Program, check, check_sees_lost_rows, outcome, rows, splittable, stock, train_ours
+from harness import Program, check, checks_of, outcome, stock, train_ours
 from mindspore import Tensor, nn, ops
 
 
@@ -283,18 +283,14 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program,mode,face", rows(PROGRAMS))
-def test_equal_or_named(program, mode, face):
-    check(program, mode, face)
+test_equal_or_named, test_lost_rows_would_be_seen = checks_of(PROGRAMS)
 
 
-@pytest.mark.parametrize("program", splittable(PROGRAMS))
-def test_lost_rows_would_be_seen(program):
-    check_sees_lost_rows(program)
-
-
-@pytest.mark.parametrize("face", ["step 1", "step 4", "Accumulator"])
-def test_the_clock_is_read_in_each_step(face, monkeypatch):
+@pytest.mark.parametrize(
+    "mode,face",
+    [("PYNATIVE", "step 4"), ("PYNATIVE, MS_JIT=0", "step 1"), ("PYNATIVE, MS_JIT=0", "Accumulator")],
+)
+def test_the_clock_is_read_in_each_step(mode, face, monkeypatch):
     now = [0.0]
 
     def read():
@@ -307,7 +303,7 @@ def test_the_clock_is_read_in_each_step(face, monkeypatch):
         now[0] = 0.0
 
     monkeypatch.setattr(time, "process_time", read)
-    check(Program(Clocked, prepare=reset, between=tick), "PYNATIVE", face)
+    check(Program(Clocked, prepare=reset, between=tick), mode, face)
 
 
 def test_numpy_without_a_type_is_refused_where_it_would_not_train():
