@@ -18,7 +18,7 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from sample_process import processes_in, running_sample  # noqa: E402
 
 from ms_gradaccum.checkpoint.files import number_of, states_in  # noqa: E402

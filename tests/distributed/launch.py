@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 import quick_mindspore  # noqa: E402
 
 # For what runs under msrun, all of which reports through this file.

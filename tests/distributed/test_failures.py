@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from sample_process import SAMPLES, SUBSET, processes_in, run_sample, running_sample  # noqa: E402
 
 

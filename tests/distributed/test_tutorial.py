@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS), str(TESTS / "distributed")]
+sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch  # noqa: E402
 from sample_process import SUBSET, find_data  # noqa: E402
 

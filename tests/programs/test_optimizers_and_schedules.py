@@ -5,7 +5,7 @@ import mindspore.experimental.optim as experimental
 import pytest
 from harness import UPDATES, Program, check, checks_of, rows
 from mindspore import Tensor, amp, nn, ops
-from test_optimizers import OPTIMIZERS
+from optimizers_tried import OPTIMIZERS
 
 RATES = [0.1, 0.05, 0.02]
 assert len(RATES) == UPDATES

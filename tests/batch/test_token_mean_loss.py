@@ -1,0 +1,285 @@
+"""TokenMeanLoss: the mean over the valid tokens of a window, however they were dealt."""
+
+import functools
+
+import mindspore as ms
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mindspore import Tensor, amp, nn, ops
+from refusal import raises, typed
+from step_probe import KeepGradients, keeping_step, number, tensors
+
+from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
+
+# What the compiler makes of it is tested where a test asks for a mode.
+pytestmark = pytest.mark.usefixtures("eager")
+
+START = np.float32([[-0.00748682], [0.53644359]])
+IGNORED = -100
+
+
+def causal_batch():
+    """Eight samples: sample i has the tokens 1 to i + 1, labelled by their remainder mod 2; the rest is padding."""
+    ids = np.zeros((8, 8), np.float32)
+    labels = np.full((8, 8), IGNORED, np.int32)
+    for i in range(8):
+        ids[i, : i + 1] = np.arange(1, i + 2)
+        labels[i, : i + 1] = ids[i, : i + 1] % 2
+    return ids[..., None], labels
+
+
+IDS, LABELS = causal_batch()
+
+
+def by_hand(ids, labels, weight=START, ignore_index=IGNORED):
+    """Sum of the cross-entropy, number of valid tokens and gradient of the sum, in float64."""
+    x, labels = ids.reshape(-1).astype(np.float64), labels.reshape(-1)
+    x, labels = x[labels != ignore_index], labels[labels != ignore_index]
+    logits = x[:, None] * weight.astype(np.float64).T
+    logits -= logits.max(-1, keepdims=True)
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    one_hot = np.eye(weight.shape[0])[labels]
+    loss_sum = -np.log((probabilities * one_hot).sum(-1)).sum()
+    return loss_sum, len(labels), (probabilities - one_hot).T @ x[:, None]
+
+
+def head(start=START):
+    return nn.Dense(1, len(start), Tensor(start), has_bias=False)
+
+
+def sgd_of(network, rate=0.08):
+    return nn.SGD(network.trainable_params(), rate)
+
+
+@functools.cache
+def causal_loop():
+    network = head()
+    return network, Accumulator(TokenMeanLoss(network), sgd_of(network))
+
+
+def train_causal(parts):
+    """The weights after one window of these parts of the batch."""
+    network, accumulator = causal_loop()
+    network.weight.set_data(Tensor(START))
+    for ids, labels in parts:
+        accumulator.window.counter.end_window()  # the window is as long as its parts
+        with accumulator.no_sync(), accumulator.accumulate():
+            loss = accumulator.backward(Tensor(ids), Tensor(labels))
+            loss_sum, tokens, _ = by_hand(ids, labels)
+            assert number(loss) == pytest.approx(loss_sum / max(tokens, 1), rel=1e-5)
+    output = accumulator.flush()
+    return network.weight.asnumpy().ravel(), output
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_the_causal_language_model_ends_where_the_whole_batch_does(mode, batches):
+    weights, output = train_causal(zip(np.split(IDS, batches), np.split(LABELS, batches)))
+    loss_sum, tokens, gradient = by_hand(IDS, LABELS)
+    assert tokens == number(output.weight) == 36
+    assert number(output.loss) == pytest.approx(loss_sum / 36, rel=1e-5)
+    np.testing.assert_allclose(weights, (START - 0.08 * gradient / 36).ravel(), rtol=1e-5)
+    np.testing.assert_allclose(weights, [0.0953, 0.4337], atol=5e-5)
+
+
+def test_a_mean_of_two_means_ends_elsewhere():
+    means = [by_hand(*half) for half in zip(np.split(IDS, 2), np.split(LABELS, 2))]
+    wrong = START - 0.08 * np.mean([gradient / tokens for _, tokens, gradient in means], axis=0)
+    np.testing.assert_allclose(wrong.ravel(), [0.0775, 0.4514], atol=5e-5)
+
+
+def test_a_batch_that_a_training_step_splits_is_the_same():
+    network = head()
+    step = TrainOneStepCell(GradAccumulation(TokenMeanLoss(network), 4), sgd_of(network))
+    output = step(*tensors(IDS, LABELS))
+    assert number(output.weight) == 36 and step.network.weighted  # it says so itself
+    np.testing.assert_allclose(network.weight.asnumpy().ravel(), [0.0953, 0.4337], atol=5e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=36, max_size=36), st.randoms(use_true_random=False))
+def test_any_dealing_of_the_tokens_over_batches_is_the_whole_batch(places, random):
+    # Each of the 36 tokens goes to one of four batches of 8 x 8 places; some may get none at all.
+    ids, labels = np.zeros((4, 64, 1), np.float32), np.full((4, 64), IGNORED, np.int32)
+    for place, token, label in zip(places, IDS[LABELS != IGNORED], LABELS[LABELS != IGNORED]):
+        free = random.choice(np.flatnonzero(labels[place] == IGNORED).tolist())
+        ids[place, free], labels[place, free] = token, label
+    weights, output = train_causal(zip(ids.reshape(4, 8, 8, 1), labels.reshape(4, 8, 8)))
+    np.testing.assert_allclose(weights, [0.0953, 0.4337], atol=5e-5)
+    assert number(output.weight) == 36
+
+
+def test_a_batch_without_a_valid_token_counts_nothing():
+    nothing = (np.full_like(IDS, 1e3), np.full_like(LABELS, IGNORED))
+    weights, output = train_causal([nothing, (IDS, LABELS), nothing])
+    np.testing.assert_allclose(weights, [0.0953, 0.4337], atol=5e-5)
+    assert number(output.weight) == 36 and np.isfinite(number(output.loss))
+
+
+def test_a_window_without_a_valid_token_makes_no_update():
+    weights, output = train_causal([(IDS, np.full_like(LABELS, IGNORED))] * 2)
+    np.testing.assert_array_equal(weights, START.ravel())
+    assert (number(output.updated), number(output.overflow), number(output.weight)) == (False, False, 0)
+    assert (number(output.loss), number(output.grad_norm)) == (0, 0)
+    # And the next one does.
+    np.testing.assert_allclose(train_causal([(IDS, LABELS)])[0], [0.0953, 0.4337], atol=5e-5)
+
+
+class WithOthers(nn.Cell):
+    """Logits before other outputs."""
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone = backbone
+
+    def construct(self, x, scale):
+        return self.backbone(x) * scale, x
+
+
+@pytest.mark.parametrize("ignore_index", [IGNORED, 1])
+def test_the_sum_and_the_number_of_tokens(ignore_index, mode):
+    loss_cell = TokenMeanLoss(WithOthers(head()), ignore_index)
+    labels = np.where(LABELS == IGNORED, ignore_index, LABELS)
+    loss_sum, tokens = loss_cell(Tensor(IDS), Tensor(1.0), Tensor(labels))
+    expected, valid, _ = by_hand(IDS, labels, ignore_index=ignore_index)
+    assert (loss_sum.dtype, loss_sum.shape, tokens.dtype, tokens.shape) == (ms.float32, (), ms.float32, ())
+    assert number(tokens) == valid == {IGNORED: 36, 1: 16}[ignore_index]
+    assert number(loss_sum) == pytest.approx(expected, rel=1e-5)
+
+
+def test_labels_of_64_bits_and_rows_without_time():
+    loss_sum, tokens = TokenMeanLoss(head())(Tensor(IDS[:, 0]), Tensor(LABELS[:, 0].astype(np.int64)))
+    expected, valid, _ = by_hand(IDS[:, 0], LABELS[:, 0])
+    assert number(tokens) == valid == 8 and number(loss_sum) == pytest.approx(expected, rel=1e-5)
+
+
+# 4000 tokens of size 100 at equal probabilities: the sum of their gradients is 200000, which no float16 holds.
+MANY = np.full((4000, 1), 100, np.float32)
+ZEROS = np.zeros(4000, np.int32)
+
+
+def float16_weights(network):
+    return network.to_float(ms.float16), network.weight.set_dtype(ms.float16)
+
+
+def flagged(network):
+    return (network.to_float(ms.float16),)
+
+
+def automatic(network):
+    return (amp.auto_mixed_precision(network, "auto"),)
+
+
+def rewritten(network):
+    return (amp.auto_mixed_precision(network, "O1"),)
+
+
+HALVES = [float16_weights, flagged, automatic, rewritten]
+
+
+@pytest.mark.parametrize("halve", HALVES, ids=lambda halve: halve.__name__)
+def test_the_gradient_of_many_tokens_does_not_overflow_in_float16(halve, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # O1 writes the networks that it rewrites
+    network = halve(head(np.zeros((2, 1), np.float32)))[0]
+    loss_cell = TokenMeanLoss(network)
+    (gradient,) = ops.grad(lambda *batch: loss_cell(*batch)[0], None, network.trainable_params())(*tensors(MANY, ZEROS))
+    assert np.isinf(gradient.asnumpy()).all()  # the plain sum
+    step = keeping_step(loss_cell, 2, accumulation_steps=2)
+    step(*tensors(MANY, ZEROS))
+    output = step(*tensors(MANY[:500], ZEROS[:500]))
+    np.testing.assert_allclose(step.optimizer.gradients()[0], [[-50], [50]], rtol=2e-3)
+    assert number(output.weight) == 4500 and number(output.updated)
+    assert step.body.buffer.sums[0].dtype == ms.float32 and output.loss.dtype == ms.float32
+    assert number(output.loss) == pytest.approx(np.log(2), rel=1e-3)
+
+
+def test_a_float16_batch_without_a_valid_token():
+    network = head(np.zeros((2, 1), np.float32)).to_float(ms.float16)
+    optimizer = KeepGradients(network.trainable_params())
+    accumulator = Accumulator(TokenMeanLoss(network), optimizer, 2)
+    for labels in (np.full_like(ZEROS, IGNORED), ZEROS):
+        accumulator.backward(*tensors(MANY, labels))
+    output = accumulator.step()
+    np.testing.assert_allclose(optimizer.gradients()[0], [[-50], [50]], rtol=2e-3)
+    assert number(output.weight) == 4000 and number(output.updated)
+
+
+SHAPES = (
+    "For 'TokenMeanLoss', the labels must have the shape of the logits without their last axis, but got labels of "
+    "shape (8, 7) and logits of shape (8, 8, 2). Give one label per token."
+)
+
+
+def test_labels_that_do_not_fit():
+    with raises(ValueError, SHAPES):
+        TokenMeanLoss(head())(Tensor(IDS), Tensor(LABELS[:, :7]))
+
+
+def test_wrong_arguments():
+    rule = "For 'TokenMeanLoss', the argument 'backbone' must be an nn.Cell"
+    with raises(TypeError, f"{rule}, but got {typed(3)}. Give the network that returns logits."):
+        TokenMeanLoss(3)
+    rule = "For 'TokenMeanLoss', the argument 'ignore_index' must be an int"
+    for value in (True, None, -100.0):
+        with raises(TypeError, f"{rule}, but got {typed(value)}. It is the label of padding."):
+            TokenMeanLoss(head(), value)
+
+
+class OwnLoss(nn.Cell):
+    """A language model that computes its loss itself."""
+
+    def __init__(self, weighted=False):
+        super().__init__()
+        self.head = nn.Dense(1, 2, weight_init=Tensor(START), has_bias=False)
+        self.weighted = weighted
+
+    def construct(self, ids, labels):
+        logits, labels = self.head(ids).reshape(-1, 2), labels.reshape(-1)
+        if self.weighted:
+            tokens = ops.cast(labels != IGNORED, ms.float32).sum()
+            return ops.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), tokens
+        return ops.cross_entropy(logits, labels, ignore_index=IGNORED)
+
+
+class OptionalLabels(OwnLoss):
+    def construct(self, ids, labels=None):
+        return ops.square(self.head(ids)).mean()
+
+
+OWN_LOSS = (
+    "A model that computes its loss itself goes into GradAccumulation without it: let it return (loss_sum, tokens), in "
+    "mindformers with calculate_per_token_loss=True, and set weighted=True."
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        (
+            OwnLoss,
+            TypeError,
+            "the backbone must take the inputs before the last one, which is the labels, but got construct(ids, "
+            f"labels) for 1 of them. {OWN_LOSS}",
+        ),
+        (
+            OptionalLabels,
+            ValueError,
+            f"the backbone must return logits with an axis of classes, but got a scalar. {OWN_LOSS}",
+        ),
+    ],
+)
+def test_a_model_that_computes_its_loss_is_refused_with_the_way_out(mode, kind, error, text):
+    network = kind()
+    step = TrainOneStepCell(GradAccumulation(TokenMeanLoss(network), 4), sgd_of(network))
+    with pytest.raises(error) as raised:
+        step(*tensors(IDS, LABELS))
+    assert str(raised.value).partition("\n")[0] == f"For 'TokenMeanLoss', {text}"
+    assert np.array_equal(network.head.weight.asnumpy(), START)
+
+
+def test_the_way_out_of_a_model_that_computes_its_loss_is_the_token_mean(mode):
+    network = OwnLoss(weighted=True)
+    step = TrainOneStepCell(GradAccumulation(network, 4, weighted=True), sgd_of(network))
+    assert number(step(*tensors(IDS, LABELS)).weight) == 36
+    np.testing.assert_allclose(network.head.weight.asnumpy().ravel(), [0.0953, 0.4337], atol=5e-5)

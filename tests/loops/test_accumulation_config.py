@@ -1,0 +1,226 @@
+"""AccumulationConfig and AccumulationSchedule: how many batches make an update, and when that changes."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from linear_toy import descend, line, sgd, weight_of
+from loop_toy import FOUR, batch, nan_batch, toy_loop, train, updates_of
+from mindspore import nn
+from refusal import raises, typed
+from step_probe import compilations, number
+
+from ms_gradaccum import AccumulationConfig, AccumulationSchedule, Accumulator
+from ms_gradaccum.loops.schedule import merge_config
+
+# What the compiler makes of it is tested where a test asks for a mode.
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+def windows_of(accumulator, dataset, epochs):
+    """For each epoch the numbers of batches of its windows; nothing is computed."""
+    diary = []
+    for _ in range(epochs):
+        sizes = []
+        for _ in dataset:
+            with accumulator.accumulate():
+                if accumulator.sync_gradients:
+                    sizes.append(accumulator.window.counter.batches)
+        diary.append(sizes)
+    return diary
+
+
+# Lightning's test_gradient_accumulation_scheduler.py: so many updates of ten batches in each epoch.
+LIGHTNING = [
+    ({1: 2, 3: 4}, [10, 5, 5, 3]),
+    ({0: 2, 2: 1}, [5, 5, 10, 10]),
+    ({0: 10, 1: 3}, [1, 4, 4, 4]),
+    ({3: 2}, [10, 10, 10, 5]),
+]
+
+
+@pytest.mark.parametrize("schedule, updates", LIGHTNING, ids=str)
+@pytest.mark.parametrize("wrap", [dict, AccumulationSchedule], ids=["dict", "schedule"])
+def test_a_schedule_by_epoch(schedule, updates, wrap):
+    _, accumulator = toy_loop(schedule=wrap(schedule))
+    diary = windows_of(accumulator, accumulator.prepare(range(10)), 4)
+    assert [len(sizes) for sizes in diary] == updates
+    # The last window of an epoch has what is left of it.
+    assert [sum(sizes) for sizes in diary] == [10] * 4
+
+
+def test_a_carried_window_keeps_its_number_of_batches_in_the_next_epoch():
+    _, accumulator = toy_loop(schedule={0: 4, 1: 2}, sync_with_dataloader=False)
+    assert windows_of(accumulator, accumulator.prepare(range(6)), 3) == [[4], [4, 2, 2], [2, 2, 2]]
+
+
+def run_updates(schedule, batches):
+    """The numbers of batches of the windows, with every update really made."""
+    _, accumulator = toy_loop(schedule=schedule)
+    sizes, size = [], 0
+    for update in updates_of(accumulator, batches):
+        size += 1
+        if update:
+            sizes.append(size)
+            size = 0
+    return sizes
+
+
+def test_a_schedule_by_updates():
+    schedule = AccumulationSchedule({0: 1, 2: 3, 3: 2}, unit="update")
+    assert run_updates(schedule, [batch(1)] * 9) == [1, 1, 3, 2, 2]
+    # A skipped window is no update: the third is one of three batches again.
+    sizes = [batch(1), batch(1), batch(1), nan_batch(), batch(1), *[batch(1)] * 5]
+    assert run_updates(schedule, sizes) == [1, 1, 6, 2]
+
+
+def test_a_schedule_by_tokens():
+    # Here the weight of a batch is its rows: 2.
+    schedule = AccumulationSchedule({4: 2, 11: 3}, unit="token")
+    # 2 and 4 rows seen after two batches, then windows of 4 rows: 8, 12; then of three batches.
+    assert run_updates(schedule, FOUR * 3) == [1, 1, 2, 2, 3, 3]
+
+
+def every_k_schedule(updates):
+    """That of optax's test_multi_steps_every_k_schedule: two steps, then three from the third update on."""
+    return 2 if updates < 2 else 3
+
+
+def test_a_schedule_may_be_a_function_of_the_updates_as_in_optax():
+    assert run_updates(every_k_schedule, FOUR * 3) == [2, 2, 3, 3]
+
+
+def test_a_new_number_of_steps_compiles_nothing_and_divides_by_what_there_is():
+    network, accumulator = toy_loop(1)
+    list(train(accumulator, FOUR))
+    network, accumulator = toy_loop(schedule={0: 1, 1: 3, 2: 4})
+    dataset = accumulator.prepare(FOUR)
+    with compilations() as compiled:
+        for _ in range(3):
+            list(train(accumulator, dataset))
+    assert compiled == []
+    pairs = [(1, 2), (3, 4), (5, 6), (7, 8)]
+    expected = descend(*pairs, (1, 2, 3, 4, 5, 6), (7, 8), (1, 2, 3, 4, 5, 6, 7, 8))
+    assert weight_of(network) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_windows_of_a_schedule_are_the_updates_of_its_rows():
+    network, accumulator = toy_loop(schedule=AccumulationSchedule({0: 2, 1: 1}, "update"))
+    weights = [weight_of(network) for _ in train(accumulator, FOUR[:3])]
+    first = descend((1, 2, 3, 4))
+    assert weights == pytest.approx([0, first, descend((5, 6), weight=first)], rel=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.integers(0, 9), st.integers(1, 6), min_size=1), st.lists(st.integers(0, 8), max_size=6))
+def test_a_window_never_has_more_batches_than_when_it_began(milestones, passes):
+    schedule = AccumulationSchedule(milestones)
+    _, accumulator = toy_loop(schedule=schedule, sync_with_dataloader=False)
+    dataset = accumulator.prepare(range(0))
+    batches, begun = 0, None
+    for epoch, length in enumerate(passes):
+        dataset.dataset = range(length)
+        for _ in dataset:
+            begun = epoch if batches == 0 else begun
+            batches += 1
+            with accumulator.accumulate():
+                assert accumulator.sync_gradients == (batches == schedule.steps_at(begun))
+            batches *= not accumulator.sync_gradients
+    assert schedule.steps_at(min(milestones)) == milestones[min(milestones)]
+    assert schedule.steps_at(-1) == 1
+
+
+def test_a_schedule_by_epochs_needs_a_prepared_dataset():
+    _, accumulator = toy_loop(schedule={0: 2})
+    sentence = (
+        "For 'AccumulationConfig', the argument 'schedule' counts epochs, which takes a prepared dataset, but got a "
+        "batch from elsewhere. Loop over accumulator.prepare(dataset), or count updates."
+    )
+    for _ in range(2):
+        with raises(ValueError, sentence), accumulator.accumulate():
+            pass
+    # Nothing stays of it.
+    assert windows_of(accumulator, accumulator.prepare(range(3)), 1) == [[2, 1]]
+
+
+def test_a_function_must_return_a_positive_int():
+    remedy = "It is called with the number of updates so far."
+    _, accumulator = toy_loop(schedule=lambda updates: 0)
+    sentence = f"For 'AccumulationConfig', the argument 'schedule(0)' must be a positive int, but got 0. {remedy}"
+    with raises(ValueError, sentence), accumulator.accumulate():
+        pass
+    _, accumulator = toy_loop(schedule=lambda updates: 2.0)
+    got = typed(2.0)
+    sentence = f"For 'AccumulationConfig', the argument 'schedule(0)' must be a positive int, but got {got}. {remedy}"
+    with raises(TypeError, sentence), accumulator.accumulate():
+        pass
+
+
+def test_the_count_of_the_config_and_that_of_the_argument():
+    network = line()
+
+    def steps_of(*args, **settings):
+        optimizer = sgd(network)
+        return Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, *args, **settings).config
+
+    carried = AccumulationConfig(sync_with_dataloader=False)
+    assert steps_of() == AccumulationConfig() and steps_of(3) == AccumulationConfig(3)
+    assert steps_of(config=AccumulationConfig(4)) == steps_of(4, config=AccumulationConfig(4)) == AccumulationConfig(4)
+    assert steps_of(4, config=carried) == AccumulationConfig(4, sync_with_dataloader=False)
+    each = AccumulationConfig(sync_each_batch=True)
+    assert steps_of(4, config=each) == AccumulationConfig(4, sync_each_batch=True)
+
+
+CONTRADICTIONS = {
+    "count": (AccumulationConfig(3), "4 and a config with 3"),
+    "schedule": (AccumulationConfig(schedule={0: 2}), "4 and a config with a schedule"),
+}
+
+
+@pytest.mark.parametrize("config, got", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_a_count_and_a_config_that_contradict_each_other(config, got):
+    rule = "For 'Accumulator', the argument 'accumulation_steps' must be the same as that of config"
+    with raises(ValueError, f"{rule}, but got {got}. Give it in one place."):
+        merge_config("Accumulator", 4, config)
+
+
+def test_a_count_and_a_schedule_contradict_each_other():
+    sentence = (
+        "For 'AccumulationConfig', the argument 'accumulation_steps' must be 1 with a schedule, but got 4 and a "
+        "schedule. Put the number into the schedule, for example schedule={0: 1, 4: 2}."
+    )
+    with raises(ValueError, sentence):
+        AccumulationConfig(4, schedule={0: 2})
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        AccumulationConfig().accumulation_steps = 2
+    with pytest.raises(FrozenInstanceError):
+        AccumulationSchedule({0: 1}).unit = "token"
+    configs = {AccumulationConfig(schedule={0: 2}), AccumulationConfig(schedule=AccumulationSchedule({0: 2}))}
+    assert len(configs) == 2
+
+
+def test_all_ranks_have_the_same_text_for_a_function():
+    texts = {AccumulationConfig(schedule=make()).as_text() for make in (make_schedule, make_schedule)}
+    assert len(texts) == 1 and "make_schedule.<locals>.steps" in texts.pop()
+    assert AccumulationConfig(schedule={0: 2}).as_text() != AccumulationConfig(schedule={0: 3}).as_text()
+
+
+def make_schedule():
+    def steps(updates):
+        return 1 + updates
+
+    return steps
+
+
+def test_counters_per_call():
+    # After Keras's test_gradient_accumulation: iterations and accumulator at each call, three steps per update.
+    _, accumulator = toy_loop(3)
+    counter, table = accumulator.window.counter, []
+    for _ in train(accumulator, [batch(1)] * 4):
+        table.append((counter.batches, counter.updates, counter.tokens, accumulator.updated))
+    assert table == [(1, 0, 0, False), (2, 0, 0, False), (3, 1, 3, True), (1, 1, 3, False)]
+    assert number(accumulator._networks[0].reducers[0].buffer.weight) == 1

@@ -1,0 +1,265 @@
+"""MindSpore's own callbacks under Model, and what a user's callback finds there."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import ALL, Recorder, X, batches, descend, line, toy, toy_with_metrics, weight_of, whole
+from mindspore import Tensor, nn
+from mindspore.train import (
+    BackupAndRestore,
+    CheckpointConfig,
+    EarlyStopping,
+    History,
+    LambdaCallback,
+    LearningRateScheduler,
+    LossMonitor,
+    ModelCheckpoint,
+    OnRequestExit,
+    ReduceLROnPlateau,
+    SummaryCollector,
+    TimeMonitor,
+)
+
+from ms_gradaccum import ClipByGlobalNorm, Model
+
+# What the compiler makes of it is tested where a test asks for a mode.
+pytestmark = pytest.mark.usefixtures("eager")
+
+FIELDS = ("loss", "overflow", "loss_scale", "updated", "grad_norm", "clipped_grad_norm", "learning_rate", "weight")
+
+
+def loss_of(weight, *rows):
+    return np.mean([(2 * x - weight * x) ** 2 for x in rows])
+
+
+def test_a_callback_finds_the_report_the_optimizer_and_the_training_cell(mode):
+    found = []
+
+    class Own(ms.train.Callback):
+        def on_train_step_end(self, run_context):
+            params = run_context.original_args()
+            found.append((params.net_outputs, params.optimizer, params.train_network))
+
+    network, model = toy(accumulation_steps=2, clip=ClipByGlobalNorm(10.0))
+    model.train(1, batches(4), [Own()])
+    (inside, *_), (end, optimizer, train_network) = found
+    inside, end = inside._asdict(), end._asdict()
+    assert optimizer is train_network.optimizer and train_network is model.train_network
+    assert tuple(inside) == tuple(end) == FIELDS
+    assert all(isinstance(item, Tensor) for item in (*inside.values(), *end.values()))
+    # What only an update can tell is NaN inside a window. The gradient at weight 0 is 4 * mean(x * x) = 102.
+    unknown = (float("nan"),) * 3
+    report = [[item.asnumpy().item() for item in output.values()] for output in (inside, end)]
+    assert report[0] == pytest.approx([loss_of(0, *ALL[:4]), False, 1, False, *unknown, 4], nan_ok=True)
+    assert report[1] == pytest.approx([loss_of(0, *ALL), False, 1, True, 102, 10, 0.02, 8], rel=1e-5)
+
+
+def test_a_callback_sees_the_update_of_an_applied_last_window():
+    network, model = toy(accumulation_steps=3)
+    recorder = Recorder()
+    model.train(1, batches(2), recorder)
+    assert [output.updated.asnumpy().item() for output in recorder.outputs] == [False, False, True, True]
+    assert recorder.weights[-1] == weight_of(network) == pytest.approx(2.9912)
+
+
+def test_loss_monitor_prints_the_mean_over_the_rows_of_the_window(mode, capsys):
+    network, model = toy(micro_size=2, accumulation_steps=2)
+    model.train(1, batches(3), [LossMonitor(), TimeMonitor()])
+    printed = capsys.readouterr().out
+    lines = re.findall(r"epoch: 1 step: (\d), loss is (\S+)", printed)
+    weight = descend(ALL[:6])
+    losses = [loss_of(0, *ALL[:3]), loss_of(0, *ALL[:6]), loss_of(weight, 7, 8)]
+    assert [step for step, _ in lines] == ["1", "2", "3"]
+    assert [float(loss) for _, loss in lines] == pytest.approx(losses, rel=1e-5)
+    assert re.search(r"epoch time: \S+ ms, per step time: \S+ ms", printed)
+
+
+@pytest.mark.parametrize("last_window", ["apply", "carry"])
+def test_loss_monitor_ends_the_training_at_an_invalid_loss(last_window):
+    rows = X.copy()
+    rows[3] = np.nan
+    network, model = toy(accumulation_steps=3, last_window=last_window)
+    text = (
+        "For 'Model', the loss must be finite, but got nan in epoch 1, step 2. LossMonitor ends the training here; "
+        "without it the window is skipped."
+    )
+    with pytest.raises(ValueError, match=whole(text)):
+        model.train(1, batches(2, rows), LossMonitor())
+    assert weight_of(network) == 0
+    # What the bad rows left in the window would end each later training too.
+    model.train(1, batches(2), LossMonitor())
+    assert np.isfinite(weight_of(network)) and weight_of(network) > 0
+
+
+def test_history_and_lambda_callback_follow_the_epochs():
+    epochs, history = [], History()
+    network, model = toy_with_metrics(accumulation_steps=2)
+    watch = LambdaCallback(on_train_epoch_end=lambda context: epochs.append(context.original_args().cur_epoch_num))
+    model.fit(2, batches(4), batches(8), callbacks=[history, watch])
+    after_first, after_second = descend(ALL), descend(ALL, ALL)
+    assert epochs == history.epoch["epoch"] == [1, 2]
+    # The loss of the window is that before its update, the metric of the validation that after it.
+    assert history.history["net_output"] == pytest.approx([loss_of(0, *ALL), loss_of(after_first, *ALL)], rel=1e-4)
+    assert history.history["mse"] == pytest.approx([loss_of(w, *ALL) for w in (after_first, after_second)], rel=1e-4)
+
+
+def test_learning_rate_scheduler_sets_the_rate_of_the_next_update(mode):
+    network, model = toy(accumulation_steps=2)
+    # Its step counter counts batches: two to a window.
+    model.train(1, batches(2), LearningRateScheduler(lambda rate, step: 0.02 if step < 2 else 0.01))
+    assert weight_of(network) == pytest.approx(descend(ALL[4:], weight=descend(ALL[:4]), learning_rate=0.01))
+
+
+def test_reduce_lr_on_plateau_reduces_the_rate():
+    network, model = toy_with_metrics(accumulation_steps=2)
+    # The loss falls, so that in the mode "max" each epoch after the first is a plateau.
+    plateau = ReduceLROnPlateau("eval_loss", factor=0.5, patience=1, mode="max", min_delta=0)
+    model.fit(3, batches(4), batches(8), callbacks=plateau)
+    assert weight_of(network) == pytest.approx(descend(ALL, weight=descend(ALL, ALL), learning_rate=0.01))
+
+
+def test_early_stopping_stops_and_restores_the_best_weights():
+    network, model = toy_with_metrics(accumulation_steps=2)
+    stopping = EarlyStopping("eval_loss", patience=1, mode="max", restore_best_weights=True)
+    model.fit(5, batches(4), batches(8), callbacks=stopping)
+    assert stopping.stopped_epoch == 2
+    assert weight_of(network) == pytest.approx(descend(ALL))
+
+
+def momentum_model(**settings):
+    """A model whose optimizer has a state that a continued run needs."""
+    network = line()
+    optimizer = nn.Momentum(network.trainable_params(), 0.005, 0.9)
+    return network, Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=optimizer, **settings)
+
+
+@pytest.mark.parametrize("last_window, open_batches", [("apply", 0), ("drop", 0), ("carry", 1)])
+def test_a_run_continued_from_a_checkpoint_equals_the_uninterrupted_one(last_window, open_batches, tmp_path):
+    settings = {"accumulation_steps": 3, "last_window": last_window}
+    network, model = momentum_model(**settings)
+    recorder = Recorder()
+    config = CheckpointConfig(save_checkpoint_steps=4, keep_checkpoint_max=9, append_info=["epoch_num"])
+    model.train(3, batches(2), [ModelCheckpoint("toy", str(tmp_path), config), recorder])
+
+    checkpoint = ms.load_checkpoint(str(tmp_path / "toy-1_4.ckpt"))
+    assert checkpoint["weight"].asnumpy().item() == recorder.weights[3]
+    resumed_network, resumed = momentum_model(**settings)
+    missing, _ = ms.load_param_into_net(resumed.train_network, checkpoint)
+    assert missing == []
+    assert resumed.train_network.open_batches() == open_batches
+    resumed.train(3, batches(2), initial_epoch=int(checkpoint["epoch_num"].asnumpy()))
+    assert weight_of(resumed_network) == weight_of(network)
+
+
+def test_a_run_continued_in_mid_window_equals_the_uninterrupted_one(tmp_path):
+    network, model = momentum_model(accumulation_steps=3, last_window="carry")
+    config = CheckpointConfig(save_checkpoint_steps=1, keep_checkpoint_max=9)
+    model.train(1, batches(2), ModelCheckpoint("toy", str(tmp_path), config))
+
+    resumed_network, resumed = momentum_model(accumulation_steps=3, last_window="carry")
+    ms.load_param_into_net(resumed.train_network, ms.load_checkpoint(str(tmp_path / "toy-1_2.ckpt")))
+    assert weight_of(resumed_network) == 0 and resumed.train_network.open_batches() == 2
+    resumed.train(1, batches(2).skip(2))
+    assert weight_of(resumed_network) == weight_of(network) > 0
+
+
+def test_the_last_checkpoint_has_the_weights_of_the_trained_network(tmp_path):
+    network, model = toy(accumulation_steps=3)
+    model.train(1, batches(2), ModelCheckpoint("toy", str(tmp_path)))
+    fresh = line()
+    assert ms.load_param_into_net(fresh, ms.load_checkpoint(str(tmp_path / "toy-1_4.ckpt")))[0] == []
+    assert weight_of(fresh) == weight_of(network) == pytest.approx(2.9912)
+
+
+def test_a_checkpoint_is_saved_when_training_fails(tmp_path):
+    class Failure(ms.train.Callback):
+        def on_train_step_end(self, run_context):
+            raise KeyboardInterrupt
+
+    network, model = toy()
+    config = CheckpointConfig(save_checkpoint_steps=100, exception_save=True)
+    with pytest.raises(KeyboardInterrupt):
+        model.train(1, batches(2), [ModelCheckpoint("toy", str(tmp_path), config), Failure()])
+    saved = ms.load_checkpoint(str(tmp_path / "toy-1_1_breakpoint.ckpt"))
+    assert saved["weight"].asnumpy().item() == weight_of(network) == pytest.approx(descend([1, 2]))
+
+
+def test_backup_and_restore_goes_on_from_its_backup(tmp_path):
+    for epochs in (1, 3):
+        network, model = toy(accumulation_steps=2)
+        model.train(1, batches(4), BackupAndRestore(str(tmp_path), delete_checkpoint=epochs == 3))
+        assert weight_of(network) == pytest.approx(descend(*[ALL] * (epochs // 2 + 1)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_summary_collector_collects(tmp_path):
+    ms.set_context(mode=ms.GRAPH_MODE)  # where it looks for a graph too
+    network, model = toy(accumulation_steps=2)
+    model.train(1, batches(4), SummaryCollector(str(tmp_path), collect_freq=1))
+    assert weight_of(network) == pytest.approx(2.04)
+    (events,) = tmp_path.glob("*_MS")
+    assert b"loss" in events.read_bytes()
+
+
+@pytest.fixture
+def restored_signal():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+class Terminate(ms.train.Callback):
+    """What a scheduler does that wants its machine back, in the second batch."""
+
+    def on_train_step_begin(self, run_context):
+        if run_context.original_args().cur_step_num == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_on_request_exit_saves_the_weights_and_the_graph(restored_signal, tmp_path):
+    network, model = toy(accumulation_steps=3)
+    model.train(1, batches(2), [Terminate(), OnRequestExit(file_name="toy", directory=str(tmp_path))])
+    saved = ms.load_checkpoint(str(tmp_path / "rank_0" / "toy_train.ckpt"))
+    assert saved["weight"].asnumpy().item() == weight_of(network) == pytest.approx(2.9912)
+    assert (tmp_path / "rank_0" / "toy_train.mindir").exists()
+
+
+# It is read when the training cell is built, so it takes a process of its own.
+GRACEFUL_EXIT = """
+import sys
+from linear_toy import Recorder, batches, toy
+from mindspore.train import OnRequestExit
+from test_model_callbacks import Terminate
+
+network, model = toy(accumulation_steps=3, last_window="carry")
+recorder = Recorder()
+exits = OnRequestExit(save_mindir=False, file_name="toy", directory=sys.argv[1])
+model.train(5, batches(2), [Terminate(), exits, recorder])
+print("batches:", len(recorder.outputs))
+"""
+
+
+def test_a_graceful_exit_saves_the_open_window_and_stops(tmp_path):
+    tests = Path(__file__).parents[1]
+    # Not sys.path, to which MindSpore may have added folders whose math.py hides that of Python.
+    path = os.pathsep.join([str(tests / "loops"), str(tests / "support"), str(tests.parent)])
+    environment = {**os.environ, "MS_ENABLE_GRACEFUL_EXIT": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-c", GRACEFUL_EXIT, str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    # The signal arrives in the second batch: it ends there or, noticed at the start of a batch, in the third.
+    batches_done = int(re.search(r"batches: (\d)", ended.stdout)[1])
+    assert batches_done in (2, 3)
+    saved = ms.load_checkpoint(str(tmp_path / "rank_0" / "toy_train.ckpt"))
+    network, model = toy(accumulation_steps=3, last_window="carry")
+    ms.load_param_into_net(model.train_network, saved)
+    assert model.train_network.open_batches() == batches_done % 3
+    model.train(1, batches(2).skip(batches_done))
+    assert weight_of(network) == pytest.approx(1.2133333)

@@ -1,0 +1,43 @@
+"""The pages that Sphinx makes of docs/ and of the docstrings."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ms_gradaccum
+
+DOCS = Path(__file__).parents[2] / "docs"
+NAMES = [name for name, item in vars(ms_gradaccum).items() if name[0] != "_" and not inspect.ismodule(item)]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder with the pages, built as ``./run.sh docs`` does: a warning is an error."""
+    folder = tmp_path_factory.mktemp("pages")
+    command = ["-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-d", f"{folder}/doctrees"]
+    result = subprocess.run([sys.executable, *command, DOCS, folder / "html"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return folder / "html"
+
+
+def test_every_page_is_built(built):
+    for page in DOCS.rglob("*.md"):
+        assert (built / page.relative_to(DOCS).with_suffix(".html")).exists(), page
+
+
+def test_the_reference_has_every_public_name_and_its_sections(built):
+    reference = (built / "api.html").read_text()
+    assert [name for name in NAMES if f'id="ms_gradaccum.{name}"' not in reference] == []
+    for section in ("Parameters", "Keyword Arguments", "Inputs", "Outputs", "Raises", "Supported Platforms"):
+        assert f">{section}<" in reference, section
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docstrings_refer_to_public_names(name):
+    """What they refer to is a link in the reference."""
+    docstring = inspect.getdoc(getattr(ms_gradaccum, name))
+    assert set(re.findall(r":(?:class|func):`([^`]+)`", docstring)) <= set(NAMES)

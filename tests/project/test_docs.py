@@ -1,0 +1,51 @@
+"""Every Python block in the documentation runs."""
+
+import ast
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("*.md", "docs/**/*.md", "sample_code/*.md", "tests/*.md")
+PAGES = [page for folder in FOLDERS for page in sorted(ROOT.glob(folder))]
+BLOCKS = [
+    pytest.param(code, id=f"{page.relative_to(ROOT)}-{number}")
+    for page in PAGES
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S), 1)
+]
+
+
+def code_of(page):
+    """The code of the blocks of a page, without comments."""
+    return [ast.dump(ast.parse(*block.values)) for block in BLOCKS if block.id.rpartition("-")[0] == page]
+
+
+def test_both_readmes_have_the_same_code():
+    assert len(code_of("README.md")) > 1
+    assert code_of("README.md") == code_of("README_CN.md")
+
+
+# One of the two READMEs, which have the same code.
+@pytest.mark.parametrize("code", [block for block in BLOCKS if not block.id.startswith("README_CN")])
+def test_documented_code_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "block.py"  # GRAPH mode reads the source again and needs it in a file
+    file.write_text(code)
+    runpy.run_path(str(file), run_name="__main__")
+
+
+def test_the_tolerances_are_those_of_the_tests():
+    """What a row of the table calls the tolerance stands in the file that it names."""
+    rows = re.findall(
+        r"^\|.*\| `([^`]+)`[^|]* \| `(\w[\w/]+\.py)` \|$", (ROOT / "tests" / "README.md").read_text(), re.M
+    )
+    assert len(rows) > 5
+    assert [row for row in rows if row[0] not in (ROOT / row[1]).read_text()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_that_a_page_names_are_there(page):
+    files = re.findall(r"`((?:tests|benchmarks|ms_gradaccum|sample_code)/[\w/]+\.\w+)`", page.read_text())
+    assert [file for file in files if not (ROOT / file).exists()] == []

@@ -1,0 +1,206 @@
+"""The wheel and the source archive: they build, hold what they should, and work from elsewhere."""
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ms_gradaccum.backend.kernels import LIBRARY
+
+ROOT = Path(__file__).parents[2]
+VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M).group(1)
+PACKAGE_FILES = {file.relative_to(ROOT).as_posix() for file in (ROOT / "ms_gradaccum").rglob("*.py")}
+PACKAGE_FILES.add("ms_gradaccum/py.typed")
+# What the kernels are built of, and where it is then, if there is a compiler.
+KERNELS_SOURCES = {"setup.py", "ms_gradaccum/backend/kernels.cc"}
+KERNELS = f"ms_gradaccum/backend/{LIBRARY.name}"
+BUILT_FILES = PACKAGE_FILES | ({KERNELS} if shutil.which("g++") else set())
+METADATA = f"ms_gradaccum-{VERSION}.dist-info"
+
+# Run from elsewhere and as if no extra were installed, with a loop and what needs the extras.
+PROGRAM = """
+import sys
+sys.modules["matplotlib"] = sys.modules["tensorboardX"] = None
+
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from mindspore import Tensor, nn
+
+import ms_gradaccum
+from ms_gradaccum import GradAccumulation, MetricsLogger, TrainOneStepCell
+from ms_gradaccum.__main__ import main
+from ms_gradaccum.backend.kernels import LIBRARY
+
+network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
+x = Tensor(np.arange(1, 9, dtype=np.float32).reshape(8, 1))
+loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
+step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.02))
+with MetricsLogger("run.jsonl", train_step=step) as logger:
+    logger.log(step(x, 2 * x))
+print(Path(ms_gradaccum.__file__).parent, LIBRARY.exists())
+print(version("ms_gradaccum"))
+print(f"{network.weight.asnumpy().item():.5f}")
+try:
+    MetricsLogger("other.jsonl", "events")
+except ImportError as error:
+    print(str(error).split(". ")[-1])
+sys.stderr = sys.stdout
+print(main(["plot", "run.jsonl"]))
+"""
+
+# What follows a `#` is the error that mypy must find in the line, and in no other.
+USER = """
+import numpy as np
+from mindspore import Tensor, nn
+
+from ms_gradaccum import Accumulator, ClipByGlobalNorm, GradAccumulation, Model, StepOutput, TrainingPlan
+from ms_gradaccum import TrainOneStepCell, save_state
+
+network = nn.Dense(1, 1)
+optimizer = nn.SGD(network.trainable_params(), 0.1)
+x = Tensor(np.ones((8, 1), np.float32))
+
+loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
+GradAccumulation(network, "4")  # arg-type
+step = TrainOneStepCell(loss_cell, optimizer, accumulation_steps=2, clip=ClipByGlobalNorm(1.0), parallel="auto")
+TrainOneStepCell(loss_cell, optimizer, clip=1.0)  # arg-type
+TrainOneStepCell(loss_cell, optimizer, steps=2)  # call-arg
+TrainOneStepCell(loss_cell, optimizer, bad_micro_batch="ignore")  # arg-type
+output: StepOutput = step(x, x)
+output.lr  # attr-defined
+Model(loss_cell, optimizer=optimizer, last_window="drop", mixed_precision="fp16").train(1, None)
+Model(loss_cell, optimizer=optimizer, last_window="keep")  # arg-type
+Model(loss_cell, optimizer=optimizer, parallel=2)  # arg-type
+accumulator = Accumulator(network, optimizer, 4)
+with accumulator.accumulate():
+    accumulator.backward(x)
+    accumulator.clip_grad_norm("1.0")  # arg-type
+    accumulator.step()
+plan = TrainingPlan(dataset_size=8, batch_size=2, epochs=1)
+updates: int = plan.updates
+name: str = plan.updates  # assignment
+place: str = save_state(step, "states", extra={"updates": updates})  # assignment
+"""
+
+
+def run(*command, cwd, expected=0, **environment):
+    """Run Python without what this process sees of the checkout, and return what it prints and what it warns of."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
+    command = [sys.executable, *map(str, command)]
+    result = subprocess.run(command, cwd=cwd, env=kept | environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == expected, result.stdout + result.stderr
+    return result.stdout, result.stderr
+
+
+def build(sources, folder, *kind, compiler="g++"):
+    """Build into ``folder`` and return what it holds, by suffix."""
+    command = ["-m", "build", "--no-isolation", *kind, "--outdir", folder, sources]
+    said = "".join(run(*command, cwd=folder.parent, CC=compiler, CXX=compiler))
+    assert ("warning" in said.lower()) == (shutil.which(compiler) is None), said
+    return {file.suffix: file for file in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("packages")
+
+
+@pytest.fixture(scope="module")
+def sources(folder):
+    """A copy of the sources, so that nothing is left in the checkout."""
+    files = ["pyproject.toml", *KERNELS_SOURCES, "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", *PACKAGE_FILES]
+    files = [ROOT / file for file in files] + [*ROOT.glob("tests/**/*.py")]
+    for file in files:
+        copy = folder / "sources" / file.relative_to(ROOT)
+        if file.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+    return folder / "sources"
+
+
+@pytest.fixture(scope="module")
+def wheel(sources, folder):
+    return build(sources, folder / "wheel", "--wheel")[".whl"]
+
+
+@pytest.fixture(scope="module")
+def archive(sources, folder):
+    """The source archive, and the wheel that comes of it: what `build` makes if not told otherwise."""
+    return build(sources, folder / "archive")
+
+
+@pytest.fixture(scope="module")
+def site(archive, folder):
+    """Where the wheel of the source archive is installed."""
+    site = folder / "site"
+    run("-m", "pip", "install", "--no-deps", "--quiet", "--target", site, archive[".whl"], cwd=folder)
+    return site
+
+
+def contents(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+def test_the_wheel_holds_the_package_and_the_licence_and_nothing_else(wheel):
+    names = contents(wheel)
+    assert BUILT_FILES == {name for name in names if name.startswith("ms_gradaccum/")}
+    assert names[f"{METADATA}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    assert {name.split("/")[0] for name in names} == {"ms_gradaccum", METADATA}
+
+
+def test_without_a_compiler_the_wheel_has_no_kernel_and_all_else(archive, folder):
+    shutil.unpack_archive(archive[".gz"], folder / "unpacked")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    names = contents(build(unpacked, folder / "uncompiled", "--wheel", compiler="no-compiler")[".whl"])
+    assert PACKAGE_FILES == {name for name in names if name.startswith("ms_gradaccum/")}
+
+
+def test_the_source_archive_holds_what_the_wheel_is_built_of(archive):
+    with tarfile.open(archive[".gz"]) as file:
+        names = {member.name.partition("/")[2] for member in file.getmembers() if member.isfile()}
+    own = {"pyproject.toml", *KERNELS_SOURCES, "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"}
+    made = {name for name in names if name.startswith("ms_gradaccum.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert names - made == own | PACKAGE_FILES
+
+
+def test_the_wheel_of_the_source_archive_is_that_of_the_sources(wheel, archive):
+    assert archive[".whl"].name == wheel.name
+    assert contents(archive[".whl"]) == contents(wheel)
+
+
+def test_every_extra_that_the_package_or_its_pages_name_is_one_of_the_wheel(wheel):
+    metadata = email.message_from_bytes(contents(wheel)[f"{METADATA}/METADATA"])
+    pages = [*ROOT.glob("ms_gradaccum/**/*.py"), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    named = {names for page in pages for names in re.findall(r"ms_gradaccum\[([\w,]+)\]", page.read_text())}
+    named = {name for names in named for name in names.split(",")}
+    assert named == {"plot", "tensorboard", "fusion"} <= set(metadata.get_all("Provides-Extra"))
+
+
+def test_what_is_installed_trains_from_elsewhere_and_says_how_to_get_the_extras(site, tmp_path):
+    program = tmp_path / "program.py"  # GRAPH mode reads the source again and needs it in a file
+    program.write_text(PROGRAM)
+    said, _ = run(program, cwd=tmp_path, PYTHONPATH=str(site))
+    path, version, weight, tensorboard, plot, status = said.splitlines()[-6:]
+    place = f"{site / 'ms_gradaccum'} {KERNELS in BUILT_FILES}"
+    assert (path, version, weight, status) == (place, VERSION, "2.04000", "2")
+    assert tensorboard == "Install it with: pip install 'ms_gradaccum[tensorboard]'."
+    assert plot.endswith(" Install it with: pip install 'ms_gradaccum[plot]'.")
+
+
+def test_the_types_of_what_is_installed_tell_right_uses_from_wrong_ones(site, tmp_path):
+    (tmp_path / "user.py").write_text(USER)
+    command = ["-m", "mypy", "--strict", "--ignore-missing-imports", "--cache-dir", tmp_path / "cache", "user.py"]
+    said, _ = run(*command, cwd=tmp_path, expected=1, PYTHONPATH=str(site))
+    found = re.findall(r"^user.py:(\d+): error: .*\[([a-z-]+)\]$", said, re.M)
+    lines = enumerate(USER.splitlines(), 1)
+    assert found == [(str(number), line.partition("  # ")[2]) for number, line in lines if "  # " in line], said

@@ -1,0 +1,142 @@
+"""The tutorial's sample: it trains under msrun, finds its data, and says what is wrong with it."""
+
+import gzip
+import re
+
+import numpy as np
+import pytest
+from sample_process import SUBSET, find_data, make_subset, processes_in, run_sample, running_sample
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One pass over the subset, by two workers."""
+    folder = tmp_path_factory.mktemp("sample")
+    return folder, run_sample(folder, EPOCHS="1", DATA_PATH=str(SUBSET))
+
+
+def test_the_sample_succeeds_and_shows_rank_0(finished):
+    folder, result = finished
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"Training on the data in DATA_PATH={SUBSET}." in result.stdout
+    assert "epoch 1/1, batch 94/94 (100%), 94 updates, loss " in result.stdout
+    assert "[INFO]" not in result.stdout
+
+
+def test_the_log_tells_of_a_lower_loss_and_an_accuracy(finished):
+    folder, _ = finished
+    log = (folder / "log_output" / "worker_0.log").read_text()
+    loss = float(re.search(r"batch 94/94 .* loss ([\d.]+),", log).group(1))
+    accuracy = float(re.search(r"^Accuracy on the test images: ([\d.]+)%$", log, re.M).group(1))
+    assert loss < np.log(10) - 0.02  # ln 10 is the loss of a guess; 2.259 when this was written
+    assert accuracy > 30  # 43.2 when this was written; a guess has 10
+
+
+def test_no_process_is_left(finished):
+    folder, _ = finished
+    assert processes_in(folder) == {}
+
+
+def test_a_worker_that_fails_ends_the_sample_with_its_last_lines(tmp_path):
+    result = run_sample(tmp_path, EPOCHS="many", DATA_PATH=str(SUBSET))
+    assert result.returncode != 0
+    # All of them fail; the first one to do so is shown.
+    assert re.search(r"^Last lines of log_output/worker_[01].log:$", result.stderr, re.M)
+    assert "ValueError: invalid literal for int() with base 10: 'many'" in result.stderr
+    assert processes_in(tmp_path) == {}
+
+
+def test_a_sample_that_is_stopped_leaves_no_process(tmp_path):
+    with running_sample(tmp_path, DATA_PATH=str(SUBSET)) as sample:
+        assert any("loss" in line for line in sample.stdout)
+        assert len(processes_in(tmp_path)) > 4  # otherwise the test proves nothing
+        sample.terminate()
+        assert sample.wait(timeout=60) == 143
+    assert processes_in(tmp_path) == {}
+
+
+def test_a_wrong_data_path_is_told_at_once(tmp_path):
+    result = run_sample(tmp_path, DATA_PATH=str(tmp_path / "nowhere"))
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"Error: No train images in {tmp_path}/nowhere: looked for train-images-idx3-ubyte and "
+        f"train-labels-idx1-ubyte, raw or .gz, in {tmp_path}/nowhere, {tmp_path}/nowhere/train. "
+        "Set DATA_PATH to a folder that holds them, or unset it.\n"
+    )
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def lay_out(folder, usage, packed=False):
+    """Small IDX files of 3 (train) or 2 (test) images in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    count = 3 if usage == "train" else 2
+    find_data.write_idx(folder / find_data.IMAGES[usage], np.full((count, 28, 28), 7, np.uint8))
+    find_data.write_idx(folder / find_data.LABELS[usage], np.arange(count, dtype=np.uint8))
+    if packed:
+        for name in (find_data.IMAGES[usage], find_data.LABELS[usage]):
+            (folder / f"{name}.gz").write_bytes(gzip.compress((folder / name).read_bytes()))
+            (folder / name).unlink()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["raw", "gz"])
+@pytest.mark.parametrize("layout", ["flat", "train and test", "the train folder itself"])
+def test_every_layout_is_found(tmp_path, cache, layout, packed):
+    root = tmp_path / "data"
+    for usage in ("train", "test"):
+        lay_out(root if layout == "flat" else root / usage, usage, packed)
+    given = root / "train" if layout == "the train folder itself" else root
+    train, test, which = find_data.find_data(given)
+    assert which == f"the data in DATA_PATH={given}"
+    for usage, folder, count in (("train", train, 3), ("test", test, 2)):
+        assert (folder.parent.parent == cache) == packed  # raw files are read where they are
+        assert find_data.read_idx(folder / find_data.IMAGES[usage]).shape == (count, 28, 28)
+        assert find_data.read_idx(folder / find_data.LABELS[usage]).tolist() == list(range(count))
+
+
+def test_packed_files_are_unpacked_once_and_again_when_they_change(tmp_path, cache):
+    lay_out(tmp_path, "train", packed=True)
+    first = find_data.folder_in(tmp_path, "train")
+    (first / find_data.LABELS["train"]).write_bytes(b"kept")
+    assert find_data.folder_in(tmp_path, "train") == first
+    assert re.fullmatch(r"train-[0-9a-f]{16}", first.name)
+    assert (first / find_data.LABELS["train"]).read_bytes() == b"kept"
+    lay_out(tmp_path, "train", packed=True)
+    assert find_data.folder_in(tmp_path, "train") != first
+
+
+def test_without_a_path_the_installed_package_comes_before_the_subset(tmp_path):
+    *folders, which = find_data.find_data(None, debian_package=tmp_path / "not installed")
+    assert folders == [SUBSET / "train", SUBSET / "test"]
+    assert which == "the Fashion-MNIST subset that ships with the sample, 6,000 images"
+    for usage in ("train", "test"):
+        lay_out(tmp_path, usage)
+    *folders, which = find_data.find_data(None, debian_package=tmp_path)
+    assert folders == [tmp_path, tmp_path]
+    assert which == f"Fashion-MNIST, 60,000 images, in {tmp_path}"
+
+
+def test_the_subset_is_balanced_and_small():
+    for usage, count in make_subset.PER_CLASS.items():
+        labels = find_data.read_idx(SUBSET / usage / find_data.LABELS[usage])
+        assert np.bincount(labels).tolist() == [count] * 10
+        assert find_data.read_idx(SUBSET / usage / find_data.IMAGES[usage]).shape == (10 * count, 28, 28)
+    assert sum(file.stat().st_size for file in SUBSET.rglob("*")) < 6_000_000
+
+
+def test_the_subset_is_the_first_images_of_each_class_in_their_order(tmp_path, monkeypatch):
+    labels = np.array([1, 0, 0, 1, 1, 0], np.uint8)
+    for usage in ("train", "test"):
+        find_data.write_idx(tmp_path / find_data.LABELS[usage], labels)
+        images = np.arange(6, dtype=np.uint8).reshape(6, 1, 1)
+        find_data.write_idx(tmp_path / find_data.IMAGES[usage], images)
+    monkeypatch.setattr(make_subset, "PER_CLASS", {"train": 2, "test": 1})
+    make_subset.make_subset(tmp_path, tmp_path / "subset")
+    for usage, chosen in (("train", [0, 1, 2, 3]), ("test", [0, 1])):
+        folder = tmp_path / "subset" / usage
+        assert find_data.read_idx(folder / find_data.LABELS[usage]).tolist() == labels[chosen].tolist()
+        assert find_data.read_idx(folder / find_data.IMAGES[usage]).ravel().tolist() == chosen

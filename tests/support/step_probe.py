@@ -1,0 +1,107 @@
+"""What the tests of the training step share: gradients and compilations that can be looked at."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import mindspore as ms
+import numpy as np
+from linear_toy import X
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common.api import _cell_graph_executor
+from mindspore.train import mind_ir_pb2
+
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
+
+
+class KeepGradients(nn.Optimizer):
+    """An optimizer that keeps the gradients it is given and leaves the weights alone."""
+
+    def __init__(self, parameters):
+        super().__init__(1.0, parameters)
+        kept = [Parameter(ops.zeros(p.shape, p.dtype), f"kept.{p.name}", requires_grad=False) for p in self.parameters]
+        self.kept = ParameterTuple(kept)
+        self.map = ops.HyperMap()
+
+    def construct(self, gradients):
+        return self.map(ops.assign, self.kept, gradients)
+
+    def gradients(self):
+        return [gradient.asnumpy().copy() for gradient in self.kept]
+
+
+def keeping_step(loss_cell, micro_size=1, *, weighted=False, batch_axis=0, **settings):
+    """A step that trains nothing, whose `optimizer.gradients()` are the window's mean gradients."""
+    network = GradAccumulation(loss_cell, micro_size, weighted=weighted, batch_axis=batch_axis)
+    return TrainOneStepCell(network, KeepGradients(loss_cell.trainable_params()), **settings)
+
+
+class Around(nn.Cell):
+    """A larger program that the step is a part of."""
+
+    def __init__(self, step):
+        super().__init__(auto_prefix=False)
+        self.step = step
+
+    def construct(self, *inputs):
+        return self.step(*inputs)
+
+
+class Weights(nn.Cell):
+    """One float32 weight per column; the loss is the mean over the rows of x @ weights, its gradient the mean row."""
+
+    def __init__(self, columns, dtype=ms.float32):
+        super().__init__()
+        self.weight = Parameter(ops.zeros((columns,), dtype), "weight")
+
+    def construct(self, x):
+        return (x * self.weight).sum(-1).mean()
+
+
+def values_of(step):
+    """Copies of all parameters of a step by name: weights, optimizer state, buffer."""
+    return {parameter.name: parameter.asnumpy().copy() for parameter in step.get_parameters()}
+
+
+def changed(before, after):
+    """Names of the parameters that differ in a bit."""
+    assert before.keys() == after.keys()
+    return {name for name in before if not np.array_equal(before[name], after[name], equal_nan=True)}
+
+
+def number(tensor):
+    return tensor.asnumpy().item()
+
+
+def tensors(*arrays):
+    return [Tensor(array) for array in arrays]
+
+
+def operators(cell, graph_id):
+    """Names of the operators of a compiled cell, one for each call."""
+    model = mind_ir_pb2.ModelProto()
+    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(cell, graph_id, "mind_ir"))
+    nodes = [node.op_type.split(":") for graph in (model.graph, *model.functions) for node in graph.node]
+    return [parts[2] for parts in nodes if len(parts) > 2]
+
+
+@contextmanager
+def compilations():
+    """Collect the names of the cells that are compiled meanwhile."""
+    names, compile_cell = [], _cell_graph_executor.compile
+
+    def record(cell, *inputs, **settings):
+        phase, is_new = compile_cell(cell, *inputs, **settings)
+        names.extend([type(cell).__name__] * bool(is_new))
+        return phase, is_new
+
+    with mock.patch.object(_cell_graph_executor, "compile", record):
+        yield names
+
+
+LABELS = np.int32([0, 1, 2, 0, 1, 2, 0, 1])
+
+
+def with_a_bad_label(row):
+    labels = LABELS.copy()
+    labels[row] = 7
+    return tensors(X, labels)

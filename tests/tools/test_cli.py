@@ -1,0 +1,145 @@
+"""``python -m ms_gradaccum``: pictures and facts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from PIL import Image
+
+from ms_gradaccum.__main__ import main
+from ms_gradaccum.backend.kernels import has_kernels
+from ms_gradaccum.tools import environment
+from ms_gradaccum.tools.reporting.run_plot import draw, read_run
+
+
+def write_run(path, updates, loss=lambda update: 1.0 / update, **items):
+    lines = []
+    for update in updates:
+        numbers = {"update": update, "loss": loss(update), "grad_norm": 1.0, "learning_rate": 0.1, **items}
+        lines.append(json.dumps(numbers))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def ink(file):
+    """The share of pixels that are not white."""
+    return np.mean(np.any(np.asarray(Image.open(file).convert("RGB")) != 255, axis=-1))
+
+
+def test_a_picture_has_its_size_and_shows_the_run(tmp_path, capsys):
+    run = write_run(tmp_path / "run.jsonl", range(1, 40), clipped_grad_norm=0.5, weight_norm=3.0)
+    assert main(["plot", str(run)]) == 0
+    output = tmp_path / "run.png"
+    assert capsys.readouterr().out == f"{output}\n"
+    assert Image.open(output).size == (1000, 1200) and Image.open(output).format == "PNG"
+    # The curves, and not only their axes: another run looks different.
+    assert 0.01 < ink(output) < 0.5
+    other = write_run(tmp_path / "other.jsonl", range(1, 40), loss=lambda update: update)
+    draw([other], tmp_path / "other.png")
+    assert (tmp_path / "other.png").read_bytes() != output.read_bytes()
+
+
+def axes_of(monkeypatch, *runs):
+    """The three panels of a picture."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    draw(runs, "unused.png")
+    return figures[0].axes
+
+
+def test_the_curves_are_the_numbers_and_wide_ranges_are_logarithmic(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run.jsonl", range(1, 40), clipped_grad_norm=0.5, weight_norm=3.0)
+    loss, rate, norm = axes_of(monkeypatch, run)
+    (curve,) = loss.get_lines()
+    np.testing.assert_allclose(curve.get_xydata(), [(update, 1 / update) for update in range(1, 40)])
+    assert (loss.get_yscale(), rate.get_yscale(), norm.get_yscale()) == ("log", "linear", "linear")
+    assert [text.get_text() for text in norm.get_legend().get_texts()] == [
+        "grad_norm",
+        "clipped_grad_norm",
+        "weight_norm",
+    ]
+    assert {curve.get_ydata()[0] for curve in norm.get_lines()} == {1.0, 0.5, 3.0}
+
+
+def test_several_runs_are_in_one_picture_with_their_names(tmp_path, monkeypatch):
+    runs = [write_run(tmp_path / f"{name}.jsonl", range(1, 4)) for name in "ab"]
+    loss, *_ = axes_of(monkeypatch, *runs)
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == [str(run) for run in runs]
+    assert len({curve.get_color() for curve in loss.get_lines()}) == 2
+
+
+def test_a_resumed_run_has_its_last_report_on_each_update_and_nulls_are_gaps(tmp_path, monkeypatch):
+    path = write_run(tmp_path / "run.jsonl", [1, 2, 3], loss=lambda update: None if update == 1 else 5.0)
+    first = path.read_text()
+    second = write_run(path, [3, 4], loss=lambda update: 7.0, learning_rate=[0.1, 0.2, 0.1]).read_text()
+    evaluation = '{"update": 4, "eval_mse": 1.0}\n'
+    path.write_text(first + '{"update": 3, "lo\n' + second + evaluation)
+    with pytest.warns(UserWarning, match="has 1 line that is no JSON"):
+        reports = read_run(path)
+    assert [(report["update"], report["loss"]) for report in reports] == [(1, None), (2, 5.0), (3, 7.0), (4, 7.0)]
+    with pytest.warns(UserWarning):
+        loss, rate, _ = axes_of(monkeypatch, path)
+    np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), [np.nan, 5.0, 7.0, 7.0])
+    # Three rates, of which two are the same.
+    assert [list(curve.get_ydata()) for curve in rate.get_lines()] == [[0.1] * 4, [0.1, 0.1, 0.2, 0.2]]
+
+
+def test_errors_are_one_sentence_and_status_2(tmp_path, capsys, monkeypatch):
+    missing, empty = tmp_path / "missing.jsonl", tmp_path / "empty.jsonl"
+    empty.write_text('{"something": "else"}\n')
+    run = write_run(tmp_path / "run.jsonl", [1])
+    for arguments, sentence in [
+        ([missing], f"[Errno 2] No such file or directory: '{missing}'"),
+        ([empty], f"There is no report in {empty}. Give a file that MetricsLogger has written."),
+        ([run, "-o", missing / "a.png"], f"[Errno 2] No such file or directory: '{missing / 'a.png'}'"),
+    ]:
+        assert main(["plot", *map(str, arguments)]) == 2
+        output = capsys.readouterr()
+        assert output.err == f"python -m ms_gradaccum plot: {sentence}\n" and output.out == ""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plot", str(run)]) == 2
+    assert capsys.readouterr().err == (
+        "python -m ms_gradaccum plot: Drawing takes the package matplotlib, but got: import of matplotlib.figure "
+        "halted; None in sys.modules. Install it with: pip install 'ms_gradaccum[plot]'.\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["plot"], ["draw"]])
+def test_a_wrong_command_is_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert "usage: python -m ms_gradaccum" in capsys.readouterr().err
+
+
+def test_env_says_what_a_bug_report_needs():
+    command = [sys.executable, "-m", "ms_gradaccum", "env"]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    facts = dict(line.split("  ", 1) for line in result.stdout.splitlines())
+    facts = {name: value.strip() for name, value in facts.items()}
+    assert facts["mindspore"] == ms.__version__ and facts["numpy"] == np.__version__
+    assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts["device target"].startswith(ms.get_context("device_target"))
+    assert facts["default mode"] == "PYNATIVE"
+    assert facts["an update in GRAPH mode"] == facts["an update in PYNATIVE mode"] == "yes"
+    assert facts["float16 products"] == "yes"
+    assert facts["fast convolutions on CPU"] == "yes"
+    assert (facts["kernels for sums on CPU"] == "yes") == has_kernels()
+
+
+def test_env_says_what_fails_and_why(monkeypatch):
+    def fail(what):
+        raise RuntimeError("\n  the reason \nand a stack")
+
+    monkeypatch.setattr(environment, "_update", fail)
+    monkeypatch.setattr(environment, "_PACKAGES", ("no-such-package",))
+    facts = environment.describe()
+    assert facts["an update in GRAPH mode"] == "no: the reason"
+    assert facts["no-such-package"] == "not installed"

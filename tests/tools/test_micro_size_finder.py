@@ -1,0 +1,306 @@
+"""`find_micro_size` with child processes. Each takes seconds, so few do much."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import memory_networks
+import mindspore as ms
+import numpy as np
+import pytest
+from memory_networks import (
+    gets_sigkill,
+    gets_sigsegv,
+    grows,
+    hangs,
+    lacks_device_memory,
+    nothing,
+    raises_its_own,
+    says_where_it_is,
+    wide_in_rows,
+)
+from mindspore import nn
+from refusal import raises
+
+from ms_gradaccum import find_micro_size
+from ms_gradaccum.__main__ import main
+from ms_gradaccum.backend.compiled import execution_mode
+
+FOLDER = Path(__file__).parents[1] / "support"
+ROOT = FOLDER.parents[1]
+MIB = 2**20
+
+
+def peak_of_a_program(micro_size):
+    """What a process that trains in this way takes, by its own account."""
+    command = [sys.executable, memory_networks.__file__, str(micro_size)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.getenv("PYTHONPATH", "")])}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return int(result.stdout.splitlines()[-1])
+
+
+def everything():
+    """What a measurement must leave as it is."""
+    generators = random.getstate(), np.random.get_state()[1].tobytes(), ms.get_rng_state().asnumpy().tobytes()
+    context = [ms.get_context(name) for name in ("mode", "device_target", "device_id")]
+    return generators, context, list(sys.path), list(sys.argv), dict(os.environ)
+
+
+def test_the_answer_fits_and_its_neighbour_does_not():
+    # Of 8 rows the largest micro batches have 8, 4, 3, 2 and 1 rows: the largest takes 32 MiB or so for each.
+    too_much, fits = peak_of_a_program(2), peak_of_a_program(3)
+    assert too_much - fits > 20 * MIB
+    limit = (too_much + fits) // 2
+    before = everything()
+    probes = []
+    answer = find_micro_size(wide_in_rows, limit, report=probes.append)
+    assert answer == 3
+    assert everything() == before
+    tried = {probe.micro_size: probe for probe in probes}
+    assert [probe.micro_size for probe in probes] == [1, 2, 4, 3]
+    assert [tried[count].fits for count in (1, 2, 3, 4)] == [False, False, True, True]
+    assert [tried[count].rows for count in (1, 2, 3, 4)] == [8, 4, 3, 2]
+    # It measures what the program measures, and was stopped early where that is too much.
+    assert tried[3].peak == pytest.approx(fits, abs=12 * MIB) and tried[4].peak < tried[3].peak
+    assert tried[1].peak is None
+    text = f"{tried[3].peak / MIB:.1f} MiB"
+    assert re.fullmatch(rf"micro_size     3      3 rows  {text:>11}  fits       +\d+\.\d s", str(tried[3]))
+    assert re.fullmatch(r"micro_size     1      8 rows        ended  too much   +\d+\.\d s", str(tried[1]))
+
+
+@pytest.fixture
+def by_hand(eager):
+    """Children run op by op, so that a network can do something in Python."""
+
+
+def test_a_child_that_allocates_without_end_is_ended(by_hand):
+    probes = []
+    sentence = (
+        r"For 'find_micro_size', the argument 'memory_limit' must be more than the 1\.61 GiB that single rows "
+        r"\(micro_size=2\) take, but got 624\.0 MiB\. \d+\.\d MiB of it are in use before the first row: shrink "
+        r"network, optimizer or batch\."
+    )
+    with pytest.raises(MemoryError, match=f"^{sentence}$"):
+        find_micro_size(grows, "624MiB", report=probes.append)
+    assert [(probe.micro_size, probe.peak, probe.fits) for probe in probes] == [(1, None, False), (2, None, False)]
+
+
+def test_an_error_says_what_single_rows_take(by_hand):
+    probes = []
+    with pytest.raises(MemoryError, match="must be at least the ") as raised:
+        find_micro_size(nothing, "64MiB", report=probes.append)
+    (probe,) = probes
+    assert f"at least the {probe.peak / MIB:.1f} MiB that single rows (micro_size=1) take, but got 64.0" in str(
+        raised.value
+    )
+    assert not probe.fits and 200 * MIB < probe.peak < 1000 * MIB
+
+
+def test_an_error_of_the_network_is_not_taken_for_missing_memory(by_hand):
+    with raises(
+        RuntimeError,
+        "For 'find_micro_size', the training must run, but with micro_size=1 got ArithmeticError: the network's own "
+        "error",
+    ) as raised:
+        find_micro_size(raises_its_own, "1GiB")
+    assert "in construct" in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize("build", [gets_sigkill, lacks_device_memory])
+def test_memory_that_the_machine_lacks_is_not_an_error_of_the_network(build, by_hand):
+    """As the system ends a process without memory, and as MindSpore says it."""
+    with raises(
+        MemoryError,
+        "For 'find_micro_size', single rows (micro_size=1) must fit into this machine, but got no memory for them. "
+        "Use less of it.",
+    ):
+        find_micro_size(build, "1GiB")
+
+
+def test_a_crash_is_told(by_hand):
+    with pytest.raises(RuntimeError, match="with micro_size=1 its process ended with SIGSEGV. Its last words: "):
+        find_micro_size(gets_sigsegv, "1GiB")
+
+
+def children():
+    """The processes that this one has started and that still run."""
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def test_a_child_that_hangs_is_ended(by_hand):
+    before = children()
+    with raises(
+        TimeoutError,
+        "For 'find_micro_size', the argument 'timeout' must be more than what two windows of micro_size=1 take, but "
+        "got 2 s. Give it more time.",
+    ):
+        find_micro_size(hangs, "1GiB", timeout=2)
+    assert children() == before
+
+
+PROGRAM = """
+import argparse
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from ms_gradaccum import find_micro_size
+
+FACTOR = 2.0
+
+def scaled(x):
+    return x * FACTOR
+
+class Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(2, 1)
+
+    def construct(self, x):
+        return scaled(self.dense(x)).mean()
+
+def build():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, required=True)
+    rows = parser.parse_args().rows
+    network = Net()
+    return network, nn.Adam(network.trainable_params()), Tensor(np.ones((rows, 2), np.float32))
+"""
+GUARDED = """
+if __name__ == "__main__":
+    ms.set_context(mode=ms.GRAPH_MODE)
+    print(find_micro_size(build, "4GiB", report=print))
+"""
+UNGUARDED = """
+try:
+    print(find_micro_size(build, "4GiB"))
+except RuntimeError as error:
+    print(error)
+    raise
+"""
+
+
+def run_script(tmp_path, text, *arguments):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER)])}
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments], env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_function_of_the_program_itself_is_compiled_in_the_child(tmp_path):
+    with run_script(tmp_path, PROGRAM + GUARDED, "--rows=4") as program:
+        table, answer = program.communicate(timeout=300)[0].splitlines()
+    assert re.match(r"micro_size +1 +4 rows .* fits", table) and answer == "1"
+
+
+def test_a_program_without_a_guard_is_told_so(tmp_path):
+    with run_script(tmp_path, PROGRAM + UNGUARDED, "--rows=4") as program:
+        said = program.communicate(timeout=300)[0]
+    assert said == (
+        "For 'find_micro_size', the program must not call it when a new process imports the program, but it does. Put "
+        "the call under: if __name__ == '__main__':\n"
+    )
+
+
+def test_the_child_computes_as_the_caller_does_and_an_error_of_the_function_says_what_it_is(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program", "--rows=3"])
+    with execution_mode(ms.GRAPH_MODE), pytest.raises(RuntimeError) as raised:
+        find_micro_size(says_where_it_is, "1GiB")
+    assert str(raised.value) == (
+        f"For 'find_micro_size', the function that builds the training must run in a new process, but got "
+        f"ArithmeticError: mode {int(ms.GRAPH_MODE)}, arguments ['--rows=3'], called memory_networks"
+    )
+    assert "in says_where_it_is" in str(raised.value.__cause__)
+
+
+HANGING = """
+import os
+os.environ["MS_JIT"] = "0"
+from memory_networks import hangs
+from ms_gradaccum import find_micro_size
+print("begun", flush=True)
+find_micro_size(hangs, "1GiB")
+"""
+
+
+def test_a_child_ends_with_its_parent(tmp_path):
+    with run_script(tmp_path, HANGING) as program:
+        assert program.stdout.readline() == "begun\n"
+        tasks, deadline = Path(f"/proc/{program.pid}/task/{program.pid}/children"), time.monotonic() + 60
+        while not tasks.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (child,) = map(int, tasks.read_text().split())
+        # It says itself that it depends on its parent, early.
+        while time.monotonic() < deadline and Path(f"/proc/{child}/oom_score_adj").read_text() != "1000\n":
+            time.sleep(0.05)
+        program.send_signal(signal.SIGKILL)
+    while time.monotonic() < deadline and runs(child):
+        time.sleep(0.05)
+    assert not runs(child)
+
+
+def runs(process):
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def micro_size(function, *arguments):
+    return main(["micro-size", f"{memory_networks.__file__}:{function}", *arguments])
+
+
+def test_the_command_prints_the_answer_alone_and_the_table_beside_it(by_hand, capsys):
+    assert micro_size("clipped", "--memory-limit", "4GiB") == 0
+    output = capsys.readouterr()
+    assert output.out == "1\n"
+    assert re.fullmatch(r"micro_size     1       1 row +\d+\.\d MiB  fits +\d+\.\d s\n", output.err)
+
+
+def test_the_command_ends_with_status_1_if_nothing_fits(by_hand, capsys):
+    assert micro_size("clipped", "--memory-limit", "64MiB") == 1
+    output = capsys.readouterr()
+    assert output.out == "" and "micro-size: For 'find_micro_size', the argument 'memory_limit' must be" in output.err
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        (
+            f"{memory_networks.__file__}:wrongly_clipped",
+            "For 'TrainOneStepCell', the argument 'clip' must be a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue "
+            "or None, but got 3. For example clip=ClipByGlobalNorm(1.0).",
+        ),
+        (
+            "memory_networks:missing",
+            "For 'find_micro_size', the argument 'build' must be the name of a function of memory_networks, but got "
+            "'missing'. It is called without arguments.",
+        ),
+        (
+            "missing.py:build",
+            "For 'find_micro_size', the function that builds the training must run in a new process, but got "
+            f"FileNotFoundError: [Errno 2] No such file or directory: '{Path('missing.py').resolve()}'",
+        ),
+        (
+            "memory_networks.py",
+            "For 'find_micro_size', the argument 'build' must be a function, 'file.py:function' or 'module:function', "
+            "but got 'memory_networks.py'. For example 'train.py:build'.",
+        ),
+    ],
+)
+def test_the_command_ends_with_status_2_after_an_error(name, sentence, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    assert main(["micro-size", name, "--memory-limit", "1GiB"]) == 2
+    assert capsys.readouterr().err == f"python -m ms_gradaccum micro-size: {sentence}\n"
+
+
+def test_folders_that_mindspore_searches_first_do_not_hide_modules_of_python(by_hand, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    ms.amp.auto_mixed_precision(nn.Dense(2, 2), "O1")
+    assert any(place.endswith("mindspore/nn/layer") for place in sys.path)
+    assert micro_size("clipped", "--memory-limit", "4GiB") == 0

@@ -1,0 +1,360 @@
+"""The parts of `find_micro_size` that need no child process."""
+
+import functools
+import io
+import json
+import math
+import re
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import mindspore as ms
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies
+from memory_networks import misbehaving, nothing, wide
+from mindspore import Tensor, nn, ops
+from refusal import raises, typed
+
+from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, find_micro_size
+from ms_gradaccum.backend.compiled import execution_mode
+from ms_gradaccum.tools.probing import child, micro_size_finder
+from ms_gradaccum.tools.probing.builder import Builder
+from ms_gradaccum.tools.probing.child import Training
+from ms_gradaccum.tools.probing.memory import as_text, check_memory_limit
+from ms_gradaccum.tools.probing.search import candidates, first_that_fits, largest_part
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=strategies.integers(1, 600))
+def test_the_candidates_are_the_smallest_count_for_each_size(rows):
+    smallest = {}
+    for count in range(1, rows + 1):
+        smallest.setdefault(len(np.array_split(np.empty(rows), count)[0]), count)
+    assert candidates(rows) == sorted(smallest.values())
+    assert [largest_part(rows, count) for count in candidates(rows)] == sorted(smallest, reverse=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=strategies.integers(1, 100_000), share=strategies.floats(0, 1.5))
+def test_the_search_finds_the_first_that_fits_with_few_questions(rows, share):
+    limit, asked = share * rows, []
+
+    def fits(count):
+        asked.append(count)
+        return math.ceil(rows / count) <= limit
+
+    counts = candidates(rows)
+    found = first_that_fits(counts, fits)
+    assert found == next((count for count in counts if math.ceil(rows / count) <= limit), None)
+    assert len(asked) == len(set(asked)) <= 2 * math.log2(len(counts) + 1) + 1
+    # The answer has been tried, and so has the one before it.
+    assert found is None or {found, *counts[: counts.index(found)][-1:]} <= set(asked)
+
+
+@pytest.mark.parametrize(
+    "text, count",
+    [(7, 7), ("1000", 1000), ("4GiB", 4 * 2**30), ("500MB", 500 * 10**6), (" 1.5 gi ", 3 * 2**29), ("2k", 2000)]
+    + [("3 TB", 3 * 10**12), ("1KiB", 1024), ("0.5MiB", 2**19), ("12b", 12)],
+)
+def test_a_limit_is_a_number_or_a_text(text, count):
+    assert check_memory_limit("find_micro_size", text) == count
+
+
+def test_bytes_are_shown_for_people():
+    assert [as_text(count) for count in (10, 3 * 2**19, 5 * 2**28)] == ["10 bytes", "1.5 MiB", "1.25 GiB"]
+
+
+LIMIT = "For example 4 * 2**30, '4GiB' or '500MB'."
+BYTES = "a number of bytes, as an int or a text"
+FUNCTION = "a function that a new process can import"
+PLACE = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
+TEXT = "a function, 'file.py:function' or 'module:function'"
+PARTIAL = functools.partial(misbehaving, "nothing")
+
+
+def as_lambda():
+    return lambda: None
+
+
+def inner():
+    def build():
+        return misbehaving("nothing")
+
+    return build
+
+
+def hidden():
+    """Another function has its name."""
+
+
+HIDDEN = hidden
+
+
+def hidden():  # noqa: F811
+    """The function that a new process would find."""
+
+
+LAMBDA, INNER = as_lambda(), inner()
+
+
+@pytest.mark.parametrize(
+    "name, value, error, rule, got, remedy",
+    [
+        ("memory_limit", "much", ValueError, BYTES, "'much'", LIMIT),
+        ("memory_limit", "4XB", ValueError, BYTES, "'4XB'", LIMIT),
+        ("memory_limit", 4e9, TypeError, BYTES, typed(4e9), LIMIT),
+        ("memory_limit", True, TypeError, BYTES, typed(True), LIMIT),
+        ("memory_limit", None, TypeError, BYTES, typed(None), LIMIT),
+        ("memory_limit", 0, ValueError, "a positive int", "0", LIMIT),
+        ("memory_limit", "0.1", ValueError, "a positive int", "0", LIMIT),
+        ("memory_limit", 2**63, ValueError, f"a positive int of at most {2**63 - 1}", 2**63, LIMIT),
+        ("build", 3, TypeError, FUNCTION, typed(3), PLACE),
+        ("build", LAMBDA, ValueError, FUNCTION, repr(LAMBDA), PLACE),
+        ("build", INNER, ValueError, FUNCTION, repr(INNER), PLACE),
+        ("build", HIDDEN, ValueError, FUNCTION, repr(HIDDEN), PLACE),
+        ("build", PARTIAL, ValueError, FUNCTION, repr(PARTIAL), PLACE),
+        ("build", "train.py", ValueError, TEXT, "'train.py'", "For example 'train.py:build'."),
+        ("build", "train.py:", ValueError, TEXT, "'train.py:'", "For example 'train.py:build'."),
+        ("timeout", 0, ValueError, "a positive number", 0, "It is the time of one measurement, in seconds."),
+        ("report", 3, TypeError, "a function or None", typed(3), "For example report=print."),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once_in_one_sentence(name, value, error, rule, got, remedy, monkeypatch):
+    # No process is started for it.
+    monkeypatch.setattr(micro_size_finder, "Child", None)
+    given = {"build": nothing, "memory_limit": "1GiB", name: value}
+    with raises(error, f"For 'find_micro_size', the argument '{name}' must be {rule}, but got {got}. {remedy}"):
+        find_micro_size(**given)
+
+
+def test_a_child_measures_nothing_in_turn(monkeypatch):
+    monkeypatch.setenv(child.IN_CHILD, "1")
+    with raises(
+        RuntimeError,
+        "For 'find_micro_size', the program must not call it when a new process imports the program, but it does. Put "
+        "the call under: if __name__ == '__main__':",
+    ):
+        find_micro_size(nothing, "1GiB")
+
+
+class Nested:
+    @staticmethod
+    def build():
+        """What a class has can be imported, too."""
+
+
+def test_a_function_is_found_by_its_module_and_name(monkeypatch):
+    assert Builder.of(nothing)[:2] == ("memory_networks", "nothing")
+    assert Builder.of(Nested.build)[:2] == (__name__, "Nested.build")
+    assert Builder.of("package.module:build")[:3] == ("package.module", "build", ["package.module"])
+    train = str(Path("here/train.py").resolve())
+    assert Builder.of("here/train.py:build")[:3] == (train, "build", [train])
+    monkeypatch.setattr(sys, "argv", ["program", "--rows=3"])
+    assert Builder.of(nothing).argv == ["program", "--rows=3"]
+
+
+def main_program(monkeypatch, **names):
+    """Let a module with one function be the program that runs."""
+    main = ModuleType("__main__")
+    exec("def build(): pass", vars(main))
+    vars(main).update(names)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    return main.build
+
+
+def test_a_function_of_the_program_itself_is_found_by_file_or_module(monkeypatch):
+    assert Builder.of(main_program(monkeypatch, __file__=__file__))[:2] == (__file__, "build")
+    spec = ModuleSpec("package.program", None)
+    build = main_program(monkeypatch, __file__="/zipped/program.py", __spec__=spec)
+    assert Builder.of(build)[:2] == ("package.program", "build")
+
+
+@pytest.mark.parametrize("names", [{}, {"__file__": "<stdin>"}], ids=str)
+def test_a_function_of_a_notebook_is_refused(names, monkeypatch):
+    got = "build of a program that is in no file"
+    with raises(ValueError, f"For 'find_micro_size', the argument 'build' must be {FUNCTION}, but got {got}. {PLACE}"):
+        find_micro_size(main_program(monkeypatch, **names), "1GiB")
+
+
+@pytest.fixture
+def importing(monkeypatch):
+    """Undo what a child does to find modules."""
+    for name in ("path", "argv"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
+
+
+def test_a_file_is_imported_beside_its_own_modules_and_not_as_the_program(importing, tmp_path):
+    (tmp_path / "its_neighbour.py").write_text("number = 7")
+    # The name of the file is no module's name.
+    file = tmp_path / "train-7"
+    file.write_text(
+        "import sys, its_neighbour\n"
+        "assert __name__ != '__main__'\n"
+        "def build(): return its_neighbour.number, sys.argv, sys.modules[build.__module__].build is build\n"
+        "text = 'no function'\n"
+    )
+    builder = Builder.of(nothing)._replace(place=str(file), name="build", argv=["program", "--rows=3"])
+    assert builder.call() == (7, ["program", "--rows=3"], True)
+    with raises(
+        ValueError,
+        f"For 'find_micro_size', the argument 'build' must be the name of a function of {file}, but got 'text'. It is "
+        f"called without arguments.",
+    ):
+        builder._replace(name="text").call()
+
+
+def test_a_function_computes_as_the_caller_does(importing, monkeypatch):
+    devices = []
+    # A process that has computed something already cannot choose any more.
+    monkeypatch.setattr(ms, "set_device", lambda *device: devices.append(device))
+    for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
+        with execution_mode(mode):
+            builder = Builder.of(nothing)
+        assert Builder(*json.loads(json.dumps(builder))) == builder
+        builder.call()
+        assert ms.get_context("mode") == mode
+    # The default is left to the function, which could not choose another one.
+    assert devices == []
+    builder._replace(device=["Ascend", 3]).call()
+    assert devices == [("Ascend", 3)]
+
+
+CLIP = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None"
+RETURNS = "a function that returns (network, optimizer, batch) or (network, optimizer, batch, dict)"
+
+
+@pytest.mark.parametrize(
+    "place, value, error, text",
+    [
+        (0, 3, TypeError, f"'network' must be an nn.Cell, but got {typed(3)}. Give a GradAccumulation or a loss cell."),
+        (1, 3, TypeError, "'optimizer' must be an optimizer of mindspore.nn, mindspore.mint or "),
+        (2, 3, TypeError, f"'batch' must be a tensor, a tuple, a list or a dict, but got {typed(3)}. Give the inputs "),
+        (3, {"clip": 3}, TypeError, f"'clip' must be {CLIP}, but got 3. For example clip=ClipByGlobalNorm(1.0)."),
+        (3, {"bad_micro_batch": "keep"}, ValueError, "'bad_micro_batch' must be one of "),
+        (3, 3, TypeError, f"'build' must be {RETURNS}, but got tuple of 4. The dict has settings of TrainOneStepCell."),
+    ],
+)
+def test_what_a_function_returns_is_checked(place, value, error, text):
+    made = [*nothing(), {}]
+    made[place] = value
+    with pytest.raises(error, match=rf"^For '\w+', the argument {re.escape(text)}"):
+        Training.of(tuple(made), 1)
+
+
+@pytest.mark.parametrize("made, got", [(None, "NoneType"), ([1, 2, 3], "list"), ((1, 2), "tuple of 2")])
+def test_a_function_must_return_a_tuple_of_three_or_four(made, got):
+    with pytest.raises(
+        TypeError, match=rf"the argument 'build' must be {re.escape(RETURNS)}, but got {got}\. The dict"
+    ):
+        Training.of(made, 1)
+
+
+def test_a_batch_that_the_network_does_not_take_is_refused():
+    network, optimizer, batch = nothing()
+    with pytest.raises(TypeError, match="^For 'GradAccumulation', the inputs must fit the network's construct"):
+        Training.of((network, optimizer, (batch, batch)), 1)
+    training = Training.of((network, optimizer, Tensor(np.ones((0, 2), np.float32))), 1)
+    with pytest.raises(ValueError, match="^For 'GradAccumulation', a batch must have at least one row"):
+        training.rows()
+
+
+def test_few_micro_batches_stand_for_all_and_have_all_shapes():
+    batch = Tensor(np.arange(22, dtype=np.float32).reshape(11, 2))
+    for micro_size, rows in ((1, [11]), (3, [4, 4, 3]), (4, [3, 3, 3, 2]), (9, [2, 2, 1, 1]), (11, [1] * 4)):
+        network, optimizer, _ = nothing()
+        training = Training.of((GradAccumulation(network, 1), optimizer, batch), micro_size)
+        assert training.rows() == 11
+        assert [part.rows for part in training.step.network.split(batch).micro_batches] == rows
+    network, optimizer, _ = nothing()
+    last = Training.of((network, optimizer, batch), 5).step.network.split(batch).micro_batches[-1]
+    np.testing.assert_array_equal(last.tensors[0].asnumpy(), batch.asnumpy()[9:])
+
+
+def test_the_settings_of_a_training_are_kept_also_in_half_precision(eager):
+    class Weighted(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Dense(2, 1)
+
+        def construct(self, x, y):
+            return ops.square(self.dense(x.transpose(1, 0)) - y).sum(), y.sum()
+
+    network = Weighted()
+    outer = GradAccumulation(network, 7, weighted=True, batch_axis=(1, 0))
+    batch = {"x": Tensor(np.ones((2, 6), np.float32)), "y": Tensor(np.ones((6, 1), np.float32))}
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    # The loss scale begins so high that some windows are skipped before there are two updates.
+    half = MixedPrecision("fp16", "O2", init_scale=2.0**24)
+    settings = {"mixed_precision": half, "clip": ClipByGlobalNorm(1.0), "accumulation_steps": 2}
+    training = Training.of((outer, optimizer, batch, settings), 6)
+    parts = training.step.network
+    assert (parts.micro_size, parts.weighted, parts.batch_axis, parts.terms) == (6, True, (1, 0), 1)
+    training.run()
+    assert optimizer.global_step.asnumpy().item() == 2
+
+
+def test_a_long_window_is_measured_by_two_of_its_batches(eager):
+    network, optimizer, batch = nothing()
+    training = Training.of((network, optimizer, batch, {"accumulation_steps": 10_000}), 1)
+    training.run()
+    assert optimizer.global_step.asnumpy().item() == 2
+
+
+def test_training_stops_if_no_update_is_ever_made(eager):
+    network, optimizer, _ = nothing()
+    Training.of((network, optimizer, Tensor(np.full((2, 2), np.nan, np.float32))), 1).run()
+    assert optimizer.global_step.asnumpy().item() == 0
+
+
+def test_cells_are_measured_in_training_mode_unless_the_function_has_set_it():
+    network, optimizer, batch = nothing()
+    assert not network.dense.training
+    Training.of((network, optimizer, batch), 1)
+    assert network.training and network.dense.training
+    network, optimizer, batch = nothing()
+    network.set_train()
+    network.dense.set_train(False)
+    Training.of((network, optimizer, batch), 1)
+    assert network.training and not network.dense.training
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (MemoryError("x"), True),
+        (RuntimeError("Memory not enough:\nMemory isn't enough and alloc failed, kernel name: MatMul"), True),
+        (RuntimeError("Allocate memory failed"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("the shapes do not match"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_missing_memory_is_told_from_other_errors(error, expected):
+    assert child.is_out_of_memory(error) is expected
+
+
+def test_memory_that_this_device_lacks_is_told_from_other_errors():
+    with pytest.raises(MemoryError) as numpys:
+        np.ones(2**45)
+    with pytest.raises(RuntimeError) as mindspores:
+        ops.ones((2**40,), ms.float32).sum().asnumpy()
+    assert child.is_out_of_memory(numpys.value) and child.is_out_of_memory(mindspores.value)
+
+
+def test_a_child_reports_on_one_line_each():
+    out = io.StringIO()
+    child._tell(out, rows=3, error=["A", "two\nlines"])
+    assert json.loads(out.getvalue()) == {"rows": 3, "error": ["A", "two\nlines"]} and out.getvalue().count("\n") == 1
+
+
+def test_the_toy_for_the_measurements_trains(eager):
+    network, optimizer, _ = wide(ms.PYNATIVE_MODE)
+    batch = Tensor(np.ones((2, 4, 256), np.float32))
+    before = network.dense.weight.asnumpy().copy()
+    Training.of((network, optimizer, batch), 2).run()
+    assert np.any(network.dense.weight.asnumpy() != before)

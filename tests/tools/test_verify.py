@@ -1,0 +1,311 @@
+"""verify: what is equal, what a report says, what is left as it was, and what is refused."""
+
+import random
+import warnings
+from unittest import mock
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.generator import default_generator
+from refusal import AXIS, raises, typed
+from verify_probe import SUM, assert_causes
+
+from ms_gradaccum import GradAccumulation, TrainOneStepCell, VerifyReport, verify
+from ms_gradaccum.tools.verification.comparison import Run, misfits
+
+RANDOM = np.random.default_rng(7)
+X = RANDOM.normal(size=(8, 2)).astype(np.float32)
+Y = RANDOM.normal(size=8).astype(np.float32)
+
+
+class Line(nn.Cell):
+    """x @ weight + bias, its squared errors, and the way in which they are returned."""
+
+    def __init__(self, form="mean", dtype=ms.float32):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0, -1.0], dtype), "weight")
+        self.bias = Parameter(Tensor([0.5], dtype), "bias")
+        self.form = form
+
+    def construct(self, x, y):
+        errors = ops.square((x * self.weight).sum(-1) + self.bias - y)
+        if self.form == "sum and rows":
+            return errors.sum(), errors.shape[0]
+        return errors.sum() if self.form == "sum" else errors.mean()
+
+
+def batch():
+    return Tensor(X), Tensor(Y)
+
+
+def values(cell):
+    return {parameter.name: parameter.asnumpy().copy() for parameter in cell.get_parameters()}
+
+
+def test_a_clean_network_is_equal_and_its_loss_is_that_of_numpy(mode):
+    report = verify(Line(), batch(), 3)
+    assert report.equal and report.causes == () and report.micro_batches == (3, 3, 2) and report.rtol == 1e-4
+    assert {(entry.name, entry.kind, entry.differs) for entry in report.parameters} == {
+        ("weight", "gradient", False),
+        ("bias", "gradient", False),
+    }
+    loss = np.mean((X.astype(np.float64) @ [1, -1] + 0.5 - Y) ** 2)
+    assert (report.window_loss, report.whole_loss) == (pytest.approx(loss, rel=1e-5), pytest.approx(loss, rel=1e-5))
+
+
+def test_a_grad_accumulation_by_name_weighted_and_on_another_axis(mode):
+    class Columns(Line):
+        def construct(self, y, x, scale):
+            return super().construct(x.T * scale, y)
+
+    cell = GradAccumulation(Columns("sum and rows"), 3, weighted=True, batch_axis=(0, 1, None))
+    inputs = {"scale": Tensor(np.float32([1, 2])), "x": Tensor(X.T.copy()), "y": Tensor(Y)}
+    report = verify(cell, inputs, None)
+    assert report.equal and report.micro_batches == (3, 3, 2)
+    with mock.patch.dict("os.environ", MS_JIT="0"):
+        again = verify(cell.network, inputs, 3, weighted=True, batch_axis=(0, 1, None))
+    assert again.equal and again.micro_batches == (3, 3, 2)
+
+
+class Total(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0, -1.0]), "weight")
+
+    def construct(self, x):
+        return (x * self.weight).sum()
+
+
+def test_a_batch_may_be_one_tensor_or_array_or_a_list(eager):
+    for one in (Tensor(X), X, [X]):
+        (entry,) = verify(Total(), one, 4).parameters
+        # The gradient of the sum is the sum of the rows, and the window has a quarter of it.
+        assert entry.max_difference == pytest.approx(0.75 * np.abs(X.sum(0)).max(), rel=1e-5)
+
+
+def test_more_micro_batches_than_rows_are_single_rows(eager):
+    report = verify(Line(), batch(), 25)
+    assert report.equal and report.micro_batches == (1,) * 8
+
+
+def test_16_bits_are_rounded_more(eager):
+    report = verify(Line(dtype=ms.float16), batch(), 3)
+    assert (report.equal, report.rtol) == (True, 2e-2)
+    assert report.parameters[0].relative_difference > 1e-4  # otherwise the test proves nothing
+    report = verify(Line("sum").to_float(ms.float16), batch(), 4)
+    assert_causes(report, SUM)
+    assert report.rtol == 2e-2
+
+
+def test_a_gradient_that_is_rounding_alone_does_not_differ():
+    def run(*grads):
+        return Run(1.0, 8.0, [np.float32([grad]) for grad in grads], {})
+
+    assert max(misfits(run(1.0, 1e-9), run(1.0, 3e-9))) < 1e-6
+    assert max(misfits(run(1e-9), run(3e-9))) > 0.5  # Nothing larger that it could be the rounding of.
+
+
+def test_rtol_decides_what_differs(eager):
+    assert not verify(Line("sum"), batch(), 4, rtol=0.7).equal
+    assert verify(Line("sum"), batch(), 4, rtol=0.8).equal
+
+
+def test_a_sparse_lookup_has_the_gradient_of_its_rows():
+    class Lookup(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.EmbeddingLookup(4, 2, "ones", target="CPU", sparse=True)
+
+        def construct(self, ids, y):
+            return ops.square(self.table(ids).sum(-1) - y).mean()
+
+    ms.set_context(mode=ms.GRAPH_MODE)
+    assert verify(Lookup(), (Tensor([0, 1, 1, 2, 3, 3, 3, 1], ms.int32), Tensor(Y)), 3).equal
+
+
+REPORT = """\
+parameter  kind      max difference  relative  window / whole
+weight     gradient           {}      0.75            0.25
+bias       gradient           {}      0.75            0.25
+2 of 2 differ (rtol 0.0001). Micro batches of 2, 2, 2, 2 rows.
+Loss: {} in the window, {} in the whole batch.
+Probable cause:
+- A sum where a mean is expected: the loss grows with its rows, and the sum over the micro batches
+  gives the whole batch. Use reduction='mean', or return (loss_sum, weight) with weighted=True."""
+
+
+def test_a_report_is_a_table_with_the_worst_first_and_the_causes_below(eager):
+    report = verify(Line("sum"), batch(), 4)
+    differences = [f"{entry.max_difference:.3g}".rjust(4) for entry in report.parameters]
+    losses = [f"{loss:.8g}" for loss in (report.window_loss, report.whole_loss)]
+    expected = REPORT.format(*differences, *losses).splitlines()
+    found = str(report).splitlines()
+    assert sorted(found[1:3]) == sorted(line for line in found[1:3])
+    assert [line.split() for line in found[3:]] == [line.split() for line in expected[3:]]
+    assert found[0] == expected[0] and len({len(line) for line in found[:3]}) == 1
+
+
+def test_the_report_of_what_is_equal():
+    report = VerifyReport(True, (), 1.5, 1.5, (4, 4), 1e-4, ())
+    assert str(report) == (
+        "All 0 equal (rtol 0.0001). Micro batches of 4, 4 rows.\nLoss: 1.5 in the window, 1.5 in the whole batch."
+    )
+
+
+class Layers(nn.Cell):
+    """Everything that a run changes: moving averages, a counter, random numbers, modes."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.fixed = nn.BatchNorm1d(2, use_batch_statistics=True)
+        self.drop = nn.Dropout(p=0.5)
+        self.line = Line()
+        self.seen = Parameter(Tensor(0, ms.int32), "seen", requires_grad=False)
+        self.fails = fails
+
+    def construct(self, x, y):
+        ops.assign_add(self.seen, Tensor(1, ms.int32))
+        np.random.rand(), random.random(), default_generator._step(Tensor(12, ms.int64))
+        if self.fails:
+            raise ValueError("too few rows")
+        return self.line(self.drop(self.fixed(self.norm(x))), y)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_parameters_modes_and_random_state_are_as_they_were(begun, fails, eager):
+    network = Layers(fails)
+    network.norm.moving_mean.set_data(Tensor([0.25, -3.0]))
+    if begun:
+        network.set_train().norm.set_train(False)
+
+    def state():
+        modes = [(cell.training, cell.phase) for _, cell in network.cells_and_names()]
+        statistics = network.fixed.use_batch_statistics, network.norm.use_batch_statistics
+        generators = np.random.get_state()[1:3], random.getstate(), ms.get_rng_state().asnumpy()
+        return repr((modes, statistics, generators))
+
+    before, start = state(), values(network)
+    if fails:
+        with pytest.raises(ValueError, match="too few rows"):
+            verify(network, batch(), 2)
+    else:
+        assert not verify(network, batch(), 2).equal
+    assert state() == before
+    after = values(network)
+    assert after.keys() == start.keys()
+    assert {name for name, value in start.items() if value.tobytes() != after[name].tobytes()} == set()
+
+
+def test_a_network_that_cannot_be_compiled_runs_in_pynative_mode_alone():
+    class Uncompilable(Line):
+        def construct(self, x, y):
+            return super().construct(x, Tensor(np.abs(y.asnumpy())))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        assert verify(Uncompilable(), batch(), 2).equal
+    ms.set_context(mode=ms.GRAPH_MODE)
+    with pytest.raises(ValueError, match="must return its mean loss, .* but got no tensor"):
+        verify(Uncompilable(), batch(), 2)
+
+
+def test_a_loss_of_several_terms_is_a_graph_in_pynative_mode_too():
+    class Terms(Line):
+        def construct(self, x, y):
+            loss = super().construct(x, y)
+            return (loss * x.shape[0], x.shape[0]), (ops.square(self.weight).sum(), 1)
+
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    assert verify(GradAccumulation(Terms(), 2, weighted=True, terms=2), batch(), None).equal
+
+
+def test_network_and_batch_have_the_right_types():
+    remedy = "Give a GradAccumulation or a loss cell."
+    sentence = f"For 'verify', the argument 'network' must be an nn.Cell, but got {typed(2)}. {remedy}"
+    with raises(TypeError, sentence):
+        verify(2, batch(), 2)
+    sentence = (
+        "For 'verify', the argument 'batch' must be a tensor, a tuple, a list or a dict, but got "
+        f"{typed('x')}. Give the inputs of network in a tuple, or by name in a dict."
+    )
+    with raises(TypeError, sentence):
+        verify(Line(), "x", 2)
+
+
+def test_micro_size_is_a_positive_int():
+    sentence = "For 'verify', the argument 'micro_size' must be a positive int, but got {}. {}"
+    remedy = "It counts the micro batches of one batch."
+    for wrong in (None, 2.0, True):
+        with raises(TypeError, sentence.format(typed(wrong), remedy)):
+            verify(Line(), batch(), wrong)
+    with raises(ValueError, sentence.format(0, remedy)):
+        verify(Line(), batch(), 0)
+
+
+def test_rtol_is_a_positive_number():
+    sentence = "For 'verify', the argument 'rtol' must be a positive number, but got {}. {}"
+    remedy = "None means 1e-4, or 2e-2 for 16 bits."
+    for wrong in ("1", True):
+        with raises(TypeError, sentence.format(typed(wrong), remedy)):
+            verify(Line(), batch(), 2, rtol=wrong)
+    for wrong in (0, -1.0, float("nan")):
+        with raises(ValueError, sentence.format(wrong, remedy)):
+            verify(Line(), batch(), 2, rtol=wrong)
+
+
+def test_weighted_and_batch_axis_are_checked_like_those_of_grad_accumulation():
+    remedy = "True means that network returns (loss_sum, weight)."
+    with raises(
+        TypeError, f"For 'GradAccumulation', the argument 'weighted' must be a bool, but got {typed(1)}. {remedy}"
+    ):
+        verify(Line(), batch(), 2, weighted=1)
+    with raises(
+        TypeError,
+        "For 'GradAccumulation', the argument 'batch_axis' must be an int, None or one of these per input, but got "
+        f"{typed('0')}. {AXIS}",
+    ):
+        verify(Line(), batch(), 2, batch_axis="0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule", "got"),
+    [
+        ({"micro_size": 2}, "None or that of the GradAccumulation, 4", "2"),
+        ({"weighted": True}, "False or that of the GradAccumulation, False", "True"),
+        ({"batch_axis": 1}, "0 or that of the GradAccumulation, 0", "1"),
+    ],
+)
+def test_the_settings_of_a_grad_accumulation_are_its_own(settings, rule, got):
+    (name,) = settings
+    sentence = (
+        f"For 'verify', the argument '{name}' must be {rule}, but got {got}. Settings of a GradAccumulation are its "
+        "own: leave them out here."
+    )
+    with raises(ValueError, sentence):
+        verify(GradAccumulation(Line(), 4), batch(), settings.pop("micro_size", 4), **settings)
+
+
+def test_a_network_without_anything_to_train_and_a_training_step_are_refused():
+    sentence = "For 'verify', the argument 'network' must be one with trainable parameters, but got none. {}"
+    with raises(ValueError, sentence.format("Give the loss cell.")):
+        verify(nn.WithLossCell(nn.ReLU(), nn.MSELoss()), batch(), 2)
+    network = Line()
+    step = TrainOneStepCell(network, nn.SGD(network.trainable_params()))
+    sentence = "For 'verify', the argument 'network' must be a GradAccumulation or a loss cell, but got {}. {}"
+    with raises(ValueError, sentence.format("TrainOneStepCell", "Give its network.")):
+        verify(step, batch(), 2)
+
+
+def test_a_reference_is_a_loss_cell_of_the_same_parameters():
+    sentence = "For 'verify', the argument 'reference' must be {}, but got {}. {}"
+    remedy = "Give the loss cell of the whole batch."
+    with raises(TypeError, sentence.format("an nn.Cell", typed(1), remedy)):
+        verify(Line(), batch(), 2, reference=1)
+    rule, got = "a loss cell of the parameters of network", "one without 2 of them, first 'weight'"
+    with raises(ValueError, sentence.format(rule, got, "Build it around the same network.")):
+        verify(Line(), batch(), 2, reference=Line())

@@ -1,0 +1,130 @@
+"""verify names the layers and the state by which micro batches differ from the whole batch."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from verify_probe import TOKENS, assert_causes, batch, differing
+
+from ms_gradaccum import verify
+
+RANDOM = np.random.default_rng(5)
+X = RANDOM.normal(size=(8, 2)).astype(np.float32)
+Y = RANDOM.normal(size=(8, 1)).astype(np.float32)
+
+BATCH_NORM, DROPOUT, RANDOM_OPERATOR = "BatchNorm (norm)", "Dropout (drop)", "A random operator that is no Dropout"
+
+
+class Network(nn.Cell):
+    """A scale, whatever layers there are, and a loss."""
+
+    def __init__(self, norm=None, drop=None, tokens=False):
+        super().__init__()
+        self.scale = Parameter(Tensor([1.0, -1.0]), "scale")
+        self.norm = norm or nn.Identity()
+        self.drop = drop or nn.Identity()
+        self.tokens = tokens
+
+    def construct(self, x, y):
+        errors = ops.square(self.drop(self.norm(x * self.scale)).sum(-1, keepdims=True) - y)
+        if self.tokens:
+            mask = (y > 0).astype(ms.float32)
+            return (errors * mask).sum() / mask.sum()
+        return errors.mean()
+
+
+GAMMA, SCALE = ("norm.gamma", "gradient"), ("scale", "gradient")
+MEAN, VARIANCE = ("norm.moving_mean", "state"), ("norm.moving_variance", "state")
+
+
+def test_batch_norm_and_its_moving_averages(mode):
+    network = Network(nn.BatchNorm1d(2))
+    report = verify(network, batch(X, Y), 2)
+    assert_causes(report, BATCH_NORM)
+    assert "With it frozen, the gradients are equal." in report.causes[0]
+    # What is normalised has the mean 0 however it is split, so that beta has the gradient of the whole batch.
+    assert {GAMMA, MEAN, VARIANCE} <= differing(report) <= {GAMMA, MEAN, VARIANCE, SCALE}
+    # Its momentum is 0.9: the average moves by a tenth of the way, twice or once.
+    outputs = (X * [1, -1]).astype(np.float64)
+    twice = 0.09 * outputs[:4].mean(0) + 0.1 * outputs[4:].mean(0)
+    (entry,) = (entry for entry in report.parameters if (entry.name, entry.kind) == MEAN)
+    # All is as it was.
+    assert not network.training and network.norm.moving_mean.asnumpy().tolist() == [0, 0]
+    assert entry.max_difference == pytest.approx(np.abs(twice - 0.1 * outputs.mean(0)).max(), rel=1e-4)
+
+
+def test_frozen_batch_norm_is_equal(monkeypatch):
+    network = Network(nn.BatchNorm1d(2)).set_train()
+    network.norm.set_train(False)
+    assert verify(network, batch(X, Y), 2).equal
+    monkeypatch.setenv("MS_JIT", "0")
+    assert verify(Network(nn.BatchNorm1d(2, use_batch_statistics=False)), batch(X, Y), 2).equal
+    # In evaluation mode as a whole it has not begun to train: nothing in it has been frozen.
+    network.set_train(False)
+    assert not verify(network, batch(X, Y), 2).equal
+
+
+def test_dropout(mode):
+    report = verify(Network(drop=nn.Dropout(p=0.5)), batch(X, Y), 2)
+    assert_causes(report, DROPOUT)
+    assert differing(report) == {SCALE}
+
+
+def test_dropout_of_nothing_is_equal(eager):
+    assert verify(Network(drop=nn.Dropout(p=0.0)), batch(X, Y), 2).equal
+
+
+def test_several_causes_at_once():
+    y = np.abs(Y) * np.float32([1, 1, 1, -1, -1, 1, -1, -1]).reshape(8, 1)
+    network = Network(nn.BatchNorm1d(2), nn.Dropout(p=0.5), tokens=True)
+    report = verify(network, batch(X, y), 2)
+    assert_causes(report, DROPOUT, BATCH_NORM, TOKENS)
+    assert "count as 0.75, 0.25, in the window as 0.5, 0.5" in report.causes[2]
+    assert "gradients are equal" not in report.causes[1]
+
+
+class Noise(nn.Cell):
+    def construct(self, x):
+        return x * ops.rand(x.shape)
+
+
+def test_a_random_operator_that_is_no_dropout_layer(eager):
+    assert_causes(verify(Network(drop=Noise()), batch(X, Y), 2), RANDOM_OPERATOR)
+    report = verify(Network(Noise(), nn.Dropout(p=0.5)), batch(X, Y), 2)
+    assert_causes(report, RANDOM_OPERATOR)
+    assert "even with drop turned off" in report.causes[0]
+
+
+class Counter(nn.Cell):
+    """Counts its calls and, if told so, scales by their number."""
+
+    def __init__(self, scales):
+        super().__init__()
+        self.seen = Parameter(Tensor(1.0), "seen", requires_grad=False)
+        self.scales = scales
+
+    def construct(self, x):
+        seen = ops.assign_add(self.seen, Tensor(1.0))
+        return x * ops.stop_gradient(seen) if self.scales else ops.depend(x, seen)
+
+
+def test_state_that_the_forward_pass_changes(eager):
+    report = verify(Network(Counter(scales=False)), batch(X, Y), 4)
+    assert_causes(report, "State of the network (norm.seen)")
+    (entry,) = (entry for entry in report.parameters if entry.differs)
+    # 5 after four micro batches, 2 after one batch.
+    assert (entry.name, entry.kind, entry.max_difference, entry.norm_ratio) == ("norm.seen", "state", 3, 2.5)
+    report = verify(Network(Counter(scales=True)), batch(X, Y), 4)
+    assert_causes(report, "State of the network (norm.seen)")
+    assert differing(report) == {("norm.seen", "state"), SCALE}
+
+
+def test_state_that_is_no_parameter_is_like_a_random_operator(eager):
+    class Growing(nn.Cell):
+        calls = 0
+
+        def construct(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    assert_causes(verify(Network(Growing()), batch(X, Y), 4), RANDOM_OPERATOR)

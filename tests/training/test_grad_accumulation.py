@@ -1,0 +1,223 @@
+"""GradAccumulation next to the whole batch: the same loss, weight and gradient however it is split."""
+
+import functools
+
+import mindspore as ms
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mindspore import Parameter, Tensor, nn, ops
+from refusal import FOREIGN_TRAIN_CELL
+from step_probe import keeping_step, number, tensors
+
+from ms_gradaccum import GradAccumulation
+
+# What the compiler makes of it is tested where a test asks for a mode.
+
+
+class Regression(nn.Cell):
+    """y = x @ weight + bias, trained on the mean over the rows of the squared error."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.linspace(-1, 1, columns), ms.float32), "weight")
+        self.bias = Parameter(Tensor([0.5], ms.float32), "bias")
+
+    def construct(self, x, y):
+        return ops.square((x * self.weight).sum(-1) + self.bias - y).mean()
+
+
+def regression_by_hand(x, y):
+    """Loss and gradients of Regression in float64."""
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    error = x @ np.linspace(-1, 1, x.shape[1]).astype(np.float32) + 0.5 - y
+    return np.mean(error**2), [2 * error @ x / len(x), np.array([2 * np.mean(error)])]
+
+
+@functools.cache
+def regression_step(columns):
+    return keeping_step(Regression(columns))
+
+
+def random_batch(seed, rows, columns):
+    """Rows whose errors are all near -10, so that no gradient is a difference of large numbers."""
+    random = np.random.default_rng(seed)
+    x, y = random.uniform(0.5, 1.5, (rows, columns)), random.uniform(8, 12, rows)
+    return x.astype(np.float32), y.astype(np.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 20), micro_size=st.integers(1, 25), columns=st.sampled_from([1, 3]), seed=st.integers(0, 99))
+def test_any_split_of_any_batch_has_the_gradient_of_the_whole(rows, micro_size, columns, seed):
+    step = regression_step(columns)
+    step.network.micro_size = micro_size  # the split alone knows it: the graphs are the same
+    x, y = random_batch(seed, rows, columns)
+    output = step(*tensors(x, y))
+    loss, gradients = regression_by_hand(x, y)
+    assert number(output.weight) == rows and number(output.updated)
+    assert number(output.loss) == pytest.approx(loss, rel=1e-5)
+    for found, expected in zip(step.optimizer.gradients(), gradients):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    norm = np.sqrt(sum(np.sum(gradient**2) for gradient in gradients))
+    assert number(output.grad_norm) == pytest.approx(norm, rel=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), micro_size=st.integers(1, 9))
+def test_batches_of_any_sizes_make_a_window_with_the_gradient_of_all_rows(sizes, micro_size):
+    step = windows_of_many()
+    step.network.micro_size = micro_size
+    x, y = random_batch(len(sizes), sum(sizes), 3)
+    for end, size in zip(np.cumsum(sizes), sizes):
+        assert not number(step(*tensors(x[end - size : end], y[end - size : end])).updated)
+    output = step.flush()
+    loss, gradients = regression_by_hand(x, y)
+    assert (number(output.weight), number(output.loss)) == (sum(sizes), pytest.approx(loss, rel=1e-5))
+    for found, expected in zip(step.optimizer.gradients(), gradients):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@functools.cache
+def windows_of_many():
+    return keeping_step(Regression(3), accumulation_steps=100)
+
+
+class TokenLoss(nn.Cell):
+    """The sum of the cross entropies of the tokens that count, their number, and the logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Dense(3, 4, "ones")
+
+    def construct(self, x, labels, mask):
+        logits = self.head(x).reshape(-1, 4)
+        losses = ops.cross_entropy(logits, labels.reshape(-1), reduction="none") * mask.reshape(-1)
+        return losses.sum(), mask.sum(), logits
+
+
+def test_token_sums_over_unequal_counts_are_the_mean_over_all_tokens():
+    random = np.random.default_rng(1)
+    x, labels = random.normal(size=(4, 5, 3)).astype(np.float32), random.integers(0, 4, (4, 5)).astype(np.int32)
+    mask = np.float32([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0]])
+    step = keeping_step(TokenLoss(), 4, weighted=True)
+    output = step(*tensors(x, labels, mask))
+    head = step.network.network.head
+
+    def gradient(rows):
+        def mean(x, labels, mask):
+            loss, tokens, _ = step.network.network(x, labels, mask)
+            return loss / tokens
+
+        batch = tensors(x[rows], labels[rows], mask[rows])
+        return [g.asnumpy() for g in ops.grad(mean, None, head.trainable_params())(*batch)]
+
+    for found, expected in zip(step.optimizer.gradients(), gradient(slice(None))):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    assert number(output.weight) == 12
+    # Not the mean of the four rows' means, which weighs the token of row 2 five times as much as those of row 0.
+    mean_of_means = np.mean([gradient(slice(row, row + 1))[0] for row in range(4)], axis=0)
+    assert np.abs(mean_of_means - gradient(slice(None))[0]).max() > 0.05
+
+
+class Loss(nn.Cell):
+    """A loss cell that returns its squared errors in some form."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0]), "weight")
+        self.form = form
+
+    def construct(self, x, y):
+        return self.form(ops.square(x * self.weight - y))
+
+
+def scalar(errors):
+    return errors.mean()
+
+
+def one_element(errors):
+    return errors.mean().reshape(1)
+
+
+def float64(errors):
+    return errors.mean().astype(ms.float64)
+
+
+def float16(errors):
+    return errors.mean().astype(ms.float16)
+
+
+def with_other_outputs(errors):
+    return errors.mean(), errors, 3
+
+
+def a_list(errors):
+    return [errors.mean(), errors]
+
+
+def pair(errors):
+    return errors.sum(), errors.shape[0]
+
+
+def pair_of_elements(errors):
+    return errors.sum().reshape(1), ops.ones_like(errors).sum().reshape(1)
+
+
+def pair_with_bool_count(errors):
+    return errors.sum(), (errors >= 0).sum(), errors
+
+
+def pair_of_floats(errors):
+    return [errors.sum().astype(ms.float16), 1.0 * errors.shape[0]]
+
+
+MEANS = [scalar, one_element, float64, float16, with_other_outputs, a_list]
+PAIRS = [pair, pair_of_elements, pair_with_bool_count, pair_of_floats]
+
+
+@pytest.mark.parametrize("form", MEANS + PAIRS, ids=lambda form: form.__name__)
+def test_every_form_in_which_a_network_may_return_its_loss(form):
+    # Seven rows in three micro batches, y = 2x: the loss is mean(x^2) = 20, its gradient -2 mean(x^2).
+    x = np.arange(1, 8, dtype=np.float32)
+    step = keeping_step(Loss(form), 3, weighted=form in PAIRS, accumulation_steps=2)
+    output = step(*tensors(x, 2 * x))
+    assert (number(output.loss), number(output.weight)) == (pytest.approx(20, rel=1e-4), 7)
+    assert output.loss.dtype == output.weight.dtype == ms.float32
+    # A share of 3 of 7 rows is rounded where it reaches a loss in 16 bits.
+    assert number(step.body.buffer.sums[0]) == pytest.approx(7 * -40, rel=1e-3 if form is float16 else 1e-4)
+
+
+def test_a_weight_has_no_gradient_of_its_own():
+    class OwnWeight(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.weight = Parameter(Tensor([2.0]), "weight")
+
+        def construct(self, x):
+            return (self.weight * x).sum(), self.weight.sum() * x.shape[0]
+
+    # 6 / (2 * 3): the weight counts and is not trained, by a step nor as a cell.
+    step = keeping_step(OwnWeight(), 2, weighted=True)
+    step(Tensor(np.float32([1, 2, 3])))
+    assert step.optimizer.gradients() == [1]
+    step.set_train()  # As a cell it splits its batch in training alone.
+    with pytest.warns(UserWarning, match=FOREIGN_TRAIN_CELL):
+        gradients = ops.grad(step.network, None, step.weights)(Tensor(np.float32([1, 2, 3])))
+    assert [number(gradient) for gradient in gradients] == [1]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_as_a_cell_it_returns_the_weighted_mean_loss_and_differentiates_as_the_whole_batch(weighted, mode):
+    x = np.arange(1, 8, dtype=np.float32)
+    loss_cell = Loss(pair if weighted else scalar)
+    cell = GradAccumulation(loss_cell, 3, weighted=weighted).set_train()
+    with pytest.warns(UserWarning, match=FOREIGN_TRAIN_CELL):
+        loss, (gradient,) = ops.value_and_grad(cell, None, loss_cell.trainable_params())(*tensors(x, 2 * x))
+    assert (loss.shape, loss.dtype, number(loss), number(gradient)) == ((), ms.float32, 20, -40)
+
+
+def test_out_of_training_it_returns_what_the_network_returns():
+    cell = GradAccumulation(Loss(with_other_outputs), 3).set_train(False)
+    loss, errors, three = cell(*tensors(np.float32([1, 2, 3]), np.float32([2, 4, 6])))
+    assert number(loss) == pytest.approx(14 / 3) and errors.shape == (3,) and three == 3
