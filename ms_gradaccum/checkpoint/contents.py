@@ -115,7 +115,11 @@ class Contents:
         return [(held.parameter, found[name]) for name, held in self.tensors.items()]
 
     def plan_sums(
-        self, common: dict[str, Any], own_of: Callable[[int], dict[str, Any]], mine: Sequence[int], has_sums: Any
+        self,
+        common: dict[str, Any],
+        own_of: Callable[[int], dict[str, Any]],
+        mine: Sequence[int],
+        batches: Sequence[Sequence[int]],
     ) -> Assignments:
         """Return which sum of a window gets which tensor.
 
@@ -123,11 +127,11 @@ class Contents:
             common: Sums that the saving ranks shared.
             own_of: Gives the sums that a saving rank had for itself.
             mine: Those ranks whose sums this one takes over.
-            has_sums: For each saving rank, whether its windows were open.
+            batches: For each saving rank, the numbers of batches in its windows.
         """
         plan: Assignments = []
         for i, sums in enumerate(self.sums):
-            opened = [rank for rank, flags in enumerate(has_sums) if flags[i]]
+            opened = [rank for rank, counts in enumerate(batches) if counts[i] > 0]
             for name, held in sums.items():
                 ranks = [rank for rank in opened if held.is_gathered or rank in mine]
                 parts = [own_of(rank)[name] for rank in ranks if name in own_of(rank)]

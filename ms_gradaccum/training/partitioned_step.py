@@ -29,7 +29,6 @@ class PartitionedStep(nn.Cell):
     # No window is ever open between two calls.
     accumulation_steps = 1
     several = False
-    overflows_in_a_row = 0
 
     def __init__(
         self, network: Any, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings, events: Events

@@ -281,6 +281,9 @@ def test_no_manifest_crashes_or_is_taken_by_half(kind, tmp_path):
         step.prepare([(X, X)])
         step.backward(X, X)
     state = save_state(step, tmp_path).path
+    # What the step is at when it is to load the first state; all its numbers are others.
+    (step if kind == "step" else step.backward)(X, X)
+    other = save_state(step, tmp_path).path
     good = json.loads((state / files.MANIFEST).read_text())
     places = [place for place in places_in(good) if place]
     parameters = list(step.parameters_and_names()) if kind == "step" else list(network.parameters_and_names())
@@ -304,8 +307,7 @@ def test_no_manifest_crashes_or_is_taken_by_half(kind, tmp_path):
             assert str(error).startswith("For 'load_state', the state ") and "Nothing was changed." in str(error)
             assert everything() == before
         else:
-            (state / files.MANIFEST).write_text(json.dumps(good))
-            load_state(step, state)
+            load_state(step, other)
 
     check()
 
