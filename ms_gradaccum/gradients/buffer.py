@@ -48,7 +48,7 @@ class TermSums(nn.Cell):
         return done, _assign_zero(self.loss), _assign_zero(self.weight)
 
 
-class GradBuffer(nn.Cell):
+class GradientBuffer(nn.Cell):
     """The sums of one window, term by term of the loss. They live and are cleared together.
 
     The names begin with ``accu_grads``, the prefix that MindSpore's checkpoint merges and transforms, its

@@ -26,10 +26,10 @@ def _times_one(empty: Tensor, factor: Tensor, grad: Tensor) -> Tensor:
 class AddGrads(nn.Cell):
     """Add gradients that the caller has taken into the buffers."""
 
-    def __init__(self, parallels: Sequence[GradientReducer], drops: bool) -> None:
+    def __init__(self, reducers: Sequence[GradientReducer], drops: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.parallels = nn.CellList(parallels, auto_prefix=False)
-        self.keep = KeepFinite([weight for each in parallels for weight in each.weights]) if drops else None
+        self.reducers = nn.CellList(reducers, auto_prefix=False)
+        self.keep = KeepFinite([weight for each in reducers for weight in each.weights]) if drops else None
         self.map = ops.HyperMap()
 
     def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> Any:
@@ -42,14 +42,14 @@ class AddGrads(nn.Cell):
             finite = ops.logical_or(empty, self.keep.is_finite(grads))
             grads = self.keep.kept(finite, grads)
             loss_sum, weight = self.keep.kept(finite, (loss_sum, weight))
-            for parallel in self.parallels:
-                done = parallel.buffer.count_dropped(ops.depend(finite, done))
+            for reducer in self.reducers:
+                done = reducer.buffer.count_dropped(ops.depend(finite, done))
         begin = 0
         loss_sum = ops.select(empty, ops.zeros_like(loss_sum), loss_sum)
-        for parallel in self.parallels:
-            end = begin + len(parallel.weights)
+        for reducer in self.reducers:
+            end = begin + len(reducer.weights)
             own = self.map(ops.partial(_times, empty, factor), ops.depend(run_of(grads, begin, end), done))
-            done = parallel.buffer.first.add(loss_sum, weight, parallel.reduce_scatter_micro_batch(own), ONE)
+            done = reducer.buffer.first.add(loss_sum, weight, reducer.reduce_scatter_micro_batch(own), ONE)
             begin = end
         return done
 

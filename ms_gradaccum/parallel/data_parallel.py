@@ -7,7 +7,7 @@ from mindspore import ParameterTuple, Tensor
 
 from ms_gradaccum._checks import check_bool, sentence
 from ms_gradaccum.backend.tensors import Done
-from ms_gradaccum.gradients.buffer import GradBuffer
+from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.layout import ReducerLayout
 from ms_gradaccum.parallel.reducer import CollectiveReducer
 from ms_gradaccum.parallel.shards import ShardedReducer
@@ -61,7 +61,7 @@ class DataParallelReducer(CollectiveReducer):
     """Data parallelism: all ranks add up all sums at the end of a window."""
 
     def __init__(
-        self, weights: ParameterTuple, buffer: GradBuffer, layout: ReducerLayout, rank: int, settings: DataParallel
+        self, weights: ParameterTuple, buffer: GradientBuffer, layout: ReducerLayout, rank: int, settings: DataParallel
     ) -> None:
         super().__init__(weights, buffer, layout, rank, settings)
         self.overlaps = settings.overlap

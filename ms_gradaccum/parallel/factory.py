@@ -11,7 +11,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES
-from ms_gradaccum.gradients.buffer import GradBuffer
+from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.non_finite import check_dense
 from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelReducer, ShardedBufferReducer
@@ -84,7 +84,7 @@ def _settings_of(network: AutoParallel) -> Any:
     return HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
 
 
-def build_parallel(
+def build_reducer(
     owner: str,
     kind: Any,
     optimizer: nn.Cell,
@@ -102,7 +102,7 @@ def build_parallel(
     if drops:
         check_dense(owner, sparse_lookup(network))
     if kind is None:
-        return GradientReducer(weights, GradBuffer(weights, dense_only, None, network.terms, drops, reports_others))
+        return GradientReducer(weights, GradientBuffer(weights, dense_only, None, network.terms, drops, reports_others))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_sent(owner, dtype)
     check_parameters_sent(owner, weights)
@@ -120,7 +120,7 @@ def build_parallel(
     layout = reducer_layout(kind, weights, ranks, numbers, dtype, network.terms)
     if layout.every_batch:
         _check_shared_dense(owner, network)
-    buffer = GradBuffer(weights, dense_only, layout.buffer_shapes, network.terms, drops, reports_others)
+    buffer = GradientBuffer(weights, dense_only, layout.buffer_shapes, network.terms, drops, reports_others)
     return _choose_reducer(owner, kind, optimizer, buffer, layout, world.rank)
 
 
@@ -191,7 +191,7 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
 
 
 def _choose_reducer(
-    owner: str, kind: Any, optimizer: nn.Cell, buffer: GradBuffer, layout: ReducerLayout, rank: int
+    owner: str, kind: Any, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int
 ) -> GradientReducer:
     if layout.shards is None:
         return DataParallelReducer(optimizer.parameters, buffer, layout, rank, kind)

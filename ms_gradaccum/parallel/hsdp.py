@@ -11,7 +11,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import check_bool, check_choice, sentence, typed
 from ms_gradaccum.backend.tensors import Done
-from ms_gradaccum.gradients.buffer import GradBuffer
+from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.layout import ReducerLayout
 from ms_gradaccum.parallel.shards import ShardedReducer, Shards, assign_some
 
@@ -88,7 +88,7 @@ class HSDPReducer(ShardedReducer):
         self,
         shards: Shards,
         optimizer: nn.Optimizer,
-        buffer: GradBuffer,
+        buffer: GradientBuffer,
         layout: ReducerLayout,
         rank: int,
         settings: HSDP,

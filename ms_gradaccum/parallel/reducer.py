@@ -7,7 +7,7 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.backend.tensors import Done, pick
-from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal
+from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.parallel.collectives import AllReduce, Group, after
 from ms_gradaccum.parallel.layout import BucketLayout, ReducerLayout
@@ -29,7 +29,7 @@ class GradientReducer(nn.Cell):
     # 1 in one process of a job, 0 in the others.
     is_first = 1.0
 
-    def __init__(self, weights: ParameterTuple, buffer: GradBuffer) -> None:
+    def __init__(self, weights: ParameterTuple, buffer: GradientBuffer) -> None:
         super().__init__(auto_prefix=False)
         # What the optimizer updates, and the sums of its gradients after `reduce`.
         self.weights = weights
@@ -115,7 +115,7 @@ class BucketedAllReduce(nn.Cell):
         rank: Number of this rank.
     """
 
-    def __init__(self, buffer: GradBuffer, layout: BucketLayout, rank: int) -> None:
+    def __init__(self, buffer: GradientBuffer, layout: BucketLayout, rank: int) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = buffer
         self.sums = buffer.sums
@@ -221,7 +221,7 @@ class CollectiveReducer(GradientReducer):
     several = True
 
     def __init__(
-        self, weights: ParameterTuple, buffer: GradBuffer, layout: ReducerLayout, rank: int, settings: Any
+        self, weights: ParameterTuple, buffer: GradientBuffer, layout: ReducerLayout, rank: int, settings: Any
     ) -> None:
         super().__init__(weights, buffer)
         self.layout = layout

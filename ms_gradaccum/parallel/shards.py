@@ -9,7 +9,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.tensors import Done, pick
-from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal, zeros
+from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal, zeros
 from ms_gradaccum.parallel.collectives import AllGather, AllReduce, Group, ReduceScatter, after
 from ms_gradaccum.parallel.layout import ReducerLayout, ShardLayout
 from ms_gradaccum.parallel.reducer import CollectiveReducer, part_of, rounded
@@ -196,7 +196,7 @@ class ShardedReducer(CollectiveReducer):
         self,
         shards: Shards,
         weights: ParameterTuple,
-        buffer: GradBuffer,
+        buffer: GradientBuffer,
         layout: ReducerLayout,
         rank: int,
         settings: Any,

@@ -22,7 +22,7 @@ class AddMicroBatch(nn.Cell):
     """Add what one micro batch has to the buffers of the optimizers. No code of the user's is in here.
 
     Args:
-        parallels: One per optimizer: its buffer, and what becomes of its gradients.
+        reducers: One per optimizer: its buffer, and what becomes of its gradients.
         weights: One per optimizer: the parameters that it updates.
         totals: What says what is added up for a loss of one term.
         drops: Whether a micro batch that is not finite is left out.
@@ -31,23 +31,23 @@ class AddMicroBatch(nn.Cell):
 
     def __init__(
         self,
-        parallels: Sequence[GradientReducer],
+        reducers: Sequence[GradientReducer],
         weights: Sequence[ParameterTuple],
         totals: MicroTotals,
         drops: bool = False,
         reduces: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.reducers = nn.CellList(reducers, auto_prefix=False)
         self.totals = totals
-        self.buffer = parallels[0].buffer
+        self.buffer = reducers[0].buffer
         self.terms = len(self.buffer.terms)
         ends = [sum(len(group) for group in weights[: i + 1]) for i in range(len(weights))]
         self.bounds = tuple(zip([0, *ends[:-1]], ends))
         self.keep: Any = KeepFinite([weight for group in weights for weight in group]) if drops else None
         self.reduces = reduces
         # Whether gradients leave this rank before they are added, so that each rank's own factor comes first.
-        self.scales_first = parallels[0].every_batch
+        self.scales_first = reducers[0].every_batch
         self.map = ops.HyperMap()
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -76,8 +76,8 @@ class AddMicroBatch(nn.Cell):
         if self.keep is not None:
             finite = self.is_finite(values, grads)
             values = self.keep.kept(finite, values)
-            for parallel in self.parallels:
-                done = parallel.buffer.count_dropped(ops.depend(finite, done))
+            for reducer in self.reducers:
+                done = reducer.buffer.count_dropped(ops.depend(finite, done))
         if self.buffer.other_losses is not None:
             # They count by the weight of the loss, which is 0 if the micro batch is left out.
             done = self.buffer.add_other_losses(others[0], ops.depend(values[1], done))
@@ -100,20 +100,20 @@ class AddMicroBatch(nn.Cell):
 
     def add(self, term: int, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Any, done: Any) -> Any:
         """Add the gradients of one term of the loss, after ``done``."""
-        for parallel, (begin, end) in zip(self.parallels, self.bounds):
+        for reducer, (begin, end) in zip(self.reducers, self.bounds):
             # One after the other: the messages of all ranks must come in one order.
             own = ops.depend(run_of(grads, begin, end), done)
             if self.scales_first:
                 own = self.map(ops.partial(_scale, factor), own)
-            done = parallel.buffer.terms[term].add(
-                loss_sum, weight, parallel.reduce_scatter_micro_batch(own), ONE if self.scales_first else factor
+            done = reducer.buffer.terms[term].add(
+                loss_sum, weight, reducer.reduce_scatter_micro_batch(own), ONE if self.scales_first else factor
             )
         return done
 
     def after(self, done: Any) -> Tensor:
         """Return something that depends on ``done`` and, for the compiler's sake, on nothing of this micro batch."""
         if self.reduces:
-            done = self.parallels[0].reduce(done)
+            done = self.reducers[0].reduce(done)
         return ops.depend(self.buffer.weight + 0.0, done)
 
 
@@ -234,7 +234,7 @@ class EagerMicroStep:
 
 def build_micro_step(
     weighted_loss: WeightedLoss,
-    parallels: Sequence[GradientReducer],
+    reducers: Sequence[GradientReducer],
     weights: Sequence[ParameterTuple],
     precision: Precision,
     drops: bool = False,
@@ -243,9 +243,9 @@ def build_micro_step(
     """Return the micro step that the network needs."""
     half = is_half(weighted_loss, precision)
     micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
-    kind = TermsMicroStep if len(parallels[0].buffer.terms) > 1 else MicroStep
+    kind = TermsMicroStep if len(reducers[0].buffer.terms) > 1 else MicroStep
     pace = pace_of(weighted_loss, half, eager=False)
-    return kind(micro_loss, weights, AddMicroBatch(parallels, weights, micro_loss.totals(), drops, reduces), pace)
+    return kind(micro_loss, weights, AddMicroBatch(reducers, weights, micro_loss.totals(), drops, reduces), pace)
 
 
 _scale = ops.MultitypeFuncGraph("scale_gradient")
@@ -259,15 +259,15 @@ def _scale_dense(factor: Tensor, grad: Tensor) -> Tensor:
 class EmptyStep(nn.Cell):
     """The part of a rank that has no micro batch left in what the ranks add up for each micro batch."""
 
-    def __init__(self, parallels: Sequence[GradientReducer]) -> None:
+    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
-        self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.reducers = nn.CellList(reducers, auto_prefix=False)
 
     def construct(self, nothing: Tensor) -> Any:
         done: Any = ()
-        for parallel in self.parallels:
-            buffer = parallel.buffer
+        for reducer in self.reducers:
+            buffer = reducer.buffer
             for term in buffer.terms:
-                grads = buffer.no_grads(parallel.replicas(), done)
-                done = term.add(nothing, nothing, parallel.reduce_scatter_micro_batch(grads), ONE)
+                grads = buffer.no_grads(reducer.replicas(), done)
+                done = term.add(nothing, nothing, reducer.reduce_scatter_micro_batch(grads), ONE)
         return done

@@ -34,7 +34,7 @@ class MicroSteps:
     Args:
         owner: Whose name errors begin with.
         network: The GradAccumulation.
-        parallels: One per optimizer.
+        reducers: One per optimizer.
         weights: One per optimizer: the parameters that it updates.
         precision: What computes in 16 bits, and the loss scale.
         drops: Whether a micro batch that is not finite is left out.
@@ -45,7 +45,7 @@ class MicroSteps:
         self,
         owner: str,
         network: Any,
-        parallels: Sequence[GradientReducer],
+        reducers: Sequence[GradientReducer],
         weights: Sequence[ParameterTuple],
         precision: Precision,
         drops: bool,
@@ -57,7 +57,7 @@ class MicroSteps:
         self.drops = drops
         self.compiles = compiles
         self.network = network
-        self.parallels = parallels
+        self.reducers = reducers
         self.weights = weights
         # For a larger graph, which takes inputs as they are.
         self.cell = self._build(network.weighted_loss)
@@ -66,8 +66,8 @@ class MicroSteps:
         # Per whether the sums are reduced with it.
         self.eager: dict[bool, EagerMicroStep] = {}
         # Ranks share their cores, and what they send must come in one order.
-        self.may_use_thread_pool = not parallels[0].several
-        self.empty_step = EmptyStep(parallels)
+        self.may_use_thread_pool = not reducers[0].several
+        self.empty_step = EmptyStep(reducers)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         self.has_begun = False
         # Whether micro batches of other rows have still to be warned of.
@@ -93,7 +93,7 @@ class MicroSteps:
         numbers = {rows: pace.share_and_factor(rows, sum(counts)) for rows in set(counts)}
         starts = {rows: tuple(Tensor(number, ms.float32) for number in pair) for rows, pair in numbers.items()}
         # Before any of them: the messages of all ranks must come in one order.
-        rounds = self.parallels[0].max_micro_batches(len(micro_batches))
+        rounds = self.reducers[0].max_micro_batches(len(micro_batches))
         outputs: list[Any] = []
         done = self.events.micro_batches
         # A callback may raise before its first run.
@@ -116,7 +116,7 @@ class MicroSteps:
 
     def join(self) -> None:
         """Take part in a batch of the other processes without one."""
-        self._add_nothing(self.parallels[0].max_micro_batches(0))
+        self._add_nothing(self.reducers[0].max_micro_batches(0))
 
     def _add_nothing(self, micro_batches: int) -> None:
         for _ in range(micro_batches):
@@ -163,7 +163,7 @@ class MicroSteps:
         loss = self.network.weighted_loss
         half = is_half(loss, self.precision)
         micro_loss = MicroLoss(loss, half, self.precision.loss_scale)
-        adding = AddMicroBatch(self.parallels, self.weights, micro_loss.totals(), self.drops, reduces)
+        adding = AddMicroBatch(self.reducers, self.weights, micro_loss.totals(), self.drops, reduces)
         return EagerMicroStep(self.owner, micro_loss, self.weights, adding, pace_of(loss, half, eager=True))
 
     def _is_for_thread_pool(self, micro_batches: list[MicroBatch]) -> bool:
@@ -197,7 +197,7 @@ class MicroSteps:
         return lambda: self._build(self.network.loss_of(structure), pooled, reduces)
 
     def _build(self, weighted_loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
-        cell = build_micro_step(weighted_loss, self.parallels, self.weights, self.precision, self.drops, reduces)
+        cell = build_micro_step(weighted_loss, self.reducers, self.weights, self.precision, self.drops, reduces)
         cell.in_thread_pool = pooled
         if hasattr(self, "cell"):
             follow_mode(cell, self.cell)

@@ -35,21 +35,21 @@ class MeanGradients(nn.Cell):
 
     Args:
         clip: Clipping of the mean gradient.
-        parallel: What has the sums.
+        reducer: What has the sums.
         loss_scale: The loss scale.
         handed_scale: What the optimizer divides gradients by, having been told the loss scale.
     """
 
-    def __init__(self, clip: Any, parallel: GradientReducer, loss_scale: NoLossScale, handed_scale: float) -> None:
+    def __init__(self, clip: Any, reducer: GradientReducer, loss_scale: NoLossScale, handed_scale: float) -> None:
         super().__init__(auto_prefix=False)
-        self.buffer = parallel.buffer
+        self.buffer = reducer.buffer
         self.loss_scale = loss_scale
-        self.clip = clip_of(clip, parallel.buffer.names, parallel)
-        self.parallel = parallel
+        self.clip = clip_of(clip, reducer.buffer.names, reducer)
+        self.reducer = reducer
         self.handed_scale = handed_scale
         # Whether the sums themselves are then what the optimizer takes.
-        self.in_place = parallel.takes_sums and all(
-            total.dtype == weight.dtype for total, weight in zip(parallel.sums, parallel.weights)
+        self.in_place = reducer.takes_sums and all(
+            total.dtype == weight.dtype for total, weight in zip(reducer.sums, reducer.weights)
         )
         self.map = ops.HyperMap()
 
@@ -62,12 +62,12 @@ class MeanGradients(nn.Cell):
         grads = self.clip(factor, norm, *limit)
         clipped_norm = self.clip.norm_after(norm, *limit)
         if clipped_norm is None:
-            clipped_norm = self.parallel.norm(grads)
+            clipped_norm = self.reducer.norm(grads)
         if self.handed_scale != 1.0:
             factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, grads))
-            grads = self.map(ops.partial(scale_one, factor), tuple(self.parallel.sums))
-        ready = self.map(_as_weight, self.parallel.for_optimizer(grads), self.parallel.weights)
-        return clipped_norm, ops.depend(ready, self.parallel.before_update())
+            grads = self.map(ops.partial(scale_one, factor), tuple(self.reducer.sums))
+        ready = self.map(_as_weight, self.reducer.for_optimizer(grads), self.reducer.weights)
+        return clipped_norm, ops.depend(ready, self.reducer.before_update())
 
 
 class PutMeanGradients(nn.Cell):
@@ -87,14 +87,14 @@ class PutMeanGradients(nn.Cell):
 class EndUpdate(nn.Cell):
     """What follows the optimizer: the weights go where they belong, and the buffer is emptied."""
 
-    def __init__(self, parallel: GradientReducer) -> None:
+    def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
-        self.buffer = parallel.buffer
-        self.parallel = parallel
+        self.buffer = reducer.buffer
+        self.reducer = reducer
 
     def construct(self, updated: Any) -> Any:
         """Do so after ``updated``."""
-        return self.buffer.clear(self.parallel.after_update(updated))
+        return self.buffer.clear(self.reducer.after_update(updated))
 
 
 class Update(nn.Cell):
@@ -104,7 +104,7 @@ class Update(nn.Cell):
         super().__init__(auto_prefix=False)
         self.optimizer = optimizer
         self.gradients = gradients
-        self.end = EndUpdate(gradients.parallel)
+        self.end = EndUpdate(gradients.reducer)
         self.parameters = all_parameters(optimizer)
         self.has_branches = may_have_branches(optimizer)
         self.map = ops.HyperMap()
@@ -131,7 +131,7 @@ class EagerUpdate:
 
     def __init__(self, owner: str, update: Update) -> None:
         self.optimizer = update.optimizer
-        self.sums = update.gradients.parallel.sums
+        self.sums = update.gradients.reducer.sums
         self.put_gradients = Compiled(lambda: PutMeanGradients(update.gradients), owner, "the mean gradient")
         self.end = Compiled(lambda: update.end, owner, "the end of the update")
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():

@@ -10,7 +10,7 @@ from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn_of_dropped
 from ms_gradaccum.gradients.clipping import ClipByValue
-from ms_gradaccum.parallel.factory import build_parallel
+from ms_gradaccum.parallel.factory import build_reducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
@@ -59,7 +59,7 @@ class Window:
         self.parameters = [optimizer.parameters for optimizer in optimizers]
         agreed, dtype = {**settings.agreed(), **agreed}, settings.precision.reduce_dtype
         self.reducers = [
-            build_parallel(self.owner, kind, each, network, agreed, settings.drops, dtype) for each in optimizers
+            build_reducer(self.owner, kind, each, network, agreed, settings.drops, dtype) for each in optimizers
         ]
         self.several = self.reducers[0].several
         self.micro_steps = MicroSteps(

@@ -18,14 +18,14 @@ class EachClip(nn.Cell):
 
     Args:
         clip: What clips gradients, given the norm of all.
-        parallel: What has the sums.
+        reducer: What has the sums.
     """
 
-    def __init__(self, clip: Any, parallel: GradientReducer) -> None:
+    def __init__(self, clip: Any, reducer: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
         self.clip = clip
-        self.parallel = parallel
-        self.runs = parallel.buffer.runs
+        self.reducer = reducer
+        self.runs = reducer.buffer.runs
         self.map = ops.HyperMap()
 
     def construct(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
@@ -37,7 +37,7 @@ class EachClip(nn.Cell):
         factor = ops.depend(factor, decision)
         means: Grads = ()
         for begin, end in self.runs:
-            sums = run_of(self.parallel.sums, begin, end)
+            sums = run_of(self.reducer.sums, begin, end)
             stored = self.stored(begin, sums, factor, decision)
             means += stored
             factor = once(factor, stored)
@@ -85,11 +85,11 @@ class GroupClip(EachClip):
     Args:
         groups: The number of each gradient's group, -1 for none.
         limits: The largest norm of each group.
-        parallel: What has the sums, and takes their squares over all shards.
+        reducer: What has the sums, and takes their squares over all shards.
     """
 
-    def __init__(self, groups: tuple[int, ...], limits: Sequence[float], parallel: GradientReducer) -> None:
-        super().__init__(None, parallel)
+    def __init__(self, groups: tuple[int, ...], limits: Sequence[float], reducer: GradientReducer) -> None:
+        super().__init__(None, reducer)
         # Which gradients each group has, and the group of each gradient; the last one has those of none.
         self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
         self.groups = Tensor([group % (len(limits) + 1) for group in groups], ms.int32)
@@ -97,7 +97,7 @@ class GroupClip(EachClip):
 
     def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
         """Return the factor of each gradient."""
-        squares = ops.broadcast_to(self.parallel.squares(tuple(self.parallel.sums)), self.members.shape)
+        squares = ops.broadcast_to(self.reducer.squares(tuple(self.reducer.sums)), self.members.shape)
         # No product with 0, which would take the NaN of one group to all.
         norms = ops.sqrt(ops.sum(ops.select(self.members, squares, ops.zeros_like(squares)), (1,))) * factor
         factors = ops.concat((self.limits / ops.maximum(norms, self.limits), ops.ones((1,), ms.float32)))
@@ -114,8 +114,8 @@ class GroupClip(EachClip):
         return None
 
 
-def clip_of(clip: Any, names: Sequence[str], parallel: GradientReducer) -> EachClip:
+def clip_of(clip: Any, names: Sequence[str], reducer: GradientReducer) -> EachClip:
     """Return the cell that clips the means of gradients of parameters of these names."""
     if isinstance(clip, ClipByGroupNorm):
-        return GroupClip(clip.groups_of(names), list(clip.limits.values()), parallel)
-    return Means(clip, parallel) if isinstance(clip, NoClip) else EachClip(clip, parallel)
+        return GroupClip(clip.groups_of(names), list(clip.limits.values()), reducer)
+    return Means(clip, reducer) if isinstance(clip, NoClip) else EachClip(clip, reducer)

@@ -11,7 +11,7 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_e
 from ms_gradaccum.backend.kernels import add_in_place
 from ms_gradaccum.backend.optimizers import LearningRate, UnknownRate, compiles_itself, scale_for
 from ms_gradaccum.backend.tensors import once, run_of
-from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal
+from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.step_output import StepOutput
@@ -31,11 +31,11 @@ class FoldTerms(nn.Cell):
     The weight of the window is then that of the first term, or 1 if nothing has any of it.
     """
 
-    def __init__(self, parallel: GradientReducer) -> None:
+    def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
-        self.buffer = parallel.buffer
-        self.others = nn.CellList(list(parallel.buffer.terms)[1:], auto_prefix=False)
-        self.parallel = parallel
+        self.buffer = reducer.buffer
+        self.others = nn.CellList(list(reducer.buffer.terms)[1:], auto_prefix=False)
+        self.reducer = reducer
         self.map = ops.HyperMap()
 
     def construct(self) -> Any:
@@ -43,7 +43,7 @@ class FoldTerms(nn.Cell):
         weights: tuple[Tensor, ...] = (buffer.weight + 0.0,)
         for other in self.others:
             weights += (other.weight + 0.0,)
-        totals = ops.unstack(self.parallel.all_reduce_scalars(ops.stack(weights)))
+        totals = ops.unstack(self.reducer.all_reduce_scalars(ops.stack(weights)))
         weightless = totals[0] == 0.0
         scale = ops.select(weightless, ops.ones_like(totals[0]), totals[0])
         done: Any = ()
@@ -57,7 +57,7 @@ class FoldTerms(nn.Cell):
             done = ops.assign_add(buffer.loss, other.loss * once(factor, done))
             done = other.clear(done)
         # One process stands in for the missing weight.
-        stand_in = ops.cast(ops.greater(ops.addn(totals), 0.0), ms.float32) * self.parallel.is_first
+        stand_in = ops.cast(ops.greater(ops.addn(totals), 0.0), ms.float32) * self.reducer.is_first
         return ops.assign(buffer.weight, ops.select(weightless, stand_in, ops.depend(weights[0], done)))
 
 
@@ -65,15 +65,15 @@ class Report(nn.Cell):
     """First half of the end of a window: reduce over ranks, divide by the weight, unscale, finite?, norm."""
 
     def __init__(
-        self, learning_rate: nn.Cell, parallel: GradientReducer, loss_scale: NoLossScale, reduces: bool = True
+        self, learning_rate: nn.Cell, reducer: GradientReducer, loss_scale: NoLossScale, reduces: bool = True
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.buffer = parallel.buffer
-        self.parallel = parallel
+        self.buffer = reducer.buffer
+        self.reducer = reducer
         self.loss_scale = loss_scale
         # Otherwise the last micro step has done it.
         self.reduces = reduces
-        self.fold_terms = FoldTerms(parallel) if len(parallel.buffer.terms) > 1 else None
+        self.fold_terms = FoldTerms(reducer) if len(reducer.buffer.terms) > 1 else None
         self.learning_rate = learning_rate
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
@@ -84,11 +84,11 @@ class Report(nn.Cell):
         """
         if self.fold_terms is not None:
             done = ops.depend(done, self.fold_terms())
-        reduced = ops.depend(self.parallel.reduce(), done) if self.reduces else done
+        reduced = ops.depend(self.reducer.reduce(), done) if self.reduces else done
         loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
         # Of the sums, then divided: that saves a pass over the gradient.
-        norm = ops.depend(self.parallel.norm(tuple(self.parallel.sums)), reduced)
+        norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
         norm = norm * self.loss_scale.unscaled(self.buffer.reciprocal_weight())
         overflow = bad = ops.logical_not(ops.isfinite(norm))
         # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
@@ -107,7 +107,7 @@ class Report(nn.Cell):
 class OpenWindow(nn.Cell):
     """What is reported of a window that goes on."""
 
-    def __init__(self, buffer: GradBuffer, loss_scale: NoLossScale) -> None:
+    def __init__(self, buffer: GradientBuffer, loss_scale: NoLossScale) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = buffer
         self.loss_scale = loss_scale
@@ -132,22 +132,22 @@ class WindowEnd(nn.Cell):
         owner: str,
         optimizer: nn.Cell,
         clip: Any,
-        parallel: GradientReducer,
+        reducer: GradientReducer,
         loss_scale: NoLossScale,
         compiles: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.owner = owner
-        self.buffer = parallel.buffer
-        self.parallel = parallel
+        self.buffer = reducer.buffer
+        self.reducer = reducer
         self.loss_scale = loss_scale
         # Whether the optimizer is compiled in PYNATIVE mode too.
         self.compiles = compiles or compiles_itself(optimizer)
         self.handed_scale = scale_for(owner, optimizer, loss_scale)
         self.learning_rate = LearningRate(optimizer)
-        self.report = Report(self.learning_rate, parallel, loss_scale)
-        self.update = Update(optimizer, MeanGradients(clip, parallel, loss_scale, self.handed_scale))
-        self.open = OpenWindow(parallel.buffer, loss_scale)
+        self.report = Report(self.learning_rate, reducer, loss_scale)
+        self.update = Update(optimizer, MeanGradients(clip, reducer, loss_scale, self.handed_scale))
+        self.open = OpenWindow(reducer.buffer, loss_scale)
         self.run_open = Compiled(lambda: self.open, owner, "the report on an open window")
         # By whether the sums are reduced already and whether the rate is left out, for it is code of the user's.
         self.reports: dict[tuple[bool, bool], Compiled] = {}
@@ -181,7 +181,7 @@ class WindowEnd(nn.Cell):
         key = reduced, eager
         if key not in self.reports:
             rate = UnknownRate() if eager else self.learning_rate
-            report = Report(rate, self.parallel, self.loss_scale, not reduced)
+            report = Report(rate, self.reducer, self.loss_scale, not reduced)
             follow_mode(report, self.report)
             report._get_attr_from_cell(self.report)
             self.reports[key] = Compiled(lambda: report, self.owner, "the report")
@@ -196,7 +196,7 @@ class WindowEnd(nn.Cell):
         eager = runs_eagerly(self.compiles)
         with self.learning_rate.recording() if eager else nullcontext() as recorded:
             clipped_norm = self._update(clip, eager)(output.grad_norm, *limit)
-        self.parallel.check_replicas()
+        self.reducer.check_replicas()
         rate = recorded() if recorded else output.learning_rate
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
 
@@ -211,7 +211,7 @@ class WindowEnd(nn.Cell):
         if key not in self.updates:
             update = self.update
             if clip is not None:
-                gradients = MeanGradients(clip, self.parallel, self.loss_scale, self.handed_scale)
+                gradients = MeanGradients(clip, self.reducer, self.loss_scale, self.handed_scale)
                 update = Update(self.update.optimizer, gradients)
                 follow_mode(update, self.update)
                 update._get_attr_from_cell(self.update)

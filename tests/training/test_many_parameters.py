@@ -8,7 +8,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByGroupNorm, TrainOneStepCell
 from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.backend.tensors import runs_of
-from ms_gradaccum.gradients.buffer import GradBuffer
+from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.window_end import FoldTerms
 
@@ -72,7 +72,7 @@ def test_many_gradients_are_added_unless_one_of_them_is_nan():
 
 def test_two_terms_of_many_parameters_are_folded():
     weights = ParameterTuple(Wide().trainable_params())
-    buffer = GradBuffer(weights, terms=2)
+    buffer = GradientBuffer(weights, terms=2)
     other = buffer.terms[1]
     for value, first, second in zip(range(MANY), buffer.sums, other.sums):
         first.set_data(Tensor([float(value)]))

@@ -20,18 +20,18 @@ _OWNER = "StepReporter"
 class WeightNorm(nn.Cell):
     """The L2 norm of all weights that are trained, taken as one vector. They are whole on each rank."""
 
-    def __init__(self, parallels: Sequence[GradientReducer]) -> None:
+    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
-        self.weights = ParameterTuple(weight for parallel in parallels for weight in parallel.replicas())
+        self.weights = ParameterTuple(weight for reducer in reducers for weight in reducer.replicas())
         self.runs = runs_of([weight.size for weight in self.weights])
 
     def construct(self, nothing: Tensor) -> Tensor:
         return global_norm(tuple(self.weights), self.runs) + nothing
 
 
-def weight_norm_of(parallels: Sequence[GradientReducer]) -> Callable[[], float]:
+def weight_norm_of(reducers: Sequence[GradientReducer]) -> Callable[[], float]:
     """Return what computes the norm now."""
-    cell = WeightNorm(parallels)
+    cell = WeightNorm(reducers)
     run = Compiled(lambda: cell, _OWNER, "the norm of the weights")
     return lambda: float(run(NOTHING).asnumpy())
 
@@ -39,23 +39,23 @@ def weight_norm_of(parallels: Sequence[GradientReducer]) -> Callable[[], float]:
 class UpdateMessages(nn.Cell):
     """What an update sends, without the update, for an empty buffer."""
 
-    def __init__(self, parallels: Sequence[GradientReducer]) -> None:
+    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
-        self.parallels = nn.CellList(parallels, auto_prefix=False)
+        self.reducers = nn.CellList(reducers, auto_prefix=False)
 
     def construct(self, nothing: Tensor) -> Tensor:
         done: Done = nothing
-        for parallel in self.parallels:
-            done = parallel.send_again(done)
+        for reducer in self.reducers:
+            done = reducer.send_again(done)
         return ops.depend(nothing + 0.0, done)
 
 
 class MicroBatchMessages(nn.Cell):
     """What a micro batch sends, without the micro batch."""
 
-    def __init__(self, parallels: Sequence[GradientReducer]) -> None:
+    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
-        self.empty_step = EmptyStep(parallels)
+        self.empty_step = EmptyStep(reducers)
 
     def construct(self, nothing: Tensor) -> Tensor:
         return ops.depend(nothing + 0.0, self.empty_step(nothing))
@@ -64,13 +64,13 @@ class MicroBatchMessages(nn.Cell):
 class CommunicationTime:
     """The time of a window's messages, found by sending them once more. Needs empty buffers, and all processes."""
 
-    def __init__(self, parallels: Sequence[GradientReducer]) -> None:
+    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         # With one process there is nobody to talk to.
-        self.several = parallels[0].several
-        self.every_batch = self.several and parallels[0].every_batch
-        self.runs = [_compile(UpdateMessages(parallels))] if self.several else []
+        self.several = reducers[0].several
+        self.every_batch = self.several and reducers[0].every_batch
+        self.runs = [_compile(UpdateMessages(reducers))] if self.several else []
         if self.every_batch:
-            self.runs.append(_compile(MicroBatchMessages(parallels)))
+            self.runs.append(_compile(MicroBatchMessages(reducers)))
         self.is_warm = False
 
     def seconds(self, micro_batches: int) -> float:

@@ -12,7 +12,7 @@ from mindspore.common.seed import _KERNEL_SEED
 from ms_gradaccum.backend.compiled import Compiled, op_by_op, runs_eagerly
 from ms_gradaccum.batch.split import MicroBatch, leaf_axes, split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight, WeightedLoss
-from ms_gradaccum.gradients.buffer import GradBuffer, reciprocal
+from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
 from ms_gradaccum.gradients.mixed_precision import check_precision
 from ms_gradaccum.loops import random_state
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -108,8 +108,8 @@ class Experiment:
         self.structure, self.micro_batches = split_batch(inputs, network.micro_size, network.batch_axis)
         self.batch = split_batch(inputs, 1, network.batch_axis).micro_batches[0]
         self.axes = leaf_axes(inputs, network.batch_axis)
-        buffer = GradBuffer(self.weights, terms=network.terms, reports_others=network.losses is not None)
-        self.parallel = GradientReducer(self.weights, buffer)
+        buffer = GradientBuffer(self.weights, terms=network.terms, reports_others=network.losses is not None)
+        self.reducer = GradientReducer(self.weights, buffer)
         # As in training, but for a loss scale: gradients are compared as they are.
         self.precision = check_precision(_OWNER, None)
         self._steps: dict[Any, Any] = {}
@@ -153,15 +153,15 @@ class Experiment:
     def seconds(self) -> float:
         """Return how long the forward and backward passes of the window take."""
         self._begin()
-        self.parallel.buffer.clear()
+        self.reducer.buffer.clear()
         begin = time.perf_counter()
         self._add(self.micro_batches)
-        _number(self.parallel.buffer.weight)  # Waits for what is still being computed.
+        _number(self.reducer.buffer.weight)  # Waits for what is still being computed.
         return time.perf_counter() - begin
 
     def _run_window(self, micro_batches: Sequence[MicroBatch]) -> Run:
         self._begin()
-        buffer = self.parallel.buffer
+        buffer = self.reducer.buffer
         buffer.clear()
         self._add(micro_batches)
         grads = _mean_grads(buffer)
@@ -202,11 +202,11 @@ class Experiment:
 
     def _make_micro_step(self) -> nn.Cell:
         loss = self.network.loss_of(self.structure)
-        return build_micro_step(loss, [self.parallel], [self.weights], self.precision)
+        return build_micro_step(loss, [self.reducer], [self.weights], self.precision)
 
     def _make_eager_step(self) -> EagerMicroStep:
         micro_loss = MicroLoss(self.network.weighted_loss, False, self.precision.loss_scale)
-        adding = AddMicroBatch([self.parallel], [self.weights], micro_loss.totals())
+        adding = AddMicroBatch([self.reducer], [self.weights], micro_loss.totals())
         step = EagerMicroStep(_OWNER, micro_loss, [self.weights], adding, Pace.BATCH)
         step.structure = self.structure
         return step
@@ -275,7 +275,7 @@ def _scatter(grad: Any) -> Tensor:
     return ops.unsorted_segment_sum(ops.cast(grad.values, ms.float32), grad.indices, grad.dense_shape[0])
 
 
-def _mean_grads(buffer: GradBuffer) -> list[Any]:
+def _mean_grads(buffer: GradientBuffer) -> list[Any]:
     """Return the gradient of the window: the sum of its terms' means."""
     grads = [np.zeros(total.shape, np.float32) for total in buffer.sums]
     for term in buffer.terms:
