@@ -10,16 +10,18 @@ from math import isqrt
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, ops
+from mindspore import Parameter, Tensor, ops
+
+from ms_gradaccum.backend.kernels import add_in_place, as_dtype, scale_in_place
 
 # Each run takes the compiler time, so there are not many more,
-_MOST_RUNS = 32
+_MOST_CHUNKS = 32
 # and some 2 MB of memory: as much as this many elements.
 _COMPILED = 512 * 1024
 # The elements that are one run anyway. They take 4 MB.
 _FEW = 1024 * 1024
 
-Runs = tuple[tuple[int, int], ...]
+Chunks = tuple[tuple[int, int], ...]
 
 # An ordering token: the outputs of operators that must have run, whose values nobody reads. A graph runs what its
 # output needs, in any order that the data allow. So what has an effect (it assigns, or sends a message) returns its
@@ -28,23 +30,23 @@ Runs = tuple[tuple[int, int], ...]
 Done = Any
 
 
-def runs_of(sizes: Sequence[int]) -> Runs:
+def chunks_of(sizes: Sequence[int]) -> Chunks:
     """Return where runs of neighbours begin and end.
 
     What a run takes while it is computed grows with its elements, what the compiler takes with the number of runs.
     Both are the same if a run has the square root of all elements times ``_COMPILED``.
     """
     elements = sum(sizes)
-    limit = max(*sizes, elements // _MOST_RUNS, isqrt(elements * _COMPILED), _FEW)
+    limit = max(*sizes, elements // _MOST_CHUNKS, isqrt(elements * _COMPILED), _FEW)
     return tuple((run[0], run[-1] + 1) for run in fill_buckets(range(len(sizes)), sizes, limit))
 
 
-def run_of(items: tuple[Any, ...], begin: int, end: int) -> tuple[Any, ...]:
+def chunk_of(items: tuple[Any, ...], begin: int, end: int) -> tuple[Any, ...]:
     """Return the items of a run. All of them as they are: the compiler takes its time for a slice."""
     return items[begin:end] if end - begin < len(items) else items
 
 
-def once(number: Tensor, done: Any) -> Tensor:
+def copy_after(number: Tensor, done: Any) -> Tensor:
     """Return ``number`` after ``done``, as what a kernel has made.
 
     Otherwise each of n tensors that wait for it would wait for each of ``done`` by itself: n times n messages.
@@ -91,3 +93,50 @@ def fill_buckets(indices: Any, sizes: Sequence[int], limit: int) -> tuple[tuple[
         buckets[-1].append(i)
         filled += sizes[i]
     return tuple(tuple(bucket) for bucket in buckets)
+
+
+# Functions of one tensor, for maps over a chunk of them.
+
+scale = ops.MultitypeFuncGraph("scale")
+
+
+@scale.register("Tensor", "Tensor")
+def _scale_one(factor: Tensor, grad: Tensor) -> Tensor:
+    # Not in 16 bits, where a small factor may be no number.
+    return as_dtype(_wide(grad) * factor, grad.dtype)
+
+
+scale_wide = ops.MultitypeFuncGraph("scale_wide")
+
+
+@scale_wide.register("Tensor", "Tensor")
+def _scale_one_wide(factor: Tensor, grad: Tensor) -> Tensor:
+    return _wide(grad) * factor
+
+
+scale_each_in_place = ops.MultitypeFuncGraph("scale_each_in_place")
+
+
+@scale_each_in_place.register("Tensor", "Tensor")
+def _scale_one_in_place(factor: Tensor, total: Parameter) -> Tensor:
+    return scale_in_place(total, factor)
+
+
+add_each_in_place = ops.MultitypeFuncGraph("add_each_in_place")
+
+
+@add_each_in_place.register("Tensor", "Tensor", "Tensor")
+def _add_one_in_place(factor: Tensor, total: Parameter, part: Tensor) -> Tensor:
+    return add_in_place(total, part, factor)
+
+
+cast_like = ops.MultitypeFuncGraph("cast_like")
+
+
+@cast_like.register("Tensor", "Tensor")
+def _cast_one_like(value: Tensor, like: Tensor) -> Tensor:
+    return as_dtype(value, like.dtype)
+
+
+def _wide(grad: Tensor) -> Tensor:
+    return grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)

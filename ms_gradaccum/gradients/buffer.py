@@ -8,7 +8,7 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.kernels import add_in_place, as_dtype, fill_in_place, spread
-from ms_gradaccum.backend.tensors import run_of, runs_of
+from ms_gradaccum.backend.tensors import chunk_of, chunks_of
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES
 
 
@@ -25,7 +25,7 @@ class TermSums(nn.Cell):
         # Named after a weight: the buffers of two optimizers can be in one graph.
         self.loss = zeros(f"{names[0]}.window_loss", (), dtype)
         self.weight = zeros(f"{names[0]}.window_weight", (), dtype)
-        self.runs = runs_of([total.size for total in self.sums])
+        self.chunks = chunks_of([total.size for total in self.sums])
         self.map = ops.HyperMap()
         # The last gradient comes first out of a backward pass, and is let go once it is added.
         self.map_backwards = ops.HyperMap(reverse=True)
@@ -42,9 +42,9 @@ class TermSums(nn.Cell):
 
     def clear(self, done: Any) -> Any:
         """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
-        for begin, end in self.runs:
+        for begin, end in self.chunks:
             zero = zero_after(done, self.weight)
-            done = self.map(ops.partial(_fill, zero), run_of(self.sums, begin, end))
+            done = self.map(ops.partial(_fill, zero), chunk_of(self.sums, begin, end))
         return done, _assign_zero(self.loss), _assign_zero(self.weight)
 
 
@@ -81,7 +81,7 @@ class GradientBuffer(nn.Cell):
         # At the end of a window the terms are folded into the first one, whose sums are then the window's.
         self.first = self.terms[0]
         self.sums, self.loss, self.weight = self.first.sums, self.first.loss, self.first.weight
-        self.runs = self.first.runs
+        self.chunks = self.first.chunks
         self.map = ops.HyperMap()
         # Calls that the open window has taken in. 0 from an update to the next batch.
         self.batches = zeros(f"{self.sums[0].name}.window_batches", (), ms.int32)

@@ -10,7 +10,7 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_positive_float32, sentence
 from ms_gradaccum.backend.kernels import as_dtype, sum_of_squares
-from ms_gradaccum.backend.tensors import Runs, once, run_of
+from ms_gradaccum.backend.tensors import Chunks, chunk_of, copy_after, scale
 
 Grads = tuple[Tensor, ...]
 
@@ -25,30 +25,20 @@ def _squares_of_one(done: Tensor, grad: Tensor) -> Tensor:
     return sum_of_squares(as_dtype(ops.depend(grad, done), ms.float32))
 
 
-def squares_of(grads: Grads, runs: Runs) -> Tensor:
+def squares_of(grads: Grads, chunks: Chunks) -> Tensor:
     """Return the sum of the squares of each gradient: a float32 tensor, as long as ``grads``."""
     done = Tensor(0.0, ms.float32)
     squares: tuple[Tensor, ...] = ()
-    for begin, end in runs:
-        some = _map(ops.partial(_squares_after, done), run_of(grads, begin, end))
+    for begin, end in chunks:
+        some = _map(ops.partial(_squares_after, done), chunk_of(grads, begin, end))
         squares += some
-        done = once(done, some)
+        done = copy_after(done, some)
     return ops.stack(squares)
 
 
-def global_norm(tensors: Grads, runs: Runs) -> Tensor:
+def global_norm(tensors: Grads, chunks: Chunks) -> Tensor:
     """Return the L2 norm of ``tensors`` taken as one vector, a float32 scalar."""
-    return ops.sqrt(ops.sum(squares_of(tensors, runs)))
-
-
-scale = ops.MultitypeFuncGraph("scale")
-
-
-@scale.register("Tensor", "Tensor")
-def _scale_one(factor: Tensor, grad: Tensor) -> Tensor:
-    # Not in 16 bits, where a small factor may be no number.
-    wide = grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)
-    return as_dtype(wide * factor, grad.dtype)
+    return ops.sqrt(ops.sum(squares_of(tensors, chunks)))
 
 
 _limit = ops.MultitypeFuncGraph("limit")

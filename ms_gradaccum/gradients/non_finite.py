@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import check_choice, sentence
-from ms_gradaccum.backend.tensors import runs_of
+from ms_gradaccum.backend.tensors import chunks_of
 from ms_gradaccum.gradients.clipping import squares_of
 
 # What a face takes as `bad_micro_batch`.
@@ -44,7 +44,7 @@ class KeepFinite(nn.Cell):
 
     def __init__(self, weights: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
-        self.runs = runs_of([weight.size for weight in weights])
+        self.chunks = chunks_of([weight.size for weight in weights])
         self.map = ops.HyperMap()
 
     def is_finite(self, grads: tuple[Tensor, ...]) -> Tensor:
@@ -52,7 +52,7 @@ class KeepFinite(nn.Cell):
 
         As for the norm of a window, a gradient whose square is too large for a float32 is not.
         """
-        return ops.isfinite(ops.sum(squares_of(grads, self.runs)))
+        return ops.isfinite(ops.sum(squares_of(grads, self.chunks)))
 
     def kept(self, finite: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the values, or zeros."""

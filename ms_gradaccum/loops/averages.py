@@ -9,7 +9,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from ms_gradaccum._checks import sentence
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.kernels import add_in_place
-from ms_gradaccum.backend.tensors import once, run_of, runs_of
+from ms_gradaccum.backend.tensors import chunk_of, chunks_of, copy_after
 from ms_gradaccum.gradients.buffer import zeros
 
 _OWNER = "EMA"
@@ -34,7 +34,7 @@ class Averages(nn.Cell):
         self.values = ParameterTuple(zeros(f"ema.{weight.name}", tuple(weight.shape)) for weight in weights)
         self.updates = zeros("ema.updates", (), ms.int32)
         self.init_parameters_data()
-        self.runs = runs_of([value.size for value in self.values])
+        self.chunks = chunks_of([value.size for value in self.values])
         self.map = ops.HyperMap()
         self.kept: tuple[Tensor, ...] = ()
         self.run = Compiled(lambda: self, _OWNER, "the averages")
@@ -42,10 +42,10 @@ class Averages(nn.Cell):
     def construct(self, share: Tensor) -> Tensor:
         """Move the averages by this share of their distance to the weights, and count that."""
         done: Any = ops.assign_add(self.updates, Tensor(1, ms.int32))
-        for begin, end in self.runs:
-            move = ops.partial(_move, once(share, done))
-            done = self.map(move, run_of(self.values, begin, end), run_of(self.weights, begin, end))
-        return once(share, done)
+        for begin, end in self.chunks:
+            move = ops.partial(_move, copy_after(share, done))
+            done = self.map(move, chunk_of(self.values, begin, end), chunk_of(self.weights, begin, end))
+        return copy_after(share, done)
 
     def count(self) -> int:
         """Return how many updates the averages have seen. It waits for the device."""

@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.kernels import ONE, as_dtype
-from ms_gradaccum.backend.tensors import run_of, scalar
+from ms_gradaccum.backend.tensors import chunk_of, scalar
 from ms_gradaccum.gradients.non_finite import KeepFinite
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.window_end import WindowEnd
@@ -48,7 +48,7 @@ class AddGrads(nn.Cell):
         loss_sum = ops.select(empty, ops.zeros_like(loss_sum), loss_sum)
         for reducer in self.reducers:
             end = begin + len(reducer.weights)
-            own = self.map(ops.partial(_times, empty, factor), ops.depend(run_of(grads, begin, end), done))
+            own = self.map(ops.partial(_times, empty, factor), ops.depend(chunk_of(grads, begin, end), done))
             done = reducer.buffer.first.add(loss_sum, weight, reducer.reduce_scatter_micro_batch(own), ONE)
             begin = end
         return done

@@ -16,9 +16,10 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
+from ms_gradaccum.backend.tensors import scale
 from ms_gradaccum.batch.split import split_shapes
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.gradients.clipping import ClipByValue, scale
+from ms_gradaccum.gradients.clipping import ClipByValue
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.semi_auto import gradient_is_returned
 

@@ -69,7 +69,7 @@ class GradientReducer(nn.Cell):
 
     def squares(self, grads: tuple[Tensor, ...]) -> Tensor:
         """Return the sum of the squares of each whole gradient, a float32 tensor."""
-        return self.all_reduce_squares(squares_of(grads, self.buffer.runs))
+        return self.all_reduce_squares(squares_of(grads, self.buffer.chunks))
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
         """Return the same for the whole gradients, of which this rank may have parts."""

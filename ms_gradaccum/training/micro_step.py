@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.backend.compiled import Compiled, op_by_op
 from ms_gradaccum.backend.cpu import with_condition
-from ms_gradaccum.backend.kernels import ONE, as_dtype
-from ms_gradaccum.backend.tensors import run_of
+from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.tensors import chunk_of, scale_wide
 from ms_gradaccum.batch.nested_inputs import rebuilt
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.mixed_precision import Precision
@@ -102,9 +101,9 @@ class AddMicroBatch(nn.Cell):
         """Add the gradients of one term of the loss, after ``done``."""
         for reducer, (begin, end) in zip(self.reducers, self.bounds):
             # One after the other: the messages of all ranks must come in one order.
-            own = ops.depend(run_of(grads, begin, end), done)
+            own = ops.depend(chunk_of(grads, begin, end), done)
             if self.scales_first:
-                own = self.map(ops.partial(_scale, factor), own)
+                own = self.map(ops.partial(scale_wide, factor), own)
             done = reducer.buffer.terms[term].add(
                 loss_sum, weight, reducer.reduce_scatter_micro_batch(own), ONE if self.scales_first else factor
             )
@@ -246,14 +245,6 @@ def build_micro_step(
     kind = TermsMicroStep if len(reducers[0].buffer.terms) > 1 else MicroStep
     pace = pace_of(weighted_loss, half, eager=False)
     return kind(micro_loss, weights, AddMicroBatch(reducers, weights, micro_loss.totals(), drops, reduces), pace)
-
-
-_scale = ops.MultitypeFuncGraph("scale_gradient")
-
-
-@_scale.register("Tensor", "Tensor")
-def _scale_dense(factor: Tensor, grad: Tensor) -> Tensor:
-    return (grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)) * factor
 
 
 class EmptyStep(nn.Cell):

@@ -2,17 +2,15 @@
 
 from typing import Any
 
-import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, op_by_op
-from ms_gradaccum.backend.kernels import as_dtype, on_cpu
+from ms_gradaccum.backend.kernels import on_cpu
 from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches
-from ms_gradaccum.backend.tensors import once
-from ms_gradaccum.gradients.loss_scaler import NoLossScale
+from ms_gradaccum.backend.tensors import copy_after
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.window_clip import clip_of, scale_one
+from ms_gradaccum.training.mean_gradients import MeanGradients, PutMeanGradients
 
 _look_at = ops.MultitypeFuncGraph("look_at")
 
@@ -20,68 +18,6 @@ _look_at = ops.MultitypeFuncGraph("look_at")
 @_look_at.register("Tensor", "Tensor")
 def _look_at_one(value: Tensor, parameter: Tensor) -> Tensor:
     return ops.expand_dims(ops.depend(parameter, value), 0)
-
-
-_as_weight = ops.MultitypeFuncGraph("as_weight")
-
-
-@_as_weight.register("Tensor", "Tensor")
-def _as_one_weight(grad: Tensor, weight: Tensor) -> Tensor:
-    return as_dtype(grad, weight.dtype)
-
-
-class MeanGradients(nn.Cell):
-    """Divide, unscale and clip the sums in place, and make of them what the optimizer takes.
-
-    Args:
-        clip: Clipping of the mean gradient.
-        reducer: What has the sums.
-        loss_scale: The loss scale.
-        handed_scale: What the optimizer divides gradients by, having been told the loss scale.
-    """
-
-    def __init__(self, clip: Any, reducer: GradientReducer, loss_scale: NoLossScale, handed_scale: float) -> None:
-        super().__init__(auto_prefix=False)
-        self.buffer = reducer.buffer
-        self.loss_scale = loss_scale
-        self.clip = clip_of(clip, reducer.buffer.names, reducer)
-        self.reducer = reducer
-        self.handed_scale = handed_scale
-        # Whether the sums themselves are then what the optimizer takes.
-        self.in_place = reducer.takes_sums and all(
-            total.dtype == weight.dtype for total, weight in zip(reducer.sums, reducer.weights)
-        )
-        self.map = ops.HyperMap()
-
-    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
-        """Return the norm after clipping and the gradients, of a mean gradient whose norm is ``norm``.
-
-        A ``limit`` is what it is clipped to, if not what the clip says.
-        """
-        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
-        grads = self.clip(factor, norm, *limit)
-        clipped_norm = self.clip.norm_after(norm, *limit)
-        if clipped_norm is None:
-            clipped_norm = self.reducer.norm(grads)
-        if self.handed_scale != 1.0:
-            factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, grads))
-            grads = self.map(ops.partial(scale_one, factor), tuple(self.reducer.sums))
-        ready = self.map(_as_weight, self.reducer.for_optimizer(grads), self.reducer.weights)
-        return clipped_norm, ops.depend(ready, self.reducer.before_update())
-
-
-class PutMeanGradients(nn.Cell):
-    """The same for an optimizer that runs outside of a graph."""
-
-    def __init__(self, gradients: MeanGradients) -> None:
-        super().__init__(auto_prefix=False)
-        self.gradients = gradients
-        self.in_place = gradients.in_place
-
-    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
-        """Return the norm after clipping and the gradients; not those that are in the place of the sums."""
-        clipped_norm, ready = self.gradients(norm, *limit)
-        return (ops.depend(clipped_norm, ready), ()) if self.in_place else (clipped_norm, ready)
 
 
 class EndUpdate(nn.Cell):
@@ -122,7 +58,7 @@ class Update(nn.Cell):
         loaded. After the update: the compiler copies what is looked at before it changes. Each look waits for each
         change, so this takes the square of the parameters.
         """
-        value = once(value, ())
+        value = copy_after(value, ())
         return ops.depend(value, self.map(ops.partial(_look_at, value), self.parameters))
 
 

@@ -5,24 +5,17 @@ from contextlib import nullcontext
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
-from ms_gradaccum.backend.kernels import add_in_place
 from ms_gradaccum.backend.optimizers import LearningRate, UnknownRate, compiles_itself, scale_for
-from ms_gradaccum.backend.tensors import once, run_of
+from ms_gradaccum.backend.tensors import add_each_in_place, chunk_of, copy_after
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.mean_gradients import MeanGradients
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.update import MeanGradients, Update, build_update
-
-_add_part = ops.MultitypeFuncGraph("add_part")
-
-
-@_add_part.register("Tensor", "Tensor", "Tensor")
-def _add_one_part(factor: Tensor, total: Parameter, part: Parameter) -> Tensor:
-    return add_in_place(total, part, factor)
+from ms_gradaccum.training.update import Update, build_update
 
 
 class FoldTerms(nn.Cell):
@@ -49,12 +42,14 @@ class FoldTerms(nn.Cell):
         done: Any = ()
         for i, other in enumerate(self.others):
             factor = reciprocal(totals[i + 1]) * scale
-            for begin, end in buffer.runs:
-                factor = once(factor, done)
+            for begin, end in buffer.chunks:
+                factor = copy_after(factor, done)
                 done = self.map(
-                    ops.partial(_add_part, factor), run_of(buffer.sums, begin, end), run_of(other.sums, begin, end)
+                    ops.partial(add_each_in_place, factor),
+                    chunk_of(buffer.sums, begin, end),
+                    chunk_of(other.sums, begin, end),
                 )
-            done = ops.assign_add(buffer.loss, other.loss * once(factor, done))
+            done = ops.assign_add(buffer.loss, other.loss * copy_after(factor, done))
             done = other.clear(done)
         # One process stands in for the missing weight.
         stand_in = ops.cast(ops.greater(ops.addn(totals), 0.0), ms.float32) * self.reducer.is_first

@@ -84,7 +84,7 @@ def test_an_update_takes_one_run_of_tensors_after_the_other(mode, monkeypatch):
     step = new_step(accumulation_steps=1)
     ema = EMA(0.5, warmup_updates=0)
     step.add_callback(ema)
-    assert len(step.ema_averages.runs) > 2
+    assert len(step.ema_averages.chunks) > 2
     weights = step.network.trainable_params()
     start, seen = values(weights), []
     for batch in BATCHES[:3]:

@@ -7,7 +7,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByGroupNorm, TrainOneStepCell
 from ms_gradaccum.backend.compiled import execution_mode
-from ms_gradaccum.backend.tensors import runs_of
+from ms_gradaccum.backend.tensors import chunks_of
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.window_end import FoldTerms
@@ -90,10 +90,10 @@ def test_two_terms_of_many_parameters_are_folded():
 
 def test_runs_hold_all_tensors_and_balance_their_size_with_their_number():
     million = 2**20
-    assert runs_of([1] * 1000) == ((0, 1000),)
-    assert runs_of([million] * 3) == ((0, 1), (1, 2), (2, 3))
-    assert runs_of([3 * million, million, million, million, 2 * million]) == ((0, 1), (1, 4), (4, 5))
+    assert chunks_of([1] * 1000) == ((0, 1000),)
+    assert chunks_of([million] * 3) == ((0, 1), (1, 2), (2, 3))
+    assert chunks_of([3 * million, million, million, million, 2 * million]) == ((0, 1), (1, 4), (4, 5))
     for tensors, first, count in ((16, 2, 8), (128, 8, 16), (320, 12, 27), (3200, 100, 32)):
-        runs = runs_of([million] * tensors)
+        runs = chunks_of([million] * tensors)
         assert runs[0] == (0, first) and len(runs) == count and runs[-1][1] == tensors
-    assert runs_of([]) == ()
+    assert chunks_of([]) == ()

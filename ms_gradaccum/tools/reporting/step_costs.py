@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.backend.compiled import NOTHING, Compiled
-from ms_gradaccum.backend.tensors import Done, runs_of
+from ms_gradaccum.backend.tensors import Done, chunks_of
 from ms_gradaccum.gradients.clipping import global_norm
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import gather_counts
@@ -23,10 +23,10 @@ class WeightNorm(nn.Cell):
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
         self.weights = ParameterTuple(weight for reducer in reducers for weight in reducer.replicas())
-        self.runs = runs_of([weight.size for weight in self.weights])
+        self.chunks = chunks_of([weight.size for weight in self.weights])
 
     def construct(self, nothing: Tensor) -> Tensor:
-        return global_norm(tuple(self.weights), self.runs) + nothing
+        return global_norm(tuple(self.weights), self.chunks) + nothing
 
 
 def weight_norm_of(reducers: Sequence[GradientReducer]) -> Callable[[], float]:

@@ -1,20 +1,23 @@
-"""The mean gradients of a window, clipped run by run, so that no copy of all of them is needed."""
+"""From the sums of a window to what its optimizer takes: divided by the weight, unscaled and clipped in place.
+
+This goes chunk by chunk, so that no copy of all gradients is needed.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
-from ms_gradaccum.backend.kernels import scale_in_place
-from ms_gradaccum.backend.tensors import once, run_of
-from ms_gradaccum.gradients.clipping import ClipByGroupNorm, Grads, NoClip, scale
+from ms_gradaccum.backend.tensors import cast_like, chunk_of, copy_after, scale, scale_each_in_place
+from ms_gradaccum.gradients.clipping import ClipByGroupNorm, Grads, NoClip
+from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
 
 
 class EachClip(nn.Cell):
-    """Means that are clipped as a clip does it, which takes each by itself.
+    """Divide the sums and clip the means in place, chunk by chunk, by a clip that takes each gradient by itself.
 
     Args:
         clip: What clips gradients, given the norm of all.
@@ -25,7 +28,7 @@ class EachClip(nn.Cell):
         super().__init__(auto_prefix=False)
         self.clip = clip
         self.reducer = reducer
-        self.runs = reducer.buffer.runs
+        self.chunks = reducer.buffer.chunks
         self.map = ops.HyperMap()
 
     def construct(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
@@ -36,11 +39,11 @@ class EachClip(nn.Cell):
         decision = self.decide(factor, norm, *limit)
         factor = ops.depend(factor, decision)
         means: Grads = ()
-        for begin, end in self.runs:
-            sums = run_of(self.reducer.sums, begin, end)
+        for begin, end in self.chunks:
+            sums = chunk_of(self.reducer.sums, begin, end)
             stored = self.stored(begin, sums, factor, decision)
             means += stored
-            factor = once(factor, stored)
+            factor = copy_after(factor, stored)
         return means
 
     def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Any:
@@ -63,24 +66,16 @@ class EachClip(nn.Cell):
         return self.clip.norm_after(norm, *limit)
 
 
-scale_one = ops.MultitypeFuncGraph("scale_in_place")
-
-
-@scale_one.register("Tensor", "Tensor")
-def _scale_one_in_place(factor: Tensor, total: Parameter) -> Tensor:
-    return scale_in_place(total, factor)
-
-
 class Means(EachClip):
-    """The same for `NoClip`: the means as they are."""
+    """Divide the sums in place, and clip nothing."""
 
     def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
-        stored: Grads = self.map(ops.partial(scale_one, factor), sums)
+        stored: Grads = self.map(ops.partial(scale_each_in_place, factor), sums)
         return stored
 
 
 class GroupClip(EachClip):
-    """The same for `ClipByGroupNorm`.
+    """Divide the sums and clip the means of each group by its norm.
 
     Args:
         groups: The number of each gradient's group, -1 for none.
@@ -106,7 +101,7 @@ class GroupClip(EachClip):
 
     def clipped(self, begin: int, grads: Grads, decision: Grads) -> Grads:
         """Return gradients after clipping, of which the first is number ``begin``."""
-        clipped: Grads = self.map(scale, run_of(decision, begin, begin + len(grads)), grads)
+        clipped: Grads = self.map(scale, chunk_of(decision, begin, begin + len(grads)), grads)
         return clipped
 
     def norm_after(self, norm: Tensor, *limit: Tensor) -> None:
@@ -119,3 +114,57 @@ def clip_of(clip: Any, names: Sequence[str], reducer: GradientReducer) -> EachCl
     if isinstance(clip, ClipByGroupNorm):
         return GroupClip(clip.groups_of(names), list(clip.limits.values()), reducer)
     return Means(clip, reducer) if isinstance(clip, NoClip) else EachClip(clip, reducer)
+
+
+class MeanGradients(nn.Cell):
+    """Divide, unscale and clip the sums in place, and make of them what the optimizer takes.
+
+    Args:
+        clip: Clipping of the mean gradient.
+        reducer: What has the sums.
+        loss_scale: The loss scale.
+        handed_scale: What the optimizer divides gradients by, having been told the loss scale.
+    """
+
+    def __init__(self, clip: Any, reducer: GradientReducer, loss_scale: NoLossScale, handed_scale: float) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = reducer.buffer
+        self.loss_scale = loss_scale
+        self.clip = clip_of(clip, reducer.buffer.names, reducer)
+        self.reducer = reducer
+        self.handed_scale = handed_scale
+        # Whether the sums themselves are then what the optimizer takes.
+        self.in_place = reducer.takes_sums and all(
+            total.dtype == weight.dtype for total, weight in zip(reducer.sums, reducer.weights)
+        )
+        self.map = ops.HyperMap()
+
+    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
+        """Return the norm after clipping and the gradients, of a mean gradient whose norm is ``norm``.
+
+        A ``limit`` is what it is clipped to, if not what the clip says.
+        """
+        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
+        grads = self.clip(factor, norm, *limit)
+        clipped_norm = self.clip.norm_after(norm, *limit)
+        if clipped_norm is None:
+            clipped_norm = self.reducer.norm(grads)
+        if self.handed_scale != 1.0:
+            factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, grads))
+            grads = self.map(ops.partial(scale_each_in_place, factor), tuple(self.reducer.sums))
+        ready = self.map(cast_like, self.reducer.for_optimizer(grads), self.reducer.weights)
+        return clipped_norm, ops.depend(ready, self.reducer.before_update())
+
+
+class PutMeanGradients(nn.Cell):
+    """The same for an optimizer that runs outside of a graph."""
+
+    def __init__(self, gradients: MeanGradients) -> None:
+        super().__init__(auto_prefix=False)
+        self.gradients = gradients
+        self.in_place = gradients.in_place
+
+    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
+        """Return the norm after clipping and the gradients; not those that are in the place of the sums."""
+        clipped_norm, ready = self.gradients(norm, *limit)
+        return (ops.depend(clipped_norm, ready), ()) if self.in_place else (clipped_norm, ready)
