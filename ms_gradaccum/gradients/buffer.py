@@ -77,7 +77,10 @@ class GradientBuffer(nn.Cell):
         if shapes is None:
             shapes = tuple(tuple(weight.shape) for weight in weights)
         prefixes = ["", *(f"term{i}." for i in range(1, terms))]
-        self.terms = nn.CellList([TermSums(weights, dense_only, shapes, each) for each in prefixes], auto_prefix=False)
+        sums = [TermSums(weights, dense_only, shapes, each) for each in prefixes]
+        self.terms = nn.CellList(sums, auto_prefix=False)
+        # No slice of the terms, which MindSpore makes a list that renames their parameters.
+        self.others = nn.CellList(sums[1:], auto_prefix=False)
         # At the end of a window the terms are folded into the first one, whose sums are then the window's.
         self.first = self.terms[0]
         self.sums, self.loss, self.weight = self.first.sums, self.first.loss, self.first.weight
@@ -132,7 +135,7 @@ class GradientBuffer(nn.Cell):
     def mean_loss(self) -> Tensor:
         """Return the weighted mean loss of the window so far: the sum of its terms."""
         loss = self.first.mean_loss()
-        for term in self.terms[1:]:
+        for term in self.others:
             loss = loss + term.mean_loss()
         return loss
 

@@ -27,7 +27,7 @@ class FoldTerms(nn.Cell):
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = reducer.buffer
-        self.others = nn.CellList(list(reducer.buffer.terms)[1:], auto_prefix=False)
+        self.others = reducer.buffer.others
         self.reducer = reducer
         self.map = ops.HyperMap()
 

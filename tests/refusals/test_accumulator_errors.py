@@ -1,5 +1,6 @@
 """Accumulator: wrong arguments, calls in an order that has no meaning, batches that fail."""
 
+import loop_toy
 import mindspore as ms
 import numpy as np
 import pytest
@@ -302,7 +303,7 @@ def test_a_batch_that_fails_while_it_runs_takes_its_window_with_it():
     assert updates_of(accumulator, [tensors(X, LABELS)]) == [False]
     with pytest.raises(RuntimeError, match="^For 'GatherD'"), pytest.warns(UserWarning, match=DROPPED) as warned:
         updates_of(accumulator, [with_a_bad_label(5)])
-    assert warned[0].filename.startswith(str(__file__).rsplit("/", 1)[0])
+    assert warned[0].filename == loop_toy.__file__
     assert accumulator.flush() is None
     assert not changed(start, {p.name: p.asnumpy() for p in optimizer.get_parameters()})
     assert updates_of(accumulator, [tensors(X, LABELS)] * 3) == [False, False, True]
