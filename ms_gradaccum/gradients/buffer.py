@@ -98,14 +98,14 @@ class GradientBuffer(nn.Cell):
             zeros(f"{self.sums[0].name}.window_other_losses", shape, self.loss.dtype) if reports_others else None
         )
 
-    def all_sums(self) -> list[Parameter]:
-        """Return the sums of all terms."""
-        return [total for term in self.terms for total in term.sums]
-
     def all_totals(self) -> list[Parameter]:
         """Return everything of an open window that adds up over ranks, on each its own: what a state has of it."""
         terms = [total for term in self.terms for total in (*term.sums, term.loss, term.weight)]
-        return terms + [each for each in (self.dropped, self.other_losses) if each is not None]
+        return terms + self._counts()
+
+    def _counts(self) -> list[Parameter]:
+        """Return what some windows count beside the terms."""
+        return [each for each in (self.dropped, self.other_losses) if each is not None]
 
     def no_grads(self, weights: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
         """Return the gradients of no rows, after ``done``."""
@@ -130,7 +130,7 @@ class GradientBuffer(nn.Cell):
 
     def totals(self) -> list[Parameter]:
         """Return the numbers that are added over the ranks beside the sums."""
-        return [self.loss, self.weight, *(each for each in (self.dropped, self.other_losses) if each is not None)]
+        return [self.loss, self.weight, *self._counts()]
 
     def mean_loss(self) -> Tensor:
         """Return the weighted mean loss of the window so far: the sum of its terms."""

@@ -226,7 +226,7 @@ def _network_of(step: Any) -> nn.Cell:
     if not isinstance(step, TrainOneStepCell):
         rule = "one for a training step of ms_gradaccum"
         raise TypeError(sentence(_OWNER, "callback", rule, type(step).__name__, remedy))
-    if step.body.is_partitioned:
+    if not step.windows[0].reducers:
         got, remedy = "AutoParallel, which cuts the weights", "Use DataParallel() or HSDP()."
         raise ValueError(sentence(_OWNER, "callback", "one for a step that has whole weights", got, remedy))
     return step.network

@@ -16,7 +16,6 @@ from mindspore.parallel._utils import (
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence, warn
-from ms_gradaccum.batch.loss_kind import loss_warning
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 
 _OWNER = "TrainOneStepCell"
@@ -56,9 +55,8 @@ class SemiAuto:
         if dtype != ms.float32:
             rule, remedy = "one of float32 messages in semi-auto-parallel", "The compiler chooses what it sends."
             raise ValueError(sentence(_OWNER, "mixed_precision", rule, f"reduce_dtype={dtype}", remedy))
-        reason = "" if network.weighted or network.micro_size == 1 else loss_warning(network.network, [])
-        if reason:
-            warn(reason)
+        if network.micro_size > 1 and network.loss_reason:
+            warn(network.loss_reason)
         if network.losses is not None:
             # The compiler follows one output of the forward, and the loss is that.
             warn(

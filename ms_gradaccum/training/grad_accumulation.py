@@ -125,8 +125,8 @@ class GradAccumulation(nn.Cell):
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
         self._has_looked_at_loss = False
-        # What a graph can say, which sees no labels.
-        self._seen_of_loss = "" if self.weighted else loss_warning(network, [])
+        # Why its loss is no mean over rows, as far as it shows without labels: for graphs, which see none.
+        self.loss_reason = "" if self.weighted else loss_warning(network, [])
         self._get_attr_from_cell(network)
 
     def loss_of(self, structure: Any = None) -> WeightedLoss:
@@ -226,8 +226,8 @@ class GradAccumulation(nn.Cell):
             if isinstance(item, Tensor) and not F.isconstant(item.shape):
                 _refuse_unknown_rows()
             shapes += (item.shape if isinstance(item, Tensor) else None,)
-        if self._seen_of_loss and (self.micro_size > 1 or self.adds_batches):
-            _warn_in_graph(self._seen_of_loss)
+        if self.loss_reason and (self.micro_size > 1 or self.adds_batches):
+            _warn_in_graph(self.loss_reason)
         axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
         parts: tuple[Any, ...] = ()
         for begin, end in bounds:

@@ -29,8 +29,6 @@ class HostDrivenStep(nn.Cell):
         events: Who is told of what happens.
     """
 
-    is_partitioned = False
-
     def __init__(self, network: Any, optimizer: nn.Cell, kind: Any, settings: StepSettings, events: Events) -> None:
         super().__init__(auto_prefix=False)
         self.network = network

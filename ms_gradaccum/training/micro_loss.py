@@ -58,11 +58,9 @@ def has_own_backward(network: nn.Cell) -> bool:
 
 
 class MicroLoss(nn.Cell):
-    """What is differentiated, and beside it the value and the weight of which `MicroTotals` makes what is added up.
+    """Return what is differentiated, and beside it all that `WeightedLoss` returns, of which `MicroTotals` makes sums.
 
     There is as little in it as can be: op by op, each operator of it costs a part of a millisecond.
-
-    Then there may be one tensor more, see `other_losses` of `WeightedLoss`.
 
     Args:
         weighted_loss: The network's loss, of one term.

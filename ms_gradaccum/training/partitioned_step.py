@@ -25,7 +25,6 @@ class PartitionedStep(nn.Cell):
         events: Who is told of what happens.
     """
 
-    is_partitioned = True
     # No window is ever open between two calls.
     accumulation_steps = 1
     several = False

@@ -226,7 +226,7 @@ def unforeseen_messages_of(kind):
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     step = TrainOneStepCell(loss_cell, optimizer, bad_micro_batch="drop", compile=True, **settings)
     sent = count_in(step)
-    sums = [*step.body.buffer.all_sums(), *step.body.reducer.sums]
+    sums = [*(total for term in step.body.buffer.terms for total in term.sums), *step.body.reducer.sums]
     return {
         "sent": sent,
         "described": step.body.reducer.messages().of_window(1, 4),
