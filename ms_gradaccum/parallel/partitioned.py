@@ -118,6 +118,9 @@ class BatchSums(nn.Cell):
         self.weighted_loss.reports = False
         # One primitive per micro batch, or the compiler would take them for one.
         self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
+        # Where a micro batch ends. Without it the compiler does not tell the backward passes apart of a network whose
+        # forward is one function for all of them (`lazy_inline`) up to the loss.
+        self.joins = [_join(i, self.micro_size) for i in range(self.micro_size)]
         # Not left to the compiler, which would put one element on each of two devices.
         self.at_place = ops.Mul().shard(((), (1,)))
         self.add_places = ops.Add().shard(((1,), (1,)))
@@ -128,17 +131,21 @@ class BatchSums(nn.Cell):
         for item in inputs:
             shapes += (item.shape if isinstance(item, Tensor) else None,)
         rows, bounds = _cut_bounds(shapes, self.batch_axis, self.micro_size)
-        loss_sum: Any = None
+        loss_sum: Any = Tensor(0.0, ms.float32)
         weight: Any = None
         for i, cut in enumerate(self.cuts):
             part: tuple[Any, ...] = (Tensor(rows, ms.float32),)
             for item, bound in zip(inputs, bounds[i]):
                 part += (item if bound is None else cut(item, *bound),)
             part_sum, part_weight = self.weighted_loss(*part)
-            loss_sum = part_sum if loss_sum is None else loss_sum + part_sum
+            loss_sum = self.joins[i](loss_sum, part_sum)
             weight = part_weight if weight is None else weight + part_weight
         first = self.at_place(loss_sum, Tensor([1.0, 0.0], ms.float32))
         return self.add_places(first, self.at_place(weight, Tensor([0.0, 1.0], ms.float32)))
+
+
+def _join(number: int, micro_size: int) -> ops.Primitive:
+    return ops.Add() if micro_size == 1 else ops.Add().add_prim_attr("forward_end", number)
 
 
 # A loop over the parameters would nest in the compiler, so what follows are functions for maps.

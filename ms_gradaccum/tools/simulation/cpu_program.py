@@ -1,7 +1,7 @@
 """Run the program that the compiler partitioned for several devices on as many CPU processes, to see its numbers.
 
-What the CPU lacks is put together of what it has: it adds up in any group, but gathers over all processes only, and it
-scatters nothing.
+What the CPU lacks is put together of what it has. It adds up floats in any group, and gathers over all processes; it
+finds no largest value, scatters nothing, and gathers in no smaller group.
 """
 
 import tempfile
@@ -12,18 +12,21 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
-from mindspore.communication import create_group
+from mindspore.communication import create_group, get_group_size
 from mindspore.parallel._tensor import _load_tensor_by_layout
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.parallel.world import gather_values
-from ms_gradaccum.tools.simulation.collectives import groups_of, text_of
+from ms_gradaccum.tools.simulation.collectives import COLLECTIVES, groups_of, text_of
 from ms_gradaccum.tools.simulation.partition import WORLD_GROUP
 
 _CPU_WORLD_GROUP = "mccl_world_group"
-_SLICE = "ScatteredRows"
 _Kind = mind_ir_pb2.AttributeProto.AttributeType
 _FUNCTION = mind_ir_pb2.PrimitiveProto.PrimType.Value("PRIMITIVE_FUNCTION")
+_DataType = mind_ir_pb2.TensorProto.DataType
+_FLOATS = (_DataType.Value("FLOAT"), _DataType.Value("FLOAT16"))
+_GATHERED = (*_FLOATS, _DataType.Value("INT32"), _DataType.Value("INT64"))
+_REDUCTIONS = {"max": "ReduceMax", "min": "ReduceMin", "sum": "ReduceSum", "prod": "ReduceProd"}
 
 Values = dict[str, np.ndarray[Any, Any]]
 
@@ -42,7 +45,7 @@ class CpuProgram:
         members = _create_groups(groups_of(model), rank)
         replica = mind_ir_pb2.ModelProto()
         replica.CopyFrom(model)
-        _Rewriter(replica, members, rank).rewrite()
+        _Rewriter(replica, members, rank, get_group_size()).rewrite()
         shapes = {plain_name(parameter.name): tuple(parameter.dims) for parameter in model.graph.parameter}
         parts = {name: own_part(values[name], layouts.get(name), rank) for name in shapes}
         for name, shape in shapes.items():
@@ -102,101 +105,94 @@ _created: set[str] = set()
 class _Rewriter:
     """Puts operators that the CPU has in the place of those that it has not."""
 
-    def __init__(self, model: Any, members: dict[str, tuple[int, ...]], rank: int) -> None:
+    def __init__(self, model: Any, members: dict[str, tuple[int, ...]], rank: int, size: int) -> None:
         self.model = model
         self.members = members
         self.rank = rank
-        self.gathers: dict[str, tuple[int, ...]] = {}
-        self.scatters: dict[str, tuple[int, ...]] = {}
+        self.everyone = tuple(range(size))
+        # The nodes in the place of one.
+        self.made: list[Any] = []
+        self.count = 0
 
     def rewrite(self) -> None:
-        for primitive in self.model.primitives:
-            self._rewrite_primitive(primitive)
-        if self.scatters:
-            self.model.primitives.add(name=_SLICE, op_type="StridedSlice", prim_type=_FUNCTION)
+        primitives = {f"REF::{primitive.name}": primitive for primitive in self.model.primitives}
+        collectives = {name: primitive for name, primitive in primitives.items() if primitive.op_type in COLLECTIVES}
         for graph in [self.model.graph, *self.model.functions]:
             nodes = list(graph.node)
             del graph.node[:]
             for node in nodes:
-                graph.node.extend(self._replaced(node))
+                primitive = collectives.get(node.op_type)
+                graph.node.extend([node] if primitive is None else self._on_cpu(node, primitive))
+        for primitive in collectives.values():
+            for attribute in primitive.attribute:
+                if attribute.name == "group" and text_of(primitive, "group") == WORLD_GROUP:
+                    attribute.s = _CPU_WORLD_GROUP.encode()
 
-    def _rewrite_primitive(self, primitive: Any) -> None:
-        group = text_of(primitive, "group")
-        if primitive.op_type in ("AlltoAll", "AllToAll", "NeighborExchange"):
-            raise NotImplementedError(f"{primitive.op_type}, which CPU lacks")
-        if primitive.op_type == "ReduceScatter":
-            self.scatters[f"REF::{primitive.name}"] = self.members[group]
-            _make_all_reduce(primitive)
-        elif primitive.op_type == "AllGather" and group != WORLD_GROUP:
-            self.gathers[f"REF::{primitive.name}"] = self.members[group]
-            _make_all_reduce(primitive)
-        for attribute in primitive.attribute:
-            if attribute.name == "group" and group == WORLD_GROUP:
-                attribute.s = _CPU_WORLD_GROUP.encode()
+    def _on_cpu(self, node: Any, primitive: Any) -> list[Any]:
+        """Return what computes on CPU what a collective operator does."""
+        self.made = []
+        operator, group, reduction = primitive.op_type, text_of(primitive, "group"), text_of(primitive, "op")
+        ranks = self.members[group]
+        tensor = next(attribute for attribute in node.attribute if attribute.name == "shape").tensors[0]
+        shape, value, output = list(tensor.dims), node.input[0], node.output[0]
+        if operator not in ("AllReduce", "AllGather", "ReduceScatter") or tensor.data_type not in _GATHERED:
+            raise NotImplementedError(f"{operator} of {_DataType.Name(tensor.data_type)}, which CPU lacks")
+        if operator == "AllReduce" and reduction == "sum" and tensor.data_type in _FLOATS:
+            return [node]
+        if operator == "AllGather":
+            rows = self._of_ranks(value, [shape[0] // len(ranks), *shape[1:]], ranks, output)
+            self._add("Reshape", [rows, self._constant(shape)], output)
+        elif operator == "AllReduce":
+            self._reduced(self._of_ranks(value, shape, ranks, output), reduction, output)
+        else:
+            rows = self._of_ranks(value, [shape[0] * len(ranks), *shape[1:]], ranks, output)
+            total = self._reduced(rows, reduction, f"{output}_total")
+            begin = ranks.index(self.rank) * shape[0]
+            self._slice(total, [begin] + [0] * (len(shape) - 1), [begin + shape[0], *shape[1:]], output)
+        return self.made
 
-    def _replaced(self, node: Any) -> list[Any]:
-        if node.op_type in self.scatters:
-            return self._scattered(node, self.scatters[node.op_type])
-        if node.op_type in self.gathers:
-            return self._gathered(node, self.gathers[node.op_type])
-        return [node]
+    def _reduced(self, rows: str, reduction: str, output: str) -> str:
+        no = self._constant(False)
+        # A sum is also asked whether it skips an empty axis.
+        arguments = [rows, self._constant([0]), no, *([no] if reduction == "sum" else [])]
+        return self._add(_REDUCTIONS[reduction], arguments, output)
 
-    def _scattered(self, node: Any, ranks: tuple[int, ...]) -> list[Any]:
-        """Return nodes that add up the whole and keep one's rows."""
-        part = _shape_of(node)
-        total = mind_ir_pb2.NodeProto()
-        total.CopyFrom(node)
-        total.name, total.output[0] = node.name + "_total", node.output[0] + "_total"
-        begin = [ranks.index(self.rank) * part[0]] + [0] * (len(part) - 1)
-        bounds = [begin, [first + length for first, length in zip(begin, part)], [1] * len(part)]
-        constants = [_constant(f"{node.output[0]}_bound{i}", bound) for i, bound in enumerate(bounds)]
-        mask = _constant(f"{node.output[0]}_mask", 0)
-        rows = mind_ir_pb2.NodeProto()
-        rows.CopyFrom(node)
-        rows.op_type = f"REF::{_SLICE}"
-        del rows.input[:]
-        rows.input.extend([total.output[0], *(constant.name for constant in constants), *[mask.name] * 5])
-        return [*constants, mask, total, rows]
+    def _of_ranks(self, value: str, shape: list[int], ranks: tuple[int, ...], output: str) -> str:
+        """Add nodes that gather the values of ``ranks`` in their order, on a new axis. Return their name."""
+        row = self._add("Reshape", [value, self._constant([1, *shape])], f"{output}_row")
+        world = [("group", _CPU_WORLD_GROUP.encode(), "STRING"), ("rank_size", len(self.everyone), "INT64")]
+        rows = self._add("AllGather", [row], f"{output}_rows", world)
+        if ranks == self.everyone:
+            return rows
+        zeros = [0] * len(shape)
+        parts = [self._slice(rows, [i, *zeros], [i + 1, *shape], f"{output}_row_{i}") for i in ranks]
+        some = self._add("MakeTuple", parts, f"{output}_parts")
+        return self._add("Concat", [some, self._constant(0)], f"{output}_some")
 
-    def _gathered(self, node: Any, ranks: tuple[int, ...]) -> list[Any]:
-        """Return nodes that put one's rows between zeros and add up."""
-        whole = _shape_of(node)
-        rows = whole[0] // len(ranks)
-        before = ranks.index(self.rank) * rows
-        pads = [(before, whole[0] - rows - before)] + [(0, 0)] * (len(whole) - 1)
-        name = f"PaddedRows:{len(self.model.primitives)}"
-        pad = self.model.primitives.add(name=name, op_type="Pad", prim_type=_FUNCTION)
-        paddings = pad.attribute.add(name="paddings", type=_Kind.Value("TUPLE"))
-        for pair in pads:
-            values = paddings.values.add(type=_Kind.Value("TUPLE"))
-            for number in pair:
-                values.values.add(ints=[number], type=_Kind.Value("INT64"))
-        padded = mind_ir_pb2.NodeProto()
-        padded.CopyFrom(node)
-        padded.op_type = f"REF::{name}"
-        padded.name, padded.output[0] = node.name + "_padded", node.output[0] + "_padded"
-        node.input[0] = padded.output[0]
-        return [padded, node]
+    def _slice(self, value: str, begin: list[int], end: list[int], output: str) -> str:
+        bounds = [self._constant(bound) for bound in (begin, end, [1] * len(begin))]
+        return self._add("StridedSlice", [value, *bounds, *[self._constant(0)] * 5], output)
 
+    def _add(self, operator: str, inputs: list[str], output: str, attributes: Any = ()) -> str:
+        """Add a node and its primitive; return the name of what it makes."""
+        name = f"{operator}:cpu{len(self.model.primitives)}"
+        primitive = self.model.primitives.add(name=name, op_type=operator, prim_type=_FUNCTION)
+        for key, value, kind in attributes:
+            primitive.attribute.add(name=key, type=_Kind.Value(kind), **{"s" if kind == "STRING" else "i": value})
+        node = mind_ir_pb2.NodeProto(name=output, output=[output], op_type=f"REF::{name}", input=inputs)
+        self.made.append(node)
+        return output
 
-def _make_all_reduce(primitive: Any) -> None:
-    primitive.op_type = "AllReduce"
-    kept = [attribute for attribute in primitive.attribute if attribute.name not in ("rank_size", "op")]
-    del primitive.attribute[:]
-    primitive.attribute.extend(kept)
-    primitive.attribute.add(name="op", s=b"sum", type=_Kind.Value("STRING"))
-
-
-def _shape_of(node: Any) -> list[int]:
-    return list(next(attribute for attribute in node.attribute if attribute.name == "shape").tensors[0].dims)
-
-
-def _constant(name: str, value: int | list[int]) -> Any:
-    node = mind_ir_pb2.NodeProto(name=name, output=[name], op_type="Constant")
-    if isinstance(value, int):
-        node.attribute.add(name="value", i=value, type=_Kind.Value("INT64"))
-        return node
-    attribute = node.attribute.add(name="value", type=_Kind.Value("TUPLE"))
-    for item in value:
-        attribute.values.add(ints=[item], type=_Kind.Value("INT64"))
-    return node
+    def _constant(self, value: bool | int | list[int]) -> str:
+        name = f"cpu_constant_{self.count}"
+        self.count += 1
+        node = mind_ir_pb2.NodeProto(name=name, output=[name], op_type="Constant")
+        if isinstance(value, list):
+            attribute = node.attribute.add(name="value", type=_Kind.Value("TUPLE"))
+            for item in value:
+                attribute.values.add(ints=[item], type=_Kind.Value("INT64"))
+        else:
+            kind = "BOOL" if isinstance(value, bool) else "INT64"
+            node.attribute.add(name="value", i=int(value), type=_Kind.Value(kind))
+        self.made.append(node)
+        return name

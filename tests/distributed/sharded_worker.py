@@ -1,0 +1,95 @@
+"""What each process of `test_sharded_operators.py` does: compile, run, compare with one process."""
+
+import gc
+import time
+import traceback
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from launch import report
+from llama import Llama
+from mindspore import Tensor
+from sharded_cells import ROWS, UPDATES, Sharded, WholeBatch, batch_of, our_step
+
+from ms_gradaccum.tools.simulation.collectives import collectives_of
+from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values
+from ms_gradaccum.tools.simulation.partition import connect, gpu_target, partition
+
+gc.freeze()
+
+_SMALL = Llama(layers=1)
+
+VARIANTS = {
+    "2x2": Sharded(2, 2, micro_size=4),
+    "2x2-tokens-clip-adam": Sharded(2, 2, weighted=True, max_norm=0.3, adam=True),
+    "2x2-level1-clip-scale": Sharded(2, 2, level="level1", max_norm=0.3, loss_scale=1024.0),
+    "2x2-one": Sharded(2, 2, micro_size=1, weighted=True),
+    "1x4-tokens-scale": Sharded(1, 4, weighted=True, loss_scale=64.0),
+    "1x4-level1-four-adam": Sharded(1, 4, micro_size=4, level="level1", adam=True),
+    "4x1-level1-one-tokens": Sharded(4, 1, micro_size=1, level="level1", weighted=True, max_norm=0.3),
+    "4x1-clip": Sharded(4, 1, max_norm=0.3),
+    "2x2-level2-clip": Sharded(2, 2, level="level2", lazy=True, max_norm=0.3),
+    "4x1-level3-tokens-adam": Sharded(4, 1, level="level3", lazy=True, weighted=True, adam=True),
+    "llama-2x2-recompute": Sharded(2, 2, max_norm=0.3, llama=Llama(layers=1, recompute=True)),
+    "llama-1x4-sequence-untied-level1": Sharded(
+        1, 4, level="level1", adam=True, llama=Llama(layers=1, sequence_parallel=True, tied=False)
+    ),
+    "llama-2x2-level3": Sharded(2, 2, level="level3", lazy=True, max_norm=0.3, llama=_SMALL),
+}
+
+
+def run(variant: Sharded, rank: int) -> dict[str, Any]:
+    """Train with the partitioned program, and with the whole batch in this process alone."""
+    batches = [batch_of(variant, number) for number in range(UPDATES)]
+    rows = ROWS // variant.dp
+    with gpu_target():
+        step = our_step(variant)
+        start = whole_values(step)
+        model = partition(step, *(Tensor(array[:rows]) for array in batches[0]))
+    layouts = step.parameter_layout_dict
+
+    def part(array: Any, place: int) -> Tensor:
+        return Tensor(own_part(array, layouts[f"inputs{place}"], rank))
+
+    program = CpuProgram(model, start, layouts, rank)
+    outputs = [[float(item.asnumpy()) for item in program(*map(part, batch, (0, 1)))] for batch in batches]
+    ours = program.values()
+    whole = WholeBatch(variant)
+    whole.set_train()
+    said = [[float(item.asnumpy()) for item in whole(*map(Tensor, batch))] for batch in batches]
+    weights = {weight.name: weight.asnumpy() for weight in whole.loss.trainable_params()}
+    return {
+        "items": outputs,
+        "whole": said,
+        "difference": _distance(ours, weights, layouts, rank),
+        "moved": _distance(ours, {name: start[name] for name in weights}, layouts, rank),
+        "sums": max(float(np.abs(value).max()) for name, value in ours.items() if name.startswith("accu_grads.")),
+        "parts": sum(ours[name].shape != weights[name].shape for name in weights),
+        "purposes": Counter(f"{message.operator} of {message.purpose}" for message in collectives_of(model)),
+    }
+
+
+def _distance(ours: dict[str, Any], values: dict[str, Any], layouts: dict[str, Any], rank: int) -> float:
+    parts = {name: own_part(value, layouts.get(name), rank) for name, value in values.items()}
+    return max(float(np.abs(ours[name] - part).max()) for name, part in parts.items())
+
+
+def main() -> None:
+    rank, _ = connect()
+    result = {}
+    for name, variant in VARIANTS.items():
+        begin = time.monotonic()
+        try:
+            result[name] = run(variant, rank)
+        except Exception:
+            # One variant shall not hide the others.
+            result[name] = {"error": traceback.format_exc()[-3000:]}
+        result[name]["seconds"] = time.monotonic() - begin
+    report(rank, result)
+    # The launcher ends this process, which MindSpore without its GPU would not do without an error.
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()
