@@ -22,6 +22,8 @@ from ms_gradaccum.tools.reporting.metrics_logger import MetricsLogger as Metrics
 from ms_gradaccum.tools.reporting.progress_bar import ProgressBar as ProgressBar
 from ms_gradaccum.tools.reporting.step_report import StepReport as StepReport
 from ms_gradaccum.tools.reporting.step_report import StepReporter as StepReporter
+from ms_gradaccum.tools.simulation.report import Simulation as Simulation
+from ms_gradaccum.tools.simulation.simulate import simulate as simulate
 from ms_gradaccum.tools.verification.compile_report import CompileReport as CompileReport
 from ms_gradaccum.tools.verification.report import ParameterDifference as ParameterDifference
 from ms_gradaccum.tools.verification.report import VerifyReport as VerifyReport

@@ -1,6 +1,7 @@
-"""``python -m ms_gradaccum``: pictures of trainings, how many micro batches fit, and facts for a bug report."""
+"""``python -m ms_gradaccum``: pictures of trainings, micro batches that fit, jobs of many devices, facts for reports."""
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from ms_gradaccum.tools.environment import describe
 from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
 from ms_gradaccum.tools.reporting.run_plot import draw
+from ms_gradaccum.tools.simulation.simulate import simulate
 
 _PROGRAM = "python -m ms_gradaccum"
 
@@ -26,6 +28,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     micro_size.add_argument("--memory-limit", required=True, metavar="4GiB", help="of one process, on its device")
     micro_size.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one measurement")
+    simulation = commands.add_parser("simulate", help="compile a step for several devices on this machine")
+    simulation.add_argument(
+        "build", metavar="train.py:build", help="a function that returns (step, batch); or module:build"
+    )
+    simulation.add_argument("--devices", type=int, default=8, metavar="N", help="of the job; default: 8")
+    simulation.add_argument("--target", default="GPU", help="the kind of device; default: GPU")
+    simulation.add_argument("--run", action="store_true", help="train three updates on as many CPU processes, too")
+    simulation.add_argument("--no-compare", action="store_true", help="leave MindSpore's own cell out")
+    simulation.add_argument("--json", metavar="FILE", help="where to write what was found; - is the standard output")
+    simulation.add_argument("--plot", metavar="PNG", help="where to draw the bytes by kind")
+    simulation.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of all of it")
     commands.add_parser("env", help="print versions, device, modes, and what this machine can and cannot do")
     return parser.parse_args(arguments)
 
@@ -37,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, value in describe().items():
             print(f"{name:28}{value}")
         return 0
-    return _micro_size(args) if args.command == "micro-size" else _plot(args)
+    return {"micro-size": _micro_size, "simulate": _simulate, "plot": _plot}[args.command](args)
 
 
 def _micro_size(args: argparse.Namespace) -> int:
@@ -50,6 +63,23 @@ def _micro_size(args: argparse.Namespace) -> int:
         print(f"{_PROGRAM} micro-size: {error}", file=sys.stderr)
         return 1 if isinstance(error, MemoryError) else 2
     print(answer)
+    return 0
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    """Print the table, or JSON in its place, and a line of progress beside it."""
+    settings = {"run": args.run, "compare": not args.no_compare, "timeout": args.timeout, "progress": True}
+    try:
+        found = simulate(args.build, args.devices, args.target, **settings)
+        if args.plot:
+            found.plot(args.plot)
+        text = json.dumps(found.to_dict(), indent=2)
+        if args.json not in (None, "-"):
+            Path(args.json).write_text(text + "\n")
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        print(f"{_PROGRAM} simulate: {error}", file=sys.stderr)
+        return 2
+    print(text if args.json == "-" else found)
     return 0
 
 

@@ -9,6 +9,7 @@ from mindspore import Tensor, amp, ops
 
 from ms_gradaccum._checks import check_choice, check_positive_float32, check_positive_int, sentence
 from ms_gradaccum.backend.compiled import execution_mode
+from ms_gradaccum.backend.device import stands_in
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, LossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
 _OWNER = "MixedPrecision"
@@ -178,7 +179,7 @@ def check_precision(owner: str, mixed_precision: Any) -> Precision:
     if settings is None:
         return Precision("O0", ms.float32, NoLossScale(), "None", ms.float32)
     scale: NoLossScale = NoLossScale()
-    if settings.dtype == ms.bfloat16:
+    if settings.dtype == ms.bfloat16 and not stands_in():
         _check_bfloat16(owner)
     if settings.loss_scale is not None:
         scale = loss_scale_of(settings.loss_scale)

@@ -18,6 +18,7 @@ from ms_gradaccum._checks import (
     check_last_window,
     sentence,
 )
+from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, combined
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
@@ -147,7 +148,7 @@ class Model(ms.Model):
 
     def _init_stock(self, network: nn.Cell, loss_fn: Any, optimizer: Any, *args: Any) -> None:
         settings = self._step_settings
-        if isinstance(network, AutoParallel) and ms.get_context("device_target") == "CPU":
+        if isinstance(network, AutoParallel) and device_target() == "CPU":
             # Its settings are taken over here; in force they would have the compiler look for another device.
             if settings["parallel"] == "auto" and optimizer is not None:
                 settings["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"

@@ -16,6 +16,7 @@ from mindspore.parallel._utils import (
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 
 _OWNER = "TrainOneStepCell"
@@ -108,7 +109,7 @@ def in_semi_auto() -> bool:
 
 def is_semi_auto(network: nn.Cell) -> bool:
     """Return whether ``network`` is for the compiler's parallelism, which knows no CPU."""
-    return ms.get_context("device_target") != "CPU" and (isinstance(network, AutoParallel) or in_semi_auto())
+    return device_target() != "CPU" and (isinstance(network, AutoParallel) or in_semi_auto())
 
 
 def forget_accumulation() -> None:

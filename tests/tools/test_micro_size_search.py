@@ -20,8 +20,8 @@ from refusal import raises, typed
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, find_micro_size
 from ms_gradaccum.backend.compiled import execution_mode
+from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.probing import child, micro_size_finder
-from ms_gradaccum.tools.probing.builder import Builder
 from ms_gradaccum.tools.probing.child import Training
 from ms_gradaccum.tools.probing.memory import as_text, check_memory_limit
 from ms_gradaccum.tools.probing.search import candidates, first_that_fits, largest_part
@@ -149,13 +149,13 @@ class Nested:
 
 
 def test_a_function_is_found_by_its_module_and_name(monkeypatch):
-    assert Builder.of(nothing)[:2] == ("memory_networks", "nothing")
-    assert Builder.of(Nested.build)[:2] == (__name__, "Nested.build")
-    assert Builder.of("package.module:build")[:3] == ("package.module", "build", ["package.module"])
+    assert Builder.of("find_micro_size", nothing)[:2] == ("memory_networks", "nothing")
+    assert Builder.of("find_micro_size", Nested.build)[:2] == (__name__, "Nested.build")
+    assert Builder.of("find_micro_size", "package.module:build")[:3] == ("package.module", "build", ["package.module"])
     train = str(Path("here/train.py").resolve())
-    assert Builder.of("here/train.py:build")[:3] == (train, "build", [train])
+    assert Builder.of("find_micro_size", "here/train.py:build")[:3] == (train, "build", [train])
     monkeypatch.setattr(sys, "argv", ["program", "--rows=3"])
-    assert Builder.of(nothing).argv == ["program", "--rows=3"]
+    assert Builder.of("find_micro_size", nothing).argv == ["program", "--rows=3"]
 
 
 def main_program(monkeypatch, **names):
@@ -168,10 +168,10 @@ def main_program(monkeypatch, **names):
 
 
 def test_a_function_of_the_program_itself_is_found_by_file_or_module(monkeypatch):
-    assert Builder.of(main_program(monkeypatch, __file__=__file__))[:2] == (__file__, "build")
+    assert Builder.of("find_micro_size", main_program(monkeypatch, __file__=__file__))[:2] == (__file__, "build")
     spec = ModuleSpec("package.program", None)
     build = main_program(monkeypatch, __file__="/zipped/program.py", __spec__=spec)
-    assert Builder.of(build)[:2] == ("package.program", "build")
+    assert Builder.of("find_micro_size", build)[:2] == ("package.program", "build")
 
 
 @pytest.mark.parametrize("names", [{}, {"__file__": "<stdin>"}], ids=str)
@@ -199,7 +199,8 @@ def test_a_file_is_imported_beside_its_own_modules_and_not_as_the_program(import
         "def build(): return its_neighbour.number, sys.argv, sys.modules[build.__module__].build is build\n"
         "text = 'no function'\n"
     )
-    builder = Builder.of(nothing)._replace(place=str(file), name="build", argv=["program", "--rows=3"])
+    there = {"place": str(file), "name": "build", "argv": ["program", "--rows=3"]}
+    builder = Builder.of("find_micro_size", nothing)._replace(**there)
     assert builder.call() == (7, ["program", "--rows=3"], True)
     with raises(
         ValueError,
@@ -215,7 +216,7 @@ def test_a_function_computes_as_the_caller_does(importing, monkeypatch):
     monkeypatch.setattr(ms, "set_device", lambda *device: devices.append(device))
     for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
         with execution_mode(mode):
-            builder = Builder.of(nothing)
+            builder = Builder.of("find_micro_size", nothing)
         assert Builder(*json.loads(json.dumps(builder))) == builder
         builder.call()
         assert ms.get_context("mode") == mode

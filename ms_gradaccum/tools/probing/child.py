@@ -1,11 +1,9 @@
 """What the child process does: it builds a training, trains two windows and tells its parent what that took."""
 
-import ctypes
 import json
 import os
 import re
 import resource
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -18,11 +16,13 @@ from ms_gradaccum.backend.compiled import return_memory
 from ms_gradaccum.batch.nested_inputs import as_call
 from ms_gradaccum.batch.split import SplitBatch, split_batch
 from ms_gradaccum.parallel.semi_auto import is_semi_auto
+from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.probing import memory
-from ms_gradaccum.tools.probing.builder import OWNER, Builder
+from ms_gradaccum.tools.processes import depend_on
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, as_grad_accumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
+OWNER = "find_micro_size"
 # Set in the environment of each child, which must not measure in turn.
 IN_CHILD = "MS_GRADACCUM_PROBE"
 
@@ -30,7 +30,6 @@ IN_CHILD = "MS_GRADACCUM_PROBE"
 _UPDATES, _MOST_WINDOWS = 2, 20
 # How many micro batches stand for all at either end: the second one reuses what the first one has left.
 _ENDS = 2
-_PR_SET_PDEATHSIG = 1
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
     r"|alloc\w* [^\n]*memory[^\n]* fail|memory [^\n]*alloc\w* fail",
@@ -65,9 +64,7 @@ def died_of_memory(last_words: str) -> bool:
 
 def _depend_on(parent: int) -> None:
     """End with the parent, be the first that the system ends when it has no memory, and leave no image behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    depend_on(parent)
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

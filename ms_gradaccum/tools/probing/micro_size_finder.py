@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ms_gradaccum._checks import check_positive_float, sentence, typed
 from ms_gradaccum.parallel.world import current_world, gather_values
-from ms_gradaccum.tools.probing.builder import OWNER, Builder
-from ms_gradaccum.tools.probing.child import IN_CHILD
+from ms_gradaccum.tools.builder import Builder
+from ms_gradaccum.tools.probing.child import IN_CHILD, OWNER
 from ms_gradaccum.tools.probing.memory import as_text, check_memory_limit
 from ms_gradaccum.tools.probing.process import Child, Measured, error_of
 from ms_gradaccum.tools.probing.search import candidates, first_that_fits, largest_part
@@ -130,7 +130,7 @@ def find_micro_size(
         check_positive_float(OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
         if report is not None and not callable(report):
             raise TypeError(sentence(OWNER, "report", "a function or None", typed(report), "For example report=print."))
-        return _Search(Builder.of(build), limit, timeout, report)
+        return _Search(Builder.of(OWNER, build), limit, timeout, report)
 
     return prepare().run() if current_world(OWNER).size == 1 else _agreed(prepare)
 

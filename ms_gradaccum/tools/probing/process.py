@@ -9,20 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
-import mindspore
-
+from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.probing import memory
-from ms_gradaccum.tools.probing.builder import OWNER, Builder
-from ms_gradaccum.tools.probing.child import IN_CHILD, died_of_memory
+from ms_gradaccum.tools.probing.child import IN_CHILD, OWNER, died_of_memory
+from ms_gradaccum.tools.processes import JOB_VARIABLES, import_path
 
-# What msrun tells a process about its job; the child is alone.
-_JOB_VARIABLES = frozenset(
-    "MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT RANK_ID RANK_SIZE RANK_TABLE_FILE".split()
-)
 # A process takes a second to fill 1 to 3 GB.
 _WATCH_MILLISECONDS = 10
 # How far beyond the limit single rows may go, so that an error can say what they take.
@@ -53,16 +47,6 @@ def error_of(kind: str, text: str) -> Exception:
     return _KINDS.get(kind, RuntimeError)(text)
 
 
-def _import_path() -> list[str]:
-    """Return where this process looks for modules, but not inside MindSpore.
-
-    Its ``amp.auto_mixed_precision`` puts the folders of its layers first, where their ``math.py`` hides Python's from a
-    process that begins.
-    """
-    inside = str(Path(mindspore.__file__).parent)
-    return [place for place in sys.path if not place.startswith(inside)]
-
-
 class Child:
     """A process that trains in ``micro_size`` micro batches. It is a context manager, which ends the process."""
 
@@ -78,10 +62,10 @@ class Child:
         self.poller = select.poll()
         self.poller.register(self.reader)
         start = (
-            f"import sys; sys.path[:] = {_import_path()!r}; from ms_gradaccum.tools.probing.child import main; main()"
+            f"import sys; sys.path[:] = {import_path()!r}; from ms_gradaccum.tools.probing.child import main; main()"
         )
         arguments = (json.dumps(builder), str(micro_size), str(writer), str(os.getpid()))
-        environment = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
+        environment = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", start, *arguments],

@@ -13,7 +13,6 @@ import mindspore as ms
 
 from ms_gradaccum._checks import sentence, typed
 
-OWNER = "find_micro_size"
 # The name of an imported file. It is not "__main__", so that what the file guards does not run.
 _FILE_MODULE = "__mp_main__"
 _RULE = "a function that a new process can import"
@@ -29,14 +28,16 @@ class Builder(NamedTuple):
     argv: list[str]
     mode: int
     device: list[Any]
+    # Who asks for it, for errors.
+    owner: str
 
     @staticmethod
-    def of(build: Any) -> "Builder":
+    def of(owner: str, build: Any) -> "Builder":
         """Return what calls ``build``, a function or a text such as 'train.py:build', or raise."""
-        place, name = _parse(build) if isinstance(build, str) else _locate(build)
+        place, name = _parse(owner, build) if isinstance(build, str) else _locate(owner, build)
         # The arguments of this program are for its own functions. A function of another program sees none.
         argv = [place] if isinstance(build, str) else sys.argv
-        return Builder(place, name, argv, ms.get_context("mode"), _device())
+        return Builder(place, name, argv, ms.get_context("mode"), _device(), owner)
 
     def call(self) -> Any:
         """Import the function and return what it builds. Compute in the mode and on the device of the caller."""
@@ -49,7 +50,7 @@ class Builder(NamedTuple):
         build = _attribute(module, self.name)
         if not callable(build):
             rule = f"the name of a function of {self.place}"
-            raise ValueError(sentence(OWNER, "build", rule, repr(self.name), "It is called without arguments."))
+            raise ValueError(sentence(self.owner, "build", rule, repr(self.name), "It is called without arguments."))
         return build()
 
 
@@ -59,28 +60,28 @@ def _device() -> list[Any]:
     return [target] if target == "CPU" else [target, ms.get_context("device_id")]
 
 
-def _parse(text: str) -> tuple[str, str]:
+def _parse(owner: str, text: str) -> tuple[str, str]:
     place, _, name = text.rpartition(":")
     if not place or not name:
         rule = "a function, 'file.py:function' or 'module:function'"
-        raise ValueError(sentence(OWNER, "build", rule, repr(text), "For example 'train.py:build'."))
+        raise ValueError(sentence(owner, "build", rule, repr(text), "For example 'train.py:build'."))
     return (str(Path(place).resolve()) if place.endswith(".py") else place), name
 
 
-def _locate(build: Any) -> tuple[str, str]:
+def _locate(owner: str, build: Any) -> tuple[str, str]:
     """Return the file or module of a function and its name there. The function must be what is found there."""
     if not callable(build):
-        raise TypeError(sentence(OWNER, "build", _RULE, typed(build), _REMEDY))
+        raise TypeError(sentence(owner, "build", _RULE, typed(build), _REMEDY))
     place, name = getattr(build, "__module__", None), getattr(build, "__qualname__", None)
     module = sys.modules.get(place or "")
     if module is None or name is None or _attribute(module, name) is not build:
-        raise ValueError(sentence(OWNER, "build", _RULE, repr(build), _REMEDY))
+        raise ValueError(sentence(owner, "build", _RULE, repr(build), _REMEDY))
     if place == "__main__":
         # Of `python -m package.program`; a program that is started by its path, like a notebook, has none.
         spec = getattr(module, "__spec__", None)
         place = spec.name if spec is not None else str(Path(getattr(module, "__file__", "")).resolve())
         if spec is None and not Path(place).is_file():
-            raise ValueError(sentence(OWNER, "build", _RULE, f"{name} of a program that is in no file", _REMEDY))
+            raise ValueError(sentence(owner, "build", _RULE, f"{name} of a program that is in no file", _REMEDY))
     return str(place), name
 
 

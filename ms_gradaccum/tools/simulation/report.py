@@ -1,0 +1,219 @@
+"""What a simulation has found: for people a table and a plot, for programs a dict."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ms_gradaccum.parallel.messages import Message, Traffic
+from ms_gradaccum.tools.probing.memory import as_text
+
+
+@dataclass(frozen=True)
+class MessageKind:
+    """Messages of an update that are alike.
+
+    Attributes:
+        operator: Their class in ``mindspore.ops``.
+        purpose: What the compiler put them there for: gradients, weights, the norm, an operator that is sharded (its
+            forward or its backward pass), or a change of the layout.
+        size: Number of ranks that take part.
+        ranks: Those of them in the group of rank 0. None if the program does not say them.
+        count: Number of them in an update.
+        nbytes: What each rank hands in, of all of them together. Unit: bytes.
+    """
+
+    operator: str
+    purpose: str
+    size: int
+    ranks: tuple[int, ...] | None
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the compiler made of a step, for one device.
+
+    Attributes:
+        messages: The messages of one update.
+        held_bytes: What the device holds, by kind: ``"parameters"``, ``"optimizer state"`` and ``"buffer"``, in which
+            the gradients of a window add up. Empty for MindSpore's own cell. Unit: bytes.
+        compile_seconds: Time of the compilation on this machine.
+        compile_bytes: The most memory that the compiling process has had. Unit: bytes.
+    """
+
+    messages: tuple[MessageKind, ...]
+    held_bytes: dict[str, int]
+    compile_seconds: float
+    compile_bytes: int
+
+    @staticmethod
+    def of(found: dict[str, Any], devices: int) -> "Program":
+        """Return what a process has found."""
+        totals: dict[tuple[Any, ...], list[int]] = {}
+        for sent in found["messages"]:
+            size = sent["size"] or devices
+            ranks = tuple(range(devices)) if size == devices else sent["ranks"] and tuple(sent["ranks"])
+            total = totals.setdefault((sent["operator"], sent["purpose"], size, ranks), [0, 0])
+            total[0] += sent["count"]
+            total[1] += sent["count"] * sent["bytes"]
+        kinds = [MessageKind(*kind, *total) for kind, total in totals.items()]
+        kinds.sort(key=lambda kind: -kind.nbytes)
+        return Program(tuple(kinds), found.get("bytes", {}), found["seconds"], found["peak"])
+
+    @property
+    def traffic(self) -> Traffic:
+        """The messages as `TrainingPlan` has them: all in the update, in no order."""
+        return Traffic(
+            per_update=tuple(
+                Message(kind.operator, kind.size, kind.nbytes // kind.count)
+                for kind in self.messages
+                for _ in range(kind.count)
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the partitioned programs train, beside one process with the whole batch.
+
+    Attributes:
+        losses: The loss of each update.
+        whole_losses: The same of one process. None for an update that was skipped for a gradient that is not finite.
+        difference: How far a weight is from that of one process, at most, on all ranks.
+        moved: How far the training has moved a weight, at most.
+        farthest: The name of the weight with that difference.
+    """
+
+    losses: tuple[float, ...]
+    whole_losses: tuple[float | None, ...]
+    difference: float
+    moved: float
+    farthest: str
+
+    @staticmethod
+    def of(runs: list[dict[str, Any]]) -> "Training":
+        """Return what the ranks have found, first that of rank 0."""
+        whole = iter(runs[0]["whole_losses"])
+        worst = max(runs, key=lambda run: run["difference"])
+        return Training(
+            losses=tuple(runs[0]["losses"]),
+            whole_losses=tuple(next(whole) if updated else None for updated in runs[0]["updated"]),
+            difference=worst["difference"],
+            moved=max(run["moved"] for run in runs),
+            farthest=worst["farthest"],
+        )
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What :func:`simulate` has found. ``print`` makes a table of it.
+
+    Attributes:
+        devices: Number of devices.
+        target: Their kind.
+        ours: The program of one device.
+        stock: That of MindSpore's own cell for the same network. None if it was not built.
+        stock_error: Why it could not be built. None if it could.
+        training: How the programs train. None without `run`.
+    """
+
+    devices: int
+    target: str
+    ours: Program
+    stock: Program | None
+    stock_error: str | None
+    training: Training | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as dicts, lists, numbers and texts, as JSON holds them."""
+        return asdict(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw what an update sends and what a device holds, by kind, into a PNG. Takes matplotlib."""
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                f"Drawing takes the package matplotlib, but got: {error}. "
+                f"Install it with: pip install 'ms_gradaccum[plot]'."
+            ) from None
+        figure = Figure(figsize=(9, 6), dpi=100, layout="constrained")
+        FigureCanvasAgg(figure)
+        sent, held = figure.subplots(2, 1)
+        programs = {"ms_gradaccum": self.ours} | ({} if self.stock is None else {"MindSpore": self.stock})
+        for number, (name, program) in enumerate(programs.items()):
+            labels = [f"{kind.operator}, {kind.purpose}, {kind.size} ranks" for kind in program.messages]
+            sent.barh(
+                [f"{label}\n{name}" if len(programs) > 1 else label for label in labels],
+                [kind.nbytes / 2**20 for kind in program.messages],
+                color=f"C{number}",
+                label=name,
+            )
+        sent.set_xlabel("sent per update and rank, MiB")
+        sent.legend(fontsize="small")
+        held.barh(list(self.ours.held_bytes), [size / 2**20 for size in self.ours.held_bytes.values()])
+        held.set_xlabel("held by a device, MiB")
+        figure.savefig(path, format="png")
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"One of {self.devices} {self.target} devices, per update:"
+        keys = list(dict.fromkeys(map(_key, (*self.ours.messages, *(self.stock.messages if self.stock else ())))))
+        rows = [(f"{key[0]}, {key[1]}", _group(key), *_cells(key, self.ours), *_cells(key, self.stock)) for key in keys]
+        yield from _table([("", "ranks", "count", "bytes", *(("MindSpore's", "bytes") if self.stock else ())), *rows])
+        held = ", ".join(f"{kind} {as_text(size)}" for kind, size in self.ours.held_bytes.items())
+        yield f"Held by each device: {held}."
+        yield f"Compiled here in {_compilation(self.ours)}" + (
+            f"; MindSpore's own cell in {_compilation(self.stock)}." if self.stock else "."
+        )
+        if self.stock_error is not None:
+            yield f"MindSpore's own cell could not be compiled: {self.stock_error}"
+        if self.training is not None:
+            yield from _training_lines(self.training)
+
+
+def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Return lines with columns of equal width: two of words, the others of numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for words, numbers in ((row[:2], row[2:]) for row in rows):
+        cells = [*map(str.ljust, words, widths), *map(str.rjust, numbers, widths[2:])]
+        yield "  ".join(["", *cells]).rstrip()
+
+
+def _training_lines(training: Training) -> Iterator[str]:
+    yield f"Losses on {len(training.losses)} updates: {_numbers(training.losses)}; one process: " + _numbers(
+        training.whole_losses
+    )
+    yield (
+        f"Weights: at most {training.difference:.1e} from those of one process with the whole batch "
+        f"({training.farthest}), where training moved them by up to {training.moved:.1e}."
+    )
+
+
+def _numbers(values: Any) -> str:
+    return ", ".join("skipped" if value is None else f"{value:.6g}" for value in values)
+
+
+def _compilation(program: Program) -> str:
+    return f"{program.compile_seconds:.1f} s, {as_text(program.compile_bytes)} at most"
+
+
+def _key(kind: MessageKind) -> tuple[Any, ...]:
+    return kind.operator, kind.purpose, kind.size, kind.ranks
+
+
+def _group(key: tuple[Any, ...]) -> str:
+    _, _, size, ranks = key
+    return str(size) if ranks is None or len(ranks) > 8 else f"{size}: {' '.join(map(str, ranks))}"
+
+
+def _cells(key: tuple[Any, ...], program: Program | None) -> tuple[str, ...]:
+    if program is None:
+        return ()
+    found = next((kind for kind in program.messages if _key(kind) == key), None)
+    return ("-", "-") if found is None else (str(found.count), str(found.nbytes))

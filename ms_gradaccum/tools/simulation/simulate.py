@@ -1,0 +1,109 @@
+"""A job of many devices, tried on a machine that has none of them."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+from ms_gradaccum._checks import check_bool, check_choice, check_positive_float, check_positive_int, sentence
+from ms_gradaccum.tools.builder import Builder
+from ms_gradaccum.tools.simulation.cuda_stubs import why_not
+from ms_gradaccum.tools.simulation.job import IN_JOB, OWNER, Job
+from ms_gradaccum.tools.simulation.report import Program, Simulation, Training
+
+_UPDATES = 3
+
+
+def simulate(
+    build: Callable[[], Any] | str,
+    devices: int = 8,
+    target: str = "GPU",
+    *,
+    run: bool = False,
+    compare: bool = True,
+    timeout: float = 3600.0,
+    progress: bool = False,
+) -> Simulation:
+    """Compile a training step for several devices on this machine, and report what each of them sends and holds.
+
+    Of the step that `build` returns, MindSpore's own compiler makes the program of one device, as it does in a job of
+    so many: it inserts the messages and cuts the parameters. So the report is what would happen, except for time. With
+    `run` the programs of all devices train for three updates, each in a process on the CPU, and the report says how
+    far their weights are from those of one process that trains on the whole batch.
+
+    Args:
+        build (Union[Callable, str]): A function without arguments that returns the training step and a batch: a
+            :class:`TrainOneStepCell` or a :class:`Model` whose GradAccumulation is inside ``AutoParallel``, and the
+            batch of all devices together, a tuple or a dict of tensors. New processes import and call it, so it is a
+            function at the top level of a file, or a text such as ``"train.py:build"``. It leaves the device to this
+            function, and does not start processes or connect them.
+        devices (int): Number of devices. Default: ``8``.
+        target (str): Their kind. ``"GPU"`` is what MindSpore's CPU wheel can compile for. Ascend partitions by the
+            same rules, with operators of its own. Default: ``"GPU"``.
+
+    Keyword Args:
+        run (bool): Whether the programs also train, on as many CPU processes. Default: ``False``.
+        compare (bool): Whether MindSpore's own cell is compiled too, for the same network. Default: ``True``.
+        timeout (Union[int, float]): The longest time for all of it. Unit: seconds. Default: ``3600.0``.
+        progress (bool): Whether a line on the standard error output says what is being done. Default: ``False``.
+
+    Returns:
+        Simulation, what was found. ``print`` makes a table of it.
+
+    Raises:
+        TypeError: If an argument, or something that `build` returns, has the wrong type.
+        ValueError: If an argument, or something that `build` returns, has a wrong value.
+        RuntimeError: If this machine lacks gcc or the GPU plugin of MindSpore's wheel, if the step does not compile or
+            run, or if a process that imports the program gets to this call.
+        TimeoutError: If it takes longer than `timeout`.
+
+    Note:
+        Each process takes about 0.9 GB and what compiling takes. Needs Linux. Initial values are those that the first
+        process builds.
+
+    Supported Platforms:
+        ``CPU``
+
+    Examples:
+        >>> from ms_gradaccum import simulate
+        >>> simulation = simulate("train.py:build", devices=8, run=True)  # doctest: +SKIP
+        >>> print(simulation)  # doctest: +SKIP
+    """
+    if IN_JOB in os.environ:
+        raise RuntimeError(
+            f"For '{OWNER}', the program must not call it when a new process imports the program, but it does. Put the "
+            f"call under: if __name__ == '__main__':"
+        )
+    check_positive_int(OWNER, "devices", devices, "It is the number of devices of the job.")
+    if devices < 2:
+        raise ValueError(sentence(OWNER, "devices", "at least 2", devices, "One device partitions nothing."))
+    remedy = "MindSpore's wheel for CPU compiles for GPU too; Ascend partitions by the same rules."
+    check_choice(OWNER, "target", target, ("GPU",), remedy)
+    for name, value in (("run", run), ("compare", compare), ("progress", progress)):
+        check_bool(OWNER, name, value, "It is a switch.")
+    check_positive_float(OWNER, "timeout", timeout, "It is the time of all of it, in seconds.")
+    builder = Builder.of(OWNER, build)._replace(device=["CPU"])
+    lacking = why_not()
+    if lacking is not None:
+        raise RuntimeError(
+            f"For '{OWNER}', this machine must have gcc, nm and the GPU plugin of MindSpore's wheel, but {lacking}. "
+            f"Install gcc and binutils with the system's package manager, and mindspore with pip."
+        )
+    task = {"builder": builder, "target": target, "updates": _UPDATES if run else 0, "compare": compare}
+    with Job(devices, task) as job, tqdm(bar_format="{desc} {elapsed}", leave=False, disable=not progress) as line:
+        reports = job.wait(timeout, line.set_description_str)
+    return _simulation(devices, target, reports)
+
+
+def _simulation(devices: int, target: str, reports: list[dict[str, Any]]) -> Simulation:
+    stock = reports[1].get("stock")
+    runs = [report["run"] for report in reports if "run" in report]
+    return Simulation(
+        devices=devices,
+        target=target,
+        ours=Program.of(reports[0]["ours"], devices),
+        stock=None if stock is None or "error" in stock else Program.of(stock, devices),
+        stock_error=None if stock is None else stock.get("error"),
+        training=Training.of(runs) if runs else None,
+    )
