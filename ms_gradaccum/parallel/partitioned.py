@@ -49,7 +49,6 @@ class PartitionedWindow(nn.Cell):
         self.loss_scale = loss_scale
         self.handed_scale = scale_for("TrainOneStepCell", optimizer, loss_scale)
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.norms = PartitionedNorms()
         self.map = ops.HyperMap()
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
@@ -61,8 +60,12 @@ class PartitionedWindow(nn.Cell):
         weight = sums[1]
         factor = reciprocal(weight)
         mean = self.mean_of(grads, self.loss_scale.unscaled(factor))
-        # Without need of the norm if it clips by value; else the second norm is that of the first again.
-        norm, clipped_norm = self.norms(mean, self.clip(mean, _NO_NORM) if self.clips_by_value else mean)
+        if self.clips_by_value:
+            # It needs no norm. Both norms go in one message.
+            norm, clipped_norm = partitioned_norms(mean, self.clip(mean, _NO_NORM))
+        else:
+            norm = partitioned_norm(mean)
+            clipped_norm = self.clip.norm_after(norm)
         overflow = ops.logical_not(ops.isfinite(norm))
         # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
         updated = ops.greater(weight, 0.0)
@@ -72,8 +75,6 @@ class PartitionedWindow(nn.Cell):
         mean = self.clip(mean, norm)
         if self.handed_scale != 1.0:
             mean = self.map(ops.partial(scale, Tensor(self.handed_scale, ms.float32)), mean)
-        if not self.clips_by_value:
-            clipped_norm = self.clip.norm_after(norm)
         report: tuple[Tensor, ...] = (
             sums[0] * factor,
             overflow,
@@ -93,17 +94,12 @@ class PartitionedWindow(nn.Cell):
     def mean_of(self, grads: tuple[Tensor, ...], factor: Tensor) -> tuple[Tensor, ...]:
         """Return the window's mean gradient in the dtype of each weight, on each device its part of it."""
         sums = grads if gradient_is_returned(self.micro_size) else ops.depend(self.accumulators, grads)
-        mean: tuple[Tensor, ...] = ()
-        for total, weight in zip(sums, self.weights):
-            mean += (ops.cast(ops.cast(total, ms.float32) * factor, weight.dtype),)
+        mean: tuple[Tensor, ...] = self.map(ops.partial(_mean_like, factor), sums, self.weights)
         return mean
 
     def clear(self, done: Any) -> Any:
         """Assign zeros, after ``done``; a product with 0 would keep NaN and Inf for ever."""
-        cleared: tuple[Any, ...] = ()
-        for accumulator in ops.depend(self.accumulators, done):
-            cleared += (ops.assign(accumulator, ops.zeros_like(accumulator)),)
-        return cleared
+        return self.map(_clear, ops.depend(self.accumulators, done))
 
 
 class BatchSums(nn.Cell):
@@ -145,33 +141,62 @@ class BatchSums(nn.Cell):
         return self.add_places(first, self.at_place(weight, Tensor([0.0, 1.0], ms.float32)))
 
 
-class PartitionedNorms(nn.Cell):
-    """The global norm of gradients of which each device has a part, or a copy, or a part shared with some.
+# A loop over the parameters would nest in the compiler, so what follows are functions for maps.
 
-    The compiler looks for square, sum and an ExpandDims with the attribute ``grad_scale`` on the way from a gradient
-    to a square root. It divides each sum by the number of devices that have it too and adds all up over the devices.
-    """
+_mean_like = ops.MultitypeFuncGraph("mean_like")
 
-    def __init__(self) -> None:
-        super().__init__(auto_prefix=False)
-        self.mark = ops.ExpandDims().add_prim_attr("grad_scale", True)
-        # Over all axes, by no shape: each device will have another one than this graph.
-        self.reduce_sum = ops.ReduceSum()
 
-    def construct(self, grads: tuple[Tensor, ...], clipped: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return the norms of both, where ``clipped`` was made of ``grads``."""
-        totals: tuple[Tensor, ...] = ()
-        for before, after in zip(grads, clipped):
-            total = self.sum_of_squares(before)
-            both = ops.stack((total, self.sum_of_squares(after)))
-            # The way from the gradient, which the stack hides.
-            totals += (self.mark(ops.depend(both, total), 0),)
-        norms = ops.sqrt(ops.addn(totals))
-        return norms[0, 0], norms[0, 1]
+@_mean_like.register("Tensor", "Tensor", "Tensor")
+def _mean_like_one(factor: Tensor, total: Tensor, weight: Parameter) -> Tensor:
+    return ops.cast(ops.cast(total, ms.float32) * factor, weight.dtype)
 
-    def sum_of_squares(self, grad: Tensor) -> Tensor:
-        """Return the sum of the squares of this device's part of ``grad``."""
-        return self.reduce_sum(ops.square(ops.cast(grad, ms.float32)), ())
+
+_clear = ops.MultitypeFuncGraph("clear")
+
+
+@_clear.register("Tensor")
+def _clear_one(accumulator: Parameter) -> Tensor:
+    return ops.assign(accumulator, ops.zeros_like(accumulator))
+
+
+# The global norm of gradients of which each device has a part, or a copy, or a part shared with some: the compiler
+# looks for square, sum and an ExpandDims with the attribute ``grad_scale`` on the way from a gradient to a square root.
+# It divides each sum by the number of devices that have it too and adds all up over the devices.
+_mark = ops.ExpandDims().add_prim_attr("grad_scale", True)
+# Over all axes, by no shape: each device will have another one than this graph.
+_reduce_sum = ops.ReduceSum()
+_map = ops.HyperMap()
+
+
+def _sum_of_squares(grad: Tensor) -> Tensor:
+    return _reduce_sum(ops.square(ops.cast(grad, ms.float32)), ())
+
+
+_marked_square = ops.MultitypeFuncGraph("marked_square")
+
+
+@_marked_square.register("Tensor")
+def _marked_square_of_one(grad: Tensor) -> Tensor:
+    return _mark(_sum_of_squares(grad), 0)
+
+
+@_marked_square.register("Tensor", "Tensor")
+def _marked_squares_of_two(before: Tensor, after: Tensor) -> Tensor:
+    total = _sum_of_squares(before)
+    both = ops.stack((total, _sum_of_squares(after)))
+    # The way from the gradient, which the stack hides.
+    return _mark(ops.depend(both, total), 0)
+
+
+def partitioned_norm(grads: tuple[Tensor, ...]) -> Tensor:
+    """Return the global norm over all devices, in a graph that the compiler partitions."""
+    return ops.sqrt(ops.addn(_map(_marked_square, grads)))[0]
+
+
+def partitioned_norms(grads: tuple[Tensor, ...], clipped: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Return the norms of both, where ``clipped`` was made of ``grads``, in one message."""
+    norms = ops.sqrt(ops.addn(_map(_marked_square, grads, clipped)))
+    return norms[0, 0], norms[0, 1]
 
 
 def _accumulator_of(weight: Parameter) -> Parameter:

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from gpu_compile import count_operators, gpu_target, partition
 from mindspore import Tensor, amp, nn
 from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 from semi_auto_cells import Network, Variant, loss_cell_of, optimizer_of, settings_of, stock_step
 
 from ms_gradaccum import ClipByGroupNorm, DataParallel, MixedPrecision, Model, TrainOneStepCell
+from ms_gradaccum.tools.simulation.partition import count_operators, gpu_target, partition
 
 _PLAIN = Variant(2)
 _MANAGER = amp.DynamicLossScaleManager()

@@ -7,12 +7,13 @@ import traceback
 from typing import Any
 
 import numpy as np
-from gpu_compile import connect, count_operators, gpu_target, partition
 from launch import report
 from mindspore import Tensor
-from run_partitioned import PartitionedProgram, part_of, values_of
 from semi_auto_cells import BATCHES, ROWS, Variant, WholeBatch, network_of, optimizer_of, our_step, stock_step
 from semi_auto_contracts import refusals, ways
+
+from ms_gradaccum.tools.simulation.partition import connect, count_operators, gpu_target, partition
+from ms_gradaccum.tools.simulation.partitioned_program import PartitionedProgram, part_of, values_of
 
 # Each compilation collects garbage, which takes longest in the modules that never become any.
 gc.freeze()

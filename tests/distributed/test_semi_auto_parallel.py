@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from cuda_stubs import build_cuda_home, why_not
-from gpu_compile import environment
 from launch import launch
 from semi_auto_worker import COUNTS, NUMBERS
+
+from ms_gradaccum.tools.simulation.cuda_stubs import build_cuda_home, environment, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"cannot compile for GPU here: {why_not()}")
 

@@ -1,12 +1,8 @@
-"""Compile for several GPUs on a machine that has none, and count what the compiler made of a cell.
-
-`environment` is for the test, the rest for the processes that it starts.
-"""
+"""Compile for several GPUs on a machine that has none, and count what the compiler made of a cell."""
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -16,17 +12,9 @@ from mindspore.communication import create_group, get_group_size, get_rank, init
 from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2
 
-import ms_gradaccum
 from ms_gradaccum.backend.compiled import graph_mode
 
 GPU_GROUP = "nccl_world_group"
-
-
-def environment(cuda_home: Path) -> dict[str, str]:
-    """Return the environment in which a process finds the stand-ins for CUDA."""
-    # The package beside these tests, wherever another one may be installed.
-    package = Path(ms_gradaccum.__file__).parents[1]
-    return {"CUDA_HOME": str(cuda_home), "LD_LIBRARY_PATH": str(cuda_home / "lib64"), "PYTHONPATH": str(package)}
 
 
 def connect() -> tuple[int, int]:

@@ -4,9 +4,10 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from gpu_compile import GPU_GROUP, graphs_of
 from mindspore import Tensor, nn
 from mindspore.train import mind_ir_pb2
+
+from ms_gradaccum.tools.simulation.partition import GPU_GROUP, graphs_of
 
 # Of the same length: nothing else in the file has to move.
 CPU_GROUP = GPU_GROUP.replace("nccl", "mccl")

@@ -65,6 +65,13 @@ def build_cuda_home(home: Path) -> Path:
     return home
 
 
+def environment(cuda_home: Path) -> dict[str, str]:
+    """Return the environment in which a process finds the stand-ins for CUDA."""
+    # The package beside these tests, wherever another one may be installed.
+    package = Path(__file__).parents[3]
+    return {"CUDA_HOME": str(cuda_home), "LD_LIBRARY_PATH": str(cuda_home / "lib64"), "PYTHONPATH": str(package)}
+
+
 def _wanted_symbols() -> dict[str, set[str]]:
     """Return the functions that the plugin wants of each library."""
     wanted: dict[str, set[str]] = defaultdict(set)
