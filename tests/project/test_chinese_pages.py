@@ -1,8 +1,9 @@
 """Each Chinese page has what its English twin has, and was looked at after the twin's last change.
 
-Code is equal but for comments, drawings (``text``) have as many lines, and tables have the same numbers and names in
-each cell. The head of a Chinese page has a hash of the English one, which this test compares. After a change of an
-English page, look at its twin and translate what has changed. This prints the heads that Chinese pages should have::
+Code is equal but for comments and docstrings, drawings (``text``) have as many lines, tables have the same numbers and
+names in each cell, and the text the same figures. The head of a Chinese page has a hash of the English one, which this
+test compares. After a change of an English page, look at its twin and translate what has changed. This prints the heads
+that Chinese pages should have::
 
     python tests/project/test_chinese_pages.py
 """
@@ -42,6 +43,15 @@ def _without_comments(code):
     return [line.rstrip() for line in _COMMENT.sub("", code).splitlines() if line.strip()]
 
 
+def _syntax(code):
+    """What Python reads of a block, without docstrings."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree)
+
+
 def _drawing(code):
     """The lines of a drawing that have no words, and the number of the others."""
     return [re.sub(r"\s*[^|+\-> ]+.*", "...", line).strip() for line in code.splitlines()]
@@ -52,7 +62,7 @@ def _edges(code):
     return [re.sub(r'"[^"]*"', '""', line) for line in code.splitlines()]
 
 
-_CODE = {"python": lambda code: ast.dump(ast.parse(code)), "text": _drawing, "mermaid": _edges}
+_CODE = {"python": _syntax, "text": _drawing, "mermaid": _edges}
 
 
 def cells_of(text):
@@ -128,7 +138,7 @@ def test_a_chinese_page_leads_to_chinese_pages(twin):
     assert [str(page) for page in targets if page != TWINS[twin] and page in TWINS.values()] == []
 
 
-PAGE = """\
+PAGE = '''\
 # A
 
 It takes 429 MB.
@@ -139,11 +149,15 @@ It takes 429 MB.
 
 ```python
 x = 1  # one
+
+
+def f():
+    """One."""
 ```
 
     run me    # so
-"""
-SAME = """\
+'''
+SAME = '''\
 # 甲
 
 需要 429 MB。
@@ -154,10 +168,14 @@ SAME = """\
 
 ```python
 x = 1  # 一
+
+
+def f():
+    """一。"""
 ```
 
     run me  # 这样
-"""
+'''
 CHANGES = [
     ("x = 1", "x = 2", code_of),
     ("run me", "run you", code_of),
