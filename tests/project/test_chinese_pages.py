@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 TWINS = {ROOT / "README_CN.md": ROOT / "README.md"} | {
     page: ROOT / "docs" / page.name for page in sorted((ROOT / "docs" / "zh").glob("*.md"))
 }
+# Pages of docs/ that are English alone.
+UNTRANSLATED = {"architecture.md", "performance.md", "simulate.md", "tools.md"}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4}\S.*\n)+")
 # Of shells and of diffs; Python's are no part of its syntax tree.
@@ -103,6 +105,11 @@ def outline_of(text):
 
 def pairs():
     return [pytest.param(twin, page, id=str(twin.relative_to(ROOT))) for twin, page in TWINS.items()]
+
+
+def test_each_page_has_a_twin_or_is_known_to_have_none():
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert pages - {page.name for page in TWINS.values()} <= UNTRANSLATED
 
 
 @pytest.mark.parametrize("twin, page", pairs())
