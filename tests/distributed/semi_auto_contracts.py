@@ -9,7 +9,8 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from semi_auto_cells import Network, Variant, loss_cell_of, optimizer_of, settings_of, stock_step
 
 from ms_gradaccum import ClipByGroupNorm, DataParallel, MixedPrecision, Model, TrainOneStepCell
-from ms_gradaccum.tools.simulation.partition import count_operators, gpu_target, partition
+from ms_gradaccum.tools.simulation.collectives import count_operators
+from ms_gradaccum.tools.simulation.partition import gpu_target, partition
 
 _PLAIN = Variant(2)
 _MANAGER = amp.DynamicLossScaleManager()

@@ -1,9 +1,9 @@
 """What each process of the semi-auto-parallel tests does: compile, count, run, report."""
 
 import gc
-import tempfile
 import time
 import traceback
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ from mindspore import Tensor
 from semi_auto_cells import BATCHES, ROWS, Variant, WholeBatch, network_of, optimizer_of, our_step, stock_step
 from semi_auto_contracts import refusals, ways
 
-from ms_gradaccum.tools.simulation.partition import connect, count_operators, gpu_target, partition
-from ms_gradaccum.tools.simulation.partitioned_program import PartitionedProgram, part_of, values_of
+from ms_gradaccum.tools.simulation.collectives import collectives_of, count_operators
+from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values
+from ms_gradaccum.tools.simulation.partition import connect, gpu_target, partition
 
 # Each compilation collects garbage, which takes longest in the modules that never become any.
 gc.freeze()
@@ -70,18 +71,26 @@ def run_whole(variant: Variant) -> tuple[list[Any], dict[str, Any]]:
     return printed, {parameter.name: parameter.asnumpy() for parameter in network.get_parameters()}
 
 
-def run_partitioned(model: Any, variant: Variant, rank: int, size: int, start: dict[str, Any]) -> Any:
-    """Run a partitioned step; return what it printed and this rank's part of each weight."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = PartitionedProgram(model, start, rank, f"{folder}/step.mindir")
-        outputs = [program(*local_batch(variant, number, rank, size)) for number in range(len(BATCHES))]
+def compile_step(step: Any, variant: Variant, rank: int, size: int) -> tuple[Any, dict[str, Any]]:
+    """Return this rank's program, and the values of the parameters at the start."""
+    # The compiler cuts them; without values, there is nothing to cut.
+    start = {} if variant.no_init else whole_values(step)
+    with gpu_target():
+        model = partition(step, *local_batch(variant, 0, rank, size))
+    return model, start or whole_values(step)
+
+
+def run_partitioned(model: Any, start: Any, step: Any, variant: Variant, rank: int, size: int) -> Any:
+    """Run a partitioned step; return what it printed and this rank's part of each parameter."""
+    program = CpuProgram(model, start, step.parameter_layout_dict, rank)
+    outputs = [program(*local_batch(variant, number, rank, size)) for number in range(len(BATCHES))]
     return outputs, program.values()
 
 
-def largest_difference(ours: dict[str, Any], whole: dict[str, Any], rank: int) -> float:
+def largest_difference(ours: dict[str, Any], whole: dict[str, Any], step: Any, rank: int) -> float:
     """Return by how much this rank's part of the weights differs from the whole ones at most."""
-    pairs = [(ours[name], part_of(value, ours[name].shape, rank)) for name, value in whole.items()]
-    return max(float(np.abs(a - b).max()) for a, b in pairs)
+    parts = {name: own_part(value, step.parameter_layout_dict.get(name), rank) for name, value in whole.items()}
+    return max(float(np.abs(ours[name] - part).max()) for name, part in parts.items())
 
 
 def numbers_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
@@ -89,28 +98,33 @@ def numbers_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
     printed, whole = run_whole(variant)
     with gpu_target():
         step = our_step(variant)
-        model = partition(step, *local_batch(variant, 0, rank, size))
-    start = values_of(step)
-    outputs, ours = run_partitioned(model, variant, rank, size, start)
+    model, start = compile_step(step, variant, rank, size)
+    outputs, ours = run_partitioned(model, start, step, variant, rank, size)
     weights = {name: start[name] for name in whole}
     return {
         "whole": printed,
         "items": [[float(item.asnumpy()) for item in output] for output in outputs],
-        "difference": largest_difference(ours, whole, rank),
-        "moved": largest_difference(ours, weights, rank),
+        "difference": largest_difference(ours, whole, step, rank),
+        "moved": largest_difference(ours, weights, step, rank),
         "scale": float(ours.get("mixed_precision.loss_scale", 1.0)),
         "sums": max(float(np.abs(value).max()) for name, value in ours.items() if name.startswith("accu_grads.")),
-        "counts": count_operators(model),
+        "counts": counts_of_program(model),
     }
+
+
+def counts_of_program(model: Any) -> dict[str, int]:
+    """Count the operators of a program, and its messages by their purpose too."""
+    purposes = Counter(f"{message.operator} of {message.purpose}" for message in collectives_of(model))
+    return count_operators(model) | purposes
 
 
 def counts_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
     """Compare the communication of our step with that of the stock one."""
     batch = local_batch(variant, 0, rank, size)
     with gpu_target():
-        ours = count_operators(partition(our_step(variant), *batch))
+        ours = counts_of_program(partition(our_step(variant), *batch))
         with stock_step(variant) as step:
-            return {"ours": ours, "stock": count_operators(partition(step, *batch))}
+            return {"ours": ours, "stock": counts_of_program(partition(step, *batch))}
 
 
 def attempt(function: Any, *args: Any) -> Any:
@@ -124,11 +138,10 @@ def attempt(function: Any, *args: Any) -> Any:
 def stock_numbers(variant: Variant, rank: int, size: int) -> dict[str, Any]:
     """Train with the stock step."""
     with gpu_target(), stock_step(variant) as step:
-        model = partition(step, *local_batch(variant, 0, rank, size))
-    start = values_of(step)
-    _, ours = run_partitioned(model, variant, rank, size, start)
+        model, start = compile_step(step, variant, rank, size)
+    _, ours = run_partitioned(model, start, step, variant, rank, size)
     whole = {name: value for name, value in start.items() if name.startswith(("first", "second"))}
-    return {"moved": largest_difference(ours, whole, rank)}
+    return {"moved": largest_difference(ours, whole, step, rank)}
 
 
 def main() -> None:

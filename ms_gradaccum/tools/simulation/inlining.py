@@ -1,0 +1,140 @@
+"""A program without calls: what `lazy_inline` left as functions is put where it is called.
+
+The CPU back end refuses such calls, and a message inside a function is sent as often as the function is called.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from mindspore.train import mind_ir_pb2
+
+_CALL = "REF::"
+
+
+class _Partial(NamedTuple):
+    function: str
+    arguments: tuple[str, ...]
+
+
+def inlined(model: Any) -> Any:
+    """Return a copy of a MindIR model in which the only calls left are those of what a Switch has chosen."""
+    copy = mind_ir_pb2.ModelProto()
+    copy.CopyFrom(model)
+    inliner = _Inliner(copy)
+    for graph in [copy.graph, *copy.functions]:
+        inliner.rewrite(graph)
+    _drop_unused(copy)
+    return copy
+
+
+def operator_names(model: Any) -> dict[str, str]:
+    """Return the name of the operator of each type of node."""
+    return {f"{_CALL}{primitive.name}": primitive.op_type for primitive in model.primitives}
+
+
+class _Inliner:
+    def __init__(self, model: Any) -> None:
+        self.operators = operator_names(model)
+        self.functions: dict[str, Any] = {}
+        for function in model.functions:
+            self.functions[function.name] = mind_ir_pb2.GraphProto()
+            self.functions[function.name].CopyFrom(function)
+        self.copies = 0
+
+    def rewrite(self, graph: Any) -> None:
+        """Replace the nodes of ``graph``."""
+        nodes = list(graph.node)
+        del graph.node[:]
+        # What is known of a value: the items of a tuple, a function with its first arguments, a number.
+        self.known: dict[str, Any] = {}
+        self.out = graph.node
+        self.names: dict[str, str] = {}
+        self._emit(nodes, self.names, "")
+        for output in graph.output:
+            output.name = self.names.get(output.name, output.name)
+
+    def _emit(self, nodes: Iterable[Any], names: dict[str, str], suffix: str) -> None:
+        """Add ``nodes``; ``names`` says what a name of theirs is called here, ``suffix`` makes new ones."""
+        for node in nodes:
+            inputs = [names.get(name, name) for name in node.input]
+            if node.op_type.startswith(_CALL) and node.op_type not in self.operators:
+                callee = node.op_type.removeprefix(_CALL)
+                callee = names.get(callee, callee)
+                target = _Partial(callee, ()) if callee in self.functions else self.known.get(callee)
+                if isinstance(target, _Partial):
+                    self._call(node, target, inputs, names)
+                    continue
+                node = _copied(node, inputs, suffix, names)
+                node.op_type = f"{_CALL}{callee}"
+                self.out.append(node)
+                continue
+            operator = self.operators.get(node.op_type, node.op_type)
+            items = self.known.get(inputs[0]) if operator == "TupleGetItem" else None
+            if isinstance(items, list):
+                item = items[self.known[inputs[1]]]
+                names[node.output[0]] = item
+                continue
+            node = _copied(node, inputs, suffix, names)
+            self.out.append(node)
+            self._learn(operator, node)
+
+    def _learn(self, operator: str, node: Any) -> None:
+        name, inputs = node.output[0], list(node.input)
+        if operator == "MakeTuple":
+            self.known[name] = inputs
+        elif operator == "Partial":
+            self.known[name] = _Partial(inputs[0], tuple(inputs[1:]))
+        elif operator == "Constant":
+            value = next((attribute for attribute in node.attribute if attribute.name == "value"), None)
+            if value is not None and value.type == mind_ir_pb2.AttributeProto.INT64:
+                self.known[name] = value.i
+        elif operator == "Depend" and isinstance(self.known.get(inputs[0]), _Partial):
+            # Its arguments wait in its place.
+            raise NotImplementedError("a function that waits for another value")
+
+    def _call(self, node: Any, target: _Partial, inputs: list[str], names: dict[str, str]) -> None:
+        function = self.functions[target.function]
+        self.copies += 1
+        arguments = [*target.arguments, *inputs]
+        inner = dict(zip((value.name for value in function.input), arguments, strict=True))
+        self._emit(function.node, inner, f"#{self.copies}")
+        result = function.output[0].name
+        names[node.output[0]] = inner.get(result, result)
+
+
+def _copied(node: Any, inputs: list[str], suffix: str, names: dict[str, str]) -> Any:
+    """Return ``node`` with these inputs and outputs of its own, and enter these in ``names``."""
+    copy = mind_ir_pb2.NodeProto()
+    copy.CopyFrom(node)
+    del copy.input[:]
+    copy.input.extend(inputs)
+    if suffix:
+        copy.name += suffix
+        for i, output in enumerate(node.output):
+            names[output] = copy.output[i] = output + suffix
+    return copy
+
+
+def _drop_unused(model: Any) -> None:
+    """Drop functions and tuples of them that nobody needs any more."""
+    operators = operator_names(model)
+    for graph in [model.graph, *model.functions]:
+        needed = {output.name for output in graph.output}
+        kept = []
+        for node in reversed(graph.node):
+            operator = operators.get(node.op_type, node.op_type)
+            if operator not in ("MakeTuple", "Partial", "Constant") or needed.intersection(node.output):
+                kept.append(node)
+                needed.update(node.input)
+                needed.add(node.op_type.removeprefix(_CALL))
+        del graph.node[:]
+        graph.node.extend(reversed(kept))
+    functions = {function.name: function for function in model.functions}
+    reached: set[str] = set()
+    new = [model.graph]
+    while new:
+        names = {name for node in new.pop().node for name in node.input if name in functions}
+        new += [functions[name] for name in names - reached]
+        reached |= names
+    for name in functions.keys() - reached:
+        model.functions.remove(functions[name])
