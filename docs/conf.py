@@ -57,8 +57,8 @@ def sign_class(app: Sphinx, what: str, name: str, item: Any, *_: Any) -> tuple[s
 
 
 def list_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """Make the contents of what the first page links to; a page that it forgets is an error then."""
-    if page == app.config.root_doc:
+    """Make the contents of what the first page of a language links to; a page that it forgets is an error then."""
+    if page.rpartition("/")[2] == app.config.root_doc:
         pages = "\n".join(dict.fromkeys(re.findall(r"\]\(([\w/]+)\.(?:md|rst)\)", source[0])))
         source[0] += f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 

@@ -1,0 +1,345 @@
+"""What the page of troubles quotes is what ms_gradaccum says: each sentence is provoked by what the page names."""
+
+import re
+import warnings
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X, batches, line, sgd
+from mindspore import Tensor, amp, mint, nn, ops
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.train import LossMonitor
+from refusal import loss_cell
+
+from ms_gradaccum import (
+    HSDP,
+    Accumulator,
+    GradAccumulation,
+    Model,
+    TokenMeanLoss,
+    TrainOneStepCell,
+    load_state,
+    save_state,
+)
+from ms_gradaccum.loops import data_position
+from ms_gradaccum.parallel import factory, hsdp, world
+from ms_gradaccum.training import micro_steps
+
+PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+# The first cells of those tables that quote what the program says.
+QUOTES = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.M)
+LINES = Tensor(X), Tensor(2 * X)
+
+PROVOKED = {}
+
+
+def says(beginning):
+    """Register what provokes the sentence of the page that begins so."""
+
+    def register(provoke):
+        PROVOKED[beginning] = provoke
+        return provoke
+
+    return register
+
+
+def step_of(network, **settings):
+    optimizer = settings.pop("optimizer", None)
+    return TrainOneStepCell(network, sgd(network) if optimizer is None else optimizer, **settings)
+
+
+def accumulator_of(steps=1):
+    cell = loss_cell()
+    return Accumulator(cell, sgd(cell), accumulation_steps=steps)
+
+
+class Returning(nn.Cell):
+    """A network that returns what a function makes of its mean loss."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.cell, self.make = loss_cell(), make
+
+    def construct(self, x, y):
+        return self.make(self.cell(x, y))
+
+
+@says("For 'TrainOneStepCell', the argument 'optimizer' must be one over parameters of the network")
+def another_networks_optimizer(*_):
+    TrainOneStepCell(loss_cell(), sgd(line()))
+
+
+@says("For 'TrainOneStepCell', the argument 'network' must be a GradAccumulation or a loss cell")
+def a_step_in_a_step(*_):
+    cell = loss_cell()
+    step_of(nn.TrainOneStepCell(cell, sgd(cell)), optimizer=sgd(cell))
+
+
+@says("For 'TrainOneStepCell', the argument 'construct' must be that of TrainOneStepCell")
+def an_own_construct(*_):
+    class Own(TrainOneStepCell):
+        def construct(self, *inputs):
+            return self.network(*inputs)
+
+    cell = loss_cell()
+    Own(cell, sgd(cell))
+
+
+@says("For 'TrainOneStepCell', the argument 'sens' must be None or 1.0")
+def a_number_of_batches_as_the_third_argument(*_):
+    cell = loss_cell()
+    TrainOneStepCell(cell, sgd(cell), 4)
+
+
+@says("For 'GradAccumulation', the argument 'network' must be a network without GradAccumulation")
+def one_in_the_other(*_):
+    GradAccumulation(GradAccumulation(loss_cell(), 2), 2)
+
+
+@says("For 'Model', the arguments")
+def an_argument_for_boost(*_):
+    cell = loss_cell()
+    Model(cell, optimizer=sgd(cell), boost_config_dict={"boost": {"mode": "manual"}})
+
+
+@says("For 'TrainOneStepCell', the argument 'mixed_precision' must be one that the device has")
+def bfloat16_on_cpu(*_):
+    step_of(loss_cell(), mixed_precision="bf16")
+
+
+@says("For 'TrainOneStepCell', the optimizer's loss_scale is 1.0")
+def a_manager_without_its_optimizer(*_):
+    step_of(loss_cell(), mixed_precision=amp.FixedLossScaleManager(1024.0, drop_overflow_update=False))
+
+
+@says("For 'GradAccumulation', the argument 'network' must return its mean loss")
+def logits_for_a_loss(*_):
+    step_of(line())(LINES[0])
+
+
+@says("For 'GradAccumulation', the argument 'losses' must say")
+def two_losses(*_):
+    step_of(Returning(lambda loss: (loss, 2 * loss)))(*LINES)
+
+
+@says("For 'GradAccumulation', the argument 'network' must return its weight")
+def a_weighted_loss_without_a_weight(*_):
+    step_of(GradAccumulation(Returning(lambda loss: (loss, None)), 1, weighted=True))(*LINES)
+
+
+@says("For 'GradAccumulation', the inputs must have the same number of rows")
+def an_input_of_other_rows(*_):
+    step_of(GradAccumulation(loss_cell(), 2))(LINES[0], LINES[1][:4])
+
+
+@says("For 'TokenMeanLoss', the backbone must take the inputs before the last one")
+def a_backbone_with_its_own_loss(*_):
+    step_of(TokenMeanLoss(loss_cell()))(*LINES)
+
+
+@says("For 'TrainOneStepCell', MindSpore must be able to compile the network")
+def what_no_graph_can_do(monkeypatch, _):
+    monkeypatch.delenv("MS_JIT")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    step_of(Returning(lambda loss: loss + undefined))(*LINES)  # noqa: F821
+
+
+@says("For 'TrainOneStepCell', the argument 'compile' must be None where the network has hooks")
+def a_hook(monkeypatch, _):
+    monkeypatch.delenv("MS_JIT")
+    cell = loss_cell()
+    cell.register_forward_hook(print)
+    step_of(cell, compile=True)(*LINES)
+
+
+class Lookup(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.EmbeddingLookup(6, 2, "ones", target="CPU", sparse=True)
+
+    def construct(self, x):
+        return self.rows(x).mean()
+
+
+@says("For 'TrainOneStepCell', the argument 'network' must be one of dense gradients in PYNATIVE mode")
+def a_sparse_lookup(*_):
+    network = Lookup()
+    step_of(network, optimizer=nn.LazyAdam(network.trainable_params()))(Tensor([[1], [2]], ms.int32))
+
+
+@says("For 'TrainOneStepCell', the argument 'network' must be one of a single term in PYNATIVE mode")
+def two_terms(*_):
+    network = Returning(lambda loss: ((loss, ops.ones(())), (loss, ops.ones(()))))
+    step_of(GradAccumulation(network, 1, weighted=True, terms=2))(*LINES)
+
+
+@says("For 'TrainOneStepCell', the network is in evaluation mode")
+def dropout_in_evaluation_mode(*_):
+    step_of(nn.WithLossCell(nn.SequentialCell(line(), nn.Dropout(p=0.5)), nn.MSELoss()))(*LINES)
+
+
+@says("For 'GradAccumulation', the loss should be a mean over rows")
+def a_sum_over_rows(*_):
+    step_of(GradAccumulation(nn.WithLossCell(line(), nn.MSELoss(reduction="sum")), 2))(*LINES)
+
+
+@says("For 'GradAccumulation', the train cell around it is not one of ms_gradaccum")
+def mindspores_own_step(*_):
+    cell = loss_cell()
+    nn.TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell)).set_train()(*LINES)
+
+
+@says("TrainOneStepCell: PYNATIVE mode runs the network op by op.")
+def a_step_op_by_op(*_):
+    step_of(loss_cell())(*LINES)
+
+
+@says("For 'TrainOneStepCell', one window in 100 must have a finite gradient")
+def nothing_but_inf(*_):
+    step, inf = step_of(loss_cell()), Tensor(np.full((1, 1), np.inf, np.float32))
+    step.windows[0].overflows_in_a_row = 99
+    step(inf, inf)
+
+
+@says("For 'Model', the loss must be finite")
+def a_loss_monitor_at_a_nan(*_):
+    cell = loss_cell()
+    Model(cell, optimizer=sgd(cell)).train(1, batches(4, np.full((8, 1), np.nan, np.float32)), LossMonitor())
+
+
+@says("For 'TrainOneStepCell', Adam of mindspore.mint changes nothing")
+def an_optimizer_of_mint(*_):
+    cell = loss_cell()
+    step_of(cell, optimizer=mint.optim.Adam(cell.trainable_params()))(*LINES)
+
+
+@says("For 'TrainOneStepCell', the inputs must keep their structure and Python values")
+def a_python_value_that_changes(monkeypatch, _):
+    class Times(Returning):
+        def construct(self, x, y, factor):
+            return self.cell(x, y) * factor
+
+    monkeypatch.delenv("MS_JIT")
+    monkeypatch.setattr(micro_steps, "_MANY_STRUCTURES", 1)
+    step_of(Times(None), compile=True)(*LINES, 2.0)
+
+
+@says("For 'Accumulator', a full window must be followed by step()")
+def no_step(*_):
+    accumulator = accumulator_of()
+    for _ in range(2):
+        with accumulator.accumulate():
+            accumulator.backward(*LINES)
+
+
+@says("For 'Accumulator', a network must have one backward pass in accumulate()")
+def two_backward_passes(*_):
+    accumulator = accumulator_of()
+    with accumulator.accumulate():
+        accumulator.backward(*LINES)
+        accumulator.backward(*LINES)
+
+
+@says("For 'Accumulator', the argument 'weight' must be the rows of each batch")
+def batches_of_other_rows_without_a_weight(*_):
+    accumulator = accumulator_of(4)
+    for _ in accumulator.prepare(batches(3)):
+        accumulator((ops.ones((1, 1)),))
+
+
+@says("For 'Accumulator', the argument 'grads' must be gradients of the optimizer's")
+def gradients_of_other_parameters(*_):
+    accumulator_of()((ops.ones((1, 1)), ops.ones((1,))))
+
+
+@says("For 'TrainOneStepCell', the 2 processes of this job must be connected")
+def no_init(monkeypatch, _):
+    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    monkeypatch.setenv("MS_WORKER_NUM", "2")
+    step_of(loss_cell())
+
+
+@says("For 'TrainOneStepCell', the ranks must agree about")
+def other_settings_on_another_rank(monkeypatch, _):
+    monkeypatch.setattr(world, "gather_values", lambda value: [value, {"micro_size": 2}])
+    world.check_agreement("TrainOneStepCell", {"micro_size": 4})
+
+
+@says("For 'TrainOneStepCell', the ranks started with different parameters")
+def other_parameters_on_another_rank(monkeypatch, _):
+    monkeypatch.setattr(factory, "broadcast_parameters", lambda parameters: True)
+    factory._start_alike("TrainOneStepCell", loss_cell(), sgd(line()))
+
+
+@says("For 'TrainOneStepCell', the ranks must have the same weights after an update")
+def parameters_that_became_different(monkeypatch, _):
+    monkeypatch.setattr(world, "gather_values", lambda value: [value, "another"])
+    world.check_equal("TrainOneStepCell", [])
+
+
+@says("For 'HSDP', the argument 'shard_size' must be a divisor of the")
+def groups_that_are_not_alike(*_):
+    factory.choose_kind("TrainOneStepCell", HSDP(shard_size=3), 4)
+
+
+@says("For 'HSDP', the argument 'optimizer' must be one that works element by element")
+def lamb_in_shards(*_):
+    hsdp.check_shardable(nn.Lamb(line().trainable_params(), 0.01))
+
+
+@says("For 'Model', the argument 'callbacks' must be some with a StateCheckpoint to resume")
+def nothing_to_resume_from(*_):
+    cell = loss_cell()
+    Model(cell, optimizer=sgd(cell)).train(1, batches(4), resume=True)
+
+
+@says("For 'load_state', the argument 'directory' must be a folder with states")
+def an_empty_folder(_, tmp_path):
+    load_state(step_of(loss_cell()), tmp_path)
+
+
+@says("For 'load_state', the state ... cannot be used: the state is one of another network")
+def another_network(_, tmp_path):
+    save_state(step_of(loss_cell()), tmp_path)
+    load_state(step_of(nn.WithLossCell(nn.Dense(1, 1), nn.MSELoss())), tmp_path)
+
+
+@says("For 'load_state', the state ... cannot be used: ... has not the")
+def a_file_that_was_cut(_, tmp_path):
+    save_state(step_of(loss_cell()), tmp_path)
+    file = next(tmp_path.rglob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    load_state(step_of(loss_cell()), tmp_path)
+
+
+@says("For 'save_state', the state cannot be written to")
+def a_folder_that_is_a_file(_, tmp_path):
+    (tmp_path / "file").write_text("")
+    save_state(step_of(loss_cell()), tmp_path / "file" / "states")
+
+
+@says("For 'save_state', the data is shuffled on each process for itself and without a seed")
+def a_random_order_that_nobody_knows(*_):
+    data_position.Sources(data_position._UNSET, {}).check_known(NumpySlicesDataset(X, shuffle=True), 2)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("quote", QUOTES)
+def test_a_quoted_sentence_is_what_is_said(quote, monkeypatch, tmp_path, caplog):
+    (provoke,) = (provoke for beginning, provoke in PROVOKED.items() if quote.startswith(beginning))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            provoke(monkeypatch, tmp_path)
+            said = [str(warning.message) for warning in caught] + [record.getMessage() for record in caplog.records]
+        except Exception as error:
+            said = [str(error)]
+    pattern = ".*".join(re.escape(part) for part in quote.split("..."))
+    assert any(re.search(pattern, sentence, re.S) for sentence in said), said
+
+
+def test_the_page_quotes_each_sentence_once():
+    assert len(QUOTES) > 30
+    assert [sum(quote.startswith(beginning) for quote in QUOTES) for beginning in PROVOKED] == [1] * len(QUOTES)
