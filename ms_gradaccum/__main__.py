@@ -1,4 +1,4 @@
-"""``python -m ms_gradaccum``: pictures of trainings, micro batches that fit, jobs of many devices, facts for reports."""
+"""``python -m ms_gradaccum``: pictures, micro batches that fit, jobs of many devices, and facts for a bug report."""
 
 import argparse
 import json

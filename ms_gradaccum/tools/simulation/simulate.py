@@ -46,7 +46,7 @@ def simulate(
         run (bool): Whether the programs also train, on as many CPU processes. Default: ``False``.
         compare (bool): Whether MindSpore's own cell is compiled too, for the same network. Default: ``True``.
         timeout (Union[int, float]): The longest time for all of it. Unit: seconds. Default: ``3600.0``.
-        progress (bool): Whether a line on the standard error output says what is being done. Default: ``False``.
+        progress (bool): Whether a line on the terminal says what is being done. Default: ``False``.
 
     Returns:
         Simulation, what was found. ``print`` makes a table of it.
@@ -91,7 +91,9 @@ def simulate(
             f"Install gcc and binutils with the system's package manager, and mindspore with pip."
         )
     task = {"builder": builder, "target": target, "updates": _UPDATES if run else 0, "compare": compare}
-    with Job(devices, task) as job, tqdm(bar_format="{desc} {elapsed}", leave=False, disable=not progress) as line:
+    # None: a line that changes is for a terminal alone.
+    hidden = None if progress else True
+    with Job(devices, task) as job, tqdm(bar_format="{desc} {elapsed}", leave=False, disable=hidden) as line:
         reports = job.wait(timeout, line.set_description_str)
     return _simulation(devices, target, reports)
 
