@@ -6,9 +6,12 @@ The samples, which run in processes of their own, do without: they are what a us
 import gc
 import inspect
 import os
+import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import mindspore as ms
+import mindspore.dataset as ds
 
 try:
     from mindspore.graph import api
@@ -20,6 +23,8 @@ except ImportError:  # before MindSpore 2.9
 _read = inspect.getsourcelines
 _lines = {}
 _comments = parser.Parser.get_jit_comments
+# The module: its package has a function of the same name.
+_seed = sys.modules["mindspore.common.seed"]
 
 
 def _read_once(thing):
@@ -49,3 +54,17 @@ def install():
     parser.Parser.get_jit_comments = _comments_if_any
     # Each compilation collects garbage. What is young is enough; Python itself looks at the rest now and then.
     api.gc = SimpleNamespace(collect=lambda: gc.collect(1))
+
+
+@contextmanager
+def restored():
+    """Leave the mode and the seeds as they were, whatever is done meanwhile."""
+    before = ms.get_context("mode")
+    # There is no public way to unset a seed.
+    seed, data_seed = _seed._GLOBAL_SEED, ds.config.get_seed()
+    try:
+        yield
+    finally:
+        ms.set_context(mode=before)
+        _seed._GLOBAL_SEED = seed
+        ds.core.config._config.set_seed(data_seed)
