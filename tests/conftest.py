@@ -1,16 +1,28 @@
 """Fixtures that every test file shares."""
 
 import gc
-import sys
 
 import mindspore as ms
-import mindspore.dataset as ds
 import pytest
 import quick_mindspore
 
 quick_mindspore.install()
-# The module: its package has a function of the same name.
-_SEED = sys.modules["mindspore.common.seed"]
+
+# The files that take longest. Those that share a job of several processes are one.
+LONGEST = ["ranks", "test_semi_auto_parallel", "test_faults", "test_micro_size_finder", "test_failures", "test_sample"]
+LONGEST += ["test_optimizers", "test_optimizers_and_schedules", "test_many_workers", "test_tutorial"]
+LONGEST += ["test_micro_size_of_ranks", "test_docs", "test_packaging", "test_frozen", "test_python_decides"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Divide the tests among the processes of xdist by file, what takes longest first, so that all end together."""
+    if not config.getoption("loadgroup", default=False):
+        return
+    groups = {item: "ranks" if hasattr(getattr(item, "module", None), "PART") else item.path.stem for item in items}
+    items.sort(key=lambda item: LONGEST.index(groups[item]) if groups[item] in LONGEST else len(LONGEST))
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_collection_finish(session):
@@ -32,13 +44,8 @@ def mode(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def restored_mode():
     """Leave the mode and the seeds as they were, whatever a test did."""
-    before = ms.get_context("mode")
-    # There is no public way to unset a seed.
-    seed, data_seed = _SEED._GLOBAL_SEED, ds.config.get_seed()
-    yield
-    ms.set_context(mode=before)
-    _SEED._GLOBAL_SEED = seed
-    ds.core.config._config.set_seed(data_seed)
+    with quick_mindspore.restored():
+        yield
 
 
 @pytest.fixture

@@ -1,3 +1,57 @@
-"""What the launcher starts is no test and runs only under msrun."""
+"""Jobs of several processes that test files share. What the launcher starts is no test and runs only under msrun."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import launch  # noqa: E402
 
 collect_ignore_glob = ["*_worker.py"]
+PARTS = Path(__file__).with_name("many_parts.py")
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+def run_parts(request, processes, root, extra):
+    """Run the workers of all files that are collected, in one job: PART names a file's worker, SIZES its jobs."""
+    modules = {getattr(item, "module", None) for item in request.session.items}
+    modules = [module for module in modules if processes in getattr(module, "SIZES", ())]
+    folder = root / f"of{processes}"
+    folder.mkdir()
+    extra |= {"STATES": str(root / "states")}
+    # As the files are called, so that it is always the same order.
+    parts = [module.PART for module in sorted(modules, key=lambda module: module.__name__)]
+    return launch(PARTS, processes, folder, limit=900, extra=extra, arguments=parts)
+
+
+@pytest.fixture(scope="session")
+def job_of_two(root, request):
+    return run_parts(request, 2, root, {})
+
+
+@pytest.fixture(scope="session")
+def job_of_four(job_of_two, root, request):
+    checkpoint = job_of_two[1].get("parallel_worker", {}).get("checkpoint", "")
+    return run_parts(request, 4, root, {"CHECKPOINT": checkpoint})
+
+
+@pytest.fixture(scope="module")
+def two(job_of_two, request):
+    """What each of two processes reports of this file's worker."""
+    return [report[request.module.PART] for report in job_of_two]
+
+
+@pytest.fixture(scope="module")
+def four(job_of_four, request):
+    return [report[request.module.PART] for report in job_of_four]
+
+
+@pytest.fixture(scope="module")
+def states(root, request):
+    """Where this file's worker has its states."""
+    return root / "states" / request.module.PART

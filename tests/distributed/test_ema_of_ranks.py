@@ -7,24 +7,13 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch import launch  # noqa: E402
 from scenarios import build_network, build_step, train_batches, weights_of, whole_batches  # noqa: E402
 from state_scenarios import LAST  # noqa: E402
 
 from ms_gradaccum import EMA, load_state  # noqa: E402
 
-WORKER = Path(__file__).with_name("ema_worker.py")
+PART, SIZES = "ema_worker", (2,)
 WINDOWS = ((0, 1), (2, 3), (4, 5))
-
-
-@pytest.fixture(scope="module")
-def states(tmp_path_factory):
-    return tmp_path_factory.mktemp("states")
-
-
-@pytest.fixture(scope="module")
-def two(states, tmp_path_factory):
-    return launch(WORKER, 2, tmp_path_factory.mktemp("two"), extra={"STATES": str(states)})
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import pytest
 from mindspore import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch import launch  # noqa: E402
 from loop_scenarios import (  # noqa: E402
     START,
     joined_batches,
@@ -21,7 +20,7 @@ from scenarios import batch, build_network, weights_of  # noqa: E402
 
 from ms_gradaccum import Accumulator  # noqa: E402
 
-WORKER = Path(__file__).with_name("loop_worker.py")
+PART, SIZES = "loop_worker", (2,)
 KINDS = ["data parallel", "data parallel, each batch", "level1", "level2"]
 TARGET = [0.2117, 0.3172]
 PARTS = [list(range(i, i + 4)) for i in range(0, 16, 4)]
@@ -33,11 +32,6 @@ def eager():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MS_JIT", "0")
         yield
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launch(WORKER, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -8,16 +8,10 @@ import pytest
 from mindspore import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch import launch  # noqa: E402
 from scenarios import batch, build_network, share  # noqa: E402
 
-WORKER = Path(__file__).with_name("other_losses_worker.py")
+PART, SIZES = "other_losses_worker", (2,)
 KINDS = ["data parallel", "overlapping", "each batch", "level1", "level2", "16-bit messages"]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launch(WORKER, 2, tmp_path_factory.mktemp("two"))
 
 
 def means(*parts):

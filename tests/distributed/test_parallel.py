@@ -12,7 +12,6 @@ from mindspore import Tensor, nn
 from ms_gradaccum import TrainingPlan
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch import launch  # noqa: E402
 from scenarios import (  # noqa: E402
     OPTIMIZERS,
     STEPS,
@@ -27,7 +26,7 @@ from scenarios import (  # noqa: E402
     whole_batches,
 )
 
-WORKER = Path(__file__).with_name("parallel_worker.py")
+PART, SIZES = "parallel_worker", (2, 4)
 KINDS = [
     "data parallel",
     "data parallel, overlapping",
@@ -37,16 +36,6 @@ KINDS = [
     "all shards, level2",
     "two shards, level2",
 ]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launch(WORKER, 2, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def four(two, tmp_path_factory):
-    return launch(WORKER, 4, tmp_path_factory.mktemp("four"), extra={"CHECKPOINT": two[1]["checkpoint"]})
 
 
 # One update per batch, and two batches per update.

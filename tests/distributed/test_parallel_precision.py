@@ -8,17 +8,12 @@ import pytest
 from mindspore import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch import launch  # noqa: E402
 from precision_scenarios import BAD, GROUPS, KINDS, good_rows, trained  # noqa: E402
 from scenarios import CLIPS, batch, build_step, weights_of  # noqa: E402
 
+PART, SIZES = "precision_worker", (2,)
 SKIPPED = [(name, bad) for name, choice, bad in BAD if choice == "skip_window"]
 DROPPED = [(name, bad) for name, choice, bad in BAD if choice == "drop"]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launch(Path(__file__).with_name("precision_worker.py"), 2, tmp_path_factory.mktemp("two"))
 
 
 def one_process(batches):

@@ -1,27 +1,12 @@
 """Reports of several processes: what is measured changes nothing, and one rank writes."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import launch  # noqa: E402
-
-WORKER = Path(__file__).with_name("report_worker.py")
+PART, SIZES = "report_worker", (2,)
 KINDS = ["data parallel", "each batch", "level1, compiled"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("report")
-
-
-@pytest.fixture(scope="module")
-def two(folder):
-    return launch(WORKER, 2, folder)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -32,8 +17,8 @@ def test_what_is_measured_changes_no_bit(name, two):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rank_0_writes_each_update_also_those_that_another_rank_ends(name, two, folder):
-    lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+def test_rank_0_writes_each_update_also_those_that_another_rank_ends(name, two, root):
+    lines = [json.loads(line) for line in (root / "of2" / PART / f"{name}.jsonl").read_text().splitlines()]
     # Of three batches on rank 0 and two on rank 1 the third is a window of its own.
     assert [line["update"] for line in lines] == [1, 2]
     assert [report[name]["updates"] for report in two] == [[1, 2]] * 2

@@ -10,29 +10,13 @@ import pytest
 from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch import launch  # noqa: E402
 from scenarios import build_step, train_batches, weights_of, whole_batches  # noqa: E402
 from state_scenarios import FIRST, KINDS, LAST, MOVES  # noqa: E402
 
 from ms_gradaccum import load_state  # noqa: E402
 from ms_gradaccum.checkpoint.files import read_manifest  # noqa: E402
 
-WORKER = Path(__file__).with_name("state_worker.py")
-
-
-@pytest.fixture(scope="module")
-def states(tmp_path_factory):
-    return tmp_path_factory.mktemp("states")
-
-
-@pytest.fixture(scope="module")
-def two(states, tmp_path_factory):
-    return launch(WORKER, 2, tmp_path_factory.mktemp("two"), extra={"STATES": str(states)})
-
-
-@pytest.fixture(scope="module")
-def four(two, states, tmp_path_factory):
-    return launch(WORKER, 4, tmp_path_factory.mktemp("four"), extra={"STATES": str(states)})
+PART, SIZES = "state_worker", (2, 4)
 
 
 @pytest.fixture(scope="module")

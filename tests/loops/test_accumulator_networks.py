@@ -10,9 +10,7 @@ from ms_gradaccum import Accumulator
 from ms_gradaccum.loops.loop_window import LoopWindow
 
 # What the compiler makes of it is tested where a test asks for a mode.
-pytestmark = pytest.mark.usefixtures("eager")
-
-pytestmark = pytest.mark.filterwarnings("error:.*runs eagerly")
+pytestmark = [pytest.mark.usefixtures("eager"), pytest.mark.filterwarnings("error:.*runs eagerly")]
 
 
 class Generator(nn.Cell):

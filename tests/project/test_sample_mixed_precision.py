@@ -1,12 +1,13 @@
 """The sample that trains a Vision Transformer in float32 and in float16."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from sample_process import SAMPLES, SUBSET, run_program
+from refusal import raises
+from sample_process import SAMPLES, SUBSET
+from sample_program import run_program
 
 sys.path.append(str(SAMPLES / "mixed_precision"))
 import compare
@@ -80,11 +81,9 @@ def test_a_run_that_loses_more_than_the_margin_is_an_error(tmp_path, capsys):
 
 
 def test_a_wrong_precision_is_an_error_that_names_the_right_ones(tmp_path):
-    command = [sys.executable, SAMPLES / "mixed_precision" / "train.py", "--precision", "fp64", "--rows", "16"]
-    environment = {**os.environ, "DATA_PATH": str(SUBSET)}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1] == (
-        "ValueError: For 'Model', the argument 'mixed_precision' must be one of 'fp16', 'fp16_apex', 'fp16_naive', "
-        "'bf16', 'O1', 'O2', 'O3', 'auto', but got 'fp64'. MixedPrecision(...) takes single settings."
+    sentence = (
+        "For 'Model', the argument 'mixed_precision' must be one of 'fp16', 'fp16_apex', 'fp16_naive', 'bf16', 'O1', "
+        "'O2', 'O3', 'auto', but got 'fp64'. MixedPrecision(...) takes single settings."
     )
+    with raises(ValueError, sentence):
+        run_program("mixed_precision", "--precision", "fp64", "--rows", "16", folder=tmp_path, DATA_PATH=str(SUBSET))

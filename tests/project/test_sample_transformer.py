@@ -4,7 +4,8 @@ import hashlib
 import sys
 
 import pytest
-from sample_process import SAMPLES, run_program, run_sample
+from sample_process import SAMPLES, run_sample
+from sample_program import run_program
 
 sys.path.append(str(SAMPLES / "transformer_lm"))
 import plot

@@ -3,7 +3,8 @@
 import sys
 
 import numpy as np
-from sample_process import SAMPLES, processes_in, run_program, run_sample
+from sample_process import SAMPLES, processes_in, run_sample
+from sample_program import run_program
 
 sys.path.append(str(SAMPLES / "resnet18"))
 import images

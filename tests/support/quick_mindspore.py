@@ -3,13 +3,28 @@
 The samples, which run in processes of their own, do without: they are what a user runs.
 """
 
+import gc
 import inspect
 import os
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import mindspore as ms
+import mindspore.dataset as ds
+
+try:
+    from mindspore.graph import api
+    from mindspore.graph._parse import parser
+except ImportError:  # before MindSpore 2.9
+    from mindspore._extends.parse import parser
+    from mindspore.common import api
 
 _read = inspect.getsourcelines
 _lines = {}
+_comments = parser.Parser.get_jit_comments
+# The module: its package has a function of the same name.
+_seed = sys.modules["mindspore.common.seed"]
 
 
 def _read_once(thing):
@@ -21,6 +36,13 @@ def _read_once(thing):
     return _lines[code]
 
 
+def _comments_if_any(self, first, last):
+    """Look at the lines of each node of a function only where one of them can be such a comment."""
+    if not hasattr(self, "may_comment"):
+        self.may_comment = any("@jit" in line for line in self.lines)
+    return _comments(self, first, last) if self.may_comment else []
+
+
 def install():
     """Speed up this process, and those that it starts."""
     # See ms_gradaccum/backend/cpu.py.
@@ -29,3 +51,20 @@ def install():
     ms.runtime.launch_blocking()
     # The compiler reads the source of a function once, not in each compilation: an eighth of its time.
     inspect.getsourcelines = _read_once
+    parser.Parser.get_jit_comments = _comments_if_any
+    # Each compilation collects garbage. What is young is enough; Python itself looks at the rest now and then.
+    api.gc = SimpleNamespace(collect=lambda: gc.collect(1))
+
+
+@contextmanager
+def restored():
+    """Leave the mode and the seeds as they were, whatever is done meanwhile."""
+    before = ms.get_context("mode")
+    # There is no public way to unset a seed.
+    seed, data_seed = _seed._GLOBAL_SEED, ds.config.get_seed()
+    try:
+        yield
+    finally:
+        ms.set_context(mode=before)
+        _seed._GLOBAL_SEED = seed
+        ds.core.config._config.set_seed(data_seed)

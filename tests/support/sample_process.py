@@ -44,15 +44,6 @@ def run_sample(folder, **settings):
     return subprocess.CompletedProcess(sample.args, sample.returncode, output, errors)
 
 
-def run_program(name, *arguments, folder, **variables):
-    """Run a sample's train.py in one process and return the lines that it prints."""
-    command = [sys.executable, str(SAMPLES / name / "train.py"), *arguments]
-    environment = {**os.environ, **variables}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout.splitlines()
-
-
 def processes_in(folder):
     """The environments of the running processes whose working directory is ``folder``, by process id."""
     found = {}

@@ -1,0 +1,36 @@
+"""Run workers one after the other in one job: to start a job of its own takes longer than most of them.
+
+many_parts.py PART...          under msrun; each part is a worker, by the name of its file
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import mindspore as ms
+from mindspore import communication
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import report  # noqa: E402
+
+communication.init()
+rank = communication.get_rank()
+folder, states = Path(os.environ["REPORT_FOLDER"]), Path(os.environ["STATES"])
+parts, mode = {}, ms.get_context("mode")
+for part in sys.argv[1:]:
+    # Each begins as a process of its own would, but for the ranks, which have met.
+    ms.set_context(mode=mode)
+    os.environ.pop("MS_JIT", None)
+    os.environ |= {"REPORT_FOLDER": str(folder / part), "STATES": str(states / part)}
+    (folder / part).mkdir(exist_ok=True)
+    begin = time.monotonic()
+    with mock.patch.object(communication, "init"):
+        importlib.import_module(part)
+    print(f"{part}: {time.monotonic() - begin:.0f} s", flush=True)
+    parts[part] = json.loads((folder / part / f"report_{rank}.json").read_text())
+os.environ["REPORT_FOLDER"] = str(folder)
+report(rank, parts)

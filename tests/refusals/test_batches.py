@@ -1,0 +1,676 @@
+"""Inputs, batches, gradients and datasets: used row by row, or refused in a sentence and nothing changed."""
+
+import functools
+import gc
+import warnings
+from collections import UserDict
+
+import mindspore as ms
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from linear_toy import Recorder, X, batches, descend, line, toy, weight_of
+from loop_toy import FOUR, toy_loop
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
+from mindspore.train import Callback
+from refusal import AXIS, new_step, raises, typed
+from refusal import NO_TENSOR as PYTHON_OBJECT
+from step_probe import KeepGradients, changed, keeping_step, number, values_of
+from strategies import ODD, batch_of, endless, examples, loss_cell, refusal
+
+from ms_gradaccum import GradAccumulation, TokenMeanLoss, TrainOneStepCell, verify
+
+TENSORS = "Give tensors, or tuples, lists and dicts of them; dict(batch) makes a dict of what is like one."
+EIGHT, FOUR_ROWS, NO_ROWS = Tensor(X), Tensor(X[:4]), np.zeros((0, 1), np.float32)
+BATCHES = {
+    "rows that disagree": (
+        (EIGHT, FOUR_ROWS),
+        0,
+        "the inputs must have the same number of rows on their batch axis, but got 8 in input[0] and 4 in input[1]. "
+        + AXIS,
+    ),
+    "no rows": (
+        (NO_ROWS, NO_ROWS),
+        0,
+        "a batch must have at least one row, but got 0 in input[1]. Skip empty batches.",
+    ),
+    "no tensor": ((2.0, None), 0, f"at least one input must be a tensor, but got float, NoneType. {TENSORS}"),
+    "something like a dict": (
+        (UserDict(x=EIGHT),),
+        0,
+        f"at least one input must be a tensor, but got UserDict. {TENSORS}",
+    ),
+    "nothing to split": (
+        (EIGHT, EIGHT),
+        None,
+        f"at least one input must be a tensor with a batch axis, but got none. {AXIS}",
+    ),
+    "an axis too many": (
+        (EIGHT, EIGHT),
+        (0, 2),
+        "the argument 'batch_axis' must be an axis of each input that is split, but got 2 for input[1] of shape "
+        f"(8, 1). {AXIS}",
+    ),
+    "an entry too many": (
+        (EIGHT, EIGHT),
+        (0, 0, 0),
+        f"the argument 'batch_axis' must be as long as the 2 inputs, but got 3 entries. {AXIS}",
+    ),
+    "an entry too few": (
+        (EIGHT, EIGHT),
+        (0,),
+        f"the argument 'batch_axis' must be as long as the 2 inputs, but got 1 entry. {AXIS}",
+    ),
+    "a tree for a tensor": (
+        (EIGHT, EIGHT),
+        (0, (0, 1)),
+        f"the argument 'batch_axis' must be an int or None for input[1], but got (0, 1). {AXIS}",
+    ),
+    "other names": (
+        ({"x": EIGHT, "y": EIGHT},),
+        ({"x": 0},),
+        f"the argument 'batch_axis' must be a dict with the names ['x', 'y'], but got ['x']. {AXIS}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_a_batch_that_cannot_be_split_is_refused_and_changes_nothing(case):
+    inputs, batch_axis, sentence = BATCHES[case]
+    step = keeping_step(nn.WithLossCell(line(), nn.MSELoss()), 2, batch_axis=batch_axis)
+    before = values_of(step)
+    with raises(ValueError, "For 'GradAccumulation', " + sentence):
+        step(*inputs)
+    assert not changed(before, values_of(step))
+
+
+class LossOf(nn.Cell):
+    """A loss cell that returns something of its squared errors."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0]), "weight")
+        self.form = form
+
+    def construct(self, x):
+        return self.form(ops.square(x * self.weight))
+
+
+MEAN_RULE = "must return its mean loss, a floating-point scalar, first, but got"
+MEAN_REMEDY = (
+    "Reduce it to its mean, for example with reduction='mean', or return (loss_sum, weight) with weighted=True."
+)
+SUM_RULE = "must return its loss sum, a floating-point scalar, first, but got"
+WEIGHT_RULE = "must return its weight, a scalar, after the loss sum, but got"
+PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
+
+
+def a_vector(errors):
+    return errors.reshape(-1)
+
+
+def an_int(errors):
+    return errors.mean().astype(ms.int32)
+
+
+def nothing(errors):
+    return None
+
+
+def a_number(errors):
+    return 1.0
+
+
+def no_items(errors):
+    return ()
+
+
+def a_dict(errors):
+    return {"loss": errors.mean()}
+
+
+def one_sum(errors):
+    return errors.sum()
+
+
+def a_vector_sum(errors):
+    return errors.reshape(-1), 4
+
+
+def a_vector_weight(errors):
+    return errors.sum(), errors.reshape(-1)
+
+
+def a_text_weight(errors):
+    return errors.sum(), "4"
+
+
+def an_int_sum(errors):
+    return errors.sum().astype(ms.int32), 4
+
+
+NO_TENSOR = PYTHON_OBJECT.partition("but got ")[2]
+RETURNS = [
+    (a_vector, False, f"{MEAN_RULE} Float32 of shape (4,). {MEAN_REMEDY}"),
+    (an_int, False, f"{MEAN_RULE} Int32 of shape (). {MEAN_REMEDY}"),
+    *((form, False, f"{MEAN_RULE} {NO_TENSOR}") for form in (nothing, a_number, no_items, a_dict)),
+    (a_vector_sum, True, f"{SUM_RULE} Float32 of shape (4,). {PAIR_REMEDY}"),
+    (an_int_sum, True, f"{SUM_RULE} Int32 of shape (). {PAIR_REMEDY}"),
+    (one_sum, True, f"{WEIGHT_RULE} no number. {PAIR_REMEDY}"),
+    (a_text_weight, True, f"{WEIGHT_RULE} no number. {PAIR_REMEDY}"),
+    (a_vector_weight, True, f"{WEIGHT_RULE} a tensor of shape (4,). {PAIR_REMEDY}"),
+]
+
+
+@pytest.mark.parametrize(("form", "weighted", "sentence"), RETURNS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_network_that_returns_something_else_is_refused_in_both_modes(form, weighted, sentence):
+    step = keeping_step(LossOf(form), 2, weighted=weighted)
+    before = values_of(step)
+    for mode in (ms.GRAPH_MODE, ms.PYNATIVE_MODE):
+        ms.set_context(mode=mode)
+        with raises(ValueError, f"For 'GradAccumulation', the argument 'network' {sentence}"):
+            step(EIGHT)
+        assert not changed(before, values_of(step))
+
+
+class KeywordOnly(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0]), "weight")
+
+    def construct(self, x, *, scale=1.0):
+        return (x * self.weight * scale).mean()
+
+
+def test_keyword_only_arguments_are_refused():
+    step = keeping_step(KeywordOnly(), 2)
+    with raises(
+        TypeError,
+        "For 'GradAccumulation', the inputs must be positional arguments of the network's construct, but got the "
+        "keyword-only scale. Remove the '*' from its signature.",
+    ):
+        step(EIGHT, scale=2.0)
+
+
+def test_nested_inputs_in_a_larger_graph_are_refused(mode):
+    cell = GradAccumulation(LossOf(a_vector), 2).set_train()
+    with (
+        pytest.warns(UserWarning, match="^For 'GradAccumulation', the train cell around it"),
+        raises(
+            TypeError,
+            "For 'GradAccumulation', the inputs inside a larger graph must be tensors and Python values, but got a "
+            "tuple, list or dict. Give its tensors one by one.",
+        ),
+    ):
+        cell((EIGHT,))
+
+
+FITS = "For 'GradAccumulation', the inputs must fit the network's construct(data, label), but got {}. "
+INPUTS = {
+    "too many": ((X, X, X), TypeError, FITS.format("too many positional arguments")),
+    "too few": ((X,), TypeError, FITS.format("a missing argument")),
+    "objects": (
+        (np.array([[None]] * 8), X),
+        TypeError,
+        "For 'GradAccumulation', the inputs must be tensors, or arrays of what a tensor can hold, but got an array of "
+        "object. Convert it, for example with astype(np.float32).",
+    ),
+    "endless": (
+        (endless(), X),
+        ValueError,
+        "For 'GradAccumulation', the inputs must be tensors, or tuples, lists and dicts of them, but got a nest "
+        "without an end. Take out what holds itself.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INPUTS)
+def test_inputs_that_no_network_has(case):
+    inputs, error, sentence = INPUTS[case]
+    if case.startswith("too"):
+        sentence = sentence.replace("a missing argument", "missing a required argument: 'label'")
+        sentence += "Give them as the network takes them."
+    step = new_step()
+    before = values_of(step)
+    with raises(error, sentence):
+        step(*inputs)
+    with raises(error, sentence):
+        verify(loss_cell(), inputs, 2)
+    assert not changed(before, values_of(step)) and step.events.batches == 0
+
+
+LOSS = "For 'Accumulator', the argument 'loss' must be a number, a tensor of one or None, but got {}. "
+GRADS = "Take them with value_and_grad(forward, None, optimizer.parameters)."
+REPORTED = [("3", typed("3")), ([1.0], typed([1.0])), (10**400, str(10**400)), (Tensor([1, 2]), repr(Tensor([1, 2])))]
+
+
+@pytest.mark.parametrize("loss, got", REPORTED, ids=["text", "list", "too large", "two"])
+def test_a_loss_that_is_none(loss, got):
+    _, accumulator = toy_loop(2)
+    accumulator.backward(*FOUR[0])
+    before = values_of(accumulator)
+    with raises(TypeError, LOSS.format(got) + "It is for the report alone."):
+        accumulator(Tensor([[1.0]]), 1, loss)
+    assert not changed(before, values_of(accumulator)) and accumulator.drop() == 1
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.complex64], ids=lambda dtype: dtype.__name__)
+def test_gradients_are_floating_point_numbers(dtype):
+    _, accumulator = toy_loop(2)
+    grad = Tensor(np.ones((1, 1), dtype))
+    sentence = f"For 'Accumulator', the argument 'grads' must be floating-point tensors, but got one of {grad.dtype}. "
+    with raises(TypeError, sentence + GRADS):
+        accumulator(grad)
+
+
+def test_gradients_may_be_kept_in_parameters(mode):
+    network, accumulator = toy_loop(2)
+    kept = Parameter(Tensor([[3.0]]), "weight")
+    accumulator((kept,), 1)
+    kept.set_data(Tensor([[1.0]]))
+    accumulator((kept,), 1)
+    assert weight_of(network) == pytest.approx(-0.02 * 2)
+
+
+ROWS = "It is the number of rows or tokens of the batch."
+GRAD = Tensor([[1.0]])
+CALLS = {
+    "text": (dict(grads="g"), TypeError, f"'grads' must be a tuple of tensors, but got str. {GRADS}"),
+    "arrays": (
+        dict(grads=(np.ones((1, 1)),)),
+        TypeError,
+        f"'grads' must be a tuple of tensors, but got tuple. {GRADS}",
+    ),
+    "too many": (
+        dict(grads=(GRAD, GRAD)),
+        ValueError,
+        "'grads' must be gradients of the optimizer's 1 parameters, of shapes [(1, 1)], but got shapes "
+        f"[(1, 1), (1, 1)]. {GRADS}",
+    ),
+    "shape": (
+        dict(grads=Tensor([1.0])),
+        ValueError,
+        "'grads' must be gradients of the optimizer's 1 parameters, of shapes [(1, 1)], but got shapes [(1,)]. "
+        f"{GRADS}",
+    ),
+    "negative": (
+        dict(grads=GRAD, weight=-1),
+        ValueError,
+        f"'weight' must be a number of at least 0, but got -1. {ROWS}",
+    ),
+    "nan": (
+        dict(grads=GRAD, weight=np.nan),
+        ValueError,
+        f"'weight' must be a number of at least 0, but got nan. {ROWS}",
+    ),
+    "bool": (dict(grads=GRAD, weight=True), TypeError, f"'weight' must be a number, but got {typed(True)}. {ROWS}"),
+    "word": (dict(grads=GRAD, weight="2"), TypeError, f"'weight' must be a number, but got {typed('2')}. {ROWS}"),
+    "reduction": (
+        dict(grads=GRAD, reduction="max"),
+        ValueError,
+        "'reduction' must be one of 'mean', 'sum', but got 'max'. It says what the loss has done with its rows.",
+    ),
+}
+
+
+@pytest.mark.parametrize("settings, error, rest", CALLS.values(), ids=CALLS)
+def test_wrong_gradients_leave_the_window_alone(settings, error, rest):
+    network, accumulator = toy_loop(2)
+    accumulator((GRAD,), weight=3)
+    with raises(error, f"For 'Accumulator', the argument {rest}"):
+        accumulator(**settings)
+    output = accumulator((GRAD,), weight=1)
+    assert number(output.updated) and number(output.weight) == 4
+    assert weight_of(network) == pytest.approx(-0.02)
+
+
+def test_labels_are_integers(mode):
+    loss = TokenMeanLoss(nn.Dense(1, 2))
+    sentence = (
+        "For 'TokenMeanLoss', the labels, its last input, must be a tensor of integers, but got a tensor of Float32. "
+        "Give the class of each token."
+    )
+    with pytest.raises(TypeError) as caught:
+        loss(Tensor(np.ones((4, 1), np.float32)), Tensor(np.ones(4, np.float32)))
+    assert str(caught.value).splitlines()[0] == sentence
+
+
+class LogitsOf(nn.Cell):
+    """A backbone that returns something of its input."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+
+    def construct(self, x):
+        return self.form(x)
+
+
+@pytest.mark.parametrize("form", [no_items, lambda x: {"logits": x}, ops.sum], ids=["nothing", "a dict", "a number"])
+def test_a_backbone_returns_logits(form, eager):
+    labels = Tensor(1) if form is ops.sum else Tensor(np.ones(4, np.int32))
+    sentence = (
+        "For 'TokenMeanLoss', the backbone must return a tensor of logits, alone or before other outputs, but got no "
+        "tensor. Give the network that returns logits."
+    )
+    if form is ops.sum:
+        sentence = (
+            "For 'TokenMeanLoss', the backbone must return logits with an axis of classes, but got a scalar. A model "
+            "that computes its loss itself goes into GradAccumulation without it: let it return (loss_sum, tokens), in "
+            "mindformers with calculate_per_token_loss=True, and set weighted=True."
+        )
+    with raises(ValueError, sentence):
+        TokenMeanLoss(LogitsOf(form))(Tensor(np.ones((4, 1), np.float32)), labels)
+
+
+@functools.cache
+def classic_step():
+    """Compiled once: neither the number of micro batches nor that of batches is in a graph."""
+    network = line()
+    optimizer = KeepGradients(network.trainable_params())
+    return TrainOneStepCell(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 1), optimizer)
+
+
+def classic(micro_size, accumulation_steps):
+    step = classic_step()
+    step.network.micro_size, step.body.accumulation_steps = micro_size, accumulation_steps
+    step.body.buffer.clear()
+    return step
+
+
+def numbers_of(step):
+    """All that a refused call must leave alone."""
+    events = step.events
+    counts = [events.batches, events.micro_batches, events.updates, events.skipped_updates, step.open_batches()]
+    return values_of(step) | {"counts": np.array(counts), "training": np.array(step.training)}
+
+
+GOOD = st.lists(st.sampled_from([-3.0, 0.0, 0.5, 1.0, 2.0, 7.0]), min_size=1, max_size=9)
+THREE_X, THREE_Y = batch_of(1, 2, 3)
+BAD = {
+    "nothing": (),
+    "no tensor": (None, "y"),
+    "one input": (THREE_X,),
+    "three inputs": (THREE_X, THREE_Y, THREE_Y),
+    "rows that disagree": (THREE_X, THREE_Y[:2]),
+    "no rows": batch_of(),
+    "no axes": (Tensor(1.0), Tensor(2.0)),
+    "one without rows": (THREE_X, np.zeros((0, 1), np.float32)),
+    "an array of objects": (np.array([[None]] * 3), THREE_Y),
+    "long doubles": (np.ones((3, 1), np.longdouble), THREE_Y),
+    "a nest without an end": (THREE_X, endless()),
+    "an unknown name": {"data": THREE_X, "target": THREE_Y},
+    "a name twice": {"args": (THREE_X,), "data": THREE_X},
+}
+
+
+def call(step, bad):
+    if isinstance(bad, tuple):
+        return step(*bad)
+    return step(*bad.get("args", ()), **{name: value for name, value in bad.items() if name != "args"})
+
+
+@examples(30)
+@given(
+    batches=st.lists(GOOD | st.sampled_from(sorted(BAD)), min_size=1, max_size=5),
+    spoiled=st.sampled_from([None, None, np.nan, np.inf]),
+    micro_size=st.integers(1, 10),
+)
+def test_a_batch_is_trained_like_its_rows_or_refused(batches, spoiled, micro_size):
+    good = [rows for rows in batches if not isinstance(rows, str)]
+    step = classic(micro_size, max(len(good), 1))
+    if good and spoiled is not None:
+        good[0].append(spoiled)
+    output = None
+    for rows in batches:
+        if isinstance(rows, str):
+            before = numbers_of(step)
+            assert refusal(call, step, BAD[rows]) is not None
+            assert not changed(before, numbers_of(step))
+        else:
+            output = step(*batch_of(*rows))
+    if output is None:
+        return
+    all_rows = np.concatenate([np.float64(rows) for rows in good])
+    expected = np.mean(-4 * all_rows * all_rows)  # the weight stays at 0
+    assert output.updated.asnumpy() == np.isfinite(expected) and output.overflow.asnumpy() != np.isfinite(expected)
+    assert output.weight.asnumpy() == len(all_rows)
+    if np.isfinite(expected):
+        np.testing.assert_allclose(step.optimizer.gradients()[0].item(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int32, np.complex64], ids=lambda dtype: dtype.__name__)
+def test_a_dtype_that_the_network_cannot_compute_with_changes_nothing(dtype, eager):
+    step = classic(2, 2)
+    step(THREE_X, THREE_Y)
+    before = numbers_of(step)
+    # The network's own operator says it, as it does without accumulation.
+    assert refusal(
+        step, Tensor(np.ones((3, 1), dtype)), THREE_Y, stock="For 'MatMul', the type of 'x2' should be same as"
+    )
+    assert not changed(before, numbers_of(step))
+
+
+def test_a_shape_that_the_network_cannot_compute_with_changes_nothing(eager):
+    step = classic(2, 2)
+    step(THREE_X, THREE_Y)
+    before = numbers_of(step)
+    assert refusal(step, Tensor(np.ones((3, 2), np.float32)), THREE_Y, stock="For '?(MatMul|Dense|dense)")
+    assert not changed(before, numbers_of(step))
+
+
+LEAVES = st.sampled_from(["rows", "rows", "array", "no axes", "other rows", "objects", "endless", 3, None, "text"])
+NESTS = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=2)
+)
+
+
+def grown(nest, rows):
+    """A nest with tensors for the names of its leaves, and whether all of it is good."""
+    if isinstance(nest, list):
+        return [grown(item, rows) for item in nest]
+    if isinstance(nest, dict):
+        return {name: grown(item, rows) for name, item in nest.items()}
+    values = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
+    made = {
+        "rows": lambda: Tensor(values),
+        "array": lambda: values,
+        "no axes": lambda: Tensor(1.0),
+        "other rows": lambda: Tensor(np.ones((rows + 1, 1), np.float32)),
+        "objects": lambda: np.array([[None]] * rows),
+        "endless": endless,
+    }
+    return made[nest]() if isinstance(nest, str) and nest in made else nest
+
+
+def leaves_of(nest):
+    if isinstance(nest, (list, dict)):
+        return [leaf for item in (nest.values() if isinstance(nest, dict) else nest) for leaf in leaves_of(item)]
+    return [nest]
+
+
+class Anything(nn.Cell):
+    """Takes any inputs."""
+
+    def construct(self, *inputs):
+        return inputs
+
+
+@examples(120)
+@given(nests=st.lists(NESTS, max_size=3), rows=st.integers(0, 5), micro_size=st.integers(1, 7))
+def test_a_nest_is_split_into_its_rows_or_refused(nests, rows, micro_size):
+    found = []
+    inputs = [grown(nest, rows) for nest in nests]
+    said = refusal(lambda: found.append(GradAccumulation(Anything(), micro_size).split(*inputs)))
+    names = [leaf for leaf in leaves_of(nests) if isinstance(leaf, str)]
+    split = {name for name in names if name in ("rows", "array", "other rows")}
+    good = (
+        rows > 0
+        and split
+        and not {"objects", "endless"} & set(names)
+        and ("other rows" not in names or len(split) == 1)
+    )
+    # Where other rows are the only ones, they are the rows; there is one more of them.
+    if rows == 0 and split == {"other rows"} and not {"objects", "endless"} & set(names):
+        good = True
+    assert (said is None) == bool(good)
+    if not found:
+        return
+    sizes = [part.rows for part in found[0].micro_batches]
+    total = rows + ("other rows" in names)
+    assert sum(sizes) == total and len(sizes) == min(micro_size, total) and max(sizes) - min(sizes) <= 1
+    for place, whole in enumerate(found[0].micro_batches[0].tensors):
+        if whole.ndim:
+            parts = np.concatenate([part.tensors[place].asnumpy() for part in found[0].micro_batches])
+            assert len(parts) == total and (np.diff(parts[:, 0]) >= 0).all()
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_verify_refuses_what_a_step_refuses(bad):
+    cell = nn.WithLossCell(line(), nn.MSELoss())
+    before = [(p.name, p.asnumpy().tobytes()) for p in cell.get_parameters()], cell.training, ms.get_context("mode")
+    batch = BAD[bad]
+    if isinstance(batch, tuple) or "args" not in batch:
+        assert refusal(verify, cell, batch, 2) is not None
+    after = [(p.name, p.asnumpy().tobytes()) for p in cell.get_parameters()], cell.training, ms.get_context("mode")
+    assert before == after and gc.isenabled()
+
+
+RATE = 0.005
+# MindSpore checks these itself before anything is trained, each in a sentence of its own.
+STOCK = (
+    r"There is no valid data in dataset|The input value must be|For 'Model.train', the parameter 'epoch' must"
+    r"|When the 'callbacks' is a list"
+)
+
+
+@functools.cache
+def built():
+    """Compiled once: no setting that changes here is in a graph."""
+    return toy(1, RATE)
+
+
+def new_model(micro_size=1, accumulation_steps=1, last_window="apply"):
+    network, model = built()
+    step = model.train_network
+    step.network.micro_size, step.body.accumulation_steps, model.last_window = (
+        micro_size,
+        accumulation_steps,
+        last_window,
+    )
+    step.body.buffer.clear()
+    network.weight.set_data(ops.zeros_like(network.weight))
+    return network, model
+
+
+def of_rows(rows, batch_size):
+    """The values 1, 2 and so on, in batches."""
+    x = np.arange(1, rows + 1, dtype=np.float32).reshape(-1, 1)
+    return NumpySlicesDataset((x, 2 * x), shuffle=False).batch(batch_size)
+
+
+def windows_of(rows, batch_size, accumulation_steps, last_window, epochs):
+    """The rows of each update."""
+    every = list(range(1, rows + 1))
+    per_epoch = [every[i : i + batch_size] for i in range(0, rows, batch_size)]
+    passes = [per_epoch * epochs] if last_window == "carry" else [per_epoch] * epochs
+    for each in passes:
+        for i in range(0, len(each), accumulation_steps):
+            window = each[i : i + accumulation_steps]
+            if len(window) == accumulation_steps or last_window == "apply":
+                yield [row for batch in window for row in batch]
+
+
+@examples(20)
+@given(
+    rows=st.integers(1, 8),
+    batch_size=st.integers(1, 9),
+    micro_size=st.integers(1, 10),
+    accumulation_steps=st.integers(1, 9) | st.just(2**31 - 1),
+    last_window=st.sampled_from(["apply", "drop", "carry"]),
+    epochs=st.integers(1, 3),
+)
+def test_any_length_of_data(rows, batch_size, micro_size, accumulation_steps, last_window, epochs):
+    network, model = new_model(micro_size, accumulation_steps, last_window)
+    model.train(epochs, of_rows(rows, batch_size))
+    windows = list(windows_of(rows, batch_size, accumulation_steps, last_window, epochs))
+    assert weight_of(network) == pytest.approx(descend(*windows, learning_rate=RATE), rel=1e-4)
+    left = epochs * -(-rows // batch_size) % accumulation_steps if last_window == "carry" else 0
+    assert model.train_network.open_batches() == left
+
+
+def is_fine_for_stock(name, value):
+    if name == "epoch":  # A number of epochs; and an int that is too large for MindSpore's own check.
+        return isinstance(value, int) and (0 < value or value < -(10**300)) and not isinstance(value, bool)
+    # MindSpore asks whether it is true, which a tensor of two numbers cannot say; what is not true is nothing to call.
+    return name == "callbacks" and (isinstance(value, (Tensor, np.ndarray)) or not value)
+
+
+@pytest.mark.parametrize("odd", ["dataset", "epoch", "callbacks"])
+def test_what_is_no_dataset_no_number_and_no_callback(odd):
+    network, model = new_model(2, 2)
+    good = {"epoch": 1, "dataset": batches(2), "callbacks": None}
+    for value in (make() for make in ODD):
+        if is_fine_for_stock(odd, value):
+            continue
+        given_ = {**good, odd: value}
+        said = refusal(model.train, given_["epoch"], given_["dataset"], callbacks=given_["callbacks"], stock=STOCK)
+        assert said is not None, value
+        assert (weight_of(network), model.train_network.open_batches()) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: of_rows(8, 2).skip(100),
+        lambda: NumpySlicesDataset((np.ones((3, 1), np.float32),) * 2).batch(4, drop_remainder=True),
+        lambda: GeneratorDataset(lambda: iter([]), ["x", "y"]),
+    ],
+    ids=["skipped", "short", "generator"],
+)
+def test_no_batches_at_all(make):
+    network, model = new_model()
+    assert refusal(model.train, 1, make(), stock=STOCK) and weight_of(network) == 0
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_a_dataset_with_other_columns_than_the_network(columns):
+    network, model = new_model(2, 2)
+    x = np.ones((4, 1), np.float32)
+    assert refusal(model.train, 1, NumpySlicesDataset((x,) * columns).batch(2)) is not None
+    assert (weight_of(network), model.train_network.open_batches()) == (0, 0)
+
+
+class Stumbling(Callback):
+    """Raises at one of the events of a training, the second time that it comes."""
+
+    def __init__(self, event):
+        super().__init__()
+        self.left = 2
+        setattr(self, event, self.stumble)
+
+    def stumble(self, _):
+        self.left -= 1
+        if self.left == 0:
+            raise OSError("no more storage")
+
+
+EVENTS = ["on_train_step_begin", "on_train_step_end", "on_micro_batch_begin", "on_micro_batch_end"]
+EVENTS += ["on_update_begin", "on_update_end"]
+
+
+@examples(20)
+@given(event=st.sampled_from(EVENTS), accumulation_steps=st.integers(1, 3), micro_size=st.integers(1, 2))
+def test_a_training_after_one_that_a_callback_has_ended(event, accumulation_steps, micro_size):
+    network, model = new_model(micro_size, accumulation_steps)
+    with pytest.raises(OSError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of a window that is dropped with its last batch.
+        model.train(2, batches(1), callbacks=Stumbling(event))
+    weight, recorder = weight_of(network), Recorder()
+    assert model.train_network.open_batches() == 0
+    model.train(1, batches(2), callbacks=recorder)
+    windows = windows_of(8, 2, accumulation_steps, "apply", 1)
+    assert weight_of(network) == pytest.approx(descend(*windows, weight=weight, learning_rate=RATE), rel=1e-4)
+    assert not np.isnan(weight)

@@ -1,0 +1,527 @@
+"""Calls in any order: each does what it says, beside a model of one weight, or is refused and changes nothing."""
+
+import warnings
+from contextlib import suppress
+from tempfile import TemporaryDirectory
+
+import loop_toy
+import mindspore as ms
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from linear_toy import X, line, sgd, weight_of
+from loop_toy import FOUR, toy_loop, updates_of
+from mindspore import Tensor, nn, ops
+from modelled_window import ROWS, ROWS_OF_TWO, Modelled
+from refusal import raises, typed
+from step_probe import LABELS, changed, number, tensors, values_of, with_a_bad_label
+from strategies import batch_of, examples, refusal
+
+from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_state, save_state
+
+GRAD = Tensor([[1.0]])
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside a window", "at its end"])
+def test_a_wrong_limit_is_refused_in_every_batch(inside):
+    _, accumulator = toy_loop(2 if inside else 1)
+    with accumulator.accumulate():
+        accumulator.backward(*FOUR[0])
+        sentence = "For 'ClipByGlobalNorm', the argument 'max_norm' must be a positive number, but got 0. "
+        with raises(ValueError, sentence + "Typical norms are 0.5 to 5."):
+            accumulator.clip_grad_norm(0)
+        sentence = f"For 'ClipByValue', the argument 'limit' must be a positive number, but got {typed('1')}. "
+        with raises(TypeError, sentence + "Typical limits are 0.1 to 10."):
+            accumulator.clip_grad_value("1")
+
+
+def test_accumulate_inside_accumulate():
+    network, accumulator = toy_loop(4)
+    sentence = "For 'Accumulator', accumulate() must not be entered twice, but got it inside itself. "
+    for each in FOUR:
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            with raises(RuntimeError, sentence + "Write one 'with' per batch."), accumulator.accumulate():
+                pass
+            accumulator.step()
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_a_second_backward_pass_in_a_batch_does_not_shift_the_boundary():
+    network, accumulator = toy_loop(4)
+    sentence = (
+        "For 'Accumulator', a network must have one backward pass in accumulate(), but got a second one. Put both "
+        "losses into one cell, or write one 'with' per micro batch."
+    )
+    for each in FOUR:
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            for second in (lambda each=each: accumulator.backward(*each), lambda: accumulator((GRAD,))):
+                with raises(RuntimeError, sentence):
+                    second()
+            accumulator.step()
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_a_full_window_waits_for_its_step():
+    network, accumulator = toy_loop(2)
+    sentence = (
+        "For 'Accumulator', a full window must be followed by step(), but got the next batch. Call step(), or "
+        "zero_grad() to throw the window away; a batch in no_sync() ends none."
+    )
+    accumulator.backward(*FOUR[0]), accumulator.backward(*FOUR[1])
+    for _ in range(2):
+        with raises(RuntimeError, sentence):
+            accumulator.backward(*FOUR[2])
+    accumulator.step()
+    assert weight_of(network) == pytest.approx(0.6) and updates_of(accumulator, FOUR[:2]) == [False, True]
+
+
+def test_clipping_before_backward_would_clip_by_the_norm_of_another_gradient():
+    network, accumulator = toy_loop(2)
+    sentence = (
+        "For 'Accumulator', backward() must come before the clipping of its window, but got it afterwards. The norm is "
+        "that of the whole window, this batch included."
+    )
+    accumulator.backward(*FOUR[0])
+    with accumulator.accumulate():
+        accumulator.clip_grad_norm(1.0)
+        with raises(RuntimeError, sentence):
+            accumulator.backward(*FOUR[1])
+        accumulator.zero_grad()
+
+
+def test_a_window_is_clipped_in_one_way():
+    _, accumulator = toy_loop(1)
+    accumulator.backward(*FOUR[0])
+    accumulator.clip_grad_norm(2.0)
+    accumulator.clip_grad_norm(1.0)
+    sentence = "For 'Accumulator', an update must be clipped by its norm or by value, but got both. "
+    with raises(RuntimeError, sentence + "Call one of clip_grad_norm() and clip_grad_value()."):
+        accumulator.clip_grad_value(1.0)
+    assert number(accumulator.step().clipped_grad_norm) == 1
+
+
+@pytest.mark.parametrize("place", ["before backward", "wrong batch", "after backward"])
+def test_an_exception_inside_a_batch_does_not_shift_the_boundary(place):
+    network, accumulator = toy_loop(4)
+    updates_of(accumulator, FOUR[:3])
+    (buffer,) = [each.buffer for each in accumulator._networks[0].reducers]
+    before = [number(p) for p in (buffer.sums[0], buffer.loss, buffer.weight, buffer.batches)]
+    with pytest.raises((OSError, ValueError)), accumulator.accumulate():
+        assert accumulator.sync_gradients
+        if place == "wrong batch":
+            accumulator.backward(FOUR[3][0], Tensor(X[:1]))
+        if place == "after backward":
+            accumulator.backward(*FOUR[3])
+        raise OSError
+    if place != "after backward":
+        assert [number(p) for p in (buffer.sums[0], buffer.loss, buffer.weight, buffer.batches)] == before
+        assert not accumulator.sync_gradients and updates_of(accumulator, FOUR[3:]) == [True]
+    else:
+        accumulator.step()
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+    assert updates_of(accumulator, FOUR) == [False, False, False, True]
+
+
+DROPPED = "^For 'Accumulator', the batch failed in mid-window: the 1 batches before it are dropped with it.$"
+
+
+def test_a_batch_that_fails_op_by_op_leaves_its_window_as_it_was():
+    found = []
+    for bad in (False, True):
+        network = nn.Dense(1, 3, "ones", "zeros")
+        optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+        accumulator = Accumulator(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 3)
+        assert updates_of(accumulator, [tensors(X, LABELS)]) == [False]
+        if bad:
+            with pytest.raises(RuntimeError, match="^For 'GatherD'"):
+                updates_of(accumulator, [with_a_bad_label(5)])
+        assert updates_of(accumulator, [tensors(X, LABELS)] * 2) == [False, True]
+        found.append(network.weight.asnumpy())
+    np.testing.assert_array_equal(*found)
+    assert not np.array_equal(found[0], np.ones_like(found[0]))
+
+
+def test_a_batch_that_fails_while_it_runs_takes_its_window_with_it():
+    network = nn.Dense(1, 3, "ones")
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    accumulator = Accumulator(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 3, compile=True)
+    start = {p.name: p.asnumpy().copy() for p in optimizer.get_parameters()}
+    assert updates_of(accumulator, [tensors(X, LABELS)]) == [False]
+    with pytest.raises(RuntimeError, match="^For 'GatherD'"), pytest.warns(UserWarning, match=DROPPED) as warned:
+        updates_of(accumulator, [with_a_bad_label(5)])
+    assert warned[0].filename == loop_toy.__file__
+    assert accumulator.flush() is None
+    assert not changed(start, {p.name: p.asnumpy() for p in optimizer.get_parameters()})
+    assert updates_of(accumulator, [tensors(X, LABELS)] * 3) == [False, False, True]
+    assert ms.get_context("mode") == ms.PYNATIVE_MODE
+
+
+def test_a_schedule_that_refuses_a_batch_does_not_count_it():
+    _, accumulator = toy_loop(schedule=lambda updates: 1 if updates == 0 else "two")
+    accumulator.backward(*FOUR[0])
+    accumulator.step()
+    rule = "For 'AccumulationConfig', the argument 'schedule(1)' must be a positive int, but got "
+    for _ in range(2):
+        with raises(TypeError, f"{rule}{typed('two')}. It is called with the number of updates so far."):
+            accumulator.backward(*FOUR[1])
+        assert (accumulator.window.events.batches, accumulator.sync_gradients, accumulator.updated) == (1, True, True)
+
+
+def test_a_clip_that_is_refused_is_not_that_of_a_process_that_joins():
+    _, accumulator = toy_loop()
+    accumulator.backward(*FOUR[0])
+    accumulator.clip_grad_norm(1.0)
+    clip = accumulator._networks[0].last_clip
+    with pytest.raises(RuntimeError, match="by its norm or by value"):
+        accumulator.clip_grad_value(1.0)
+    assert accumulator._networks[0].last_clip is clip
+
+
+# What a saved state holds of the model.
+STATE = ("weight", "grad", "total", "updates", "skipped", "batches", "count", "ends", "updated", "is_open")
+
+
+class AccumulatorOrders(Modelled):
+    """Accumulator in a loop whose author has not read the documentation."""
+
+    @initialize(steps=st.integers(1, 3))
+    def build(self, steps):
+        self.network, self.accumulator = toy_loop(steps)
+        self.steps, self.count, self.limit = steps, 0, None
+        self.ends = self.updated = self.is_open = self.has_batch = self.measured = False
+        self.context, self.withholding, self.was_open = None, [], False
+        self.folder, self.saved = TemporaryDirectory(), None
+        self.begin_model()
+
+    def says(self, call, *args, errors=(RuntimeError, TypeError, ValueError), **kwargs):
+        """Expect a sentence of ours, and that no number has changed."""
+        before = values_of(self.accumulator)
+        text = refusal(call, *args, errors=errors, **kwargs)
+        assert text is not None and not changed(before, values_of(self.accumulator))
+
+    # What the window does, as docs/loops.md has it.
+
+    def can_begin(self):
+        return not (self.ends and self.is_open)
+
+    def begin(self):
+        self.count = 1 if self.ends else self.count + 1
+        self.has_batch = self.updated = False
+        self.batches += 1
+        self.ends = self.count >= self.steps and not self.withholding
+
+    def take_back(self):
+        self.count -= 1
+        self.batches -= 1
+        self.ends = False
+
+    def begin_anew(self):
+        self.count = 0
+        if self.context is not None and not self.has_batch:
+            self.count = 1
+            self.ends = self.count >= self.steps and not self.withholding
+
+    def close(self):
+        self.throw_away()
+        self.is_open, self.limit, self.measured = False, None, False
+
+    def step_model(self):
+        updated = self.update(self.limit)
+        self.close()
+        self.updated = self.updated or updated
+
+    def may_add(self):
+        """Return whether a batch can be added here; outside accumulate() it begins one."""
+        if self.context is None:
+            return self.can_begin()
+        return not self.has_batch and not self.measured
+
+    def add_batch(self, add):
+        if self.context is None:
+            self.begin()
+        add()
+        self.is_open = self.has_batch = True
+
+    # The calls.
+
+    @rule(rows=ROWS)
+    def backward(self, rows):
+        if not self.may_add():
+            self.says(self.accumulator.backward, *batch_of(*rows), errors=RuntimeError)
+            return
+        loss = self.accumulator.backward(*batch_of(*rows))
+        expected = np.mean(np.square(np.array(rows) * (self.weight - 2)))
+        np.testing.assert_allclose(loss.asnumpy(), expected, rtol=1e-3, atol=1e-4)
+        self.add_batch(lambda: self.add_rows(rows))
+
+    @rule(grad=st.sampled_from([1.0, -2.0, np.inf]), weight=st.sampled_from([0, 1, 2.5]))
+    def grads(self, grad, weight):
+        grads = (Tensor([[grad]], self.network.weight.dtype),)
+        if not self.may_add():
+            self.says(self.accumulator, grads, weight, errors=RuntimeError)
+            return
+        output = self.accumulator(grads, weight)
+        self.add_batch(lambda: self.add(grad, weight))
+        if self.ends:
+            self.step_model()
+        assert output.updated.asnumpy() == (self.ends and self.updated)
+
+    @rule(x=ROWS_OF_TWO)
+    def rows_that_disagree(self, x):
+        self.says(self.accumulator.backward, batch_of(*x)[0], batch_of(1)[0])
+        if self.context is None and self.can_begin():
+            self.begin(), self.take_back()
+
+    @rule(bad=st.sampled_from([{"grads": "g"}, {"loss": "l"}, {"grads": (Tensor([1.0]),)}]))
+    def wrong_gradients(self, bad):
+        self.says(self.accumulator, **{"grads": (Tensor([[1.0]]),), **bad})
+        if self.context is None and self.can_begin():
+            self.begin(), self.take_back()
+
+    @rule(bad=st.sampled_from([{"weight": -1}, {"reduction": "max"}, {"network": line()}]))
+    def wrong_settings(self, bad):
+        self.says(self.accumulator, **{"grads": (Tensor([[1.0]]),), **bad}, errors=ValueError)
+
+    @rule()
+    def enter(self):
+        context = self.accumulator.accumulate()
+        if self.context is not None or not self.can_begin():
+            self.says(context.__enter__, errors=RuntimeError)
+            return
+        self.was_open = self.is_open
+        context.__enter__()
+        self.begin()
+        self.context = context
+
+    @precondition(lambda self: self.context is not None)
+    @rule()
+    def leave(self):
+        self.context.__exit__(None, None, None)
+        self.context = None
+
+    @precondition(lambda self: self.context is not None)
+    @rule()
+    def leave_with_an_error(self):
+        with suppress(OSError):
+            assert not self.context.__exit__(OSError, OSError(), None)
+        if not self.has_batch:
+            self.take_back()
+        if self.was_open and not self.is_open and not self.ends:
+            self.count = 0
+        self.context = None
+
+    @precondition(lambda self: len(self.withholding) < 2)
+    @rule()
+    def withhold(self):
+        self.withholding.append(self.accumulator.no_sync())
+        self.withholding[-1].__enter__()
+
+    @precondition(lambda self: self.withholding)
+    @rule()
+    def withhold_no_more(self):
+        self.withholding.pop().__exit__(None, None, None)
+
+    @rule(limit=st.sampled_from([0.5, 1e6]))
+    def clip(self, limit):
+        norm = self.accumulator.clip_grad_norm(limit)
+        full = self.ends and self.is_open
+        assert (norm is not None) == full
+        if full:
+            self.limit, self.measured = limit, True
+
+    @rule()
+    def clip_otherwise(self):
+        self.says(self.accumulator.clip_grad_norm, 0)
+        if self.measured:
+            self.says(self.accumulator.clip_grad_value, 1.0, errors=RuntimeError)
+
+    @rule()
+    def step(self):
+        output = self.accumulator.step()
+        assert (output is not None) == self.ends
+        if self.ends:
+            before = self.updates
+            self.step_model()
+            assert output.updated.asnumpy() == self.updates - before
+
+    @rule()
+    def zero_grad(self):
+        self.accumulator.zero_grad()
+        if self.ends and self.is_open and (self.has_batch or self.context is None):
+            self.close()
+
+    @rule()
+    def flush(self):
+        output = self.accumulator.flush()
+        assert (output is not None) == self.is_open
+        if self.is_open:
+            self.ends, self.updated = True, False
+            self.step_model()
+            if self.context is not None and not self.has_batch:
+                self.begin_anew()
+
+    @rule()
+    def drop(self):
+        awaits = self.context is not None and not self.has_batch
+        assert self.accumulator.drop() == (self.count - awaits if self.is_open else 0)
+        self.close()
+        self.ends = False
+        self.begin_anew()
+
+    @rule()
+    def save(self):
+        if self.measured or (self.context is not None and not self.has_batch):
+            self.says(save_state, self.accumulator, self.folder.name, errors=RuntimeError)
+            return
+        save_state(self.accumulator, self.folder.name, keep_checkpoint_max=1)
+        self.saved = {name: getattr(self, name) for name in STATE}
+
+    @rule()
+    def load(self):
+        if self.measured or self.context is not None:
+            self.says(load_state, self.accumulator, self.folder.name, errors=RuntimeError)
+        elif self.saved is None:
+            self.says(load_state, self.accumulator, self.folder.name, errors=ValueError)
+        else:
+            load_state(self.accumulator, self.folder.name)
+            vars(self).update(self.saved)
+
+    def teardown(self):
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+    @invariant()
+    def is_as_modelled(self):
+        if not hasattr(self, "network"):
+            return
+        (parallel,) = self.accumulator._networks[0].reducers
+        self.compare(self.network, parallel.buffer, self.accumulator.window.events)
+        assert (self.accumulator.sync_gradients, self.accumulator.updated) == (self.ends, self.updated)
+
+
+TestAccumulatorOrders = AccumulatorOrders.TestCase
+TestAccumulatorOrders.settings = examples(20, stateful_step_count=25)
+
+
+class Stumbling:
+    """A callback that raises at one of the events of a step, once."""
+
+    at = None
+
+    def on_micro_batch_begin(self, event):
+        self.stumble(("micro_batch", event.micro_batch))
+
+    def on_update_begin(self, event):
+        self.stumble("update")
+
+    def stumble(self, place):
+        if self.at == place:
+            self.at = None
+            raise OSError("no more storage")
+
+
+ONE, TWO = batch_of(1), batch_of(1, 2)
+# None, not a tensor, one input, three inputs, rows that disagree, no rows.
+BAD_BATCHES = [(), (None, None), ONE[:1], (*ONE, ONE[0]), (ONE[0], TWO[1]), batch_of()]
+
+
+class StepOrders(Modelled):
+    """TrainOneStepCell, two micro batches to a batch."""
+
+    built = []
+
+    @initialize(steps=st.integers(1, 3))
+    def build(self, steps):
+        if not self.built:  # Compiled once: neither the weight nor the length of a window is in a graph.
+            network = line()
+            step = TrainOneStepCell(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2), sgd(network))
+            callback = Stumbling()
+            step.add_callback(callback)
+            self.built[:] = network, step, callback
+        self.network, self.step, self.callback = self.built
+        self.step.body.accumulation_steps = self.steps = steps
+        self.step.body.buffer.clear()
+        self.network.weight.set_data(ops.zeros_like(self.network.weight))
+        self.step.optimizer.global_step.set_data(ops.zeros_like(self.step.optimizer.global_step))
+        events = self.step.events
+        events.batches = events.updates = events.skipped_updates = events.micro_batches = events._before_window = 0
+        self.count = self.micro_batches = 0
+        self.begin_model()
+
+    def numbers(self):
+        return values_of(self.step) | {"events": np.array([self.step.events.micro_batches, self.step.open_batches()])}
+
+    @rule(rows=ROWS)
+    def call(self, rows):
+        output = self.step(*batch_of(*rows))
+        self.add_rows(rows)
+        self.batches += 1
+        self.micro_batches += min(2, len(rows))
+        self.count = (self.count + 1) % self.steps
+        assert output.updated.asnumpy() == (self.update() if self.count == 0 else False)
+
+    @rule()
+    def flush(self):
+        output = self.step.flush()
+        if self.count == 0:
+            assert output is None
+        else:
+            assert bool(output.updated.asnumpy()) == self.update()
+            self.count = 0
+
+    @rule()
+    def drop(self):
+        assert self.step.drop() == self.count
+        self.throw_away()
+        self.count = 0
+
+    @rule(bad=st.sampled_from(BAD_BATCHES))
+    def bad_batch(self, bad):
+        before = self.numbers()
+        assert refusal(self.step, *bad) is not None
+        assert not changed(before, self.numbers())
+
+    @rule(rows=ROWS_OF_TWO, micro_batch=st.integers(0, 1))
+    def fail_in_a_micro_batch(self, rows, micro_batch):
+        before = self.numbers()
+        self.callback.at = ("micro_batch", micro_batch)
+        with warnings.catch_warnings(record=True) as caught, pytest.raises(OSError):
+            warnings.simplefilter("always")
+            self.step(*batch_of(*rows))
+        # The first micro batch cannot be taken out of the sums again.
+        lost = micro_batch == 1 and self.count > 0
+        assert [str(each.message).startswith("For 'TrainOneStepCell', the batch failed") for each in caught] == [
+            True
+        ] * lost
+        if micro_batch == 0:
+            assert not changed(before, self.numbers())
+        else:
+            self.throw_away()
+            self.count = 0
+
+    @rule(rows=ROWS)
+    def fail_before_the_update(self, rows):
+        if self.count + 1 < self.steps:
+            return
+        self.callback.at = "update"
+        with pytest.raises(OSError):
+            self.step(*batch_of(*rows))
+        self.batches += 1
+        self.micro_batches += min(2, len(rows))
+        self.throw_away()
+        self.count = 0
+
+    @invariant()
+    def is_as_modelled(self):
+        if not hasattr(self, "step"):
+            return
+        self.compare(self.network, self.step.body.buffer, self.step.events)
+        assert self.step.open_batches() == self.count
+        assert self.step.events.micro_batches == self.micro_batches
+
+
+TestStepOrders = StepOrders.TestCase
+TestStepOrders.settings = examples(20, stateful_step_count=25)
