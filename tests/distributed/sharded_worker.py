@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 from launch import report
-from llama import Llama
 from mindspore import Tensor
-from sharded_cells import ROWS, UPDATES, Sharded, WholeBatch, batch_of, our_step
+from sharded_cells import ROWS, UPDATES, Llama, Sharded, WholeBatch, batch_of, our_step
 
 from ms_gradaccum.tools.simulation.collectives import collectives_of
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values

@@ -1,0 +1,80 @@
+"""What MindSpore's compiler takes for a step in semi-auto-parallel: ours beside MindSpore's own cell. Prints one table.
+
+python benchmarks/semi_auto.py                      # Dense layers: 200, 400 and 1,000 parameter tensors on 2 devices
+python benchmarks/semi_auto.py --cases llama        # a network of Llama's shape on 8 devices
+
+Each case is a job of its own, in which one process compiles ours and another one MindSpore's at the same time. The
+targets are GPUs that need not be there; see docs/simulate.md.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+from figures import print_target
+
+from ms_gradaccum import Simulation, simulate
+
+sys.path.append(str(Path(__file__).parents[1] / "sample_code" / "sharded_llama"))
+
+
+def named(case: dict[str, Any]) -> str:
+    """Return a case in words."""
+    lazy, level = ("lazy_inline" if case["lazy"] else "inlined"), case["level"] or "plain"
+    if "tensors" in case:
+        return f"{case['tensors']} tensors, {level}, {lazy}"
+    extra = [case["dtype"]] + ["recompute"] * case["recompute"]
+    return f"dp {case['dp']} x mp {case['mp']}, {level}, {lazy}, {', '.join(extra)}"
+
+
+def extra_messages(found: Simulation) -> str:
+    """Return by what the messages differ from those of MindSpore's cell."""
+    assert found.stock is not None
+    ours, stock = (
+        {(kind.operator, kind.purpose, kind.size): (kind.count, kind.nbytes) for kind in program.messages}
+        for program in (found.ours, found.stock)
+    )
+    differences = []
+    for key in ours.keys() | stock.keys():
+        (count, nbytes), (their_count, their_bytes) = ours.get(key, (0, 0)), stock.get(key, (0, 0))
+        if (count, nbytes) != (their_count, their_bytes):
+            differences.append(f"{count - their_count:+d} {key[0]} of {key[1]} ({nbytes - their_bytes:+d} bytes)")
+    return "; ".join(sorted(differences)) or "none"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", choices=["dense", "llama"], default="dense")
+    parser.add_argument("--only", default="", help="a part of the names of the cases to measure")
+    args = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    cases = [case for case in (dense_cases() if args.cases == "dense" else llama_cases()) if args.only in named(case)]
+    print(f"MindSpore {ms.__version__}, {os.cpu_count()} cores")
+    print(f"{'':44}{'ours':>8}{'MindSpore':>11}{'time':>8}{'ours':>10}{'MindSpore':>11}{'memory':>8}  messages beside")
+    worst_time = worst_memory = 0.0
+    for case in cases:
+        os.environ[_CASE] = json.dumps(case)
+        found = simulate(f"{__file__}:build", 2 if args.cases == "dense" else 8, timeout=7200.0)
+        ours, stock = found.ours, found.stock
+        if stock is None:
+            print(f"{named(case):44}{ours.compile_seconds:8.1f}  {found.stock_error}", flush=True)
+            continue
+        time, memory = ours.compile_seconds / stock.compile_seconds, ours.compile_bytes / stock.compile_bytes
+        worst_time, worst_memory = max(worst_time, time), max(worst_memory, memory)
+        print(
+            f"{named(case):44}{ours.compile_seconds:8.1f}{stock.compile_seconds:9.1f} s{time:8.2f}"
+            f"{ours.compile_bytes / 2**20:10.0f}{stock.compile_bytes / 2**20:8.0f} MB{memory:8.2f}  "
+            f"{extra_messages(found)}",
+            flush=True,
+        )
+    print_target("compile time, ours / MindSpore's, the worst case", worst_time, 1.15, "<=")
+    print_target("peak memory of the compiler, ours / MindSpore's, the worst case", worst_memory, 1.10, "<=")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What the tests of `simulate` build in its processes: as users write it, beside what goes wrong."""
+
+import os
+import time
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.parallel.auto_parallel import AutoParallel
+
+from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, MixedPrecision, Model, TrainOneStepCell
+
+ROWS, INSIDE, HIDDEN, OUTSIDE = 16, 8, 12, 4
+
+
+class Columns(nn.Cell):
+    """Two layers: the columns of the first are on two devices, as are the rows of the second."""
+
+    def __init__(self):
+        super().__init__()
+        # Drawn anew in each process.
+        self.first = nn.Dense(INSIDE, HIDDEN)
+        self.second = nn.Dense(HIDDEN, OUTSIDE)
+        self.relu = ops.ReLU().shard(((1, 2),))
+        self.first.matmul.shard(((1, 1), (2, 1)))
+        self.first.bias_add.shard(((1, 2), (2,)))
+        self.second.matmul.shard(((1, 2), (1, 2)))
+        # What runs while the network is built.
+        self.scale = float(ops.ones(1).sum())
+
+    def construct(self, x):
+        return self.second(self.relu(self.first(x) * self.scale))
+
+
+def batch(rows=ROWS):
+    rng = np.random.default_rng(0)
+    return Tensor(rng.normal(size=(rows, INSIDE)).astype("f")), Tensor(rng.normal(size=(rows, OUTSIDE)).astype("f"))
+
+
+def step_of(network, clip=None, **settings):
+    cell = AutoParallel(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2))
+    cell.dataset_strategy(((1, 1), (1, 1)))
+    return TrainOneStepCell(cell, nn.Momentum(network.trainable_params(), 0.1, 0.9), clip=clip, **settings)
+
+
+def sharded():
+    """Two devices that share each layer."""
+    return step_of(Columns(), ClipByGlobalNorm(0.5)), batch()
+
+
+def halves():
+    """Two devices with half of the rows each; in a Model, with a loss scale, and a batch by name."""
+    network = nn.SequentialCell(nn.Dense(INSIDE, HIDDEN), nn.ReLU(), nn.Dense(HIDDEN, OUTSIDE))
+    cell = AutoParallel(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2))
+    cell.hsdp(threshold=0, optimizer_level="level1")
+    optimizer = nn.Adam(network.trainable_params(), 0.01)
+    precision = MixedPrecision(level="O0", init_scale=1024.0)
+    model = Model(cell, optimizer=optimizer, clip=ClipByValue(0.05), mixed_precision=precision)
+    data, label = batch()
+    return model, {"data": data, "label": label}
+
+
+def fails():
+    raise OSError("no such data")
+
+
+def alone():
+    """Without AutoParallel."""
+    network = nn.Dense(INSIDE, OUTSIDE)
+    cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+    return TrainOneStepCell(cell, nn.SGD(network.trainable_params(), 0.1), parallel="auto"), batch()
+
+
+def hangs():
+    time.sleep(600)
+
+
+def says_where_it_is():
+    """Tell the test that a process has come so far."""
+    with open(os.environ["SIMULATION_TEST_FILE"], "a") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(600)

@@ -1,0 +1,168 @@
+"""`simulate`: processes that compile for devices which are not there. Each job takes seconds, so few do much."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import simulated_programs as programs
+from refusal import raises
+from simulated_programs import HIDDEN, INSIDE, OUTSIDE, alone, fails, halves, hangs, sharded
+
+from ms_gradaccum import simulate
+from ms_gradaccum.__main__ import main
+from ms_gradaccum.tools.simulation import simulate as simulate_module
+from ms_gradaccum.tools.simulation.cuda_stubs import why_not
+from ms_gradaccum.tools.simulation.job import IN_JOB
+from ms_gradaccum.tools.simulation.report import Program
+
+compiles = pytest.mark.skipif(why_not() is not None, reason=f"cannot compile for GPU here: {why_not()}")
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(programs.__file__)
+FIRST, SECOND = INSIDE * HIDDEN + HIDDEN, HIDDEN * OUTSIDE + OUTSIDE
+
+
+def processes_of_jobs():
+    """The processes that belong to some simulation."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if IN_JOB.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind():
+    before = set(processes_of_jobs())
+    folders = set(Path(tempfile.gettempdir()).glob("ms_gradaccum_*"))
+    yield
+    deadline = time.monotonic() + 20
+    while set(processes_of_jobs()) - before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert set(processes_of_jobs()) <= before
+    left = set(Path(tempfile.gettempdir()).glob("ms_gradaccum_*")) - folders
+    # What tests beside this one have made is no job's.
+    assert not [folder for folder in left if (folder / "worker.py").exists()]
+
+
+@compiles
+def test_a_sharded_network_trains_as_one_process_does(tmp_path, capsys):
+    """The command, and all that it writes."""
+    found, picture = tmp_path / "found.json", tmp_path / "bytes.png"
+    place = f"{PROGRAM}:sharded"
+    assert main(["simulate", place, "--devices", "2", "--run", "--json", str(found), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(found.read_text())
+    training = result["training"]
+    assert training["difference"] < 2e-7 < 1e-3 < training["moved"]
+    assert training["losses"] == pytest.approx(training["whole_losses"], rel=1e-6)
+    assert len(set(training["losses"])) == 3
+    # The first layer is halved, and the rows of the second one's weight; its bias is whole.
+    held = (FIRST + HIDDEN * OUTSIDE) // 2 + OUTSIDE
+    assert result["ours"]["held_bytes"]["parameters"] == 4 * held
+    assert result["ours"]["held_bytes"]["buffer"] == 4 * held
+    # Of Momentum; and the rate, the momentum and the count of updates.
+    assert result["ours"]["held_bytes"]["optimizer state"] == 4 * (held + 3)
+    # In each of 2 micro batches the products of the second layer are added up: 8 rows of 4 columns.
+    forward = [kind for kind in result["ours"]["messages"] if kind["purpose"] == "forward of a sharded operator"]
+    assert sum(kind["count"] for kind in forward if kind["nbytes"] >= 2 * 8 * OUTSIDE * 4) == 2
+    norm = [kind for kind in result["ours"]["messages"] if kind["purpose"] == "norm"]
+    assert [(kind["operator"], kind["count"], kind["nbytes"]) for kind in norm] == [("AllReduce", 1, 4)]
+    assert "norm" not in {kind["purpose"] for kind in result["stock"]["messages"]}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "One of 2 GPU devices" in printed and f"{training['difference']:.1e}" in printed
+    assert "MindSpore's" in printed
+
+
+@compiles
+def test_rows_on_two_devices_in_a_model():
+    found = simulate(halves, 2, run=True, compare=False)
+    # Adam divides gradients that are near zero, and their rounding, by their size.
+    assert found.training.difference < 2e-6 < 1e-2 < found.training.moved
+    assert found.stock is None and found.stock_error is None
+    gradients = [kind for kind in found.ours.messages if kind.purpose == "gradients"]
+    # One message of each of 4 parameters, whole.
+    assert [(kind.operator, kind.size, kind.ranks, kind.count) for kind in gradients] == [
+        ("ReduceScatter", 2, (0, 1), 4)
+    ]
+    assert gradients[0].nbytes == 4 * (FIRST + SECOND)
+    traffic = found.ours.traffic.per_update
+    assert sum(message.nbytes for message in traffic) == pytest.approx(
+        sum(kind.nbytes for kind in found.ours.messages), abs=100
+    )
+    assert json.loads(json.dumps(found.to_dict()))["training"]["farthest"] == found.training.farthest
+
+
+@compiles
+@pytest.mark.parametrize(
+    "build, kind, words",
+    [
+        (fails, RuntimeError, "got OSError: no such data"),
+        (alone, ValueError, "a step which the compiler partitions, but got one without AutoParallel"),
+    ],
+)
+def test_what_a_process_raises_is_raised_here(build, kind, words):
+    with pytest.raises(kind) as caught:
+        simulate(build, 2)
+    assert str(caught.value).startswith("For 'simulate', ") and words in str(caught.value)
+    assert "simulated_programs.py" in str(caught.value.__cause__) or build is alone
+
+
+@compiles
+def test_a_process_that_hangs_is_ended():
+    with pytest.raises(TimeoutError, match="'timeout' must be more than what it takes, but got 15 s"):
+        simulate(hangs, 2, timeout=15)
+
+
+@compiles
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_command(tmp_path, how):
+    told = tmp_path / "processes"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SIMULATION_TEST_FILE": str(told), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "ms_gradaccum", "simulate", f"{PROGRAM}:says_where_it_is", "--devices", "2"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        while not told.exists():
+            assert process.poll() is None
+            time.sleep(0.2)
+        children = [int(line) for line in told.read_text().split()]
+        assert children and all(Path(f"/proc/{child}").exists() for child in children)
+        process.send_signal(how)
+        assert process.wait(30) != 0
+
+
+def test_what_cannot_be_simulated_is_refused(monkeypatch):
+    with raises(ValueError, "For 'simulate', the argument 'devices' must be at least 2, but got 1."):
+        simulate(sharded, 1)
+    with raises(TypeError, "For 'simulate', the argument 'devices' must be a positive int, but got '8'"):
+        simulate(sharded, "8")
+    with raises(ValueError, "For 'simulate', the argument 'target' must be 'GPU', but got 'Ascend'."):
+        simulate(sharded, 2, "Ascend")
+    with raises(ValueError, "For 'simulate', the argument 'build' must be a function that a new process can import"):
+        simulate(lambda: None, 2)
+    with raises(TypeError, "For 'simulate', the argument 'run' must be a bool, but got 1"):
+        simulate(sharded, 2, run=1)
+    monkeypatch.setattr(simulate_module, "why_not", lambda: "gcc is not installed")
+    with raises(RuntimeError, "For 'simulate', this machine must have gcc, nm and the GPU plugin"):
+        simulate(sharded, 2)
+    monkeypatch.setenv(IN_JOB, "1")
+    with raises(RuntimeError, "For 'simulate', the program must not call it when a new process imports the program"):
+        simulate(sharded, 2)
+
+
+def test_messages_of_one_kind_are_added_up():
+    sent = {"operator": "AllReduce", "purpose": "gradients", "ranks": [1, 3], "size": 2}
+    world = {"operator": "AllGather", "purpose": "weights", "ranks": None, "size": None, "bytes": 5, "count": 2}
+    messages = [{**sent, "bytes": 8, "count": 2}, {**sent, "bytes": 100, "count": 1}, world]
+    program = Program.of({"messages": messages, "seconds": 1.0, "peak": 2}, 4)
+    first, second = program.messages
+    assert (first.operator, first.size, first.ranks, first.count, first.nbytes) == ("AllReduce", 2, (0, 2), 3, 116)
+    assert (second.size, second.ranks, second.count, second.nbytes) == (4, (0, 1, 2, 3), 2, 10)
