@@ -16,11 +16,83 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from figures import print_target
+from mindspore import Tensor, lazy_inline, nn
+from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum import Simulation, simulate
+from ms_gradaccum import GradAccumulation, Simulation, TrainOneStepCell, simulate
 
 sys.path.append(str(Path(__file__).parents[1] / "sample_code" / "sharded_llama"))
+from llama import LazyLlamaLoss, Llama, LlamaLoss, tokens_of  # noqa: E402
+
+# The case that the processes build, as JSON.
+_CASE = "MS_GRADACCUM_BENCHMARK_CASE"
+_MICRO_SIZE = 4
+_WIDTH = 16
+# Graphs of 500 layers are deeper than MindSpore allows by itself.
+_DEPTH = 20000
+_STACK = 4 * 2**30
+_TENSORS = (200, 400, 1000)
+_LEVELS = (None, "level1")
+
+
+class Layers(nn.Cell):
+    """Dense layers of two parameters each."""
+
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        self.layers = nn.SequentialCell(*[nn.Dense(_WIDTH, _WIDTH) for _ in range(tensors // 2)])
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class LazyLayers(Layers):
+    """The same, compiled once for all micro batches."""
+
+    @lazy_inline
+    def __init__(self, tensors: int) -> None:
+        super().__init__(tensors)
+
+
+def build() -> Any:
+    """Return the step of the case that the environment names, and a batch."""
+    case = json.loads(os.environ[_CASE])
+    ms.set_recursion_limit(_DEPTH)
+    if "tensors" in case:
+        network: nn.Cell = (LazyLayers if case["lazy"] else Layers)(case["tensors"])
+        cell = AutoParallel(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), _MICRO_SIZE))
+        batch = (np.ones((64, _WIDTH), np.float32),) * 2
+    else:
+        dtype = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}[case["dtype"]]
+        shape = Llama(dp=case["dp"], mp=case["mp"], layers=12, heads=8, compute=dtype, recompute=case["recompute"])
+        network = (LazyLlamaLoss if case["lazy"] else LlamaLoss)(shape)
+        cell = AutoParallel(GradAccumulation(network, 2, weighted=True))
+        cell.dataset_strategy(((shape.dp, 1), (shape.dp, 1)))
+        batch = tokens_of(shape, 16, 0)
+    if case["level"]:
+        cell.hsdp(threshold=0, optimizer_level=case["level"])
+    optimizer = nn.AdamWeightDecay(network.trainable_params(), 1e-3)
+    return TrainOneStepCell(cell, optimizer), tuple(map(Tensor, batch))
+
+
+def dense_cases() -> list[dict[str, Any]]:
+    return [
+        {"tensors": tensors, "lazy": lazy, "level": level}
+        for tensors in _TENSORS
+        for lazy in (True, False)
+        for level in _LEVELS
+    ]
+
+
+def llama_cases() -> list[dict[str, Any]]:
+    plain = {"lazy": True, "recompute": False, "dtype": "float32"}
+    cases = [
+        {"dp": dp, "mp": 8 // dp, "level": level, **plain} for dp in (2, 4) for level in ("level1", "level2", "level3")
+    ]
+    changes: list[dict[str, Any]] = [{"lazy": False}, {"recompute": True}, {"dtype": "float16"}, {"dtype": "bfloat16"}]
+    return cases + [cases[0] | change for change in changes]
 
 
 def named(case: dict[str, Any]) -> str:
