@@ -1,10 +1,18 @@
-"""What a simulation makes of what its processes have found."""
+"""What a simulation makes of what its processes have found, and what these do before and after they compile."""
 
 import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from mindspore import nn
+from mindspore.parallel.auto_parallel import AutoParallel
+from refusal import loss_cell
 
-from ms_gradaccum import Simulation
+from ms_gradaccum import GradAccumulation, Model, Simulation
+from ms_gradaccum.backend.device import built_for
+from ms_gradaccum.parallel import factory
+from ms_gradaccum.tools.simulation import worker
 from ms_gradaccum.tools.simulation.job import Job, Meeting
 from ms_gradaccum.tools.simulation.report import MessageKind, Program
 
@@ -89,3 +97,27 @@ def test_the_progress_is_that_of_a_rank_that_still_works(tmp_path):
 def test_a_kind_is_what_json_holds(simulation):
     (kind, *_) = simulation.to_dict()["ours"]["messages"]
     assert MessageKind(**kind) == simulation.ours.messages[0]
+
+
+def test_a_model_gives_its_step_the_settings_that_it_sets_itself_in_a_training(monkeypatch):
+    monkeypatch.setattr(factory, "current_world", lambda owner: SimpleNamespace(size=2))
+    network = loss_cell()
+    with built_for("GPU"):
+        cell = AutoParallel(GradAccumulation(network, 2))
+        cell._device_num = 2
+        step = worker._step_of(Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.1)))
+    assert step.body.semi_auto.auto_parallel is cell
+    assert all(each.training for _, each in network.cells_and_names())
+
+
+def test_what_cpu_lacks_is_a_sentence_with_the_way_out():
+    with pytest.raises(RuntimeError, match="'run' must be False .* got True: Fused, which CPU lacks. Without it"):
+        with worker._on_cpu():
+            raise NotImplementedError("Fused, which CPU lacks")
+
+
+def test_relative_paths_begin_where_the_user_is(tmp_path):
+    before = Path.cwd()
+    with worker._inside(str(tmp_path)):
+        assert Path.cwd() == tmp_path
+    assert Path.cwd() == before

@@ -137,14 +137,15 @@ class _Rank:
         start = dict(np.load(self.meeting.folder / "start.npz"))
         self.meeting.phase(f"training on {self.size} CPU processes")
         layouts = step.parameter_layout_dict
-        program = CpuProgram(model, start, layouts, self.rank)
         # Among the layouts are those of the inputs of construct: inputs0, inputs1, and so on.
         parts = [
             Tensor(own_part(item.asnumpy(), layouts.get(f"inputs{i}"), self.rank)) if isinstance(item, Tensor) else item
             for i, item in enumerate(batch)
         ]
-        outputs = [[float(item.asnumpy()) for item in program(*parts)] for _ in range(self.updates)]
-        ours = program.values()
+        with _on_cpu():
+            program = CpuProgram(model, start, layouts, self.rank)
+            outputs = [[float(item.asnumpy()) for item in program(*parts)] for _ in range(self.updates)]
+            ours = program.values()
         path = self.meeting.folder / "whole.npz"
         losses: list[float] = []
         if self.rank == 0:
@@ -270,6 +271,17 @@ def _stock_step(step: TrainOneStepCell) -> Iterator[nn.Cell]:
         if settings is not None:
             _clear_auto_parallel_context(settings)
         forget_accumulation()
+
+
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Say what to do if the program does not run on CPU, mostly for an operator that CPU lacks."""
+    try:
+        yield
+    except Exception as error:
+        rule, got = "False for a program that does not run on CPU", f"True: {first_line(error).rstrip('.')}"
+        remedy = "Without it the step is compiled and counted all the same."
+        raise RuntimeError(sentence(OWNER, "run", rule, got, remedy)) from error
 
 
 @contextmanager
