@@ -9,7 +9,7 @@ from ms_gradaccum.tools.simulation.inlining import operator_names
 
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AllToAll", "Broadcast", "NeighborExchange")
 
-# How the compiler calls the operators that it adds, and what for. The first that fits counts.
+# The compiler gives the operators that it adds names with these parts, by their purpose. The first that fits counts.
 _PURPOSES = (
     ("grad_mirror", "gradients"),
     ("_grad_accumulation_shard_grad", "gradients"),
@@ -94,24 +94,24 @@ def count_operators(model: Any) -> dict[str, int]:
 
 
 def tensor_bytes(tensor: Any) -> int:
-    """Return the size of a tensor of which the program has shape and dtype."""
+    """Return the bytes of a tensor, from the shape and the dtype that the program says."""
     return int(np.prod(list(tensor.dims), dtype=np.int64)) * _BYTES[tensor.data_type]
 
 
 def output_bytes(node: Any) -> int:
-    """Return the size of what a node makes, of all its tensors."""
+    """Return the bytes of all tensors that a node makes."""
     shape = next((attribute for attribute in node.attribute if attribute.name == "shape"), None)
     return 0 if shape is None else sum(map(tensor_bytes, shape.tensors))
 
 
 def text_of(primitive: Any, name: str) -> str:
-    """Return an attribute of a primitive, "" without it."""
+    """Return an attribute of a primitive that is a text, "" if it has none."""
     value = next((attribute.s for attribute in primitive.attribute if attribute.name == name), b"")
     return value.decode() if isinstance(value, bytes) else value
 
 
 def number_of(primitive: Any, name: str, default: int) -> int:
-    """Return an attribute of a primitive that is a number."""
+    """Return an attribute of a primitive that is a number, ``default`` if it has none."""
     return next((attribute.i for attribute in primitive.attribute if attribute.name == name), default)
 
 

@@ -32,7 +32,7 @@ Values = dict[str, np.ndarray[Any, Any]]
 
 
 class CpuProgram:
-    """One rank's part of a training step, with its parameters, callable. Collective.
+    """One rank's part of a training step, with its parameters. All ranks build it and call it together.
 
     Args:
         model: The inlined program of this rank.
@@ -67,7 +67,7 @@ class CpuProgram:
 
 
 def whole_values(cell: nn.Cell) -> Values:
-    """Return the whole parameters of ``cell``, before a rank takes its part."""
+    """Return the parameters of ``cell`` before the compiler cuts them."""
     for parameter in cell.get_parameters():
         parameter.init_data()
     return {parameter.name: parameter.asnumpy().copy() for parameter in cell.get_parameters()}
@@ -110,11 +110,12 @@ class _Rewriter:
         self.members = members
         self.rank = rank
         self.everyone = tuple(range(size))
-        # The nodes in the place of one.
+        # The nodes that take the place of one collective operator.
         self.made: list[Any] = []
         self.count = 0
 
     def rewrite(self) -> None:
+        """Replace the collective operators that CPU lacks, in all graphs of the model."""
         primitives = {f"REF::{primitive.name}": primitive for primitive in self.model.primitives}
         collectives = {name: primitive for name, primitive in primitives.items() if primitive.op_type in COLLECTIVES}
         for graph in [self.model.graph, *self.model.functions]:
@@ -152,6 +153,7 @@ class _Rewriter:
         return self.made
 
     def _reduced(self, rows: str, reduction: str, output: str) -> str:
+        """Add a node that reduces ``rows`` over their first axis. Return its name."""
         no = self._constant(False)
         # A sum is also asked whether it skips an empty axis.
         arguments = [rows, self._constant([0]), no, *([no] if reduction == "sum" else [])]

@@ -67,7 +67,7 @@ def build_cuda_home(home: Path) -> Path:
 
 def environment(cuda_home: Path) -> dict[str, str]:
     """Return the environment in which a process finds the stand-ins for CUDA."""
-    # The package beside these tests, wherever another one may be installed.
+    # The folder of this very package, wherever another one may be installed.
     package = Path(__file__).parents[3]
     return {"CUDA_HOME": str(cuda_home), "LD_LIBRARY_PATH": str(cuda_home / "lib64"), "PYTHONPATH": str(package)}
 

@@ -1,4 +1,4 @@
-"""A program without calls: what `lazy_inline` left as functions is put where it is called.
+"""Make a program without calls: the functions that `lazy_inline` has left are put in the place of their calls.
 
 The CPU back end refuses such calls, and a message inside a function is sent as often as the function is called.
 """
@@ -12,6 +12,8 @@ _CALL = "REF::"
 
 
 class _Partial(NamedTuple):
+    """A function, by name, with its first arguments."""
+
     function: str
     arguments: tuple[str, ...]
 
@@ -33,6 +35,8 @@ def operator_names(model: Any) -> dict[str, str]:
 
 
 class _Inliner:
+    """Rewrites the graphs of a model, with its functions as they were before."""
+
     def __init__(self, model: Any) -> None:
         self.operators = operator_names(model)
         self.functions: dict[str, Any] = {}
@@ -42,10 +46,10 @@ class _Inliner:
         self.copies = 0
 
     def rewrite(self, graph: Any) -> None:
-        """Replace the nodes of ``graph``."""
+        """Put the nodes of functions in the place of their calls in ``graph``."""
         nodes = list(graph.node)
         del graph.node[:]
-        # What is known of a value: the items of a tuple, a function with its first arguments, a number.
+        # What is known of values, by their names: the items of a tuple, a function with its first arguments, a number.
         self.known: dict[str, Any] = {}
         self.out = graph.node
         self.names: dict[str, str] = {}
@@ -79,6 +83,7 @@ class _Inliner:
             self._learn(operator, node)
 
     def _learn(self, operator: str, node: Any) -> None:
+        """Remember what a node makes, if a call or an item of a tuple may need it later."""
         name, inputs = node.output[0], list(node.input)
         if operator == "MakeTuple":
             self.known[name] = inputs
@@ -89,10 +94,11 @@ class _Inliner:
             if value is not None and value.type == mind_ir_pb2.AttributeProto.INT64:
                 self.known[name] = value.i
         elif operator == "Depend" and isinstance(self.known.get(inputs[0]), _Partial):
-            # Its arguments wait in its place.
+            # The nodes of the function would have to wait for that value, each by itself.
             raise NotImplementedError("a function that waits for another value")
 
     def _call(self, node: Any, target: _Partial, inputs: list[str], names: dict[str, str]) -> None:
+        """Add the nodes of a function with these inputs; the name of the call then stands for what it returns."""
         function = self.functions[target.function]
         self.copies += 1
         arguments = [*target.arguments, *inputs]

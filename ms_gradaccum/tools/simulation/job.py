@@ -22,14 +22,17 @@ OWNER = "simulate"
 # Set in the environment of all processes of a job, which must not simulate in turn.
 IN_JOB = "MS_GRADACCUM_SIMULATION"
 _PR_SET_PDEATHSIG = 1
+# Seconds between two looks at the folder.
 _MOMENT = 0.2
+_DONE = "done"
+# So many characters of a log go into an error.
 _LAST_WORDS = 3000
 
 
 class Job:
     """As many processes as there are devices. It is a context manager, which ends them.
 
-    Each runs ``main`` of the worker with ``task`` and tells what it does and finds in files of one folder.
+    Each runs ``main`` of the worker with ``task``, and writes what it does and what it finds into files of one folder.
     """
 
     def __init__(self, devices: int, task: dict[str, Any]) -> None:
@@ -51,7 +54,8 @@ class Job:
         cuda = environment(build_cuda_home(self.folder / "cuda"))
         inherited = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
         here = str(Path(sys.executable).parent)
-        found = {"PATH": os.pathsep.join([here, os.getenv("PATH", "")]), IN_JOB: self.mark}
+        # The processes are killed in the end: what they would delete themselves goes with the folder.
+        found = {"PATH": os.pathsep.join([here, os.getenv("PATH", "")]), "TMPDIR": str(self.folder), IN_JOB: self.mark}
         # More threads than cores only wait for each other.
         settings = {**inherited, **cuda, **found, "OMP_NUM_THREADS": "1"}
         msrun = shutil.which("msrun", path=settings["PATH"])
@@ -101,11 +105,11 @@ class Job:
         return [json.loads(report.read_text()) for report in reports]
 
     def _phase(self) -> str:
-        """Return what the slowest of the ranks is doing."""
-        phases = [text.split(" ", 1) for path in self.folder.glob("phase_*") if (text := path.read_text())]
-        if len(phases) < self.devices:
+        """Return what the first rank that is not done is doing. The first ones have more to do than the others."""
+        files = [self.folder / f"phase_{rank}" for rank in range(self.devices)]
+        if not all(file.exists() for file in files):
             return f"starting {self.devices} processes"
-        return min(phases, key=lambda phase: int(phase[0]))[1]
+        return next((phase for file in files if (phase := file.read_text()) != _DONE), _DONE)
 
     def _raise_errors(self) -> None:
         for path in sorted(self.folder.glob("error_*.json")):
@@ -148,22 +152,21 @@ class RemoteError(Exception):
 
 
 class Meeting:
-    """Where the ranks of a job wait for each other, however long one of them compiles: in files.
+    """Files in which the ranks of a job report to the process that has started it, and wait for each other.
 
-    A message that waits for longer than half a minute fails on CPU.
+    They do not wait in a message: on CPU it fails after half a minute, and one of them may compile for longer.
     """
 
     def __init__(self, folder: str, rank: int, size: int) -> None:
         self.folder, self.rank, self.size = Path(folder), rank, size
-        self.phases = 0
 
     def phase(self, text: str) -> None:
         """Tell what this rank does now."""
-        self.phases += 1
-        self._write(f"phase_{self.rank}", f"{self.phases} {text}")
+        self._write(f"phase_{self.rank}", text)
 
     def report(self, values: dict[str, Any]) -> None:
-        """Tell what this rank has found."""
+        """Tell what this rank has found. Nothing follows."""
+        self.phase(_DONE)
         self._write(f"report_{self.rank}.json", json.dumps(values))
 
     def error(self, kind: str, text: str, traceback: str) -> None:

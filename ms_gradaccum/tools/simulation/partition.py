@@ -28,7 +28,7 @@ def connect() -> tuple[int, int]:
 
 @contextmanager
 def gpu_target() -> Iterator[None]:
-    """Let the compiler believe in GPUs."""
+    """Let the compiler take this machine's device for a GPU."""
     context = MSContext.get_instance()
     context.set_param(ms_ctx_param.device_target, "GPU")
     try:

@@ -11,16 +11,17 @@ from ms_gradaccum.tools.probing.memory import as_text
 
 @dataclass(frozen=True)
 class MessageKind:
-    """Messages of an update that are alike.
+    """The messages of an update that have the same operator, purpose and group.
 
     Attributes:
         operator: Their class in ``mindspore.ops``.
-        purpose: What the compiler put them there for: gradients, weights, the norm, an operator that is sharded (its
-            forward or its backward pass), or a change of the layout.
-        size: Number of ranks that take part.
-        ranks: Those of them in the group of rank 0. None if the program does not say them.
-        count: Number of them in an update.
-        nbytes: What each rank hands in, of all of them together. Unit: bytes.
+        purpose: What the compiler put them there for: ``"gradients"``, ``"weights"``, ``"norm"``, ``"forward of a
+            sharded operator"``, ``"backward of a sharded operator"``, ``"another layout, forward"``, ``"another layout,
+            backward"``, or ``"something else"`` for one whose name does not say it.
+        size: Number of ranks in a group.
+        ranks: The group that rank 0 is in. None if the program does not say it.
+        count: Number of these messages.
+        nbytes: What each rank hands in, added up over these messages. Unit: bytes.
     """
 
     operator: str
@@ -36,11 +37,12 @@ class Program:
     """What the compiler made of a step, for one device.
 
     Attributes:
-        messages: The messages of one update.
-        held_bytes: What the device holds, by kind: ``"parameters"``, ``"optimizer state"`` and ``"buffer"``, in which
-            the gradients of a window add up. Empty for MindSpore's own cell. Unit: bytes.
-        compile_seconds: Time of the compilation on this machine.
-        compile_bytes: The most memory that the compiling process has had. Unit: bytes.
+        messages: The messages of one update, those with the most bytes first.
+        held_bytes: What the device holds from one update to the next, by kind: ``"parameters"``, ``"optimizer state"``
+            and ``"buffer"``, in which the gradients of a window add up. Empty for MindSpore's own cell. Unit: bytes.
+        compile_seconds: Time of the compilation in one process, beside all others that compile. With `run` these are
+            as many as there are devices, without it two.
+        compile_bytes: The most memory that this process has had until then. Unit: bytes.
     """
 
     messages: tuple[MessageKind, ...]
@@ -54,7 +56,9 @@ class Program:
         totals: dict[tuple[Any, ...], list[int]] = {}
         for sent in found["messages"]:
             size = sent["size"] or devices
-            ranks = tuple(range(devices)) if size == devices else sent["ranks"] and tuple(sent["ranks"])
+            # MindSpore's cell is compiled for rank 1, whose groups are those of rank 0 with all ranks moved on.
+            ranks = tuple(rank - sent["ranks"][0] for rank in sent["ranks"]) if sent["ranks"] else None
+            ranks = tuple(range(devices)) if size == devices else ranks
             total = totals.setdefault((sent["operator"], sent["purpose"], size, ranks), [0, 0])
             total[0] += sent["count"]
             total[1] += sent["count"] * sent["bytes"]
@@ -64,7 +68,10 @@ class Program:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages as `TrainingPlan` has them: all in the update, in no order."""
+        """The messages as the `traffic` of a `TrainingPlan` has them: all in the update, in no order.
+
+        Each has the mean size of its kind.
+        """
         return Traffic(
             per_update=tuple(
                 Message(kind.operator, kind.size, kind.nbytes // kind.count)
@@ -76,14 +83,15 @@ class Program:
 
 @dataclass(frozen=True)
 class Training:
-    """How the partitioned programs train, beside one process with the whole batch.
+    """How the partitioned programs train, beside one process that trains on the whole batch.
 
     Attributes:
         losses: The loss of each update.
         whole_losses: The same of one process. None for an update that was skipped for a gradient that is not finite.
-        difference: How far a weight is from that of one process, at most, on all ranks.
-        moved: How far the training has moved a weight, at most.
-        farthest: The name of the weight with that difference.
+        difference: The largest difference between an entry of a weight, on any rank, and the same entry of one
+            process, after the last update.
+        moved: The largest difference between an entry of a weight before and after the training.
+        farthest: The name of the weight with the largest `difference`.
     """
 
     losses: tuple[float, ...]
@@ -111,12 +119,13 @@ class Simulation:
     """What :func:`simulate` has found. ``print`` makes a table of it.
 
     Attributes:
-        devices: Number of devices.
-        target: Their kind.
-        ours: The program of one device.
-        stock: That of MindSpore's own cell for the same network. None if it was not built.
-        stock_error: Why it could not be built. None if it could.
-        training: How the programs train. None without `run`.
+        devices (int): Number of devices.
+        target (str): Their kind.
+        ours (Program): The program of one device: what it sends and holds, and what compiling it takes.
+        stock (Program, optional): That of MindSpore's own cell for the same network. None if it could not be compiled,
+            or with ``compare=False``.
+        stock_error (str, optional): Why it could not be compiled. None if it could, or with ``compare=False``.
+        training (Training, optional): How the programs train. None without `run`.
     """
 
     devices: int
@@ -140,18 +149,19 @@ class Simulation:
                 f"Drawing takes the package matplotlib, but got: {error}. "
                 f"Install it with: pip install 'ms_gradaccum[plot]'."
             ) from None
-        figure = Figure(figsize=(9, 6), dpi=100, layout="constrained")
+        keys = self._keys()
+        figure = Figure(figsize=(10, 3 + 0.4 * len(keys)), dpi=100, layout="constrained")
         FigureCanvasAgg(figure)
-        sent, held = figure.subplots(2, 1)
+        sent, held = figure.subplots(2, 1, height_ratios=[len(keys), 3])
         programs = {"ms_gradaccum": self.ours} | ({} if self.stock is None else {"MindSpore": self.stock})
+        thickness = 0.8 / len(programs)
         for number, (name, program) in enumerate(programs.items()):
-            labels = [f"{kind.operator}, {kind.purpose}, {kind.size} ranks" for kind in program.messages]
-            sent.barh(
-                [f"{label}\n{name}" if len(programs) > 1 else label for label in labels],
-                [kind.nbytes / 2**20 for kind in program.messages],
-                color=f"C{number}",
-                label=name,
-            )
+            nbytes = {_key(kind): kind.nbytes / 2**20 for kind in program.messages}
+            places = [place + number * thickness for place in range(len(keys))]
+            sent.barh(places, [nbytes.get(key, 0.0) for key in keys], thickness, label=name)
+        middles = [place + (0.8 - thickness) / 2 for place in range(len(keys))]
+        sent.set_yticks(middles, [f"{_label(key)}, ranks {_group(key)}" for key in keys])
+        sent.invert_yaxis()
         sent.set_xlabel("sent per update and rank, MiB")
         sent.legend(fontsize="small")
         held.barh(list(self.ours.held_bytes), [size / 2**20 for size in self.ours.held_bytes.values()])
@@ -161,10 +171,14 @@ class Simulation:
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
+    def _keys(self) -> list[tuple[Any, ...]]:
+        """Return the kinds of messages that either program has."""
+        kinds = (*self.ours.messages, *(self.stock.messages if self.stock else ()))
+        return list(dict.fromkeys(map(_key, kinds)))
+
     def _lines(self) -> Iterator[str]:
         yield f"One of {self.devices} {self.target} devices, per update:"
-        keys = list(dict.fromkeys(map(_key, (*self.ours.messages, *(self.stock.messages if self.stock else ())))))
-        rows = [(f"{key[0]}, {key[1]}", _group(key), *_cells(key, self.ours), *_cells(key, self.stock)) for key in keys]
+        rows = [(_label(key), _group(key), *_cells(key, self.ours), *_cells(key, self.stock)) for key in self._keys()]
         yield from _table([("", "ranks", "count", "bytes", *(("MindSpore's", "bytes") if self.stock else ())), *rows])
         held = ", ".join(f"{kind} {as_text(size)}" for kind, size in self.ours.held_bytes.items())
         yield f"Held by each device: {held}."
@@ -205,6 +219,10 @@ def _compilation(program: Program) -> str:
 
 def _key(kind: MessageKind) -> tuple[Any, ...]:
     return kind.operator, kind.purpose, kind.size, kind.ranks
+
+
+def _label(key: tuple[Any, ...]) -> str:
+    return f"{key[0]}, {key[1]}"
 
 
 def _group(key: tuple[Any, ...]) -> str:

@@ -27,23 +27,23 @@ def simulate(
 ) -> Simulation:
     """Compile a training step for several devices on this machine, and report what each of them sends and holds.
 
-    Of the step that `build` returns, MindSpore's own compiler makes the program of one device, as it does in a job of
-    so many: it inserts the messages and cuts the parameters. So the report is what would happen, except for time. With
-    `run` the programs of all devices train for three updates, each in a process on the CPU, and the report says how
-    far their weights are from those of one process that trains on the whole batch.
+    MindSpore's own compiler partitions the step that `build` returns as it does in a job of so many devices: it inserts
+    the messages and cuts the parameters. The report counts both. With `run` the programs of all devices also train for
+    three updates, each in a process on the CPU, and the report says how far their weights are from those of one process
+    that trains on the whole batch.
 
     Args:
         build (Union[Callable, str]): A function without arguments that returns the training step and a batch: a
             :class:`TrainOneStepCell` or a :class:`Model` whose GradAccumulation is inside ``AutoParallel``, and the
             batch of all devices together, a tuple or a dict of tensors. New processes import and call it, so it is a
-            function at the top level of a file, or a text such as ``"train.py:build"``. It leaves the device to this
-            function, and does not start processes or connect them.
+            function at the top level of a file, or a text such as ``"train.py:build"``. It must not choose the device,
+            start processes or call ``init()``.
         devices (int): Number of devices. Default: ``8``.
         target (str): Their kind. ``"GPU"`` is what MindSpore's CPU wheel can compile for. Ascend partitions by the
             same rules, with operators of its own. Default: ``"GPU"``.
 
     Keyword Args:
-        run (bool): Whether the programs also train, on as many CPU processes. Default: ``False``.
+        run (bool): Whether the programs also train, on as many CPU processes and on this batch. Default: ``False``.
         compare (bool): Whether MindSpore's own cell is compiled too, for the same network. Default: ``True``.
         timeout (Union[int, float]): The longest time for all of it. Unit: seconds. Default: ``3600.0``.
         progress (bool): Whether a line on the terminal says what is being done. Default: ``False``.
@@ -54,13 +54,14 @@ def simulate(
     Raises:
         TypeError: If an argument, or something that `build` returns, has the wrong type.
         ValueError: If an argument, or something that `build` returns, has a wrong value.
-        RuntimeError: If this machine lacks gcc or the GPU plugin of MindSpore's wheel, if the step does not compile or
-            run, or if a process that imports the program gets to this call.
+        RuntimeError: If this machine lacks gcc, nm or the GPU plugin of MindSpore's wheel, if the step does not
+            compile, if with `run` it has an operator that CPU lacks, or if a process that imports the program gets to
+            this call.
         TimeoutError: If it takes longer than `timeout`.
 
     Note:
-        Each process takes about 0.9 GB and what compiling takes. Needs Linux. Initial values are those that the first
-        process builds.
+        Each of the processes, one per device, takes about 0.9 GB and what compiling takes. Needs Linux. All of them
+        start with the parameters that the first one builds.
 
     Supported Platforms:
         ``CPU``
@@ -90,7 +91,8 @@ def simulate(
             f"For '{OWNER}', this machine must have gcc, nm and the GPU plugin of MindSpore's wheel, but {lacking}. "
             f"Install gcc and binutils with the system's package manager, and mindspore with pip."
         )
-    task = {"builder": builder, "target": target, "updates": _UPDATES if run else 0, "compare": compare}
+    updates = _UPDATES if run else 0
+    task = {"builder": builder, "home": os.getcwd(), "target": target, "updates": updates, "compare": compare}
     # None: a line that changes is for a terminal alone.
     hidden = None if progress else True
     with Job(devices, task) as job, tqdm(bar_format="{desc} {elapsed}", leave=False, disable=hidden) as line:

@@ -16,13 +16,14 @@ from mindspore.nn.wrap.cell_wrapper import _TrainGradAccuStepCell
 from mindspore.parallel import nn as parallel_nn
 from mindspore.parallel._auto_parallel_context import auto_parallel_context
 from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
+from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import first_line, sentence
 from ms_gradaccum.backend.compiled import graph_mode, inlined
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.batch.nested_inputs import as_call
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.parallel.semi_auto import forget_accumulation
+from ms_gradaccum.parallel.semi_auto import SemiAuto, forget_accumulation
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import depend_on
 from ms_gradaccum.tools.simulation.collectives import collectives_of, groups_of, tensor_bytes
@@ -37,7 +38,7 @@ _BUFFER = "accu_grads."
 
 
 def main(folder: str, task: str) -> None:
-    """Do what ``task`` says, with the other processes of the job; tell it in ``folder``, and wait to be ended."""
+    """Do what ``task`` says together with the other processes, report it in ``folder``, and wait to be ended."""
     depend_on(os.getppid())
     rank, size = connect()
     meeting = Meeting(folder, rank, size)
@@ -50,9 +51,15 @@ def main(folder: str, task: str) -> None:
 
 
 class _Rank:
-    def __init__(self, meeting: Meeting, builder: list[Any], target: str, updates: int, compare: bool) -> None:
+    """One process of the job, and what it has to do."""
+
+    def __init__(
+        self, meeting: Meeting, builder: list[Any], home: str, target: str, updates: int, compare: bool
+    ) -> None:
         self.meeting, self.rank, self.size = meeting, meeting.rank, meeting.size
         self.builder = Builder(*builder)
+        # Where the user's function is called; all else is in a folder that goes with the job.
+        self.home = home
         self.target = target
         self.updates = updates
         self.compare = compare
@@ -61,35 +68,37 @@ class _Rank:
         """Return what this rank has found."""
         found: dict[str, Any] = {}
         self.meeting.phase("building")
+        if self.rank == 1 and self.compare:
+            # At the same time as other ranks compile ours: alone it would be faster than ours, and as the second
+            # compilation of this process it would seem to take more memory.
+            self.meeting.phase("compiling MindSpore's own cell")
+            found["stock"] = self._stock()
         # All devices get programs of the same size, so one of them stands for all unless they run.
         if self.rank == 0 or self.updates:
             found |= self._ours()
-        if self.rank == 1 and self.compare:
-            self.meeting.phase("compiling MindSpore's own cell")
-            found["stock"] = self._stock()
-        self.meeting.phase("done")
         return found
 
     def _ours(self) -> dict[str, Any]:
         step, batch = self._build()
-        start = self._start_of(step) if self.updates else {}
+        if self.updates:
+            self._write_start(step)
         self.meeting.phase(f"compiling for {self.size} devices")
         model, program = _compiled(step, [_some_rows(item, parts) for item, parts in self._cut(step, batch)])
         program["bytes"] = _bytes_of(model, {parameter.name for parameter in step.network.get_parameters()})
         found = {"ours": program}
         if self.updates:
-            found["run"] = self._run(step, model, start, batch)
+            found["run"] = self._run(step, model, batch)
         return found
 
     def _build(self) -> tuple[TrainOneStepCell, tuple[Any, ...]]:
         """Return what the user's function builds: the step, and the batch as the network takes it."""
-        with built_for(self.target):
+        with built_for(self.target), _inside(self.home):
             made = self.builder.call()
         if not isinstance(made, tuple) or len(made) != 2:
             remedy = "Return (TrainOneStepCell(AutoParallel(...), optimizer), batch), or a Model in its place."
             raise TypeError(sentence(OWNER, "build", "a function that returns (step, batch)", _kind(made), remedy))
         step, batch = made
-        step = step._train_network if isinstance(step, Model) else step
+        step = _step_of(step) if isinstance(step, Model) else step
         if not isinstance(step, TrainOneStepCell):
             rule = "a function that returns a TrainOneStepCell or a Model of ms_gradaccum, and a batch"
             raise TypeError(sentence(OWNER, "build", rule, f"{_kind(step)} and a batch", "Build one of these."))
@@ -100,7 +109,7 @@ class _Rank:
         return step, step.network.positional(args, kwargs)
 
     def _cut(self, step: TrainOneStepCell, batch: tuple[Any, ...]) -> list[tuple[Any, tuple[int, ...]]]:
-        """Return each input with the number of parts that the data are in on each axis."""
+        """Return each input with the numbers of parts into which the dataset strategy cuts its axes."""
         strategy = _dataset_strategy(step)
         tensors = [item for item in batch if isinstance(item, Tensor)]
         if strategy == "data_parallel":
@@ -115,29 +124,28 @@ class _Rank:
         rest = iter(strategies)
         return [(item, tuple(next(rest)) if isinstance(item, Tensor) else ()) for item in batch]
 
-    def _start_of(self, step: TrainOneStepCell) -> dict[str, Any]:
-        """Return the values of the parameters at the start: those of rank 0, on all ranks."""
-        path = self.meeting.folder / "start.npz"
+    def _write_start(self, step: TrainOneStepCell) -> None:
+        """Write the values of the parameters before the compiler cuts them, with which all ranks start: rank 0's."""
         values = whole_values(step)
         if self.rank == 0:
-            np.savez(path, **values)
-        self.meeting.wait_for("start")
-        return dict(np.load(path))
+            np.savez(self.meeting.folder / "start.npz", **values)
 
-    def _run(self, step: TrainOneStepCell, model: Any, start: dict[str, Any], batch: tuple[Any, ...]) -> Any:
+    def _run(self, step: TrainOneStepCell, model: Any, batch: tuple[Any, ...]) -> Any:
         """Train with the partitioned program and, on rank 0, with the whole batch. Return how far they are apart."""
         self.meeting.phase("waiting for the other ranks")
         self.meeting.wait_for("compiled")
+        start = dict(np.load(self.meeting.folder / "start.npz"))
         self.meeting.phase(f"training on {self.size} CPU processes")
         layouts = step.parameter_layout_dict
-        program = CpuProgram(model, start, layouts, self.rank)
-        # The compiler names the inputs of construct so.
+        # Among the layouts are those of the inputs of construct: inputs0, inputs1, and so on.
         parts = [
             Tensor(own_part(item.asnumpy(), layouts.get(f"inputs{i}"), self.rank)) if isinstance(item, Tensor) else item
             for i, item in enumerate(batch)
         ]
-        outputs = [[float(item.asnumpy()) for item in program(*parts)] for _ in range(self.updates)]
-        ours = program.values()
+        with _on_cpu():
+            program = CpuProgram(model, start, layouts, self.rank)
+            outputs = [[float(item.asnumpy()) for item in program(*parts)] for _ in range(self.updates)]
+            ours = program.values()
         path = self.meeting.folder / "whole.npz"
         losses: list[float] = []
         if self.rank == 0:
@@ -166,7 +174,6 @@ class _Rank:
         for parameter in whole.get_parameters():
             if parameter.name in start:
                 parameter.set_data(Tensor(start[parameter.name], parameter.dtype))
-        whole.set_train()
         with graph_mode(), inlined([cell for _, cell in whole.cells_and_names()]):
             losses = [float(whole(*batch).asnumpy()) for done in updated if done]
         return losses, {weight.name: weight.asnumpy() for weight in whole.optimizer.parameters}
@@ -179,6 +186,14 @@ class _Rank:
                 return _compiled(stock, [_some_rows(item, parts) for item, parts in self._cut(step, batch)])[1]
         except Exception as error:
             return {"error": first_line(error)}
+
+
+def _step_of(model: Model) -> nn.Cell:
+    """Return the step of a Model, with the modes and the settings that the Model sets before it trains."""
+    step = model._train_network.set_train()
+    if isinstance(model._network, AutoParallel) and isinstance(step.body, PartitionedStep):
+        step.body.semi_auto = SemiAuto(model._network)
+    return step
 
 
 def _compiled(step: nn.Cell, inputs: list[Any]) -> tuple[Any, dict[str, Any]]:
@@ -220,7 +235,7 @@ def _bytes_of(model: Any, network: set[str]) -> dict[str, int]:
 
 
 def _some_rows(item: Any, parts: tuple[int, ...]) -> Any:
-    """Return a part of an input with the shape that each device's part has."""
+    """Return a piece of an input as large as the part of a device. The compiler looks at its shape alone."""
     for axis, count in enumerate(parts):
         if item.shape[axis] % count:
             rule = f"one whose axis {axis} divides into the {count} parts of its dataset_strategy"
@@ -231,6 +246,7 @@ def _some_rows(item: Any, parts: tuple[int, ...]) -> Any:
 
 
 def _dataset_strategy(step: TrainOneStepCell) -> Any:
+    """Return how the data are cut, as the AutoParallel or, without one, MindSpore's context says it."""
     settings = step.body.semi_auto.auto_parallel
     if settings is None:
         return auto_parallel_context().get_dataset_strategy()
@@ -248,12 +264,35 @@ def _stock_step(step: TrainOneStepCell) -> Iterator[nn.Cell]:
         _init_auto_parallel_context(settings)
     try:
         cell = _TrainGradAccuStepCell(stock, step.optimizer)
-        cell.set_train()
+        # The compiler knows accumulation in training alone. The user's cells keep the modes that they have.
+        cell.add_flags(training=True)
         yield cell
     finally:
         if settings is not None:
             _clear_auto_parallel_context(settings)
         forget_accumulation()
+
+
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Say what to do if the program does not run on CPU, mostly for an operator that CPU lacks."""
+    try:
+        yield
+    except Exception as error:
+        rule, got = "False for a program that does not run on CPU", f"True: {first_line(error).rstrip('.')}"
+        remedy = "Without it the step is compiled and counted all the same."
+        raise RuntimeError(sentence(OWNER, "run", rule, got, remedy)) from error
+
+
+@contextmanager
+def _inside(folder: str) -> Iterator[None]:
+    """Let relative paths begin in ``folder``."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 class _MeanOfMicroBatch(nn.Cell):
@@ -275,4 +314,5 @@ def _distances(name: str, whole: Any, start: Any, ours: Any, layouts: Any, rank:
 
 
 def _kind(made: Any) -> str:
+    """Return the type of what a function has returned, for an error."""
     return f"{type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple) else "")
