@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import simulated_programs as programs
-from refusal import raises
 from simulated_programs import HIDDEN, INSIDE, OUTSIDE, alone, fails, halves, hangs, sharded
 
 from ms_gradaccum import simulate
@@ -38,6 +38,10 @@ def processes_of_jobs():
         except OSError:
             continue
     return found
+
+
+def refuses(kind, beginning):
+    return pytest.raises(kind, match="^" + re.escape(beginning))
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +76,11 @@ def test_a_sharded_network_trains_as_one_process_does(tmp_path, capsys):
     assert result["ours"]["held_bytes"]["buffer"] == 4 * held
     # Of Momentum; and the rate, the momentum and the count of updates.
     assert result["ours"]["held_bytes"]["optimizer state"] == 4 * (held + 3)
-    # In each of 2 micro batches the products of the second layer are added up: 8 rows of 4 columns.
-    forward = [kind for kind in result["ours"]["messages"] if kind["purpose"] == "forward of a sharded operator"]
-    assert sum(kind["count"] for kind in forward if kind["nbytes"] >= 2 * 8 * OUTSIDE * 4) == 2
+    # In each of 2 micro batches the products of the second layer are added up (8 rows of 4 columns), and the losses.
+    sent = {(kind["operator"], kind["purpose"]): (kind["count"], kind["nbytes"]) for kind in result["ours"]["messages"]}
+    assert sent["AllReduce", "forward of a sharded operator"] == (4, 2 * 8 * OUTSIDE * 4 + 2 * 4)
+    # Between the layers columns become rows, where no strategy is given.
+    assert ("AlltoAll", "another layout, forward") in sent
     norm = [kind for kind in result["ours"]["messages"] if kind["purpose"] == "norm"]
     assert [(kind["operator"], kind["count"], kind["nbytes"]) for kind in norm] == [("AllReduce", 1, 4)]
     assert "norm" not in {kind["purpose"] for kind in result["stock"]["messages"]}
@@ -140,21 +146,21 @@ def test_nothing_outlives_the_command(tmp_path, how):
 
 
 def test_what_cannot_be_simulated_is_refused(monkeypatch):
-    with raises(ValueError, "For 'simulate', the argument 'devices' must be at least 2, but got 1."):
+    with refuses(ValueError, "For 'simulate', the argument 'devices' must be at least 2, but got 1."):
         simulate(sharded, 1)
-    with raises(TypeError, "For 'simulate', the argument 'devices' must be a positive int, but got '8'"):
+    with refuses(TypeError, "For 'simulate', the argument 'devices' must be a positive int, but got '8'"):
         simulate(sharded, "8")
-    with raises(ValueError, "For 'simulate', the argument 'target' must be 'GPU', but got 'Ascend'."):
+    with refuses(ValueError, "For 'simulate', the argument 'target' must be one of 'GPU', but got 'Ascend'."):
         simulate(sharded, 2, "Ascend")
-    with raises(ValueError, "For 'simulate', the argument 'build' must be a function that a new process can import"):
+    with refuses(ValueError, "For 'simulate', the argument 'build' must be a function that a new process can import"):
         simulate(lambda: None, 2)
-    with raises(TypeError, "For 'simulate', the argument 'run' must be a bool, but got 1"):
+    with refuses(TypeError, "For 'simulate', the argument 'run' must be a bool, but got 1"):
         simulate(sharded, 2, run=1)
     monkeypatch.setattr(simulate_module, "why_not", lambda: "gcc is not installed")
-    with raises(RuntimeError, "For 'simulate', this machine must have gcc, nm and the GPU plugin"):
+    with refuses(RuntimeError, "For 'simulate', this machine must have gcc, nm and the GPU plugin"):
         simulate(sharded, 2)
     monkeypatch.setenv(IN_JOB, "1")
-    with raises(RuntimeError, "For 'simulate', the program must not call it when a new process imports the program"):
+    with refuses(RuntimeError, "For 'simulate', the program must not call it when a new process imports the program"):
         simulate(sharded, 2)
 
 

@@ -1,7 +1,7 @@
 """Run the program that the compiler partitioned for several devices on as many CPU processes, to see its numbers.
 
 What the CPU lacks is put together of what it has. It adds up floats in any group, and gathers over all processes; it
-finds no largest value, scatters nothing, and gathers in no smaller group.
+finds no largest value, scatters and exchanges nothing, and gathers in no smaller group.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ from mindspore.parallel._tensor import _load_tensor_by_layout
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.parallel.world import gather_values
-from ms_gradaccum.tools.simulation.collectives import COLLECTIVES, groups_of, text_of
+from ms_gradaccum.tools.simulation.collectives import COLLECTIVES, groups_of, number_of, text_of
 from ms_gradaccum.tools.simulation.partition import WORLD_GROUP
 
 _CPU_WORLD_GROUP = "mccl_world_group"
@@ -136,7 +136,7 @@ class _Rewriter:
         ranks = self.members[group]
         tensor = next(attribute for attribute in node.attribute if attribute.name == "shape").tensors[0]
         shape, value, output = list(tensor.dims), node.input[0], node.output[0]
-        if operator not in ("AllReduce", "AllGather", "ReduceScatter") or tensor.data_type not in _GATHERED:
+        if operator not in ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll") or tensor.data_type not in _GATHERED:
             raise NotImplementedError(f"{operator} of {_DataType.Name(tensor.data_type)}, which CPU lacks")
         if operator == "AllReduce" and reduction == "sum" and tensor.data_type in _FLOATS:
             return [node]
@@ -145,6 +145,9 @@ class _Rewriter:
             self._add("Reshape", [rows, self._constant(shape)], output)
         elif operator == "AllReduce":
             self._reduced(self._of_ranks(value, shape, ranks, output), reduction, output)
+        elif operator == "AlltoAll":
+            axes = number_of(primitive, "split_dim", 0), number_of(primitive, "concat_dim", 0)
+            self._exchanged(value, shape, ranks, output, *axes)
         else:
             rows = self._of_ranks(value, [shape[0] * len(ranks), *shape[1:]], ranks, output)
             total = self._reduced(rows, reduction, f"{output}_total")
@@ -159,6 +162,26 @@ class _Rewriter:
         arguments = [rows, self._constant([0]), no, *([no] if reduction == "sum" else [])]
         return self._add(_REDUCTIONS[reduction], arguments, output)
 
+    def _exchanged(
+        self, value: str, shape: list[int], ranks: tuple[int, ...], output: str, split: int, joined: int
+    ) -> None:
+        """Add nodes that take one's part on the axis ``split`` of each rank, and join these on another axis."""
+        part = [*shape]
+        part[joined] //= len(ranks)
+        whole = [*part]
+        whole[split] *= len(ranks)
+        rows = self._of_ranks(value, whole, ranks, output)
+        first = [0] * len(shape)
+        first[split] = ranks.index(self.rank) * part[split]
+        end = [begin + length for begin, length in zip(first, part)]
+        parts = [self._slice(rows, [i, *first], [i + 1, *end], f"{output}_from_{i}") for i in range(len(ranks))]
+        own = [self._add("Reshape", [name, self._constant(part)], f"{name}_part") for name in parts]
+        self._joined(own, joined, output)
+
+    def _joined(self, parts: list[str], axis: int, output: str) -> str:
+        some = self._add("MakeTuple", parts, f"{output}_parts")
+        return self._add("Concat", [some, self._constant(axis)], output)
+
     def _of_ranks(self, value: str, shape: list[int], ranks: tuple[int, ...], output: str) -> str:
         """Add nodes that gather the values of ``ranks`` in their order, on a new axis. Return their name."""
         row = self._add("Reshape", [value, self._constant([1, *shape])], f"{output}_row")
@@ -168,8 +191,7 @@ class _Rewriter:
             return rows
         zeros = [0] * len(shape)
         parts = [self._slice(rows, [i, *zeros], [i + 1, *shape], f"{output}_row_{i}") for i in ranks]
-        some = self._add("MakeTuple", parts, f"{output}_parts")
-        return self._add("Concat", [some, self._constant(0)], f"{output}_some")
+        return self._joined(parts, 0, f"{output}_some")
 
     def _slice(self, value: str, begin: list[int], end: list[int], output: str) -> str:
         bounds = [self._constant(bound) for bound in (begin, end, [1] * len(begin))]
