@@ -35,7 +35,9 @@ class SemiAuto:
     def __init__(self, network: nn.Cell) -> None:
         self.auto_parallel = network if isinstance(network, AutoParallel) else None
 
-    def check(self, accumulation_steps: int, network: Any, drops: bool, clip: Any, dtype: Any) -> None:
+    def check(
+        self, accumulation_steps: int, network: Any, optimizer: nn.Cell, drops: bool, clip: Any, dtype: Any
+    ) -> None:
         """Raise for settings with which the mean over all rows would be wrong, or nothing could work."""
         terms = network.terms
         _check_settings(self._settings())
@@ -56,6 +58,8 @@ class SemiAuto:
         if dtype != ms.float32:
             rule, remedy = "one of float32 messages in semi-auto-parallel", "The compiler chooses what it sends."
             raise ValueError(sentence(_OWNER, "mixed_precision", rule, f"reduce_dtype={dtype}", remedy))
+        if network.micro_size > 1:
+            _check_all_are_trained(network, optimizer)
         if network.micro_size > 1 and network.loss_reason:
             warn(network.loss_reason)
         if network.losses is not None:
@@ -88,6 +92,17 @@ class SemiAuto:
             if outside:
                 _clear_auto_parallel_context(self.auto_parallel)
             forget_accumulation()
+
+
+def _check_all_are_trained(network: nn.Cell, optimizer: nn.Cell) -> None:
+    """Raise unless the optimizer has all trainable parameters: the compiler looks for sums of each of them."""
+    trained = {id(parameter) for parameter in optimizer.parameters}
+    left_out = [parameter.name for parameter in network.trainable_params() if id(parameter) not in trained]
+    if left_out:
+        got = f"one that leaves out {len(left_out)}, first {left_out[0]!r}"
+        remedy = "Set requires_grad = False on those that are not to be trained, before the step is built."
+        rule = "one of all trainable parameters in semi-auto-parallel"
+        raise ValueError(sentence(_OWNER, "optimizer", rule, got, remedy))
 
 
 def _refuse_first_cast(error: RuntimeError) -> None:

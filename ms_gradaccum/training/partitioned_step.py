@@ -34,7 +34,7 @@ class PartitionedStep(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         dtype = settings.precision.reduce_dtype
-        kind.check(settings.accumulation_steps, network, settings.drops, settings.clip, dtype)
+        kind.check(settings.accumulation_steps, network, optimizer, settings.drops, settings.clip, dtype)
         self.network = network
         self.optimizers = [optimizer]
         self.reducers: list[Any] = []

@@ -41,6 +41,7 @@ def refusals(batch: tuple[Tensor, Tensor]) -> dict[str, str]:
             "reduce_dtype": said(lambda: _step(mixed_precision=MixedPrecision(reduce_dtype="fp16"))),
             "bad_micro_batch": said(lambda: _step(bad_micro_batch="drop")),
             "rule in Python": said(lambda: partition(_step(mixed_precision=_MANAGER), *batch)),
+            "part": said(lambda: _step(part=True)),
             "rows": said(lambda: partition(_step(variant=Variant(7)), *batch)),
             "cast first": said(lambda: partition(_step(mixed_precision="fp16_apex"), *batch)),
             "late": said(lambda: partition(_changed(_step()), *batch)),
@@ -50,12 +51,15 @@ def refusals(batch: tuple[Tensor, Tensor]) -> dict[str, str]:
         }
 
 
-def _step(change: Callable[[Any], Any] | None = None, variant: Variant = _PLAIN, **settings: Any) -> TrainOneStepCell:
+def _step(
+    change: Callable[[Any], Any] | None = None, variant: Variant = _PLAIN, part: bool = False, **settings: Any
+) -> TrainOneStepCell:
     network = Network()
     cell = settings_of(variant, loss_cell_of(variant, network))
     if change is not None:
         change(cell)
-    return TrainOneStepCell(cell, optimizer_of(variant, network), **settings)
+    optimizer = nn.Momentum(network.second.trainable_params(), 0.1, 0.9) if part else optimizer_of(variant, network)
+    return TrainOneStepCell(cell, optimizer, **settings)
 
 
 def _changed(step: TrainOneStepCell) -> TrainOneStepCell:

@@ -142,6 +142,7 @@ def test_evaluation_compiles_after_training(reports):
         ("rule in Python", "one that can be compiled, but got a DynamicLossScaleManager"),
         ("parallel", "'auto' in semi-auto-parallel, but got DataParallel(sync_each_batch=False"),
         ("cast first", "takes it as it is, in semi-auto-parallel, but got one that casts it to 16 bits"),
+        ("part", "all trainable parameters in semi-auto-parallel, but got one that leaves out 2, first 'first.weight'"),
         ("rows", "must divide the 64 rows of the batch of all devices"),
         ("larger graph", "compiled as the outermost cell"),
         ("around", "AutoParallel around it all"),
