@@ -5,6 +5,7 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
+from ms_gradaccum._checks import check_construct
 from ms_gradaccum.backend.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
@@ -17,7 +18,7 @@ from ms_gradaccum.training.host_driven import HostDrivenStep
 from ms_gradaccum.training.partitioned_step import PartitionedStep
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.stock_cell import STEP_REMEDY, check_construct, check_stock_arguments
+from ms_gradaccum.training.stock_cell import STEP_REMEDY, check_stock_arguments
 
 _OWNER = "TrainOneStepCell"
 
