@@ -178,6 +178,8 @@ class FirstPass(NoFirstPass):
         tensors = (*outputs, *leaves)
         loss, grads = _eagerly(run.cell, tensors) if eager else run(*tensors)
         cache, own = grads if run.cell.has_own else (grads, ())
+        # Of one output MindSpore returns the gradient alone.
+        cache = cache if isinstance(cache, tuple) else (cache,)
         # Op by op, MindSpore would else go back from them into the loss once more.
         detach = ops.stop_gradient
         return detach(loss), tuple(detach(grad) for grad in cache), tuple(detach(grad) for grad in own)
