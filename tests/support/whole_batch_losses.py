@@ -107,6 +107,15 @@ def batch(name, number, rows):
     return x, np.sort(random.integers(0, 5, rows)).astype(np.int32)
 
 
+def bounds_of(number, ranks):
+    """Where the rows of each rank begin and end in a batch: not the same number for each, and none for the last rank
+    in the last batch."""
+    ends = {2: [0, 11, 18 + number % 2], 4: [0, 7, 11, 16, 18 + number % 2]}[ranks]
+    if number == 2:
+        ends[-2] = ends[-1]
+    return list(zip(ends, ends[1:]))
+
+
 def parts_of(name):
     """A network and a loss, always with the same parameters."""
     loss, network, labels = LOSSES[name]
