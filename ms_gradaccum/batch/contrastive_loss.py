@@ -84,7 +84,6 @@ class ContrastiveLoss(nn.Cell):
         value = Tensor(-math.log(temperature), ms.float32)
         self.logit_scale = Parameter(value, name="logit_scale", requires_grad=learnable)
         self.log_sum_exps = LogSumExps(block_rows, towers == 1)
-        self.first_alike = FirstAlike(block_rows)
 
     def construct(self, first: Tensor, *rest: Tensor) -> Tensor:
         if len(rest) not in ((1,) if self.towers == 1 else (1, 2)):
@@ -94,22 +93,19 @@ class ContrastiveLoss(nn.Cell):
         _check_shapes(first.shape, second.shape, None if labels is None else labels.shape)
         first, second = self._unit(first), self._unit(second)
         scaled = first * ops.exp(self.logit_scale)
-        sums = self.log_sum_exps(scaled, second)
-        if labels is None:
-            # Twice: each direction has one positive of each row.
-            return (sums[0] + sums[1] - 2.0 * (scaled * second).sum(1)).mean() / 2.0
-        rows = first.shape[0]
-        places = ops.stop_gradient(self.first_alike(labels.reshape(-1)))
-        # Sums over the rows of one label, at the place of the first of them.
-        counts = ops.unsorted_segment_sum(ops.ones((rows,), ms.float32), places, rows)[places]
-        others = ops.unsorted_segment_sum(second, places, rows)[places]
+        # Sums over the positives of each row. Both directions have the same, since they have the same labels.
+        others, counts = second, ops.ones((first.shape[0],), ms.float32)
+        if labels is not None:
+            numbers = ops.stop_gradient(label_numbers(labels))
+            others = ops.gather(ops.unsorted_segment_sum(second, numbers, first.shape[0]), numbers, 0)
+            counts = ops.gather(ops.unsorted_segment_sum(counts, numbers, first.shape[0]), numbers, 0)
         if self.towers == 1:
             others, counts = others - second, counts - 1.0
-            counted = as_dtype(counts > 0, ms.float32)
-            each = sums[0] - (scaled * others).sum(1) / ops.maximum(counts, Tensor(1.0, ms.float32))
-            return (each * counted).sum() / ops.maximum(counted.sum(), Tensor(1.0, ms.float32))
-        # The sum over i and j in P_i of s_ij / |P_i| is the same in both directions, since both have the same labels.
-        return (sums[0] + sums[1] - 2.0 * (scaled * others).sum(1) / counts).mean() / 2.0
+        one = Tensor(1.0, ms.float32)
+        counted = as_dtype(counts > 0, ms.float32)
+        weights = counted / ops.maximum(counted.sum(), one)
+        positives = (scaled * others).sum(1) / ops.maximum(counts, one)
+        return self.log_sum_exps(scaled, second, weights / self.towers)[0] - (positives * weights).sum()
 
     def _unit(self, rows: Tensor) -> Tensor:
         rows = as_dtype(rows, ms.float32)
@@ -117,7 +113,10 @@ class ContrastiveLoss(nn.Cell):
 
 
 class LogSumExps(nn.Cell):
-    """The logarithms of the sums of exponentials of the products of rows with rows, along both axes.
+    """A weighted sum of the logarithms of the sums of exponentials of the products of rows with rows, along both axes.
+
+    No table is broadcast: for each such operator MindSpore keeps, on CPU, two lists of places as long as its result.
+    What is added to whole rows or columns of products is one more factor of each row.
 
     Args:
         block_rows: Rows whose products exist at a time.
@@ -128,65 +127,62 @@ class LogSumExps(nn.Cell):
         super().__init__(auto_prefix=False)
         self.block_rows = block_rows
         self.is_one = is_one
+        self.along_row, self.along_column = ops.LogSoftmax(-1), ops.LogSoftmax(0)
 
-    def construct(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return those of each row of ``a``, and below them those of each row of ``b``; zeros if these are one."""
-        rows = a.shape[0]
+    def construct(self, a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum, weighted by ``weights`` along both axes, or along that of the rows of ``a`` if these are one.
+
+        After it there are the logarithms, for the backward pass. Nothing goes back into the weights.
+        """
         by_row: tuple[Tensor, ...] = ()
-        largest = ops.zeros((b.shape[0],), ms.float32) + _NONE
-        total = ops.zeros((b.shape[0],), ms.float32)
-        for begin, end in blocks_of(rows, self.block_rows):
+        by_column = ops.zeros((b.shape[0],), ms.float32) + _NONE
+        for begin, end in blocks_of(a.shape[0], self.block_rows):
             # One after the other, or the products of all blocks would be there at a time.
-            products = self.products(ops.depend(a[begin:end], (by_row, total)), b, begin, end)
-            most = ops.amax(products, 1, keepdims=True)
-            by_row += (most.reshape(-1) + ops.log(ops.exp(products - most).sum(1)),)
+            products = self.products(ops.depend(a[begin:end], (by_row, by_column)), b, begin, end)
+            by_row += (ops.amax(products, 1) - ops.amax(self.along_row(products), 1),)
             if not self.is_one:
-                larger = ops.maximum(largest, ops.amax(products, 0))
-                total = total * ops.exp(largest - larger) + ops.exp(products - larger).sum(0)
-                largest = larger
-        by_column = total if self.is_one else largest + ops.log(total)
-        return ops.stack((ops.concat(by_row), by_column))
+                own = ops.amax(products, 0) - ops.amax(self.along_column(products), 0)
+                larger = ops.maximum(by_column, own)
+                by_column = larger + ops.log(ops.exp(by_column - larger) + ops.exp(own - larger))
+        rows = ops.concat(by_row)
+        total = rows if self.is_one else rows + by_column
+        return (total * weights).sum(), rows, by_column
 
     def products(self, part: Tensor, b: Tensor, begin: int, end: int) -> Tensor:
         """Return the products of some rows with all of ``b``."""
         products = ops.matmul(part, b.T)
         if self.is_one:
-            itself = ops.arange(begin, end).reshape(-1, 1) == ops.arange(0, b.shape[0]).reshape(1, -1)
-            products = ops.masked_fill(products, itself, Tensor(_NONE, ms.float32))
+            # A diagonal that the compiler does not know, or it would keep one for each block.
+            itself = ops.diag(ops.minimum(part[:, 0], Tensor(_NONE, ms.float32)))
+            products = products + ops.pad(itself, (begin, b.shape[0] - end))
         return products
 
-    def bprop(self, a: Tensor, b: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+    def bprop(self, a: Tensor, b: Tensor, weights: Tensor, out: Any, dout: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients, from the products computed once more."""
+        rows, columns = b.shape[0], ops.ones((b.shape[0], 1), ms.float32)
+        logs = ops.log(weights)
+        longer_b = ops.concat((b, columns), 1)
+        shifted_b = ops.concat((b, (logs - out[2]).reshape(-1, 1)), 1)
         a_grads: tuple[Tensor, ...] = ()
         b_grad = ops.zeros(b.shape, ms.float32)
-        for begin, end in blocks_of(a.shape[0], self.block_rows):
-            part = ops.depend(a[begin:end], (a_grads, b_grad))
-            products = self.products(part, b, begin, end)
-            weights = ops.exp(products - out[0][begin:end].reshape(-1, 1)) * dout[0][begin:end].reshape(-1, 1)
-            if not self.is_one:
-                weights = weights + ops.exp(products - out[1]) * dout[1]
-            a_grads += (ops.matmul(weights, b),)
-            b_grad = b_grad + ops.matmul(weights.T, part)
-        return ops.concat(a_grads), b_grad
-
-
-class FirstAlike(nn.Cell):
-    """For each label, the place of the first one that is equal."""
-
-    def __init__(self, block_rows: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.block_rows = block_rows
-
-    def construct(self, labels: Tensor) -> Tensor:
-        rows = labels.shape[0]
-        places: tuple[Tensor, ...] = ()
-        # The first one is the one that is worth most.
-        worth = ops.cast(ops.arange(rows, 0, -1), ms.float32)
         for begin, end in blocks_of(rows, self.block_rows):
-            part = ops.depend(labels[begin:end], places)
-            alike = ops.cast(part.reshape(-1, 1) == labels.reshape(1, -1), ms.float32)
-            places += (rows - ops.cast(ops.amax(alike * worth, 1), ms.int32),)
-        return ops.concat(places)
+            part = ops.depend(a[begin:end], (a_grads, b_grad))
+            shifted = ops.concat((part, (logs - out[1])[begin:end].reshape(-1, 1)), 1)
+            shares = ops.exp(self.products(shifted, longer_b, begin, end))
+            if not self.is_one:
+                shares = shares + ops.exp(ops.matmul(ops.concat((part, columns[begin:end]), 1), shifted_b.T))
+            a_grads += (ops.matmul(shares, b),)
+            b_grad = b_grad + ops.matmul(shares.T, part)
+        return ops.concat(a_grads) * dout[0], b_grad * dout[0], ops.zeros(weights.shape, ms.float32)
+
+
+def label_numbers(labels: Tensor) -> Tensor:
+    """Return a number below that of the rows for each label, the same for those that are equal."""
+    ordered, places = ops.sort(labels.reshape(-1))
+    begins = ops.cast(ops.not_equal(ordered[1:], ordered[:-1]), ms.float32)
+    numbers = ops.concat((ops.zeros((1,), ms.float32), ops.cumsum(begins, 0)))
+    # Back in the order of the rows.
+    return ops.cast(ops.gather(numbers, ops.sort(ops.cast(places, ms.int32))[1], 0), ms.int32)
 
 
 @_primexpr

@@ -116,17 +116,15 @@ def bounds_of(number, ranks):
     return list(zip(ends, ends[1:]))
 
 
-def parts_of(name):
-    """A network and a loss, always with the same parameters."""
-    loss, network, labels = LOSSES[name]
+def parts_of(name, loss=None):
+    """A network and its loss, or another one, always with the same parameters."""
+    own, network, labels = LOSSES[name]
+    loss = loss or own
     random = np.random.default_rng(1)
-    parts = network(), loss()
-    for part in parts:
-        for parameter in part.trainable_params():
-            if parameter.name != "temperature":
-                values = random.normal(size=parameter.shape, scale=0.5)
-                parameter.set_data(Tensor(values.astype(np.float32)))
-    return (*parts, labels)
+    backbone = network()
+    for parameter in backbone.trainable_params():
+        parameter.set_data(Tensor(random.normal(size=parameter.shape, scale=0.5).astype(np.float32)))
+    return backbone, loss(), labels
 
 
 class OrdinaryLoss(nn.Cell):
