@@ -101,3 +101,35 @@ KERNEL(sum_of_squares) {
   *static_cast<float *>(tensors[1]) = static_cast<float>(total);
   return 0;
 }
+
+// The factor where the hash of a place, from 1 on, and a seed is at least as large as a bound, 0 elsewhere; in the shape
+// of the first input. See replay_dropout.py, which does the same with operators.
+static uint32_t hashed(uint32_t value) {
+  value ^= value >> 16;
+  value *= 0x7feb352du;
+  value ^= value >> 15;
+  value *= 0x846ca68bu;
+  return value ^ (value >> 16);
+}
+
+extern "C" std::vector<int64_t> replay_maskInferShape(int *dimensions, int64_t **shapes, void *extra) {
+  return std::vector<int64_t>(shapes[0], shapes[0] + dimensions[0]);
+}
+
+extern "C" int replay_maskInferType(std::vector<int> types, void *extra) { return types[0]; }
+
+extern "C" int replay_mask(int count, void **tensors, int *dimensions, int64_t **shapes, const char **dtypes,
+                           void *stream, void *extra) {
+  if (count != 5) {
+    return 1;
+  }
+  const int64_t elements = elements_of(dimensions[0], shapes[0]);
+  const uint32_t seed = hashed(*static_cast<const uint32_t *>(tensors[1]));
+  const uint32_t bound = *static_cast<const uint32_t *>(tensors[2]);
+  const float factor = *static_cast<const float *>(tensors[3]);
+  float *mask = static_cast<float *>(tensors[4]);
+  for (int64_t i = 0; i < elements; i++) {
+    mask[i] = (hashed(static_cast<uint32_t>(i + 1) ^ seed) & 0xffffffu) >= bound ? factor : 0.0f;
+  }
+  return 0;
+}

@@ -55,8 +55,8 @@ def _make_kernels() -> tuple[Any, ...]:
     return tuple(kernels)
 
 
-_NAMES = ("add_scaled_in_place", "scale_in_place", "fill_in_place", "sum_of_squares")
-_add_scaled_in_place, _scale_in_place, _fill_in_place, _sum_of_squares = _make_kernels()
+_NAMES = ("add_scaled_in_place", "scale_in_place", "fill_in_place", "sum_of_squares", "replay_mask")
+_add_scaled_in_place, _scale_in_place, _fill_in_place, _sum_of_squares, _replay_mask = _make_kernels()
 
 
 def has_kernels() -> bool:
@@ -105,6 +105,17 @@ def sum_of_squares(values: Tensor) -> Tensor:
         # Row by row first: on CPU a reduction over all axes at once takes 7 times as long.
         squares = ops.sum(ops.Flatten()(squares), (1,))
     return ops.sum(squares)
+
+
+def replay_mask(like: Tensor, seed: Tensor, bound: Tensor, factor: Tensor) -> Tensor:
+    """Return a mask of `ReplayDropout` for a tensor that `fits_kernels`."""
+    return _replay_mask(like, seed, bound, factor)
+
+
+@_primexpr
+def fits_kernels(dtype: Any) -> bool:
+    """Return whether the kernels of this package take tensors of a dtype here."""
+    return bool(dtype == ms.float32 and has_kernels() and on_cpu())
 
 
 def spread(number: Tensor, like: Parameter) -> Tensor:
