@@ -141,9 +141,8 @@ class Accumulator(nn.Cell, Observed):
             for _ in pairs
         ]
         self._networks = [TrainedNetwork(*pair, each, self.config) for pair, each in zip(pairs, settings)]
-        for trained in self._networks:
-            for each in trained.optimizers:
-                claim_optimizer(each, self)
+        for each in (each for trained in self._networks for each in trained.optimizers):
+            claim_optimizer(each, self)
         self.window = LoopWindow(self.config, self._networks)
         self.events = self.window.events
         first, steps = self._networks[0], self.config.accumulation_steps

@@ -131,9 +131,7 @@ class Model(ms.Model):
         _check_cells(network, loss_fn, eval_network)
         check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
         self.last_window = check_last_window(_OWNER, last_window)
-        if kwargs:
-            got = ", ".join(sorted(kwargs))
-            raise ValueError(f"For '{_OWNER}', the arguments {got} are unknown or do not work with accumulation.")
+        _refuse_unknown(kwargs)
         precision = combined(_OWNER, mixed_precision, amp_level, loss_scale_manager)
         self._step_settings: dict[str, Any] = {
             "accumulation_steps": accumulation_steps,
@@ -290,6 +288,12 @@ class Model(ms.Model):
         if self._steps is not None:
             self._steps.end_pass(cb_params, list_callback)
         super()._eval_during_train(valid_infos, cb_params, list_callback)
+
+
+def _refuse_unknown(arguments: dict[str, Any]) -> None:
+    if arguments:
+        got = ", ".join(sorted(arguments))
+        raise ValueError(f"For '{_OWNER}', the arguments {got} are unknown or do not work with accumulation.")
 
 
 def _check_cells(network: Any, loss_fn: Any, eval_network: Any) -> None:

@@ -61,17 +61,20 @@ REFUSED = {
     "weighted": (
         lambda: GradAccumulation(cell(), 2, weighted=True),
         ValueError,
-        f"For 'GradAccumulation', the argument 'weighted' must be False for a GradCacheLoss, but got True. {ONE_NUMBER}",
+        "For 'GradAccumulation', the argument 'weighted' must be False for a GradCacheLoss, but got True. "
+        + ONE_NUMBER,
     ),
     "losses": (
         lambda: GradAccumulation(cell(), 2, losses="first"),
         ValueError,
-        f"For 'GradAccumulation', the argument 'losses' must be None for a GradCacheLoss, but got 'first'. {ONE_NUMBER}",
+        "For 'GradAccumulation', the argument 'losses' must be None for a GradCacheLoss, but got 'first'. "
+        + ONE_NUMBER,
     ),
     "terms": (
         lambda: GradAccumulation(cell(), 2, weighted=True, terms=2),
         ValueError,
-        f"For 'GradAccumulation', the argument 'weighted' must be False for a GradCacheLoss, but got True. {ONE_NUMBER}",
+        "For 'GradAccumulation', the argument 'weighted' must be False for a GradCacheLoss, but got True. "
+        + ONE_NUMBER,
     ),
     "one inside": (
         lambda: GradAccumulation(OrdinaryLoss(cell(), Correlation(), 1), 2),
