@@ -23,7 +23,14 @@ from whole_batch_losses import (  # noqa: E402
     values_of,
 )
 
-from ms_gradaccum import HSDP, DataParallel, GradAccumulation, GradCacheLoss, TrainOneStepCell  # noqa: E402
+from ms_gradaccum import (  # noqa: E402
+    HSDP,
+    ContrastiveLoss,
+    DataParallel,
+    GradAccumulation,
+    GradCacheLoss,
+    TrainOneStepCell,
+)
 from ms_gradaccum.parallel.world import gather_rows  # noqa: E402
 
 gc.freeze()
@@ -37,9 +44,9 @@ KINDS = {
 }
 
 
-def train(name, kind, cell_kind=GradCacheLoss, **settings):
+def train(name, kind, cell_kind=GradCacheLoss, loss=None, **settings):
     """Three windows; in the last one the last rank has run out of data. Return the weights, losses and weights."""
-    cell = cell_kind(*parts_of(name))
+    cell = cell_kind(*parts_of(name, loss))
     optimizer = nn.Momentum(cell.trainable_params(), 0.05, 0.9)
     step = TrainOneStepCell(GradAccumulation(cell, 3), optimizer, parallel=kind, **settings)
     outputs = []
@@ -61,6 +68,7 @@ for name in LOSSES:
     results[f"{name} plain"] = train(name, DataParallel(), OrdinaryLoss)
 for kind in KINDS:
     results[kind] = train("clip", KINDS[kind])
+results["blocks"] = train("clip", DataParallel(), loss=lambda: ContrastiveLoss(np.exp(-1.5), block_rows=5))
 # The squares of the gradients of the micro batches of all ranks.
 for kind in ("data parallel", "level1"):
     cell = Weights(6)

@@ -48,7 +48,7 @@ def test_ranks_train_like_one_process_on_all_rows(name, reports):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "blocks"])
 def test_all_kinds_of_parallelism_do(kind, reports):
     check(reports, kind, "clip")
 

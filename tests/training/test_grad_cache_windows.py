@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
 from step_probe import changed, number
 from step_probe import values_of as parameters_of
-from whole_batch_losses import Tower, distance, unit, values_of
+from whole_batch_losses import Tower, distance, movement, unit, values_of
 
 from ms_gradaccum import (
     Accumulator,
@@ -261,6 +261,27 @@ def test_a_frozen_network_trains_its_loss_alone():
     step(*inputs)
     np.testing.assert_allclose(number(cell.loss_fn.temperature), before - LEARNING_RATE * number(grad), rtol=1e-6)
     assert number(cell.backbone.calls) == 4
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_in_16_bits_it_trains_as_the_whole_batch_does(level):
+    ends = []
+    # In float16 in micro batches, in one piece, and in float32.
+    for micro_size, precision in ((4, MixedPrecision(level=level)), (1, MixedPrecision(level=level)), (1, None)):
+        cell = build()
+        network = GradAccumulation(cell, micro_size, batch_axis=AXES)
+        optimizer = nn.SGD(cell.trainable_params(), LEARNING_RATE)
+        step = TrainOneStepCell(network, optimizer, mixed_precision=precision).set_train()
+        start = values_of(cell.trainable_params())
+        outputs = run(step, [11, 13])
+        assert all(number(each.updated) for each in outputs)
+        ends.append(values_of(cell.trainable_params()))
+        if precision:
+            assert number(outputs[1].loss_scale) == 65536
+    micro, whole_batch, full = ends
+    assert distance(micro, whole_batch, movement(start, full)) < 5e-3
+    assert 1e-5 < distance(micro, full, movement(start, full)) < 5e-3
 
 
 class Alike(nn.Cell):
