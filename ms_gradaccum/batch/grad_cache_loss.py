@@ -125,8 +125,8 @@ class CachedLoss(WeightedLoss):
         - The inputs of the network.
 
     Outputs:
-        The share of the loss, and the share. Then the largest difference between an output and that of the first pass,
-        and the largest output.
+        The share of the loss, and the share. Then of each of these outputs the largest difference from that of the
+        first pass, and below it the largest number in it.
     """
 
     counts_rows = True
@@ -154,7 +154,7 @@ class CachedLoss(WeightedLoss):
                 place += 1
         # The number is that of the loss, the gradient that of the other one.
         value = scalar(loss) * share + (start - ops.stop_gradient(start))
-        return value, share, ops.stack((ops.max(ops.stack(differences))[0], ops.max(ops.stack(sizes))[0]))
+        return value, share, ops.stack((ops.stack(differences), ops.stack(sizes)))
 
 
 def _product(values: Tensor, grads: Tensor) -> Tensor:

@@ -5,11 +5,15 @@ import numpy as np
 import pytest
 from linear_toy import sgd
 from mindspore import Tensor, nn, ops
+from mindspore.parallel.auto_parallel import AutoParallel
 from refusal import raises
 from step_probe import Around
 from whole_batch_losses import Clip, Correlation, OrdinaryLoss, Tower, Towers, batch, parts_of
 
 from ms_gradaccum import GradAccumulation, GradCacheLoss, TrainOneStepCell, verify
+from ms_gradaccum.gradients.clipping import NoClip
+from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.training.first_pass import FirstPass
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -110,6 +114,18 @@ def test_a_step_inside_a_larger_graph_is_refused(monkeypatch):
         around(*map(Tensor, batch("correlation", 0, 8)))
 
 
+def test_the_compilers_own_parallelism_is_refused(monkeypatch):
+    monkeypatch.setattr("ms_gradaccum.parallel.semi_auto._check_settings", lambda *_: None)
+    kind = SemiAuto(AutoParallel(Tower()))
+    sentence = (
+        "For 'GradAccumulation', the argument 'network' must be a sum over rows in semi-auto-parallel, but got a "
+        "GradCacheLoss, which takes two passes. Give parallel=DataParallel() or HSDP() and a network without "
+        "AutoParallel."
+    )
+    with raises(ValueError, sentence):
+        kind.check(1, GradAccumulation(cell(), 2), False, NoClip(), ms.float32)
+
+
 def test_inputs_that_are_labels_alone_are_refused():
     network = GradCacheLoss(Tower(), Correlation(), labels=2)
     step = TrainOneStepCell(GradAccumulation(network, 2), sgd(network))
@@ -132,8 +148,6 @@ def test_verify_names_it_where_rows_depend_on_each_other_and_finds_it_equal():
 
 
 def test_a_loss_that_draws_is_refused_on_several_processes():
-    from ms_gradaccum.training.first_pass import FirstPass
-
     network = GradAccumulation(GradCacheLoss(Tower(), Drawing(), labels=1).set_train(), 2)
     sentence = (
         "For 'GradCacheLoss', the argument 'loss_fn' must be a loss that is the same on all processes, but got one "

@@ -323,6 +323,26 @@ def test_a_network_that_computes_something_else_the_second_time_is_refused(compi
     assert step.open_batches() == 1
 
 
+class DrawingLittle(Drawing):
+    """The same beside an output that is far larger."""
+
+    def construct(self, x):
+        return 1e4 * self.tower(x), 1e-4 * super().construct(x)
+
+
+class AlikeTwo(Alike):
+    def construct(self, rows, others):
+        return super().construct(rows) + super().construct(others)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_small_output_is_not_lost_beside_a_large_one():
+    cell = GradCacheLoss(DrawingLittle(), AlikeTwo()).set_train()
+    step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
+    with pytest.raises(RuntimeError, match="where Dropout 'drop' may draw anew"):
+        step(Tensor(batch(0, 16)[0]))
+
+
 class Returning(nn.Cell):
     """Returns what a function makes of its input."""
 
