@@ -1,5 +1,8 @@
 """Gradient accumulation for MindSpore."""
 
+from ms_gradaccum.batch.contrastive_loss import ContrastiveLoss as ContrastiveLoss
+from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss as GradCacheLoss
+from ms_gradaccum.batch.replay_dropout import ReplayDropout as ReplayDropout
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss as TokenMeanLoss
 from ms_gradaccum.checkpoint.load import load_state as load_state
 from ms_gradaccum.checkpoint.save import save_state as save_state

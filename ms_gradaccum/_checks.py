@@ -103,6 +103,14 @@ def check_loss(owner: str, value: Any) -> float:
     raise TypeError(sentence(owner, "loss", "a number, a tensor of one or None", got, "It is for the report alone."))
 
 
+def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
+    """Raise if a subclass has a `construct` of its own, which nothing would call."""
+    own = next(each for each in kind.__mro__ if "construct" in vars(each))
+    if own is not base:
+        got = f"that of {own.__name__}, which would never be called"
+        raise TypeError(sentence(owner, "construct", f"that of {base.__name__}", got, remedy))
+
+
 def check_bool(owner: str, name: str, value: Any, remedy: str) -> bool:
     """Return ``value`` if it is a bool."""
     if not isinstance(value, bool):

@@ -43,7 +43,9 @@ _PLACE = re.compile(r"In file (\S+?):(\d+)")
 # How the sentences begin that this package raises while the compiler reads it.
 _SENTENCES = tuple(
     f"For '{name}'"
-    for name in ("GradAccumulation", "TokenMeanLoss", "TrainOneStepCell", "Accumulator", "MixedPrecision")
+    for name in (
+        "GradAccumulation GradCacheLoss ContrastiveLoss TokenMeanLoss TrainOneStepCell Accumulator MixedPrecision"
+    ).split()
 )
 
 
@@ -55,9 +57,17 @@ class Compiled:
         owner: Whose name errors begin with.
         what: What the cell is to the user, the subject of an error.
         code: The cell of the user's inside, if there is one: its hooks no graph would call, and errors name its lines.
+        needs_fixed: Whether each shape gets a graph of its own, however many there are.
     """
 
-    def __init__(self, make_cell: Callable[[], nn.Cell], owner: str, what: str, code: nn.Cell | None = None) -> None:
+    def __init__(
+        self,
+        make_cell: Callable[[], nn.Cell],
+        owner: str,
+        what: str,
+        code: nn.Cell | None = None,
+        needs_fixed: bool = False,
+    ) -> None:
         self.make_cell = make_cell
         self.owner = owner
         self.what = what
@@ -76,8 +86,8 @@ class Compiled:
         self.general: Shapes | None = None
         # The cell whose graph takes changing shapes, once it is needed.
         self.general_cell: nn.Cell | None = None
-        # Whether the network has an operator that needs fixed lengths, so that each shape gets its own graph.
-        self.needs_fixed = False
+        # Also if the network turns out to have an operator that needs fixed lengths.
+        self.needs_fixed = needs_fixed
 
     def set_train(self, mode: bool) -> None:
         """Set the mode of the cells, see ``nn.Cell.set_train``."""
@@ -155,7 +165,7 @@ class Compiled:
                 MSContext.get_instance()._set_not_convert_jit(False)
                 self.cell.compile(*tensors)
             # The shapes are good, so what failed was the length that changes.
-            self.needs_fixed = len(self.fixed) >= MAX_FIXED_SHAPES
+            self.needs_fixed = self.needs_fixed or len(self.fixed) >= MAX_FIXED_SHAPES
             self.fixed.add(shapes)
         self.general = general
         return_memory()

@@ -43,6 +43,32 @@ KERNEL(add_scaled_in_place) {
   return 0;
 }
 
+static double squares_of(const float *values, int64_t elements);
+
+// The same, and noise[0] += share * (the sum of the squares of part), while part is near.
+KERNEL(add_noted_in_place) {
+  if (count != 6 || !std::equal(shapes[0], shapes[0] + dimensions[0], shapes[1], shapes[1] + dimensions[1]) ||
+      elements_of(dimensions[2], shapes[2]) != 1 || elements_of(dimensions[3], shapes[3]) != 1) {
+    return 1;
+  }
+  constexpr int64_t kBlock = 4096;
+  const int64_t elements = elements_of(dimensions[0], shapes[0]);
+  float *total = static_cast<float *>(tensors[0]);
+  const float *part = static_cast<const float *>(tensors[1]);
+  const float factor = *static_cast<const float *>(tensors[2]);
+  double squares = 0;
+  for (int64_t begin = 0; begin < elements; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, elements);
+    for (int64_t i = begin; i < end; i++) {
+      total[i] += part[i] * factor;
+    }
+    squares += squares_of(part + begin, end - begin);
+  }
+  *static_cast<float *>(tensors[4]) += static_cast<float>(squares * *static_cast<const float *>(tensors[3]));
+  *static_cast<float *>(tensors[5]) = 0;
+  return 0;
+}
+
 // total *= factor
 KERNEL(scale_in_place) {
   if (count != 3 || elements_of(dimensions[1], shapes[1]) != 1) {
@@ -71,14 +97,9 @@ KERNEL(fill_in_place) {
 
 // The sum of the squares: of sixteen lanes, and in double over blocks, so that many small ones are not lost. Vectors by
 // hand, since g++ 12 keeps an array of lanes in memory and takes four times as long.
-KERNEL(sum_of_squares) {
-  if (count != 2) {
-    return 1;
-  }
+static double squares_of(const float *values, int64_t elements) {
   typedef float Four __attribute__((vector_size(4 * sizeof(float))));
   constexpr int64_t kLanes = 16, kBlock = 4096;
-  const int64_t elements = elements_of(dimensions[0], shapes[0]);
-  const float *values = static_cast<const float *>(tensors[0]);
   double total = 0;
   for (int64_t begin = 0; begin < elements; begin += kBlock) {
     const int64_t end = std::min(begin + kBlock, elements);
@@ -98,6 +119,46 @@ KERNEL(sum_of_squares) {
     const Four sums = (a + b) + (c + d);
     total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
   }
-  *static_cast<float *>(tensors[1]) = static_cast<float>(total);
+  return total;
+}
+
+KERNEL(sum_of_squares) {
+  if (count != 2) {
+    return 1;
+  }
+  const float *values = static_cast<const float *>(tensors[0]);
+  *static_cast<float *>(tensors[1]) = static_cast<float>(squares_of(values, elements_of(dimensions[0], shapes[0])));
+  return 0;
+}
+
+// The factor where the hash of a place, from 1 on, and a seed is at least as large as a bound, 0 elsewhere; in the shape
+// of the first input. See replay_dropout.py, which does the same with operators.
+static uint32_t hashed(uint32_t value) {
+  value ^= value >> 16;
+  value *= 0x7feb352du;
+  value ^= value >> 15;
+  value *= 0x846ca68bu;
+  return value ^ (value >> 16);
+}
+
+extern "C" std::vector<int64_t> replay_maskInferShape(int *dimensions, int64_t **shapes, void *extra) {
+  return std::vector<int64_t>(shapes[0], shapes[0] + dimensions[0]);
+}
+
+extern "C" int replay_maskInferType(std::vector<int> types, void *extra) { return types[0]; }
+
+extern "C" int replay_mask(int count, void **tensors, int *dimensions, int64_t **shapes, const char **dtypes,
+                           void *stream, void *extra) {
+  if (count != 5) {
+    return 1;
+  }
+  const int64_t elements = elements_of(dimensions[0], shapes[0]);
+  const uint32_t seed = hashed(*static_cast<const uint32_t *>(tensors[1]));
+  const uint32_t bound = *static_cast<const uint32_t *>(tensors[2]);
+  const float factor = *static_cast<const float *>(tensors[3]);
+  float *mask = static_cast<float *>(tensors[4]);
+  for (int64_t i = 0; i < elements; i++) {
+    mask[i] = (hashed(static_cast<uint32_t>(i + 1) ^ seed) & 0xffffffu) >= bound ? factor : 0.0f;
+  }
   return 0;
 }

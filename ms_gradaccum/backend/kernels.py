@@ -55,8 +55,15 @@ def _make_kernels() -> tuple[Any, ...]:
     return tuple(kernels)
 
 
-_NAMES = ("add_scaled_in_place", "scale_in_place", "fill_in_place", "sum_of_squares")
-_add_scaled_in_place, _scale_in_place, _fill_in_place, _sum_of_squares = _make_kernels()
+_NAMES = "add_scaled_in_place add_noted_in_place scale_in_place fill_in_place sum_of_squares replay_mask".split()
+(
+    _add_scaled_in_place,
+    _add_noted_in_place,
+    _scale_in_place,
+    _fill_in_place,
+    _sum_of_squares,
+    _replay_mask,
+) = _make_kernels()
 
 
 def has_kernels() -> bool:
@@ -82,6 +89,16 @@ def add_in_place(total: Parameter, part: Tensor, factor: Tensor = ONE) -> Tensor
     return ops.assign_add(total, part * factor)
 
 
+def add_noted_in_place(total: Parameter, part: Tensor, factor: Tensor, share: Tensor, noise: Parameter) -> Tensor:
+    """Do the same, and add ``share`` times the squares of ``part`` to the first number of ``noise``."""
+    part = as_dtype(part, total.dtype)
+    if _fit(total.dtype, factor.dtype, share.dtype, noise.dtype):
+        return ops.depend(total, _add_noted_in_place(total, part, factor, share, noise))
+    squares = as_dtype(sum_of_squares(part), noise.dtype) * share
+    noted = ops.assign_add(noise, ops.stack((squares, ops.zeros_like(squares))))
+    return ops.depend(ops.assign_add(total, part * factor), noted)
+
+
 def scale_in_place(total: Parameter, factor: Tensor) -> Tensor:
     """Multiply a parameter by a number and return the parameter after it."""
     if _fit(total.dtype, factor.dtype):
@@ -105,6 +122,17 @@ def sum_of_squares(values: Tensor) -> Tensor:
         # Row by row first: on CPU a reduction over all axes at once takes 7 times as long.
         squares = ops.sum(ops.Flatten()(squares), (1,))
     return ops.sum(squares)
+
+
+def replay_mask(like: Tensor, seed: Tensor, bound: Tensor, factor: Tensor) -> Tensor:
+    """Return a mask of `ReplayDropout` for a tensor that `fits_kernels`."""
+    return _replay_mask(like, seed, bound, factor)
+
+
+@_primexpr
+def fits_kernels(dtype: Any) -> bool:
+    """Return whether the kernels of this package take tensors of a dtype here."""
+    return bool(dtype == ms.float32 and has_kernels() and on_cpu())
 
 
 def spread(number: Tensor, like: Parameter) -> Tensor:

@@ -35,7 +35,10 @@ def loss_warning(network: nn.Cell, batches: Iterable[Sequence[Tensor]]) -> str:
 
 def _reason(kind: str, cell: Any, tensors: list[Tensor]) -> str:
     if kind in _WHOLE_BATCH:
-        return "is a function of the whole batch, which no sum over micro batches gives. Do not split a batch of it."
+        return (
+            "is a function of the whole batch, which no sum over micro batches gives. Train it as a GradCacheLoss, or "
+            "do not split a batch of it."
+        )
     if _adds_up(cell):
         return f"adds up its rows with reduction='sum', {_BY_ROWS} Give it reduction='mean', or {_PAIR}"
     ignored = getattr(cell, "ignore_index", None)

@@ -80,7 +80,6 @@ def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis)
     bounds = split_rows(leaves, micro_size)
     if len(bounds) == 1:
         return SplitBatch(structure, [MicroBatch(bounds[0][1], tuple(tensors))])
-    cut = _cut_on_host if ms.get_context("device_target") == "CPU" else _cut_on_device
     columns = [cut(tensor, leaf.axis, bounds) for tensor, leaf in zip(tensors, leaves)]
     parts = [MicroBatch(end - begin, part) for (begin, end), part in zip(bounds, zip(*columns))]
     return SplitBatch(structure, parts)
@@ -183,6 +182,12 @@ def _named_axes(axis: Any, items: dict[str, Any]) -> dict[str, Any]:
         rule = f"a dict with the names {list(items)}"
         raise ValueError(sentence(_OWNER, "batch_axis", rule, list(axis), _AXIS_REMEDY))
     return axis
+
+
+def cut(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list[Tensor]:
+    """Return the parts of a tensor between these rows; all of it for each if it has no rows."""
+    on_host = ms.get_context("device_target") == "CPU"
+    return (_cut_on_host if on_host else _cut_on_device)(tensor, axis, bounds)
 
 
 def _cut_on_device(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list[Tensor]:

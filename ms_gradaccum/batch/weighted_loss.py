@@ -113,6 +113,8 @@ class WeightedLoss(nn.Cell):
 
     # Whether the weight is the number of rows, and not what the network says.
     counts_rows = False
+    # Whether it stands for a loss of the whole batch, see grad_cache_loss.py.
+    is_cached = False
 
     def __init__(self, network: nn.Cell, structure: Any = None, losses: str | None = None) -> None:
         super().__init__(auto_prefix=False)

@@ -7,7 +7,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.backend.kernels import add_in_place, as_dtype, fill_in_place, spread
+from ms_gradaccum.backend.kernels import add_in_place, add_noted_in_place, as_dtype, fill_in_place, spread
 from ms_gradaccum.backend.tensors import chunk_of, chunks_of
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES
 
@@ -15,7 +15,9 @@ from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES
 class TermSums(nn.Cell):
     """The sums of one term of a loss: of its gradients, its values and its weights."""
 
-    def __init__(self, weights: ParameterTuple, dense_only: bool, shapes: Any, term: str = "") -> None:
+    def __init__(
+        self, weights: ParameterTuple, dense_only: bool, shapes: Any, term: str = "", notes_squares: bool = False
+    ) -> None:
         super().__init__(auto_prefix=False)
         # 16-bit sums would lose the small addends of a long window.
         dtypes = [ms.float64 if weight.dtype == ms.float64 else ms.float32 for weight in weights]
@@ -25,6 +27,8 @@ class TermSums(nn.Cell):
         # Named after a weight: the buffers of two optimizers can be in one graph.
         self.loss = zeros(f"{names[0]}.window_loss", (), dtype)
         self.weight = zeros(f"{names[0]}.window_weight", (), dtype)
+        # The squares of the gradients of micro batches, each by its weight, and the number of these that have one.
+        self.noise: Any = zeros(f"{names[0]}.window_noise", (2,), dtype) if notes_squares else None
         self.chunks = chunks_of([total.size for total in self.sums])
         self.map = ops.HyperMap()
         # The last gradient comes first out of a backward pass, and is let go once it is added.
@@ -33,7 +37,13 @@ class TermSums(nn.Cell):
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...], factor: Tensor) -> Any:
         """Add one micro batch, its gradients times ``factor``. Return the sums, the loss and the weight with it."""
-        added = self.map_backwards(ops.partial(self.add_one, factor), self.sums, grads)
+        if self.noise is None:
+            added = self.map_backwards(ops.partial(self.add_one, factor), self.sums, grads)
+        else:
+            share = as_dtype(factor * factor * reciprocal(weight), self.noise.dtype)
+            added = self.map_backwards(ops.partial(_add_noted, factor, share, self.noise), self.sums, grads)
+            counts = as_dtype(ops.greater(ops.stack((ops.zeros_like(weight), weight)), 0.0), self.noise.dtype)
+            added = ops.depend(added, ops.assign_add(self.noise, counts))
         return added, _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
 
     def mean_loss(self) -> Tensor:
@@ -45,6 +55,8 @@ class TermSums(nn.Cell):
         for begin, end in self.chunks:
             zero = zero_after(done, self.weight)
             done = self.map(ops.partial(_fill, zero), chunk_of(self.sums, begin, end))
+        if self.noise is not None:
+            done = done, _assign_zero(self.noise)
         return done, _assign_zero(self.loss), _assign_zero(self.weight)
 
 
@@ -61,6 +73,7 @@ class GradientBuffer(nn.Cell):
         terms: Number of terms of the loss that have weights of their own.
         counts_dropped: Whether micro batches can be left out, and are counted.
         reports_others: Whether losses that the network returns beside the first one are reported.
+        notes_squares: Whether the squares of the gradients of micro batches are noted.
     """
 
     def __init__(
@@ -71,19 +84,21 @@ class GradientBuffer(nn.Cell):
         terms: int = 1,
         counts_dropped: bool = False,
         reports_others: bool = False,
+        notes_squares: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.names = tuple(weight.name for weight in weights)
         if shapes is None:
             shapes = tuple(tuple(weight.shape) for weight in weights)
         prefixes = ["", *(f"term{i}." for i in range(1, terms))]
-        sums = [TermSums(weights, dense_only, shapes, each) for each in prefixes]
+        sums = [TermSums(weights, dense_only, shapes, each, notes_squares) for each in prefixes]
         self.terms = nn.CellList(sums, auto_prefix=False)
         # No slice of the terms, which MindSpore makes a list that renames their parameters.
         self.others = nn.CellList(sums[1:], auto_prefix=False)
         # At the end of a window the terms are folded into the first one, whose sums are then the window's.
         self.first = self.terms[0]
         self.sums, self.loss, self.weight = self.first.sums, self.first.loss, self.first.weight
+        self.noise = self.first.noise
         self.chunks = self.first.chunks
         self.map = ops.HyperMap()
         # Calls that the open window has taken in. 0 from an update to the next batch.
@@ -105,7 +120,7 @@ class GradientBuffer(nn.Cell):
 
     def _counts(self) -> list[Parameter]:
         """Return what some windows count beside the terms."""
-        return [each for each in (self.dropped, self.other_losses) if each is not None]
+        return [each for each in (self.noise, self.dropped, self.other_losses) if each is not None]
 
     def no_grads(self, weights: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
         """Return the gradients of no rows, after ``done``."""
@@ -180,6 +195,14 @@ def _add_dense_alone(factor: Tensor, total: Parameter, grad: Tensor) -> Tensor:
 def _add_no_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
     _refuse_rows()
     return total
+
+
+_add_noted = ops.MultitypeFuncGraph("add_noted_gradient")
+
+
+@_add_noted.register("Tensor", "Tensor", "Tensor", "Tensor", "Tensor")
+def _add_dense_noted(factor: Tensor, share: Tensor, noise: Parameter, total: Parameter, grad: Tensor) -> Tensor:
+    return add_noted_in_place(total, grad, factor, share, noise)
 
 
 def _add_number(total: Parameter, number: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from mindspore import Parameter, amp, nn
 from mindspore.ops import functional as F
 
 from ms_gradaccum._checks import sentence
+from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.gradients.mixed_precision import Precision
 
@@ -90,6 +91,8 @@ def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cel
         return nn.WithLossCell(OutputInFloat32(backbone), loss_cell._loss_fn)
     if type(loss_cell) is TokenMeanLoss:
         return TokenMeanLoss(_converted(owner, loss_cell.backbone, precision), loss_cell.ignore_index)
+    if isinstance(loss_cell, GradCacheLoss):
+        return GradCacheLoss(_converted(owner, loss_cell.backbone, precision), loss_cell.loss_fn, loss_cell.labels)
     converted = _converted(owner, loss_cell, precision)
     if precision.level in ("O2", "O3"):
         # What the loss cell itself does, and the labels; the cells inside stay in half precision.

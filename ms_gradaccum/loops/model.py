@@ -75,6 +75,7 @@ class Model(ms.Model):
 
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
         compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
+        noise_scale (bool): As for :class:`TrainOneStepCell`. Default: ``False``.
         loss_scale_manager (LossScaleManager, optional): Another name of `mixed_precision`, which
             ``mindspore.train.Model`` has. Default: ``None``.
 
@@ -124,15 +125,14 @@ class Model(ms.Model):
         last_window: LastWindow = "apply",
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
+        noise_scale: bool = False,
         loss_scale_manager: Any = None,
         **kwargs: Any,
     ) -> None:
         _check_cells(network, loss_fn, eval_network)
         check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
         self.last_window = check_last_window(_OWNER, last_window)
-        if kwargs:
-            got = ", ".join(sorted(kwargs))
-            raise ValueError(f"For '{_OWNER}', the arguments {got} are unknown or do not work with accumulation.")
+        _refuse_unknown(kwargs)
         precision = combined(_OWNER, mixed_precision, amp_level, loss_scale_manager)
         self._step_settings: dict[str, Any] = {
             "accumulation_steps": accumulation_steps,
@@ -141,6 +141,7 @@ class Model(ms.Model):
             "parallel": parallel,
             "bad_micro_batch": bad_micro_batch,
             "compile": compile,
+            "noise_scale": noise_scale,
         }
         # Of the levels, stock Model takes the name alone: its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level
@@ -288,6 +289,12 @@ class Model(ms.Model):
         if self._steps is not None:
             self._steps.end_pass(cb_params, list_callback)
         super()._eval_during_train(valid_infos, cb_params, list_callback)
+
+
+def _refuse_unknown(arguments: dict[str, Any]) -> None:
+    if arguments:
+        got = ", ".join(sorted(arguments))
+        raise ValueError(f"For '{_OWNER}', the arguments {got} are unknown or do not work with accumulation.")
 
 
 def _check_cells(network: Any, loss_fn: Any, eval_network: Any) -> None:

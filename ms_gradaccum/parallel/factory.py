@@ -92,17 +92,22 @@ def build_reducer(
     settings: dict[str, Any],
     drops: bool = False,
     dtype: Any = ms.float32,
+    notes_squares: bool = False,
 ) -> GradientReducer:
     """Return the buffer and what becomes of it in this world. All ranks start with the same weights. Collective.
 
-    ``drops`` is whether micro batches can be left out, ``dtype`` that in which the ranks add up gradients.
+    ``drops`` is whether micro batches can be left out, ``dtype`` that in which the ranks add up gradients,
+    ``notes_squares`` whether the squares of the gradients of micro batches are noted.
     """
+    if notes_squares:
+        check_noise_scale(owner, network, kind)
     weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
     reports_others = network.losses is not None
     if drops:
         check_dense(owner, sparse_lookup(network))
     if kind is None:
-        return GradientReducer(weights, GradientBuffer(weights, dense_only, None, network.terms, drops, reports_others))
+        kept = network.terms, drops, reports_others, notes_squares
+        return GradientReducer(weights, GradientBuffer(weights, dense_only, None, *kept))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_sent(owner, dtype)
     check_parameters_sent(owner, weights)
@@ -115,13 +120,30 @@ def build_reducer(
     _start_alike(owner, network, optimizer)
     world = current_world(owner)
     ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
-    # The loss and the weight, the number of micro batches that were left out, and the further losses.
-    numbers = 2 + drops + 2 * MOST_OTHER_LOSSES * reports_others
+    # The loss and the weight, the squares, the number of micro batches that were left out, and the further losses.
+    numbers = 2 + 2 * notes_squares + drops + 2 * MOST_OTHER_LOSSES * reports_others
     layout = reducer_layout(kind, weights, ranks, numbers, dtype, network.terms)
     if layout.every_batch:
         _check_shared_dense(owner, network)
-    buffer = GradientBuffer(weights, dense_only, layout.buffer_shapes, network.terms, drops, reports_others)
+    kept = network.terms, drops, reports_others, notes_squares
+    buffer = GradientBuffer(weights, dense_only, layout.buffer_shapes, *kept)
     return _choose_reducer(owner, kind, optimizer, buffer, layout, world.rank)
+
+
+def check_noise_scale(owner: str, network: Any, kind: Any) -> None:
+    """Raise where gradients of micro batches say nothing about the noise of the gradient, or nobody has them."""
+    rule, remedy = "False", "Leave noise_scale out."
+    lookup = sparse_lookup(network)
+    reasons = {
+        "for a GradCacheLoss, whose rows depend on each other": network.is_cached,
+        "for several terms": network.terms > 1,
+        f"with a sparse lookup in {lookup}": lookup is not None,
+        "in semi-auto-parallel": isinstance(kind, SemiAuto),
+        "where the ranks share the gradients of each micro batch": getattr(kind, "sync_each_batch", False),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(sentence(owner, "noise_scale", f"{rule} {reason}", True, remedy))
 
 
 def check_parameters_sent(owner: str, parameters: Any) -> None:

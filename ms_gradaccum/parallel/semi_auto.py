@@ -48,6 +48,10 @@ class SemiAuto:
         if terms > 1:
             remedy = "The compiler takes one gradient of the whole batch: return one (loss_sum, weight)."
             raise ValueError(sentence("GradAccumulation", "terms", "1 in semi-auto-parallel", terms, remedy))
+        if network.is_cached:
+            rule, got = "a sum over rows in semi-auto-parallel", "a GradCacheLoss, which takes two passes"
+            remedy = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
+            raise ValueError(sentence("GradAccumulation", "network", rule, got, remedy))
         if drops:
             remedy = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
             rule = "'skip_window' in semi-auto-parallel"

@@ -124,3 +124,42 @@ def broadcast_parameters(parameters: Any) -> bool:
             sent = _the(_Broadcast)(Tensor(raw)).asnumpy().astype(np.uint8)
         parameter.set_data(Tensor(np.frombuffer(sent.tobytes(), values.dtype).reshape(values.shape)))
     return True
+
+
+def gather_rows(owner: str, arrays: list[Any]) -> tuple[int, int, list[Any]]:
+    """Return where the rows of this rank begin among those of all, how many these are, and the arrays of all of them.
+
+    A rank without rows gives no arrays and gets none. Collective, two messages: each rank's numbers of rows and of
+    values in a row, and the rows, padded to the most that a rank has.
+    """
+    columns = [_as_floats(array) for array in arrays]
+    rows = np.concatenate(columns, axis=1) if columns else np.zeros((0, 0), np.float32)
+    counts, widths = _gather_floats(np.array([rows.shape], np.float32)).astype(np.int64).T
+    if len(set(widths[counts > 0])) > 1:
+        got = ", ".join(str(width) for width in widths)
+        raise ValueError(
+            f"For '{owner}', outputs and labels must have as many values in a row on all ranks, but got {got}. Pad "
+            f"their other axes to one length."
+        )
+    padded = np.zeros((counts.max(), widths.max()), np.float32)
+    padded[: len(rows), : rows.shape[1]] = rows
+    received = _gather_floats(padded).reshape(len(counts), *padded.shape)
+    everyone = np.concatenate([part[:count] for part, count in zip(received, counts)])
+    ends = np.cumsum([column.shape[1] for column in columns])[:-1] if columns else []
+    parts = np.split(everyone, ends, axis=1) if columns else []
+    whole = [_from_floats(part, array) for part, array in zip(parts, arrays)]
+    return int(counts[: current_world(owner).rank].sum()), int(counts.sum()), whole
+
+
+def _as_floats(array: Any) -> Any:
+    """Return rows as float32, from which `_from_floats` makes the same bits again."""
+    flat = np.ascontiguousarray(array).reshape(len(array), -1)
+    if flat.dtype != np.float32:
+        flat = flat.view(np.uint8 if flat.dtype.itemsize == 1 else np.uint16).astype(np.float32)
+    return flat
+
+
+def _from_floats(rows: Any, like: Any) -> Any:
+    if like.dtype != np.float32:
+        rows = rows.astype(np.uint8 if like.dtype.itemsize == 1 else np.uint16)
+    return np.ascontiguousarray(rows).view(like.dtype).reshape(len(rows), *like.shape[1:])

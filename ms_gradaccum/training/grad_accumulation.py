@@ -9,14 +9,22 @@ from mindspore.ops import functional as F
 from mindspore.ops.primitive import _primexpr
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import check_bool, check_cell, check_choice, check_positive_int, sentence, warn
+from ms_gradaccum._checks import (
+    check_bool,
+    check_cell,
+    check_choice,
+    check_construct,
+    check_positive_int,
+    sentence,
+    warn,
+)
+from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
 from ms_gradaccum.batch.loss_kind import loss_warning
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
 from ms_gradaccum.batch.weighted_loss import OwnWeight, OwnWeights, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.convert_network import in_precision
 from ms_gradaccum.gradients.mixed_precision import Precision
-from ms_gradaccum.training.stock_cell import check_construct
 
 _OWNER = "GradAccumulation"
 # What becomes of several losses that a network returns.
@@ -120,16 +128,23 @@ class GradAccumulation(nn.Cell):
             remedy = "Return ((sum_1, weight_1), (sum_2, weight_2), ...) and set weighted=True."
             raise ValueError(sentence(_OWNER, "weighted", f"True with {terms} terms", weighted, remedy))
         self.losses = _check_losses(losses, self.weighted)
+        # Whether the loss looks at all rows together, and its micro batches take a pass before.
+        self.is_cached = isinstance(network, GradCacheLoss)
+        _check_cached(network, self.weighted, losses)
         self.batch_axis = check_batch_axis(batch_axis)
         self.network = network
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
         self._has_looked_at_loss = False
         # Why its loss is no mean over rows, as far as it shows without labels: for graphs, which see none.
-        self.loss_reason = "" if self.weighted else loss_warning(network, [])
+        self.loss_reason = "" if self.weighted or self.is_cached else loss_warning(network, [])
         self._get_attr_from_cell(network)
 
     def loss_of(self, structure: Any = None) -> WeightedLoss:
+        """Return the loss of a micro batch as (sum, weight), for inputs of this structure."""
+        return CachedLoss(self.network, structure) if self.is_cached else self.whole_loss_of(structure)
+
+    def whole_loss_of(self, structure: Any = None) -> WeightedLoss:
         """Return the loss of `network` as (sum, weight), for inputs of this structure."""
         if self.terms > 1:
             return OwnWeights(self.network, structure, self.losses, self.terms)
@@ -167,7 +182,9 @@ class GradAccumulation(nn.Cell):
         inputs = self.positional(args, kwargs)
         batch = split_batch(inputs, self.micro_size, self.batch_axis)
         self.bind(inputs, {})
-        if not (self._has_looked_at_loss or self.weighted) and (self.micro_size > 1 or self.adds_batches):
+        if not (self._has_looked_at_loss or self.weighted or self.is_cached) and (
+            self.micro_size > 1 or self.adds_batches
+        ):
             self._has_looked_at_loss = True
             message = loss_warning(self.network, (part.tensors for part in batch.micro_batches))
             if message:
@@ -204,6 +221,8 @@ class GradAccumulation(nn.Cell):
         if not self.training:
             return self.network(*inputs)
         _warn_without_train_step()
+        if self.is_cached:
+            return self.network(*inputs)
         sums: tuple[Tensor, ...] = (Tensor(0.0, ms.float32),) * (2 * self.terms)
         for part in self.split_in_graph(inputs):
             values = self.weighted_loss(*part)
@@ -219,6 +238,8 @@ class GradAccumulation(nn.Cell):
 
     def split_in_graph(self, inputs: tuple[Any, ...]) -> Any:
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
+        if self.is_cached:
+            _refuse_cached_in_graph()
         shapes: tuple[Any, ...] = ()
         for item in inputs:
             if isinstance(item, (tuple, list, dict)):
@@ -260,6 +281,20 @@ def _check_losses(losses: Any, weighted: bool) -> str | None:
     return choice
 
 
+def _check_cached(network: nn.Cell, weighted: bool, losses: Any) -> None:
+    """Raise for what a GradCacheLoss cannot be trained with."""
+    if isinstance(network, GradCacheLoss):
+        remedy = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
+        if weighted:
+            raise ValueError(sentence(_OWNER, "weighted", "False for a GradCacheLoss", weighted, remedy))
+        if losses is not None:
+            raise ValueError(sentence(_OWNER, "losses", "None for a GradCacheLoss", repr(losses), remedy))
+    elif any(isinstance(cell, GradCacheLoss) for _, cell in network.cells_and_names()):
+        remedy = "Put what is around it into its backbone or its loss_fn."
+        got = f"{type(network).__name__} with one inside, whose loss would be that of each micro batch"
+        raise ValueError(sentence(_OWNER, "network", "the GradCacheLoss itself", got, remedy))
+
+
 _split_shapes = _primexpr(split_shapes)
 
 
@@ -268,6 +303,14 @@ def _refuse_nested() -> None:
     raise TypeError(
         f"For '{_OWNER}', the inputs inside a larger graph must be tensors and Python values, but got a tuple, list "
         f"or dict. Give its tensors one by one."
+    )
+
+
+@_primexpr
+def _refuse_cached_in_graph() -> None:
+    raise ValueError(
+        f"For '{_OWNER}', a GradCacheLoss must be trained by a step that is called from Python, but got one inside a "
+        f"larger graph, as in data sink mode. Call the step from Python, with dataset_sink_mode=False."
     )
 
 

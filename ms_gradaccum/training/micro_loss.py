@@ -38,7 +38,7 @@ class Pace(Enum):
 
 def pace_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> Pace:
     """Return the pace of a network that is run op by op (``eager``) or compiled, in half precision or not."""
-    if has_own_backward(weighted_loss.network):
+    if weighted_loss.is_cached or has_own_backward(weighted_loss.network):
         return Pace.BATCH
     if half:
         return Pace.MEAN
@@ -85,7 +85,7 @@ class MicroLoss(nn.Cell):
 
     def totals(self) -> "MicroTotals":
         """Return what makes sums of its outputs."""
-        return MicroTotals(self.weighted_loss.counts_rows, self.half)
+        return MicroTotals(self.weighted_loss.counts_rows, self.half, self.weighted_loss.is_cached)
 
 
 class MicroTotals(nn.Cell):
@@ -94,10 +94,12 @@ class MicroTotals(nn.Cell):
     Args:
         counts_rows: Whether the weight is the number of rows.
         half: Whether the network computes in half precision.
+        has_notes: Whether the loss returns something beside sum and weight that is handed on.
     """
 
-    def __init__(self, counts_rows: bool, half: bool) -> None:
+    def __init__(self, counts_rows: bool, half: bool, has_notes: bool = False) -> None:
         super().__init__(auto_prefix=False)
+        self.has_notes = has_notes
         self.counts_rows = counts_rows
         self.half = half
 

@@ -48,14 +48,16 @@ class AddMicroBatch(nn.Cell):
         # Whether gradients leave this rank before they are added, so that each rank's own factor comes first.
         self.scales_first = reducers[0].every_batch
         self.map = ops.HyperMap()
+        # What comes beside the loss sum and the weight is added up, or handed on.
+        self.others = int(totals.has_notes or self.buffer.other_losses is not None)
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        """Add gradients that were taken outside of this graph, after the other losses if these are reported.
+        """Add gradients that were taken outside of this graph, after the other losses or notes if there are some.
 
         Return what `added` returns.
         """
         loss_sum, weight, factor = self.totals(value, weight, factor)
-        if self.buffer.other_losses is not None:
+        if self.others:
             return self.added((loss_sum, weight), (factor,), (grads[1:],), grads[:1])
         return self.added((loss_sum, weight), (factor,), (grads,), ())
 
@@ -68,7 +70,7 @@ class AddMicroBatch(nn.Cell):
     ) -> tuple[Tensor, ...]:
         """Add a loss sum and a weight per term, its gradients times its factor, and what is reported beside them.
 
-        Return the loss sums and the weights, each as one tensor, and what is there once they are added.
+        Return the loss sums and the weights, each as one tensor, what is there once they are added, and any notes.
         """
         done: Any = ()
         finite: Any = None
@@ -88,7 +90,8 @@ class AddMicroBatch(nn.Cell):
         loss_sums, weights = values[0], values[1]
         if self.terms > 1:
             loss_sums, weights = ops.stack(values[0::2]), ops.stack(values[1::2])
-        return loss_sums, weights, self.after(done)
+        notes: tuple[Tensor, ...] = others if self.totals.has_notes else ()
+        return (loss_sums, weights, self.after(done)) + notes
 
     def is_finite(self, values: tuple[Tensor, ...], grads: tuple[tuple[Any, ...], ...]) -> Tensor:
         """Return whether all of a micro batch is finite: one decision for all terms."""
@@ -160,7 +163,7 @@ class MicroStep(nn.Cell):
     def end(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the outputs, from a graph that MindSpore's threads run if they shall."""
         if self.in_thread_pool:
-            outputs = (outputs[0], outputs[1], with_condition(outputs[2]))
+            outputs = (outputs[0], outputs[1], with_condition(outputs[2])) + outputs[3:]
         return outputs
 
 

@@ -19,6 +19,7 @@ from ms_gradaccum.parallel.factory import sparse_lookup
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.ambiguous_inputs import explain_split
 from ms_gradaccum.training.events import Events
+from ms_gradaccum.training.first_pass import first_pass_of
 from ms_gradaccum.training.micro_loss import MicroLoss, is_half, pace_of
 from ms_gradaccum.training.micro_step import AddMicroBatch, EagerMicroStep, EmptyStep, MicroStep, build_micro_step
 
@@ -61,6 +62,10 @@ class MicroSteps:
         self.weights = weights
         # For a larger graph, which takes inputs as they are.
         self.cell = self._build(network.weighted_loss)
+        # What comes before them, for a loss of the whole batch.
+        self.first_pass = first_pass_of(
+            owner, network, self.cell, self.cell.weights, reducers[0].several, drops, self.cell.micro_loss.half
+        )
         # One per structure of the inputs, nearly always one, and per whether the sums are reduced with it.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         # Per whether the sums are reduced with it.
@@ -79,7 +84,7 @@ class MicroSteps:
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
-        return [self.cell, self.empty_step, *self.by_structure.values()]
+        return [self.cell, self.empty_step, *self.by_structure.values(), *self.first_pass.compiled_cells()]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
         """Add one batch and return what each of its micro steps returned; the last one may reduce the sums too."""
@@ -87,10 +92,10 @@ class MicroSteps:
         if not self.has_begun:
             self.has_begun = True
             _tell_of_evaluation_mode(self.owner, self.network.network)
-        structure, micro_batches = self.network.split(*args, **kwargs)
+        batch = self.network.split(*args, **kwargs)
+        (structure, micro_batches), batch_rows = self.first_pass.run(batch, self._runs_eagerly())
         micro_step, pace = self._micro_step(structure, micro_batches)
-        counts = [part.rows for part in micro_batches]
-        numbers = {rows: pace.share_and_factor(rows, sum(counts)) for rows in set(counts)}
+        numbers = {part.rows: pace.share_and_factor(part.rows, batch_rows) for part in micro_batches}
         starts = {rows: tuple(Tensor(number, ms.float32) for number in pair) for rows, pair in numbers.items()}
         # Before any of them: the messages of all ranks must come in one order.
         rounds = self.reducers[0].max_micro_batches(len(micro_batches))
@@ -105,6 +110,7 @@ class MicroSteps:
                     micro_step, _ = self._micro_step(structure, micro_batches, reduces)
                 outputs.append(micro_step(*starts[rows], *tensors))
                 self.events.micro_batch_end(index, rows)
+            self.first_pass.check(outputs)
         except BaseException as error:
             self.has_added = bool(outputs) or micro_step.has_run
             self.events.micro_batches = done
@@ -116,6 +122,7 @@ class MicroSteps:
 
     def join(self) -> None:
         """Take part in a batch of the other processes without one."""
+        self.first_pass.join()
         self._add_nothing(self.reducers[0].max_micro_batches(0))
 
     def _add_nothing(self, micro_batches: int) -> None:

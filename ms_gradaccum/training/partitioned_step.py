@@ -7,6 +7,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum.backend.compiled import graph_mode
+from ms_gradaccum.parallel.factory import check_noise_scale
 from ms_gradaccum.parallel.partitioned import PartitionedWindow
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.training.events import Events
@@ -34,6 +35,8 @@ class PartitionedStep(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         dtype = settings.precision.reduce_dtype
+        if settings.notes_squares:
+            check_noise_scale(settings.owner, network, kind)
         kind.check(settings.accumulation_steps, network, optimizer, settings.drops, settings.clip, dtype)
         self.network = network
         self.optimizers = [optimizer]

@@ -5,7 +5,7 @@ from typing import Any
 
 from mindspore import nn
 
-from ms_gradaccum._checks import check_accumulation_steps
+from ms_gradaccum._checks import check_accumulation_steps, check_bool
 from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.gradients.clipping import check_clip
 from ms_gradaccum.gradients.mixed_precision import Precision, check_precision
@@ -25,6 +25,7 @@ class StepSettings:
         parallel: What the caller has said of several processes.
         drops: Whether a micro batch that is not finite is left out.
         compiles: Whether code of the user's is compiled in PYNATIVE mode too.
+        notes_squares: Whether the squares of the gradients of micro batches are noted, for the noise scale.
     """
 
     owner: str
@@ -34,6 +35,7 @@ class StepSettings:
     parallel: Any
     drops: bool
     compiles: bool
+    notes_squares: bool
 
     @staticmethod
     def checked(
@@ -45,6 +47,7 @@ class StepSettings:
         parallel: Any = "auto",
         bad_micro_batch: Any = "skip_window",
         compile: Any = None,
+        noise_scale: Any = False,
     ) -> "StepSettings":
         """Return the settings that these arguments give, or raise."""
         return StepSettings(
@@ -55,6 +58,7 @@ class StepSettings:
             check_kind(owner, parallel),
             check_bad_micro_batch(owner, bad_micro_batch),
             check_compile(owner, compile),
+            check_bool(owner, "noise_scale", noise_scale, "True reports how noisy the gradient is."),
         )
 
     def kind_for(self, network: nn.Cell) -> Any:
@@ -68,4 +72,5 @@ class StepSettings:
             "clip": repr(self.clip),
             "mixed_precision": self.precision.text,
             "bad_micro_batch": self.drops,
+            "noise_scale": self.notes_squares,
         }

@@ -69,6 +69,8 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     clipped_grad_norm: Tensor
     learning_rate: Tensor
     weight: Tensor
+    # The squares of the gradients of micro batches, each by its weight, and the number of these; None if nobody asked.
+    noise: tuple[float, float] | None
     # As they were given: read when they are asked for, since that waits for the device.
     _others: Tensor | Sequence[Tensor]
 
@@ -83,6 +85,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         learning_rate: Tensor,
         weight: Tensor,
         other_losses: Tensor | Sequence[Tensor] = (),
+        noise: tuple[float, float] | None = None,
     ) -> "StepOutput":
         # A step gives a tensor in place of a tuple: a row of sums and below it one of weights, 0 where there is none.
         output = super().__new__(cls, (loss, overflow, loss_scale))
@@ -92,6 +95,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         output.learning_rate = learning_rate
         output.weight = weight
         output._others = other_losses
+        output.noise = noise
         return output
 
     @property
@@ -127,12 +131,12 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         """Return all fields by name, as of a NamedTuple; not `other_losses`, which are no scalar."""
         return {name: getattr(self, name) for name in self._fields}
 
-    def _replace(self, **fields: Tensor) -> "StepOutput":
+    def _replace(self, **fields: Any) -> "StepOutput":
         """Return a copy with other values for some fields, as of a NamedTuple."""
-        return type(self)(**{**self._asdict(), "other_losses": self._others, **fields})
+        return type(self)(**{**self._asdict(), "other_losses": self._others, "noise": self.noise, **fields})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (*self._asdict().values(), self.other_losses)
+        return type(self), (*self._asdict().values(), self.other_losses, self.noise)
 
     def __repr__(self) -> str:
         fields: dict[str, Any] = self._asdict()

@@ -24,11 +24,3 @@ def check_stock_arguments(owner: str, sens: Any, return_grad: Any) -> None:
     remedy = "Take the gradients with value_and_grad, and give them to an Accumulator."
     if check_bool(owner, "return_grad", return_grad, remedy):
         raise ValueError(sentence(owner, "return_grad", "False", True, remedy))
-
-
-def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
-    """Raise if a subclass has a `construct` of its own, which nothing would call."""
-    own = next(each for each in kind.__mro__ if "construct" in vars(each))
-    if own is not base:
-        got = f"that of {own.__name__}, which would never be called"
-        raise TypeError(sentence(owner, "construct", f"that of {base.__name__}", got, remedy))

@@ -5,6 +5,7 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
+from ms_gradaccum._checks import check_construct
 from ms_gradaccum.backend.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
@@ -17,7 +18,7 @@ from ms_gradaccum.training.host_driven import HostDrivenStep
 from ms_gradaccum.training.partitioned_step import PartitionedStep
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.stock_cell import STEP_REMEDY, check_construct, check_stock_arguments
+from ms_gradaccum.training.stock_cell import STEP_REMEDY, check_stock_arguments
 
 _OWNER = "TrainOneStepCell"
 
@@ -68,6 +69,8 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             says, a compiled graph in GRAPH mode, op by op in PYNATIVE mode. ``True``: a compiled graph in PYNATIVE mode
             too, which is often several times as fast and decides once what Python decides in `construct`;
             :func:`verify` tells whether that trains the same. Default: ``None``.
+        noise_scale (bool): Whether :class:`StepReport` says how noisy the gradient is, from the gradients of the micro
+            batches. Default: ``False``.
 
     Inputs:
         - **\*inputs** - One batch, as `network` takes it. Keywords are allowed.
@@ -114,6 +117,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
+        noise_scale: bool = False,
     ) -> None:
         check_construct(_OWNER, type(self), TrainOneStepCell, STEP_REMEDY)
         check_stock_arguments(_OWNER, sens, return_grad)
@@ -125,6 +129,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             parallel=parallel,
             bad_micro_batch=bad_micro_batch,
             compile=compile,
+            noise_scale=noise_scale,
         )
         kind = settings.kind_for(network)
         network = as_grad_accumulation(_OWNER, network)

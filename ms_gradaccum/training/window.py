@@ -59,7 +59,10 @@ class Window:
         self.parameters = [optimizer.parameters for optimizer in optimizers]
         agreed, dtype = {**settings.agreed(), **agreed}, settings.precision.reduce_dtype
         self.reducers = [
-            build_reducer(self.owner, kind, each, network, agreed, settings.drops, dtype) for each in optimizers
+            build_reducer(
+                self.owner, kind, each, network, agreed, settings.drops, dtype, notes_squares=settings.notes_squares
+            )
+            for each in optimizers
         ]
         self.several = self.reducers[0].several
         self.micro_steps = MicroSteps(
@@ -197,7 +200,10 @@ def _as_one_gradient(outputs: list[StepOutput]) -> list[StepOutput]:
     norm = _total_norm([output.grad_norm for output in outputs])
     overflow = Tensor(any(bool(output.overflow.asnumpy()) for output in outputs))
     updated = Tensor(all(bool(output.updated.asnumpy()) for output in outputs))
-    together = {"overflow": overflow, "updated": updated, "grad_norm": norm, "clipped_grad_norm": norm}
+    together: dict[str, Any] = {"overflow": overflow, "updated": updated}
+    together |= {"grad_norm": norm, "clipped_grad_norm": norm}
+    if outputs[0].noise is not None:
+        together["noise"] = (sum(output.noise[0] for output in outputs if output.noise), outputs[0].noise[1])
     return [output._replace(**together) for output in outputs]
 
 

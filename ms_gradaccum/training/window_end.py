@@ -170,7 +170,12 @@ class WindowEnd(nn.Cell):
         items = self._report(reduced, eager)(NOTHING)
         rate = self.learning_rate.eagerly() if eager else items[5]
         loss, overflow, scale, updated, norm, _, weight, self.is_bad, *others = items
-        return StepOutput(loss, overflow, scale, updated, norm, norm, rate, weight, *others)
+        output = StepOutput(loss, overflow, scale, updated, norm, norm, rate, weight, *others)
+        if self.buffer.noise is None:
+            return output
+        # Read here, and not by the graph: two numbers, which are those of all ranks now.
+        squares, count = self.buffer.noise.asnumpy().astype(float)
+        return output._replace(noise=(squares / float(scale.asnumpy()) ** 2, count))
 
     def _report(self, reduced: bool, eager: bool) -> Compiled:
         key = reduced, eager

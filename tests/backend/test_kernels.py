@@ -18,7 +18,7 @@ from ms_gradaccum.backend.kernels import add_in_place, fill_in_place, scale_in_p
 
 ODD = np.array([0.0, -0.0, 1e-37, -1e-30, 3.4e38, np.inf, -np.inf, np.nan, 1.0], np.float32)
 
-NONE = (None,) * 4
+NONE = (None,) * len(kernels._NAMES)
 
 
 class Sum(nn.Cell):

@@ -114,7 +114,7 @@ def test_every_loss_of_mindspore_that_adds_up_is_known(kind):
 def test_a_function_of_the_whole_batch_is_warned_of():
     expected = (
         f"{START}RMSELoss is a function of the whole batch, which no sum over micro batches gives. "
-        "Do not split a batch of it."
+        "Train it as a GradCacheLoss, or do not split a batch of it."
     )
     assert said_of(nn.WithLossCell(line(), nn.RMSELoss()), X, X) == [expected]
 

@@ -139,7 +139,8 @@ class FewMicroBatches(GradAccumulation):
     def split(self, *args: Any, **kwargs: Any) -> SplitBatch:
         """Return a few of the micro batches of one batch; the larger ones come first, the smaller ones last."""
         batch = self.whole = super().split(*args, **kwargs)
-        if len(batch.micro_batches) <= 2 * _ENDS:
+        # Of a loss of the whole batch the memory is that of all its rows.
+        if self.is_cached or len(batch.micro_batches) <= 2 * _ENDS:
             return batch
         return SplitBatch(batch.structure, [*batch.micro_batches[:_ENDS], *batch.micro_batches[-_ENDS:]])
 

@@ -12,6 +12,7 @@ _PANELS = {
     "loss": ("loss",),
     "learning rate": ("learning_rate",),
     "norm": ("grad_norm", "clipped_grad_norm", "weight_norm"),
+    "noise scale": ("noise_scale",),
 }
 _STYLES = ("-", "--", ":")
 # A range as wide as this is easier to see on a logarithmic axis.
@@ -49,7 +50,9 @@ def read_run(path: Any) -> list[dict[str, Any]]:
 
 
 def draw(paths: Iterable[Any], output: Any) -> None:
-    """Draw loss, learning rate and norms over the updates of one or more runs into one PNG of 1000 x 1200 pixels.
+    """Draw loss, learning rate, norms and, if there is one, the noise scale over the updates of one or more runs.
+
+    The picture is a PNG of 1000 x 1200 pixels.
 
     Args:
         paths (Iterable[Union[str, os.PathLike]]): Files of a :class:`MetricsLogger`.
@@ -72,8 +75,11 @@ def draw(paths: Iterable[Any], output: Any) -> None:
     # Without pyplot: no window, and no state that outlives the picture.
     figure = Figure(figsize=(10, 12), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(_PANELS), 1, sharex=True)
-    for axes, (title, names) in zip(panels, _PANELS.items()):
+    # The last one only if somebody has asked for it.
+    noisy = any("noise_scale" in report for reports in runs.values() for report in reports)
+    shown = list(_PANELS.items())[: len(_PANELS) - (not noisy)]
+    panels = figure.subplots(len(shown), 1, sharex=True)
+    for axes, (title, names) in zip(panels, shown):
         _draw_panel(axes, title, names, runs)
     panels[-1].set_xlabel("update")
     figure.savefig(output, format="png")

@@ -10,7 +10,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common.seed import _KERNEL_SEED
 
 from ms_gradaccum.backend.compiled import Compiled, op_by_op, runs_eagerly
-from ms_gradaccum.batch.split import MicroBatch, leaf_axes, split_batch
+from ms_gradaccum.batch.split import MicroBatch, SplitBatch, leaf_axes, split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
 from ms_gradaccum.gradients.mixed_precision import check_precision
@@ -18,6 +18,7 @@ from ms_gradaccum.loops import random_state
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.verification.comparison import Run
 from ms_gradaccum.training.ambiguous_inputs import without_split
+from ms_gradaccum.training.first_pass import first_pass_of
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.micro_loss import MicroLoss, Pace
 from ms_gradaccum.training.micro_step import AddMicroBatch, EagerMicroStep, build_micro_step
@@ -113,6 +114,9 @@ class Experiment:
         # As in training, but for a loss scale: gradients are compared as they are.
         self.precision = check_precision(_OWNER, None)
         self._steps: dict[Any, Any] = {}
+        self.first_pass = first_pass_of(_OWNER, network, network, self.weights, several=False, drops=False, half=False)
+        # Of what the micro steps are given.
+        self.micro_structure = self.structure
 
     def freezing(self, cells: Sequence[nn.Cell]) -> "Experiment":
         """Return the same experiment with these cells in evaluation mode, too."""
@@ -168,8 +172,9 @@ class Experiment:
         return Run(_number(buffer.mean_loss()), _number(buffer.weight), grads, self.start.changed())
 
     def _add(self, micro_batches: Sequence[MicroBatch]) -> None:
-        batch_rows = sum(part.rows for part in micro_batches)
-        for rows, tensors in micro_batches:
+        given = SplitBatch(self.structure, list(micro_batches))
+        (self.micro_structure, parts), batch_rows = self.first_pass.run(given, runs_eagerly(self.compiles))
+        for rows, tensors in parts:
             step = self._step("micro step", tensors)
             pace = step.pace if isinstance(step, EagerMicroStep) else step.cell.pace
             step(*(Tensor(number, ms.float32) for number in pace.share_and_factor(rows, batch_rows)), *tensors)
@@ -201,19 +206,19 @@ class Experiment:
         return self._steps[key]
 
     def _make_micro_step(self) -> nn.Cell:
-        loss = self.network.loss_of(self.structure)
+        loss = self.network.loss_of(self.micro_structure)
         return build_micro_step(loss, [self.reducer], [self.weights], self.precision)
 
     def _make_eager_step(self) -> EagerMicroStep:
         micro_loss = MicroLoss(self.network.weighted_loss, False, self.precision.loss_scale)
         adding = AddMicroBatch([self.reducer], [self.weights], micro_loss.totals())
         step = EagerMicroStep(_OWNER, micro_loss, [self.weights], adding, Pace.BATCH)
-        step.structure = self.structure
+        step.structure = self.micro_structure
         return step
 
     def _make_whole(self, which: str) -> nn.Cell:
         if which == "network":
-            loss = self.network.loss_of(self.structure)
+            loss = self.network.whole_loss_of(self.structure)
         else:
             loss = RowWeight(self.reference, self.structure, self.network.losses)
         return WholeBatch(loss, self.weights)

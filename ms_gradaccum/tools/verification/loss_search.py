@@ -29,8 +29,8 @@ _RETURN = "Return (loss_sum, weight) with weighted=True, as TokenMeanLoss does."
 _COUNT = "Return the number that the loss sum is over as its weight."
 _ROWS = (
     "Rows that depend on each other, as with in-batch negatives or statistics of the batch, or a function (a root, a "
-    "logarithm) of a mean: {evidence}. No sum over micro batches gives the whole batch: do not split a batch of this "
-    "loss, or train on the loss within each micro batch."
+    "logarithm) of a mean: {evidence}. No sum over micro batches gives the whole batch: train it as a GradCacheLoss, "
+    "which sees all rows, do not split a batch of it, or train on the loss within each micro batch."
 )
 _ORDER = (
     "Rounding, or a loss that depends on the order of its rows: the same batch with its rows reversed differs by "

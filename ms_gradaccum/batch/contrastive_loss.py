@@ -1,0 +1,212 @@
+"""Contrastive losses whose table of similarities, rows times rows, exists a block of rows at a time."""
+
+import math
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops.primitive import _primexpr
+
+from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int
+from ms_gradaccum.backend.kernels import as_dtype
+
+_OWNER = "ContrastiveLoss"
+# A graph has a copy of the loop's body for each block.
+_MOST_BLOCKS = 32
+_NONE = -1e30
+
+
+class ContrastiveLoss(nn.Cell):
+    r"""InfoNCE, in the memory of a block of rows: symmetric for two towers, supervised if there are labels.
+
+    With :math:`s_{ij} = a_i \cdot b_j / \tau` and the positives :math:`P_i` of a row, which are the row of the same
+    place alone or all rows of the same label, the loss of two towers is the mean over both directions of
+
+    .. math::
+        -\frac{1}{N} \sum_i \frac{1}{|P_i|} \sum_{j \in P_i} \log \frac{\exp s_{ij}}{\sum_k \exp s_{ik}}
+
+    which for pairs without labels is that of CLIP (Radford et al., 2021). Of one tower, :math:`b = a`, a row is neither
+    its own positive nor its own negative, and rows without a positive are left out: supervised contrastive learning
+    (Khosla et al., 2020).
+
+    The similarities of `block_rows` rows with all others are computed at a time, and once more in the backward pass,
+    so that no table of :math:`N \times N` numbers is kept. Inside a :class:`GradCacheLoss` the rows are those of the
+    whole batch, of all processes.
+
+    Args:
+        temperature (float): :math:`\tau`, at the beginning if it is learnable. Default: ``0.07``.
+
+    Keyword Args:
+        learnable (bool): Whether the temperature is trained: as the parameter `logit_scale`, which is
+            :math:`\log 1/\tau`. Default: ``True``.
+        normalize (bool): Whether the representations are divided by their lengths. Default: ``True``.
+        towers (int): 1 or 2. Default: ``2``.
+        block_rows (int): Rows of a block, at least a 32nd of all. Default: ``256``.
+
+    Inputs:
+        - **first** (Tensor) - Representations of shape :math:`(N, D)`.
+        - **second** (Tensor) - Those of the other tower, of the same shape; not for one tower.
+        - **labels** (Tensor) - Classes, integers of shape :math:`(N,)`. Optional for two towers.
+
+    Outputs:
+        The loss, a float32 scalar.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, or the inputs are not those of so many towers.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from mindspore import ops
+        >>> from ms_gradaccum import ContrastiveLoss
+        >>> rows = ops.eye(4, 4)
+        >>> print(round(float(ContrastiveLoss(temperature=1.0)(rows, rows)), 4))  # log(e + 3) - 1
+        0.7437
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        *,
+        learnable: bool = True,
+        normalize: bool = True,
+        towers: int = 2,
+        block_rows: int = 256,
+    ) -> None:
+        super().__init__()
+        temperature = check_positive_float(_OWNER, "temperature", temperature, "CLIP begins with 0.07.")
+        learnable = check_bool(_OWNER, "learnable", learnable, "False keeps the temperature as it is.")
+        self.normalize = check_bool(_OWNER, "normalize", normalize, "False takes the rows as they are.")
+        self.towers = check_positive_int(_OWNER, "towers", towers, "It counts the representations of a row.", most=2)
+        block_rows = check_positive_int(_OWNER, "block_rows", block_rows, "Fewer rows take less memory.")
+        value = Tensor(-math.log(temperature), ms.float32)
+        self.logit_scale = Parameter(value, name="logit_scale", requires_grad=learnable)
+        self.log_sum_exps = LogSumExps(block_rows, towers == 1)
+
+    def construct(self, first: Tensor, *rest: Tensor) -> Tensor:
+        if len(rest) not in ((1,) if self.towers == 1 else (1, 2)):
+            _refuse_inputs(self.towers, 1 + len(rest))
+        second = first if self.towers == 1 else rest[0]
+        labels = rest[self.towers - 1] if len(rest) == self.towers else None
+        _check_shapes(first.shape, second.shape, None if labels is None else labels.shape)
+        first, second = self._unit(first), self._unit(second)
+        scaled = first * ops.exp(self.logit_scale)
+        # Sums over the positives of each row. Both directions have the same, since they have the same labels.
+        others, counts = second, ops.ones((first.shape[0],), ms.float32)
+        if labels is not None:
+            numbers = ops.stop_gradient(label_numbers(labels))
+            others = ops.gather(ops.unsorted_segment_sum(second, numbers, first.shape[0]), numbers, 0)
+            counts = ops.gather(ops.unsorted_segment_sum(counts, numbers, first.shape[0]), numbers, 0)
+        if self.towers == 1:
+            others, counts = others - second, counts - 1.0
+        one = Tensor(1.0, ms.float32)
+        counted = as_dtype(counts > 0, ms.float32)
+        weights = counted / ops.maximum(counted.sum(), one)
+        positives = (scaled * others).sum(1) / ops.maximum(counts, one)
+        return self.log_sum_exps(scaled, second, weights / self.towers)[0] - (positives * weights).sum()
+
+    def _unit(self, rows: Tensor) -> Tensor:
+        rows = as_dtype(rows, ms.float32)
+        return rows * ops.rsqrt(ops.square(rows).sum(1, keepdims=True) + 1e-12) if self.normalize else rows
+
+
+class LogSumExps(nn.Cell):
+    """A weighted sum of the logarithms of the sums of exponentials of the products of rows with rows, along both axes.
+
+    No table is broadcast: for each such operator MindSpore keeps, on CPU, two lists of places as long as its result.
+    What is added to whole rows or columns of products is one more factor of each row.
+
+    Args:
+        block_rows: Rows whose products exist at a time.
+        is_one: Whether the two are representations of the same rows, none of which counts for itself.
+    """
+
+    def __init__(self, block_rows: int, is_one: bool) -> None:
+        super().__init__(auto_prefix=False)
+        self.block_rows = block_rows
+        self.is_one = is_one
+        self.along_row, self.along_column = ops.LogSoftmax(-1), ops.LogSoftmax(0)
+
+    def construct(self, a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum, weighted by ``weights`` along both axes, or along that of the rows of ``a`` if these are one.
+
+        After it there are the logarithms, for the backward pass. Nothing goes back into the weights.
+        """
+        by_row: tuple[Tensor, ...] = ()
+        by_column = ops.zeros((b.shape[0],), ms.float32) + _NONE
+        for begin, end in blocks_of(a.shape[0], self.block_rows):
+            # One after the other, or the products of all blocks would be there at a time.
+            products = self.products(ops.depend(a[begin:end], (by_row, by_column)), b, begin, end)
+            by_row += (ops.amax(products, 1) - ops.amax(self.along_row(products), 1),)
+            if not self.is_one:
+                own = ops.amax(products, 0) - ops.amax(self.along_column(products), 0)
+                larger = ops.maximum(by_column, own)
+                by_column = larger + ops.log(ops.exp(by_column - larger) + ops.exp(own - larger))
+        rows = ops.concat(by_row)
+        total = rows if self.is_one else rows + by_column
+        return (total * weights).sum(), rows, by_column
+
+    def products(self, part: Tensor, b: Tensor, begin: int, end: int) -> Tensor:
+        """Return the products of some rows with all of ``b``."""
+        products = ops.matmul(part, b.T)
+        if self.is_one:
+            # A diagonal that the compiler does not know, or it would keep one for each block.
+            itself = ops.diag(ops.minimum(part[:, 0], Tensor(_NONE, ms.float32)))
+            products = products + ops.pad(itself, (begin, b.shape[0] - end))
+        return products
+
+    def bprop(self, a: Tensor, b: Tensor, weights: Tensor, out: Any, dout: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients, from the products computed once more."""
+        rows, columns = b.shape[0], ops.ones((b.shape[0], 1), ms.float32)
+        logs = ops.log(weights)
+        longer_b = ops.concat((b, columns), 1)
+        shifted_b = ops.concat((b, (logs - out[2]).reshape(-1, 1)), 1)
+        a_grads: tuple[Tensor, ...] = ()
+        b_grad = ops.zeros(b.shape, ms.float32)
+        for begin, end in blocks_of(rows, self.block_rows):
+            part = ops.depend(a[begin:end], (a_grads, b_grad))
+            shifted = ops.concat((part, (logs - out[1])[begin:end].reshape(-1, 1)), 1)
+            shares = ops.exp(self.products(shifted, longer_b, begin, end))
+            if not self.is_one:
+                shares = shares + ops.exp(ops.matmul(ops.concat((part, columns[begin:end]), 1), shifted_b.T))
+            a_grads += (ops.matmul(shares, b),)
+            b_grad = b_grad + ops.matmul(shares.T, part)
+        return ops.concat(a_grads) * dout[0], b_grad * dout[0], ops.zeros(weights.shape, ms.float32)
+
+
+def label_numbers(labels: Tensor) -> Tensor:
+    """Return a number below that of the rows for each label, the same for those that are equal."""
+    ordered, places = ops.sort(labels.reshape(-1))
+    begins = ops.cast(ops.not_equal(ordered[1:], ordered[:-1]), ms.float32)
+    numbers = ops.concat((ops.zeros((1,), ms.float32), ops.cumsum(begins, 0)))
+    # Back in the order of the rows.
+    return ops.cast(ops.gather(numbers, ops.sort(ops.cast(places, ms.int32))[1], 0), ms.int32)
+
+
+@_primexpr
+def blocks_of(rows: int, block_rows: int) -> tuple[tuple[int, int], ...]:
+    """Return where each block of rows begins and ends."""
+    size = max(block_rows, -(-rows // _MOST_BLOCKS))
+    return tuple((begin, min(begin + size, rows)) for begin in range(0, rows, size))
+
+
+@_primexpr
+def _refuse_inputs(towers: int, count: int) -> None:
+    inputs = "representations and labels" if towers == 1 else "two representations, and labels or not"
+    raise ValueError(
+        f"For '{_OWNER}', the inputs with towers={towers} must be {inputs}, but got {count}. Give the outputs of the "
+        f"network first, and then the labels."
+    )
+
+
+@_primexpr
+def _check_shapes(first: Any, second: Any, labels: Any) -> None:
+    if len(first) == 2 and tuple(first) == tuple(second) and (labels is None or math.prod(labels) == first[0]):
+        return
+    shapes = ", ".join(str(tuple(shape)) for shape in (first, second, labels) if shape is not None)
+    raise ValueError(
+        f"For '{_OWNER}', the representations must be of one shape (rows, length), with a label for each row if there "
+        f"are labels, but got {shapes}. Project what the towers return to one length."
+    )

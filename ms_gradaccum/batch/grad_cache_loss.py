@@ -1,0 +1,188 @@
+"""A loss that looks at all rows together, and what stands for it in a micro batch once its gradient is known.
+
+The gradient of such a loss is a sum over micro batches after all, if that with respect to the outputs of the network is
+there: L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
+"""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.primitive import _primexpr
+
+from ms_gradaccum._checks import check_cell, check_construct, check_int, sentence
+from ms_gradaccum.backend.kernels import as_dtype
+from ms_gradaccum.backend.tensors import scalar
+from ms_gradaccum.batch.weighted_loss import WeightedLoss
+
+_OWNER = "GradCacheLoss"
+_OUTPUT_REMEDY = "Return a tensor or a tuple of tensors with a row per row of the batch; put the rest into loss_fn."
+_HALF = (ms.float16, ms.bfloat16)
+
+
+class GradCacheLoss(nn.Cell):
+    r"""A network and a loss that looks at all rows of a batch together: contrastive, ranking, correlation, batch Dice.
+
+    Inside :class:`GradAccumulation` it is trained with the gradient of the whole batch, of all processes, at the memory
+    of a micro batch. A first pass computes what `backbone` returns, micro batch by micro batch and without gradients.
+    Then `loss_fn` is called once, with all of it, and its gradient with respect to the outputs is kept. A second
+    pass computes each micro batch again and starts its backward pass there:
+
+    .. code-block:: python
+
+        outputs = [backbone(rows) for rows in micro_batches]           # nothing is kept of them but the outputs
+        loss, cache = value_and_grad(loss_fn)(concat(outputs), labels)
+        for rows, start in zip(micro_batches, split(cache)):
+            sums += grad((backbone(rows) * start).sum())
+
+    Anywhere else, as in evaluation, it is a loss cell like any other. With `accumulation_steps` each batch has a loss
+    of its own, and the window has their mean, weighted by their rows.
+
+    Parameters that the forward pass changes (averages, counters) are changed once per micro batch. The second pass must
+    compute what the first one has: if it does not, because of Dropout for example, the training step raises a
+    RuntimeError. :class:`ReplayDropout` draws the same mask again.
+
+    Args:
+        backbone (Cell): Network that returns a tensor or a tuple of tensors, with the rows of its inputs on axis 0. The
+            floating-point ones have gradients, others are passed on. 16-bit ones are passed on in float32.
+        loss_fn (Cell): Called with the outputs of `backbone` and the last `labels` inputs, of all rows together. It
+            returns a floating-point scalar, the loss of the batch, and may have parameters.
+        labels (int): The number of inputs, the last ones, that go to `loss_fn` and not to `backbone`. Default: ``0``.
+
+    Inputs:
+        - **\*inputs** - Inputs of `backbone`, and after them those of `loss_fn`.
+
+    Outputs:
+        What `loss_fn` returns.
+
+    Raises:
+        TypeError: If `backbone` or `loss_fn` is not a Cell, `labels` not an int, a subclass has its own `construct`, or
+            `backbone` returns something else than tensors.
+        ValueError: If `labels` is negative, or all of the inputs; later, if an output has not the rows on axis 0.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> from ms_gradaccum import ContrastiveLoss, GradAccumulation, GradCacheLoss, TrainOneStepCell
+        >>> class Towers(nn.Cell):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.image, self.text = nn.Dense(8, 4), nn.Dense(6, 4)
+        ...     def construct(self, image, text):
+        ...         return self.image(image), self.text(text)
+        >>> network = GradCacheLoss(Towers(), ContrastiveLoss())
+        >>> optimizer = nn.SGD(network.trainable_params(), 0.1)
+        >>> train_step = TrainOneStepCell(GradAccumulation(network, micro_size=4), optimizer)
+        >>> image, text = (Tensor(np.random.rand(16, length).astype(np.float32)) for length in (8, 6))
+        >>> output = train_step(image, text)  # 16 rows, each with 15 negatives, in micro batches of 4
+        >>> print(output.weight)
+        16.0
+    """
+
+    def __init__(self, backbone: nn.Cell, loss_fn: nn.Cell, labels: int = 0) -> None:
+        super().__init__(auto_prefix=False)
+        check_construct(_OWNER, type(self), GradCacheLoss, "Put what it does into backbone or loss_fn.")
+        self.backbone = check_cell(_OWNER, "backbone", backbone, "Give the network that returns representations.")
+        self.loss_fn = check_cell(_OWNER, "loss_fn", loss_fn, "Give the cell that is called with all of them.")
+        remedy = "It counts the last inputs, which go to loss_fn."
+        self.labels = check_int(_OWNER, "labels", labels, remedy)
+        if labels < 0:
+            raise ValueError(sentence(_OWNER, "labels", "an int of at least 0", labels, remedy))
+        self._get_attr_from_cell(backbone)
+
+    def construct(self, *inputs: Any) -> Any:
+        end = len(inputs) - self.labels
+        if end < 1:
+            _refuse_inputs(len(inputs), self.labels)
+        return self.loss_fn(*self.outputs(inputs[:end]), *inputs[end:])
+
+    def outputs(self, inputs: Any) -> tuple[Tensor, ...]:
+        """Return what the backbone returns for its inputs, as `loss_fn` takes it."""
+        returned = self.backbone(*inputs)
+        items = returned if isinstance(returned, (tuple, list)) else (returned,)
+        outputs: tuple[Tensor, ...] = ()
+        for item in items:
+            if not isinstance(item, Tensor):
+                _refuse_output()
+            # In 16 bits the gradients of a mean over many rows would be zeros.
+            outputs += (as_dtype(item, ms.float32) if item.dtype in _HALF else item,)
+        return outputs
+
+
+class CachedLoss(WeightedLoss):
+    """What is differentiated in a micro batch in place of a loss whose gradient is known.
+
+    Inputs:
+        - The micro batch's share of the rows.
+        - The loss of the whole batch.
+        - The gradients of the loss's own parameters.
+        - The floating-point outputs of the network for the micro batch, as the first pass has found them.
+        - The gradients of the loss with respect to them.
+        - The inputs of the network.
+
+    Outputs:
+        The share of the loss, and the share. Then of each of these outputs the largest difference from that of the
+        first pass, and below it the largest number in it.
+    """
+
+    counts_rows = True
+    is_cached = True
+
+    def __init__(self, network: GradCacheLoss, structure: Any = None) -> None:
+        super().__init__(network, structure)
+        self.own = ParameterTuple(network.loss_fn.trainable_params())
+
+    def construct(self, share: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        items = tensors if self.structure is None else self.structure(tensors)
+        loss, own_grads, firsts, cache = items[0], items[1], items[2], items[3]
+        start = Tensor(0.0, ms.float32)
+        # A function whose gradient this is, so that it travels with those of the network and counts once.
+        for i, parameter in enumerate(self.own):
+            start = start + _product(parameter, own_grads[i]) * share
+        place = 0
+        differences: tuple[Tensor, ...] = ()
+        sizes: tuple[Tensor, ...] = ()
+        for output in self.network.outputs(items[4:]):
+            if output.dtype in mstype.float_type:
+                start = start + _product(output, cache[place])
+                differences += (scalar(ops.max(ops.abs(ops.stop_gradient(output) - firsts[place]))[0]),)
+                sizes += (scalar(ops.max(ops.abs(firsts[place]))[0]),)
+                place += 1
+        # The number is that of the loss, the gradient that of the other one.
+        value = scalar(loss) * share + (start - ops.stop_gradient(start))
+        return value, share, ops.stack((ops.stack(differences), ops.stack(sizes)))
+
+
+def _product(values: Tensor, grads: Tensor) -> Tensor:
+    if values.dtype in _HALF:
+        values, grads = ops.cast(values, ms.float32), ops.cast(grads, ms.float32)
+    return scalar(ops.sum(values * grads))
+
+
+@_primexpr
+def _refuse_inputs(inputs: int, labels: int) -> None:
+    raise ValueError(
+        f"For '{_OWNER}', there must be more inputs than the {labels} labels, but got {inputs}. Give the inputs of the "
+        f"backbone first, and then the labels."
+    )
+
+
+@_primexpr
+def _refuse_output() -> None:
+    raise TypeError(
+        f"For '{_OWNER}', the backbone must return a tensor or a tuple of tensors, but got something else. "
+        f"{_OUTPUT_REMEDY}"
+    )
+
+
+def check_output(shape: tuple[int, ...], rows: int) -> None:
+    """Raise unless an output of a micro batch of so many rows has them on axis 0."""
+    if not shape or shape[0] != rows:
+        raise ValueError(
+            f"For '{_OWNER}', the backbone must return tensors with the {rows} rows of the micro batch on axis 0, but "
+            f"got one of shape {tuple(shape)}. {_OUTPUT_REMEDY}"
+        )

@@ -1,0 +1,317 @@
+"""What comes before the micro steps of a batch: nothing, or the pass that finds the gradient of a `GradCacheLoss`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common import dtype as mstype
+
+from ms_gradaccum._checks import sentence
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, op_by_op
+from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
+from ms_gradaccum.batch.nested_inputs import rebuilder, rebuilt, take_apart
+from ms_gradaccum.batch.split import MicroBatch, SplitBatch, cut, leaf_axes
+from ms_gradaccum.batch.weighted_loss import RowWeight
+from ms_gradaccum.parallel.world import gather_rows
+
+# How much the second pass may differ from the first one, by the largest output: what rounding makes, in 16 bits too.
+_ROUNDING, _ROUNDING_16_BIT = 1e-4, 2e-2
+_LOSS_REMEDY = "Its loss_fn returns one number: put what else there is to see into a callback."
+
+
+class NoFirstPass:
+    """Stand-in for losses that are sums over rows, and the interface of the other one."""
+
+    def compiled_cells(self) -> list[Any]:
+        """Return what has a mode and settings of its own."""
+        return []
+
+    def run(self, batch: SplitBatch, eager: bool) -> tuple[SplitBatch, int]:
+        """Return the micro batches for the micro steps, and the rows that their shares are shares of."""
+        return batch, sum(part.rows for part in batch.micro_batches)
+
+    def join(self) -> None:
+        """Take part in a batch of the other processes without one."""
+
+    def check(self, outputs: Sequence[Any]) -> None:
+        """Raise if what the micro steps have returned shows that they are not those of this pass."""
+
+
+class FirstPass(NoFirstPass):
+    """The pass over a batch before the micro steps of a `GradCacheLoss`.
+
+    Args:
+        owner: Whose name errors begin with.
+        network: The GradAccumulation.
+        like: The cell whose mode and settings those that are compiled follow.
+        updated: The parameters that an optimizer updates; a forward pass may change the others.
+        several: Whether there are several processes.
+        half: Whether the network computes in 16 bits.
+    """
+
+    def __init__(
+        self, owner: str, network: Any, like: nn.Cell, updated: Sequence[Parameter], several: bool, half: bool
+    ) -> None:
+        self.owner, self.like, self.several = owner, like, several
+        self.network: GradCacheLoss = network.network
+        self.batch_axis = network.batch_axis
+        self.tolerance = _ROUNDING_16_BIT if half else _ROUNDING
+        known = {id(parameter) for parameter in updated}
+        state = [each for each in self.network.backbone.get_parameters() if id(each) not in known]
+        self.keep = Compiled(lambda: _Keep(state), owner, "the state of the network") if state else None
+        self.put_back = Compiled(lambda: _PutBack(state), owner, "the state of the network")
+        # By the structure of what they are given.
+        self.forwards: dict[Any, Compiled] = {}
+        self.losses: dict[Any, Compiled] = {}
+        drawn = random_cells(self.network.loss_fn) if several else ""
+        if drawn:
+            rule, got = "a loss that is the same on all processes", f"one that draws random numbers: {drawn}"
+            raise ValueError(sentence("GradCacheLoss", "loss_fn", rule, got, "Draw them in the backbone."))
+
+    def compiled_cells(self) -> list[Any]:
+        return [*self.forwards.values(), *self.losses.values()]
+
+    def run(self, batch: SplitBatch, eager: bool) -> tuple[SplitBatch, int]:
+        structure: Any = batch.structure
+        inputs = [rebuilt(structure, part.tensors) for part in batch.micro_batches]
+        end = len(inputs[0]) - self.network.labels
+        if end < 1:
+            self.network(*inputs[0])  # It says so.
+        counts = [part.rows for part in batch.micro_batches]
+        labels, leaves, axes = self._labels(inputs, end)
+        firsts = self._outputs((structure[0], structure[1], structure[2][:end]), batch.micro_batches, eager)
+        outputs = [_joined(parts) for parts in zip(*firsts)]
+        floats = [i for i, output in enumerate(outputs) if output.dtype in mstype.float_type]
+        if not floats:
+            got = ", ".join(str(output.dtype) for output in outputs) or "nothing"
+            rule, remedy = "a network that returns a floating-point tensor", "There is no gradient without one."
+            raise ValueError(sentence("GradCacheLoss", "backbone", rule, got, remedy))
+        split = [axis is not None for axis in axes]
+        begin, rows, whole = self._gathered(sum(counts), [*outputs, *(x for x, s in zip(leaves, split) if s)])
+        # Labels that are split are those of all processes, the others this one's own.
+        gathered = iter(whole[len(outputs) :])
+        leaves = [next(gathered) if s else leaf for leaf, s in zip(leaves, split)]
+        leaves = [_rows_to(axis, leaf) for axis, leaf in zip(axes, leaves)]
+        loss, cache, own = self._loss(labels, whole[: len(outputs)], floats, leaves, eager)
+        ends = [begin + sum(counts[: i + 1]) for i in range(len(counts))]
+        bounds = list(zip([begin, *ends[:-1]], ends))
+        caches = zip(*(cut(grad, 0, bounds) for grad in cache))
+        parts = []
+        for count, first, start, given in zip(counts, firsts, caches, inputs):
+            tensors: list[Tensor] = []
+            items = (loss, tuple(own), tuple(first[i] for i in floats), tuple(start), *given[:end])
+            structure = take_apart(items, tensors)
+            parts.append(MicroBatch(count, tuple(tensors)))
+        return SplitBatch(structure, parts), rows
+
+    def join(self) -> None:
+        if self.several:
+            gather_rows("GradCacheLoss", [])
+
+    def check(self, outputs: Sequence[Any]) -> None:
+        for difference, size in (pair for output in outputs for pair in output[3].asnumpy().T):
+            if difference > self.tolerance * size:
+                cells = random_cells(self.network.backbone)
+                place = f", where {cells} may draw anew" if cells else ""
+                raise RuntimeError(
+                    f"For 'GradCacheLoss', the backbone must compute in the second pass what it has in the first, but "
+                    f"its outputs of up to {size:.3g} differ by {difference:.3g} in "
+                    f"{type(self.network.backbone).__name__}{place}. Use ReplayDropout in place of Dropout, and keep "
+                    f"what the forward pass changes in parameters."
+                )
+
+    def _labels(self, inputs: list[Any], end: int) -> tuple[Any, list[Tensor], list[int | None]]:
+        """Return the structure of the labels, those of all rows of this process, and where their rows are."""
+        columns: list[list[Tensor]] = []
+        structure: Any = None
+        for given in inputs:
+            tensors: list[Tensor] = []
+            structure = take_apart(tuple(given[end:]), tensors)
+            columns.append(tensors)
+        axes = leaf_axes(tuple(inputs[0]), self.batch_axis)
+        axes = axes[len(axes) - len(columns[0]) :]
+        leaves = [
+            parts[0] if axis is None else _joined([_rows_first(axis, part) for part in parts])
+            for axis, parts in zip(axes, zip(*columns))
+        ]
+        return structure, leaves, axes
+
+    def _outputs(self, structure: Any, micro_batches: Sequence[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
+        """Return what the network returns for each micro batch. What that changes is then as it was before."""
+        run = self._compiled(
+            self.forwards, structure, lambda: Forward(self.network, structure), "the network", self.network.backbone
+        )
+        kept = self.keep(NOTHING) if self.keep is not None else ()
+        outputs = []
+        try:
+            for rows, tensors in micro_batches:
+                outputs.append(_eagerly(run.cell, tensors) if eager else run(*tensors))
+                for output in outputs[-1]:
+                    check_output(tuple(output.shape), rows)
+        finally:
+            if self.keep is not None:
+                self.put_back(*kept)
+        return outputs
+
+    def _gathered(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
+        """Return where the rows of this process begin in those of all, how many these are, and all of them."""
+        if not self.several:
+            return 0, rows, tensors
+        begin, total, arrays = gather_rows("GradCacheLoss", [tensor.asnumpy() for tensor in tensors])
+        return begin, total, [Tensor(array) for array in arrays]
+
+    def _loss(
+        self, labels: Any, outputs: list[Tensor], floats: list[int], leaves: list[Tensor], eager: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return the loss of all rows and its gradients, with respect to the outputs and to its own parameters."""
+        places = tuple(floats)
+        # A graph for each number of rows: of some losses one for changing lengths fails while it runs.
+        run = self._compiled(
+            self.losses,
+            (labels, tuple(str(output.dtype) for output in outputs)),
+            lambda: LossAndCache(self.network.loss_fn, len(outputs), labels, places),
+            "the loss",
+            self.network.loss_fn,
+            needs_fixed=True,
+        )
+        tensors = (*outputs, *leaves)
+        loss, grads = _eagerly(run.cell, tensors) if eager else run(*tensors)
+        cache, own = grads if run.cell.has_own else (grads, ())
+        # Of one output MindSpore returns the gradient alone.
+        cache = cache if isinstance(cache, tuple) else (cache,)
+        # Op by op, MindSpore would else go back from them into the loss once more.
+        detach = ops.stop_gradient
+        return detach(loss), tuple(detach(grad) for grad in cache), tuple(detach(grad) for grad in own)
+
+    def _compiled(
+        self,
+        known: dict[Any, Compiled],
+        structure: Any,
+        make: Callable[[], nn.Cell],
+        what: str,
+        code: nn.Cell,
+        needs_fixed: bool = False,
+    ) -> Compiled:
+        def build() -> nn.Cell:
+            cell = make()
+            follow_mode(cell, self.like)
+            cell._get_attr_from_cell(self.like)
+            return cell
+
+        if structure not in known:
+            known[structure] = Compiled(build, self.owner, what, code, needs_fixed)
+        return known[structure]
+
+
+class Forward(nn.Cell):
+    """What a network returns for a micro batch."""
+
+    def __init__(self, network: GradCacheLoss, structure: Any) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.rebuild = rebuilder(structure)
+
+    def construct(self, *tensors: Any) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = self.network.outputs(self.rebuild(tensors))
+        return outputs
+
+
+class LossAndCache(nn.Cell):
+    """A loss of all rows, its gradients with respect to outputs of the network, and those of its own parameters.
+
+    Args:
+        loss_fn: The loss.
+        count: The number of outputs.
+        labels: What `take_apart` left of the labels.
+        floats: The places of the outputs that have gradients.
+    """
+
+    def __init__(self, loss_fn: nn.Cell, count: int, labels: Any, floats: tuple[int, ...]) -> None:
+        super().__init__(auto_prefix=False)
+        own = ParameterTuple(loss_fn.trainable_params())
+        self.has_own = len(own) > 0
+        self.loss_and_grads = ops.value_and_grad(
+            _WholeLoss(loss_fn, count, labels), floats, own if self.has_own else None
+        )
+
+    def construct(self, *tensors: Any) -> Any:
+        return self.loss_and_grads(*tensors)
+
+
+class _WholeLoss(RowWeight):
+    def __init__(self, loss_fn: nn.Cell, count: int, labels: Any) -> None:
+        super().__init__(loss_fn)
+        self.count = count
+        self.rebuild = rebuilder(labels)
+
+    def construct(self, *tensors: Any) -> Tensor:
+        returned = self.network(*tensors[: self.count], *self.rebuild(tensors[self.count :]))
+        loss = self.first(returned, "its loss", _LOSS_REMEDY) * ONE
+        self.other_losses(returned, 1, _LOSS_REMEDY)
+        return loss
+
+
+class _Keep(nn.Cell):
+    def __init__(self, state: Sequence[Parameter]) -> None:
+        super().__init__(auto_prefix=False)
+        self.state = ParameterTuple(state)
+
+    def construct(self, nothing: Tensor) -> tuple[Tensor, ...]:
+        copies: tuple[Tensor, ...] = ()
+        for each in self.state:
+            copies += (each.copy(),)
+        return copies
+
+
+class _PutBack(nn.Cell):
+    def __init__(self, state: Sequence[Parameter]) -> None:
+        super().__init__(auto_prefix=False)
+        self.state = ParameterTuple(state)
+
+    def construct(self, *values: Tensor) -> tuple[Tensor, ...]:
+        done: tuple[Tensor, ...] = ()
+        for i, each in enumerate(self.state):
+            done += (ops.assign(each, values[i]),)
+        return done
+
+
+def random_cells(network: nn.Cell) -> str:
+    """Return the names of the cells that draw random numbers in training, as far as it shows."""
+    found = []
+    for name, cell in network.cells_and_names():
+        operators = (each.name for each in vars(cell).values() if isinstance(each, ops.Primitive))
+        draws = any(word in operator for operator in operators for word in ("Dropout", "Random", "Uniform", "Normal"))
+        off = not cell.training or getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1
+        if draws and not off or (isinstance(cell, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)) and not off):
+            found.append(f"{type(cell).__name__} {name!r}" if name else type(cell).__name__)
+    return ", ".join(found[:5])
+
+
+def _eagerly(cell: nn.Cell, tensors: Sequence[Tensor]) -> Any:
+    with op_by_op():
+        return cell(*tensors)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else ops.concat(list(parts))
+
+
+def _rows_first(axis: int, tensor: Tensor) -> Tensor:
+    return tensor if axis == 0 else ops.movedim(tensor, axis, 0)
+
+
+def _rows_to(axis: int | None, tensor: Tensor) -> Tensor:
+    return tensor if axis in (0, None) else ops.movedim(tensor, 0, axis)
+
+
+def first_pass_of(
+    owner: str, network: Any, like: nn.Cell, updated: Sequence[Parameter], several: bool, drops: bool, half: bool
+) -> NoFirstPass:
+    """Return what comes before the micro steps of a network."""
+    if not network.is_cached:
+        return NoFirstPass()
+    if drops:
+        remedy = "Its loss has seen all micro batches before one can be left out."
+        raise ValueError(sentence(owner, "bad_micro_batch", "'skip_window' for a GradCacheLoss", "'drop'", remedy))
+    return FirstPass(owner, network, like, updated, several, half)

@@ -1,0 +1,91 @@
+"""What each process of `test_grad_cache_of_ranks.py` does: losses over the rows of all ranks, which are uneven."""
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.communication import get_group_size, get_rank, init
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+from launch import report  # noqa: E402
+from step_probe import Weights  # noqa: E402
+from whole_batch_losses import (  # noqa: E402
+    LOSSES,
+    OrdinaryLoss,
+    batch,
+    bounds_of,
+    flat,
+    parts_of,
+    values_of,
+)
+
+from ms_gradaccum import (  # noqa: E402
+    HSDP,
+    ContrastiveLoss,
+    DataParallel,
+    GradAccumulation,
+    GradCacheLoss,
+    TrainOneStepCell,
+)
+from ms_gradaccum.parallel.world import gather_rows  # noqa: E402
+
+gc.freeze()
+init()
+rank, size = get_rank(), get_group_size()
+KINDS = {
+    "data parallel": DataParallel(),
+    "each batch": DataParallel(sync_each_batch=True),
+    "level1": HSDP(shard_size=2, threshold=0),
+    "level2": HSDP(threshold=0, optimizer_level="level2"),
+}
+
+
+def train(name, kind, cell_kind=GradCacheLoss, loss=None, **settings):
+    """Three windows; in the last one the last rank has run out of data. Return the weights, losses and weights."""
+    cell = cell_kind(*parts_of(name, loss))
+    optimizer = nn.Momentum(cell.trainable_params(), 0.05, 0.9)
+    step = TrainOneStepCell(GradAccumulation(cell, 3), optimizer, parallel=kind, **settings)
+    outputs = []
+    for number in range(3):
+        begin, end = bounds_of(number, size)[rank]
+        rows = [Tensor(array[begin:end]) for array in batch(name, number, 18 + number % 2)]
+        outputs.append(step(*rows) if end > begin else step.join())
+    numbers = [[float(each.loss.asnumpy()), float(each.weight.asnumpy())] for each in outputs]
+    return {"weights": flat(values_of(cell.trainable_params())).tolist(), "outputs": numbers}
+
+
+results = {}
+if size == 2:
+    results["compiled"] = train("clip", DataParallel(), compile=True)
+ms.set_context(mode=ms.PYNATIVE_MODE)
+os.environ["MS_JIT"] = "0"
+for name in LOSSES:
+    results[name] = train(name, DataParallel())
+    results[f"{name} plain"] = train(name, DataParallel(), OrdinaryLoss)
+for kind in KINDS:
+    results[kind] = train("clip", KINDS[kind])
+results["blocks"] = train("clip", DataParallel(), loss=lambda: ContrastiveLoss(np.exp(-1.5), block_rows=5))
+# The squares of the gradients of the micro batches of all ranks.
+for kind in ("data parallel", "level1", "level2"):
+    cell = Weights(6)
+    optimizer = nn.SGD(cell.trainable_params(), 0.1)
+    begin, end = bounds_of(0, size)[rank]
+    try:
+        step = TrainOneStepCell(GradAccumulation(cell, 3), optimizer, parallel=KINDS[kind], noise_scale=True)
+        results[f"noise {kind}"] = step(Tensor(batch("clip", 0, 18)[0][begin:end])).noise
+    except ValueError as error:
+        results[f"noise {kind}"] = str(error)
+# What one rank alone could not know is an error on all of them, and nobody waits.
+try:
+    gather_rows("GradCacheLoss", [np.zeros((2, 3 + rank), np.float32)])
+except ValueError as error:
+    results["widths"] = str(error)
+# Any dtype arrives bit for bit.
+arrays = [np.arange(2 + rank) % 2 == 0, np.full((2 + rank, 2), -(2**40) - rank), np.full(2 + rank, np.nan)]
+begin, rows, gathered = gather_rows("GradCacheLoss", arrays)
+results["gathered"] = [begin, rows, *(array.tolist() for array in gathered[:2]), bool(np.isnan(gathered[2]).all())]
+report(rank, results)

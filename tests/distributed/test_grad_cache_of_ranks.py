@@ -1,0 +1,85 @@
+"""Losses over the rows of all processes: each sees the negatives of the others, and the update is the whole batch's."""
+
+import numpy as np
+import pytest
+from mindspore import nn
+from whole_batch_losses import LOSSES, OrdinaryLoss, WholeBatches, batch, bounds_of, flat, parts_of, train, values_of
+
+PART, SIZES = "grad_cache_worker", (2, 4)
+KINDS = ["data parallel", "each batch", "level1", "level2"]
+
+
+@pytest.fixture(scope="module", params=["two", "four"], ids=["2_ranks", "4_ranks"])
+def reports(request):
+    return request.getfixturevalue(request.param)
+
+
+def whole(name):
+    """The start, the end and the losses of a training with all rows in one process."""
+    cell = OrdinaryLoss(*parts_of(name))
+    start = flat(values_of(cell.trainable_params()))
+    step = WholeBatches(cell, nn.Momentum(cell.trainable_params(), 0.05, 0.9))
+    losses = train(step, [batch(name, number, 18 + number % 2) for number in range(3)])
+    return start, flat(values_of(cell.trainable_params())), losses
+
+
+def check(reports, key, name):
+    _, expected, losses = whole(name)
+    for report in reports:
+        found = np.array(report[key]["weights"])
+        assert np.linalg.norm(found - expected) < 1e-6 * np.linalg.norm(expected)
+        np.testing.assert_allclose(report[key]["outputs"], list(zip(losses, (18, 19, 18))), rtol=1e-6)
+        assert report[key]["weights"] == reports[0][key]["weights"]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", LOSSES)
+def test_ranks_train_like_one_process_on_all_rows(name, reports):
+    check(reports, name, name)
+    start, expected, _ = whole(name)
+    plain = np.array(reports[0][f"{name} plain"]["weights"])
+    assert np.linalg.norm(plain - expected) > 0.1 * np.linalg.norm(expected - start)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("kind", [*KINDS, "blocks"])
+def test_all_kinds_of_parallelism_do(kind, reports):
+    check(reports, kind, "clip")
+
+
+@pytest.mark.usefixtures("eager")
+def test_compiled_networks_do(reports):
+    if len(reports) == 2:
+        check(reports, "compiled", "clip")
+
+
+def test_rows_are_gathered_in_the_order_of_the_ranks_bit_for_bit(reports):
+    counts = [2 + rank for rank in range(len(reports))]
+    bools = [i % 2 == 0 for count in counts for i in range(count)]
+    ints = [[-(2**40) - rank] * 2 for rank, count in enumerate(counts) for _ in range(count)]
+    for rank, report in enumerate(reports):
+        assert report["gathered"] == [sum(counts[:rank]), sum(counts), bools, ints, True]
+
+
+def test_rows_of_different_lengths_are_refused_on_all_ranks(reports):
+    widths = ", ".join(str(3 + rank) for rank in range(len(reports)))
+    sentence = (
+        f"For 'GradCacheLoss', outputs and labels must have as many values in a row on all ranks, but got {widths}. "
+        f"Pad their other axes to one length."
+    )
+    assert [report["widths"] for report in reports] == [sentence] * len(reports)
+
+
+@pytest.mark.parametrize("kind", ["data parallel", "level1"])
+def test_the_squares_of_gradients_are_those_of_the_micro_batches_of_all_ranks(kind, reports):
+    rows = batch("clip", 0, 18)[0].astype(np.float64)
+    # The gradient of a row is the row.
+    shares = [rows[begin:end] for begin, end in bounds_of(0, len(reports))]
+    parts = [part for share in shares for part in np.array_split(share, min(3, len(share)))]
+    squares = sum(np.square(part.sum(0)).sum() / len(part) for part in parts)
+    for report in reports:
+        np.testing.assert_allclose(report[f"noise {kind}"], (squares, len(parts)), rtol=1e-6)
+        assert report["noise level2"] == (
+            "For 'TrainOneStepCell', the argument 'noise_scale' must be False where the ranks share the gradients of "
+            "each micro batch, but got True. Leave noise_scale out."
+        )

@@ -1,0 +1,173 @@
+"""What a GradCacheLoss cannot be trained with is refused in a sentence, mostly before anything is trained."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import sgd
+from mindspore import Tensor, nn, ops
+from mindspore.parallel.auto_parallel import AutoParallel
+from refusal import raises
+from step_probe import Around
+from whole_batch_losses import Clip, Correlation, OrdinaryLoss, Tower, Towers, batch, parts_of
+
+from ms_gradaccum import GradAccumulation, GradCacheLoss, TrainOneStepCell, verify
+from ms_gradaccum.gradients.clipping import NoClip
+from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.training.first_pass import FirstPass
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+def cell():
+    return GradCacheLoss(*parts_of("correlation"))
+
+
+class Own(GradCacheLoss):
+    def construct(self, *inputs):
+        return self.loss_fn(*self.outputs(inputs)) * 2
+
+
+class Drawing(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(p=0.5)
+
+    def construct(self, rows, labels):
+        return self.drop(rows).mean()
+
+
+ONE_NUMBER = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
+REFUSED = {
+    "backbone": (
+        lambda: GradCacheLoss("a network", Clip()),
+        TypeError,
+        "For 'GradCacheLoss', the argument 'backbone' must be an nn.Cell, but got 'a network' of type str. Give the "
+        "network that returns representations.",
+    ),
+    "loss_fn": (
+        lambda: GradCacheLoss(Towers(), None),
+        TypeError,
+        "For 'GradCacheLoss', the argument 'loss_fn' must be an nn.Cell, but got None of type NoneType. Give the cell "
+        "that is called with all of them.",
+    ),
+    "labels": (
+        lambda: GradCacheLoss(Towers(), Clip(), -1),
+        ValueError,
+        "For 'GradCacheLoss', the argument 'labels' must be an int of at least 0, but got -1. It counts the last "
+        "inputs, which go to loss_fn.",
+    ),
+    "construct": (
+        lambda: Own(Towers(), Clip()),
+        TypeError,
+        "For 'GradCacheLoss', the argument 'construct' must be that of GradCacheLoss, but got that of Own, which would "
+        "never be called. Put what it does into backbone or loss_fn.",
+    ),
+    "weighted": (
+        lambda: GradAccumulation(cell(), 2, weighted=True),
+        ValueError,
+        "For 'GradAccumulation', the argument 'weighted' must be False for a GradCacheLoss, but got True. "
+        + ONE_NUMBER,
+    ),
+    "losses": (
+        lambda: GradAccumulation(cell(), 2, losses="first"),
+        ValueError,
+        "For 'GradAccumulation', the argument 'losses' must be None for a GradCacheLoss, but got 'first'. "
+        + ONE_NUMBER,
+    ),
+    "terms": (
+        lambda: GradAccumulation(cell(), 2, weighted=True, terms=2),
+        ValueError,
+        "For 'GradAccumulation', the argument 'weighted' must be False for a GradCacheLoss, but got True. "
+        + ONE_NUMBER,
+    ),
+    "one inside": (
+        lambda: GradAccumulation(OrdinaryLoss(cell(), Correlation(), 1), 2),
+        ValueError,
+        "For 'GradAccumulation', the argument 'network' must be the GradCacheLoss itself, but got OrdinaryLoss with "
+        "one inside, whose loss would be that of each micro batch. Put what is around it into its backbone or its "
+        "loss_fn.",
+    ),
+    "drop": (
+        lambda: TrainOneStepCell(cell(), sgd(Tower()), bad_micro_batch="drop"),
+        ValueError,
+        "For 'TrainOneStepCell', the argument 'bad_micro_batch' must be 'skip_window' for a GradCacheLoss, but got "
+        "'drop'. Its loss has seen all micro batches before one can be left out.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_when_it_is_built(name, monkeypatch):
+    build, error, sentence = REFUSED[name]
+    # Of the optimizer's parameters, that of another network.
+    monkeypatch.setattr("ms_gradaccum.training.train_step.check_optimizer", lambda *_: None)
+    with raises(error, sentence):
+        build()
+
+
+def test_a_step_inside_a_larger_graph_is_refused(monkeypatch):
+    monkeypatch.delenv("MS_JIT")
+    ms.set_context(mode=ms.GRAPH_MODE)
+    network = cell()
+    around = Around(TrainOneStepCell(GradAccumulation(network, 2), sgd(network)))
+    with pytest.raises(ValueError, match="a GradCacheLoss must be trained by a step that is called from Python"):
+        around(*map(Tensor, batch("correlation", 0, 8)))
+
+
+def test_the_compilers_own_parallelism_is_refused(monkeypatch):
+    monkeypatch.setattr("ms_gradaccum.parallel.semi_auto._check_settings", lambda *_: None)
+    kind = SemiAuto(AutoParallel(Tower()))
+    sentence = (
+        "For 'GradAccumulation', the argument 'network' must be a sum over rows in semi-auto-parallel, but got a "
+        "GradCacheLoss, which takes two passes. Give parallel=DataParallel() or HSDP() and a network without "
+        "AutoParallel."
+    )
+    with raises(ValueError, sentence):
+        kind.check(1, GradAccumulation(cell(), 2), False, NoClip(), ms.float32)
+
+
+def test_inputs_that_are_labels_alone_are_refused():
+    network = GradCacheLoss(Tower(), Correlation(), labels=2)
+    step = TrainOneStepCell(GradAccumulation(network, 2), sgd(network))
+    sentence = (
+        "For 'GradCacheLoss', there must be more inputs than the 2 labels, but got 2. Give the inputs of the backbone "
+        "first, and then the labels."
+    )
+    with raises(ValueError, sentence):
+        step(*map(Tensor, batch("correlation", 0, 8)))
+
+
+def test_verify_names_it_where_rows_depend_on_each_other_and_finds_it_equal():
+    inputs = [Tensor(array) for array in batch("supervised contrastive", 0, 18)]
+    report = verify(OrdinaryLoss(*parts_of("supervised contrastive")), inputs, 3)
+    assert not report.equal and "train it as a GradCacheLoss" in report.causes[0]
+    reference = OrdinaryLoss(*parts_of("supervised contrastive"))
+    network = GradCacheLoss(reference.network, reference.loss, labels=1)
+    report = verify(network, inputs, 3, reference=reference)
+    assert report.equal, report.causes
+
+
+def test_a_loss_that_draws_is_refused_on_several_processes():
+    network = GradAccumulation(GradCacheLoss(Tower(), Drawing(), labels=1).set_train(), 2)
+    sentence = (
+        "For 'GradCacheLoss', the argument 'loss_fn' must be a loss that is the same on all processes, but got one "
+        "that draws random numbers: Dropout 'drop'. Draw them in the backbone."
+    )
+    with raises(ValueError, sentence):
+        FirstPass("TrainOneStepCell", network, network, [], several=True, half=False)
+    FirstPass("TrainOneStepCell", network, network, [], several=False, half=False)
+    # In evaluation mode it draws nothing.
+    network.set_train(False)
+    FirstPass("TrainOneStepCell", network, network, [], several=True, half=False)
+
+
+class TwoNumbers(nn.Cell):
+    def construct(self, rows, labels):
+        return rows.mean(), ops.square(rows).mean()
+
+
+def test_a_loss_of_two_numbers_is_refused():
+    network = GradCacheLoss(Tower(), TwoNumbers(), labels=1)
+    step = TrainOneStepCell(GradAccumulation(network, 2), sgd(network))
+    with pytest.raises(ValueError, match="Its loss_fn returns one number"):
+        step(Tensor(np.ones((4, 6), np.float32)), Tensor(np.ones(4, np.int32)))

@@ -1,0 +1,170 @@
+"""Networks and losses that look at all rows of a batch together, and MindSpore's own step on the whole batch."""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+
+class Towers(nn.Cell):
+    """Two towers."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.SequentialCell(nn.Dense(6, 8), nn.Tanh(), nn.Dense(8, 4))
+        self.text = nn.Dense(5, 4)
+
+    def construct(self, x, y):
+        return self.image(x), self.text(y)
+
+
+class Tower(nn.Cell):
+    """One tower of a loss of one representation."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.SequentialCell(nn.Dense(6, 8), nn.Tanh(), nn.Dense(8, 4))
+
+    def construct(self, x):
+        return self.image(x)
+
+
+def unit(rows):
+    return rows / ops.sqrt(ops.square(rows).sum(1, keepdims=True))
+
+
+class Clip(nn.Cell):
+    """The contrastive loss of CLIP with its temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = Parameter(Tensor(1.5, ms.float32), name="temperature")
+
+    def construct(self, image, text):
+        similarities = ops.matmul(unit(image), unit(text).T) * ops.exp(self.temperature)
+        both = ops.log_softmax(similarities, 1) + ops.log_softmax(similarities, 0)
+        return -(both * ops.eye(len(image), len(image), ms.float32)).sum() / (2 * len(image))
+
+
+class SupervisedContrastive(nn.Cell):
+    """Positives are the other rows of the same label."""
+
+    def construct(self, rows, labels):
+        rows = unit(rows)
+        itself = ops.eye(len(rows), len(rows), ms.float32)
+        similarities = ops.matmul(rows, rows.T) / 0.2 - 1e9 * itself
+        alike = (labels.reshape(-1, 1) == labels.reshape(1, -1)).astype(ms.float32) - itself
+        positives = alike.sum(1)
+        each = (ops.log_softmax(similarities, 1) * alike).sum(1) / ops.maximum(positives, Tensor(1.0, ms.float32))
+        return -each.sum() / (positives > 0).astype(ms.float32).sum()
+
+
+class BatchDice(nn.Cell):
+    """One ratio of sums over all rows."""
+
+    def construct(self, rows, labels):
+        shown = ops.sigmoid(4.0 * rows)
+        masks = (labels.reshape(-1, 1) > Tensor([0, 1, 2, 3], ms.int32)).astype(ms.float32)
+        return 1 - 2 * (shown * masks).sum() / (shown.sum() + masks.sum())
+
+
+class HardTriplet(nn.Cell):
+    """The farthest row of the same label against the nearest one of another."""
+
+    def construct(self, rows, labels):
+        squares = ops.square(rows.expand_dims(0) - rows.expand_dims(1)).sum(2)
+        alike = (labels.reshape(-1, 1) == labels.reshape(1, -1)).astype(ms.float32)
+        farthest = ops.amax(squares * alike, 1)
+        nearest = ops.amin(squares + 1e6 * alike, 1)
+        return ops.relu(farthest - nearest + 0.5).mean()
+
+
+class Correlation(nn.Cell):
+    """1 minus the correlation of the first output with the labels."""
+
+    def construct(self, rows, labels):
+        shown, wanted = rows[:, 0], labels.astype(ms.float32)
+        shown, wanted = shown - shown.mean(), wanted - wanted.mean()
+        return 1 - (shown * wanted).sum() / ops.sqrt(ops.square(shown).sum() * ops.square(wanted).sum())
+
+
+# The loss, its network, and how many of its inputs are labels.
+LOSSES = {
+    "clip": (Clip, Towers, 0),
+    "supervised contrastive": (SupervisedContrastive, Tower, 1),
+    "batch dice": (BatchDice, Tower, 1),
+    "hard triplet": (HardTriplet, Tower, 1),
+    "correlation": (Correlation, Tower, 1),
+}
+
+
+def batch(name, number, rows):
+    """A batch of a loss; the same for the same number."""
+    random = np.random.default_rng(number)
+    x = random.normal(size=(rows, 6)).astype(np.float32)
+    if name == "clip":
+        return x, (x[:, :5] + random.normal(size=(rows, 5))).astype(np.float32)
+    # Sorted, so that micro batches differ.
+    return x, np.sort(random.integers(0, 5, rows)).astype(np.int32)
+
+
+def bounds_of(number, ranks):
+    """Where the rows of each rank begin and end in a batch: not the same number for each, and none for the last rank
+    in the last batch."""
+    ends = {2: [0, 11, 18 + number % 2], 4: [0, 7, 11, 16, 18 + number % 2]}[ranks]
+    if number == 2:
+        ends[-2] = ends[-1]
+    return list(zip(ends, ends[1:]))
+
+
+def parts_of(name, loss=None):
+    """A network and its loss, or another one, always with the same parameters."""
+    own, network, labels = LOSSES[name]
+    loss = loss or own
+    random = np.random.default_rng(1)
+    backbone = network()
+    for parameter in backbone.trainable_params():
+        parameter.set_data(Tensor(random.normal(size=parameter.shape, scale=0.5).astype(np.float32)))
+    return backbone, loss(), labels
+
+
+class OrdinaryLoss(nn.Cell):
+    """The same composition as GradCacheLoss has, written by hand: what nobody caches."""
+
+    def __init__(self, network, loss, labels):
+        super().__init__(auto_prefix=False)
+        self.network, self.loss, self.labels = network, loss, labels
+
+    def construct(self, *inputs):
+        end = len(inputs) - self.labels
+        outputs = self.network(*inputs[:end])
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return self.loss(*outputs, *inputs[end:])
+
+
+def values_of(parameters):
+    return [parameter.asnumpy().copy() for parameter in parameters]
+
+
+def train(step, batches):
+    """Train, and return the losses."""
+    return [step(*map(Tensor, each))[0].asnumpy().item() for each in batches]
+
+
+class WholeBatches(nn.TrainOneStepCell):
+    """MindSpore's own step on whole batches."""
+
+    def __call__(self, *inputs):
+        return [super().__call__(*inputs)]
+
+
+def flat(values):
+    return np.concatenate([value.astype(np.float64).reshape(-1) for value in values])
+
+
+def distance(a, b, size=None):
+    """How far two sets of weights are apart, by the length of the second one or of another."""
+    return np.linalg.norm(flat(a) - flat(b)) / np.linalg.norm(flat(b if size is None else size))
+
+
+def movement(start, end):
+    return [a.astype(np.float64) - b for a, b in zip(end, start)]

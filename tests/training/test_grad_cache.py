@@ -1,0 +1,96 @@
+"""Losses that look at all rows together: cached micro batches train like MindSpore's own step on the whole batch."""
+
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from whole_batch_losses import (
+    LOSSES,
+    OrdinaryLoss,
+    WholeBatches,
+    batch,
+    distance,
+    flat,
+    movement,
+    parts_of,
+    train,
+    values_of,
+)
+
+from ms_gradaccum import GradAccumulation, GradCacheLoss, TrainOneStepCell
+
+pytestmark = pytest.mark.usefixtures("eager")
+OPTIMIZERS = {
+    "SGD": lambda parameters: nn.SGD(parameters, 0.1),
+    "Momentum": lambda parameters: nn.Momentum(parameters, 0.05, 0.9),
+    "RMSProp": lambda parameters: nn.RMSProp(parameters, 0.02),
+    "Adam": lambda parameters: nn.Adam(parameters, 0.01),
+}
+
+
+def batches(name):
+    # Micro batches of 5, 5, 4 and 4 rows, and of 5, 5, 5 and 4.
+    return [batch(name, number, 18 + number % 2) for number in range(3)]
+
+
+def whole(name, optimizer):
+    """The start, the end and the losses of a training on whole batches."""
+    cell = OrdinaryLoss(*parts_of(name))
+    start = values_of(cell.trainable_params())
+    losses = train(WholeBatches(cell, OPTIMIZERS[optimizer](cell.trainable_params())), batches(name))
+    return start, values_of(cell.trainable_params()), losses
+
+
+def micro_batches(name, optimizer, kind=GradCacheLoss):
+    cell = kind(*parts_of(name))
+    step = TrainOneStepCell(GradAccumulation(cell, 4), OPTIMIZERS[optimizer](cell.trainable_params()))
+    losses = train(step, batches(name))
+    return values_of(cell.trainable_params()), losses
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Momentum", "RMSProp"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_cached_micro_batches_train_like_the_whole_batch(name, optimizer):
+    start, expected, losses = whole(name, optimizer)
+    found, found_losses = micro_batches(name, optimizer)
+    assert distance(found, expected) < 1e-6
+    # By what the training has changed, too.
+    assert distance(found, expected, movement(start, expected)) < 1e-5
+    np.testing.assert_allclose(found_losses, losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_plain_micro_batches_do_not(name):
+    start, expected, _ = whole(name, "Momentum")
+    found, _ = micro_batches(name, "Momentum", OrdinaryLoss)
+    assert distance(found, expected, movement(start, expected)) > 0.1
+
+
+def test_what_adam_makes_of_the_rest_is_rounding_of_gradients_near_zero():
+    # The last bias has no gradient: moved together, all rows keep their distances.
+    name = "hard triplet"
+    start, expected, _ = whole(name, "Adam")
+    found, _ = micro_batches(name, "Adam")
+    apart = np.abs(flat(found) - flat(expected)) > 1e-5
+    assert 0 < apart.sum() < 8  # Otherwise this proves nothing.
+    grads = []
+    for kind, step in ((OrdinaryLoss, WholeBatches), (GradCacheLoss, TrainOneStepCell)):
+        cell = kind(*parts_of(name))
+        network = cell if kind is OrdinaryLoss else GradAccumulation(cell, 4)
+        before = values_of(cell.trainable_params())
+        train(step(network, nn.SGD(cell.trainable_params(), 1.0)), batches(name)[:1])
+        grads.append(flat(movement(values_of(cell.trainable_params()), before)))
+    assert np.linalg.norm(grads[0] - grads[1]) < 1e-6 * np.linalg.norm(grads[0])
+    assert np.abs(grads[0][apart]).max() < 1e-6 * np.abs(grads[0]).max()
+
+
+def test_elsewhere_it_is_an_ordinary_loss_cell():
+    name = "supervised contrastive"
+    inputs = [Tensor(array) for array in batch(name, 0, 18)]
+    cell = GradCacheLoss(*parts_of(name))
+    expected = OrdinaryLoss(*parts_of(name))(*inputs)
+    assert cell(*inputs) == GradAccumulation(cell, 4)(*inputs) == expected
+    # MindSpore's own step differentiates it as it is.
+    start = values_of(cell.trainable_params())
+    train(WholeBatches(cell, OPTIMIZERS["SGD"](cell.trainable_params())), batches(name))
+    assert distance(values_of(cell.trainable_params()), whole(name, "SGD")[1]) < 1e-7
+    assert distance(values_of(cell.trainable_params()), start) > 1e-3

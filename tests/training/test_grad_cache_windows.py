@@ -1,0 +1,393 @@
+"""Windows of a GradCacheLoss: through all faces, in all modes, with what makes two passes hard to get right."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import whole
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.dataset import GeneratorDataset
+from step_probe import changed, number
+from step_probe import values_of as parameters_of
+from whole_batch_losses import Tower, distance, movement, unit, values_of
+
+from ms_gradaccum import (
+    Accumulator,
+    ClipByGlobalNorm,
+    GradAccumulation,
+    GradCacheLoss,
+    MixedPrecision,
+    Model,
+    TrainOneStepCell,
+    load_state,
+    save_state,
+)
+
+LEARNING_RATE = 0.5
+# Micro batches of 2 to 6 rows: so many shapes that a graph for changing lengths takes over.
+SIZES = [6, 10, 14, 18, 22, 9]
+MODES = {"GRAPH": ms.GRAPH_MODE, "PYNATIVE": ms.PYNATIVE_MODE}
+
+
+class Busy(nn.Cell):
+    """A float output, an int and a bool one, one that no loss looks at, frozen weights, and state."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Dense(6, 4)
+        self.frozen = nn.Dense(6, 4)
+        for parameter in self.frozen.get_parameters():
+            parameter.requires_grad = False
+        self.norm = nn.BatchNorm1d(6)
+        self.calls = Parameter(Tensor(0, ms.int32), name="calls", requires_grad=False)
+
+    def construct(self, x, y):
+        calls = ops.assign_add(self.calls, Tensor(1, ms.int32))
+        features = ops.tanh(self.image(x)) + self.frozen(x)
+        return features, ops.depend(y, calls), x[:, 0] > 0, self.norm(x)
+
+
+class BusyLoss(nn.Cell):
+    """Looks at all rows together, and at a weight of the network."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.temperature = Parameter(Tensor(1.0, ms.float32), name="temperature")
+        self.shared = network.image.weight
+
+    def construct(self, features, classes, positive, unused, weights, scale):
+        features = unit(features)
+        similarities = ops.matmul(features, features.T) * ops.exp(self.temperature)
+        alike = (classes.reshape(-1, 1) == classes.reshape(1, -1)).astype(ms.float32)
+        each = -(ops.log_softmax(similarities, 1) * alike).sum(1) * weights.reshape(-1)
+        return scale * (each * positive.astype(ms.float32)).mean() + 0.1 * ops.square(self.shared).sum()
+
+
+def build():
+    random = np.random.default_rng(3)
+    network = Busy()
+    for part in (network.image, network.frozen):
+        for parameter in part.get_parameters():
+            parameter.set_data(Tensor(random.normal(size=parameter.shape).astype(np.float32)))
+    return GradCacheLoss(network, BusyLoss(network), labels=2).set_train()
+
+
+def batch(number, rows):
+    random = np.random.default_rng(number)
+    x, y = random.normal(size=(rows, 6)).astype(np.float32), random.integers(0, 3, rows).astype(np.int64)
+    # The weights have their rows on axis 1, the scale has none.
+    return x, y, random.uniform(0.5, 2, (1, rows)).astype(np.float32), np.float32([1.5])
+
+
+AXES = (0, 0, 1, None)
+
+
+def windows_by_hand(sizes, batches_of_window):
+    """Weights after each window of whole batches: gradients of MindSpore, the rest in NumPy."""
+    cell = build()
+    parameters = cell.trainable_params()
+    with_gradient = ops.value_and_grad(cell, None, ms.ParameterTuple(parameters))
+    weights, losses = [], []
+    for begin in range(0, len(sizes), batches_of_window):
+        rows = np.float64(sizes[begin : begin + batches_of_window])
+        runs = [with_gradient(*map(Tensor, batch(begin + i, int(each)))) for i, each in enumerate(rows)]
+        losses.append(float(np.average([number(loss) for loss, _ in runs], weights=rows)))
+        means = [
+            np.average([grad.asnumpy() for grad in grads], axis=0, weights=rows) for grads in zip(*(g for _, g in runs))
+        ]
+        norm = np.sqrt(sum(np.square(mean).sum() for mean in means))
+        for parameter, mean in zip(parameters, means):
+            step = LEARNING_RATE * mean * min(1.0, 0.5 / norm)
+            parameter.set_data(Tensor((parameter.asnumpy() - step).astype(np.float32)))
+        weights.append(values_of(parameters))
+    return weights, losses
+
+
+def state_by_hand(sizes):
+    """What one forward pass of each micro batch makes of the state."""
+    cell = build()
+    state = []
+    for i, rows in enumerate(sizes):
+        x, y, *_ = batch(i, rows)
+        for part, classes in zip(np.array_split(x, 4), np.array_split(y, 4)):
+            cell.backbone(Tensor(part), Tensor(classes))
+        state.append(values_of(cell.backbone.untrainable_params()))
+    return state
+
+
+@pytest.fixture(scope="module")
+def expected():
+    before = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    found = windows_by_hand(SIZES, 2), state_by_hand(SIZES)
+    ms.set_context(mode=before)
+    return found
+
+
+def new_step(**settings):
+    cell = build()
+    network = GradAccumulation(cell, 4, batch_axis=AXES)
+    optimizer = nn.SGD(cell.trainable_params(), LEARNING_RATE)
+    settings = {"accumulation_steps": 2, "clip": ClipByGlobalNorm(0.5), **settings}
+    return TrainOneStepCell(network, optimizer, **settings).set_train()
+
+
+def run(step, sizes=SIZES, first=0):
+    return [step(*map(Tensor, batch(first + i, rows))) for i, rows in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_windows_of_two_batches_are_those_by_hand(name, expected):
+    (weights, losses), state = expected
+    ms.set_context(mode=MODES[name])
+    step = new_step(mixed_precision=MixedPrecision(level="O0", init_scale=1024.0))
+    outputs = run(step)
+    cell = step.network.network
+    np.testing.assert_allclose([number(each.loss) for each in outputs[1::2]], losses, rtol=2e-6)
+    assert [number(each.weight) for each in outputs[1::2]] == [16, 32, 31]
+    assert distance(values_of(cell.trainable_params()), weights[-1]) < 1e-6
+    # Clipping has done something, or it would prove nothing.
+    assert all(number(each.grad_norm) > 0.5 for each in outputs[1::2])
+    # As after one forward pass, bit for bit.
+    for found, wanted in zip(cell.backbone.untrainable_params(), state[-1]):
+        assert found.asnumpy().tobytes() == wanted.tobytes(), found.name
+    assert number(cell.backbone.calls) == 4 * len(SIZES)
+    if name == "GRAPH":
+        first_pass = step.body.window.micro_steps.first_pass
+        # One graph of the loss for each number of rows, and never one for changing lengths.
+        assert [len(each.fixed) for each in first_pass.losses.values()] == [len(SIZES)]
+        assert all(each.general_cell is None for each in first_pass.losses.values())
+        assert all(each.general_cell is not None for each in first_pass.forwards.values())
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_hand_written_loop_and_a_model_train_the_same(expected):
+    (weights, losses), _ = expected
+    cell = build()
+    optimizer = nn.SGD(cell.trainable_params(), LEARNING_RATE)
+    accumulator = Accumulator(GradAccumulation(cell, 4, batch_axis=AXES), optimizer, accumulation_steps=2)
+    found = []
+    for i, rows in enumerate(SIZES):
+        with accumulator.accumulate():
+            found.append(number(accumulator.backward(*map(Tensor, batch(i, rows)))))
+            if accumulator.sync_gradients:
+                accumulator.clip_grad_norm(0.5)
+            accumulator.step()
+            accumulator.zero_grad()
+    assert distance(values_of(cell.trainable_params()), weights[-1]) < 1e-6
+    np.testing.assert_allclose(np.average(found[:2], weights=SIZES[:2]), losses[0], rtol=1e-6)
+    cell = build()
+    network = GradAccumulation(cell, 4, batch_axis=AXES)
+    optimizer = nn.SGD(cell.trainable_params(), LEARNING_RATE)
+    model = Model(network, optimizer=optimizer, accumulation_steps=2, clip=ClipByGlobalNorm(0.5))
+    data = GeneratorDataset([batch(i, rows) for i, rows in enumerate(SIZES)], list("xywz"), shuffle=False)
+    model.train(1, data)
+    assert distance(values_of(cell.trainable_params()), weights[-1]) < 1e-6
+
+
+class Watch:
+    """Writes down what it is told, and can fail between the passes."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_micro_batch_begin(self, event):
+        self.seen.append(("begin", event.micro_batch, event.rows))
+
+    def on_micro_batch_end(self, event):
+        self.seen.append(("end", event.micro_batch, event.rows))
+
+
+@pytest.mark.usefixtures("eager")
+def test_events_are_told_once():
+    step, watch = new_step(), Watch()
+    step.add_callback(watch)
+    run(step, [11, 13])
+    rows = [3, 3, 3, 2, 4, 3, 3, 3]
+    assert watch.seen == [(kind, i % 4, each) for i, each in enumerate(rows) for kind in ("begin", "end")]
+    assert step.events.micro_batches == 8 and step.events.updates == 1
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_failure_between_the_passes_leaves_no_trace():
+    step = new_step()
+    run(step, [11])
+    before = parameters_of(step)
+    loss = step.network.network.loss_fn
+    good, loss.construct = loss.construct, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run(step, [13], 1)
+    assert changed(before, parameters_of(step)) == set()  # Nor has the forward pass left one.
+    assert (step.open_batches(), step.events.batches, step.events.micro_batches) == (1, 1, 4)
+    loss.construct = good
+    expected = new_step()
+    run(expected, [11, 13])
+    run(step, [13], 1)
+    assert changed(parameters_of(step), parameters_of(expected)) == set()
+
+
+@pytest.mark.usefixtures("eager")
+def test_an_open_window_is_saved_and_resumed(tmp_path):
+    step = new_step()
+    run(step, SIZES[:3])
+    save_state(step, tmp_path)
+    run(step, SIZES[3:6], 3)
+    fresh = new_step()
+    load_state(fresh, tmp_path)
+    run(fresh, SIZES[3:6], 3)
+    assert changed(parameters_of(step), parameters_of(fresh)) == set()
+
+
+@pytest.mark.usefixtures("eager")
+def test_an_inf_in_one_micro_batch_skips_the_window():
+    step = new_step(accumulation_steps=1)
+    before = parameters_of(step)
+    x, *rest = batch(0, 11)
+    x[4, 2] = np.inf
+    output = step(*map(Tensor, (x, *rest)))
+    assert number(output.overflow) and not number(output.updated)
+    assert not changed(before, parameters_of(step)) & {each.name for each in step.trainable_params()}
+    assert number(run(step, [11])[0].updated)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_frozen_network_trains_its_loss_alone():
+    cell = build()
+    optimizer = nn.SGD([cell.loss_fn.temperature], LEARNING_RATE)
+    step = TrainOneStepCell(GradAccumulation(cell, 4, batch_axis=AXES), optimizer)
+    inputs = [Tensor(array) for array in batch(0, 11)]
+    grad = ops.value_and_grad(cell, None, cell.loss_fn.temperature)(*inputs)[1]
+    cell.backbone.calls.set_data(Tensor(0, ms.int32))
+    before = number(cell.loss_fn.temperature)
+    step(*inputs)
+    np.testing.assert_allclose(number(cell.loss_fn.temperature), before - LEARNING_RATE * number(grad), rtol=1e-6)
+    assert number(cell.backbone.calls) == 4
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_in_16_bits_it_trains_as_the_whole_batch_does(level):
+    ends = []
+    # In float16 in micro batches, in one piece, and in float32.
+    for micro_size, precision in ((4, MixedPrecision(level=level)), (1, MixedPrecision(level=level)), (1, None)):
+        cell = build()
+        network = GradAccumulation(cell, micro_size, batch_axis=AXES)
+        optimizer = nn.SGD(cell.trainable_params(), LEARNING_RATE)
+        step = TrainOneStepCell(network, optimizer, mixed_precision=precision).set_train()
+        start = values_of(cell.trainable_params())
+        outputs = run(step, [11, 13])
+        assert all(number(each.updated) for each in outputs)
+        ends.append(values_of(cell.trainable_params()))
+        if precision:
+            assert number(outputs[1].loss_scale) == 65536
+    micro, whole_batch, full = ends
+    assert distance(micro, whole_batch, movement(start, full)) < 5e-3
+    assert 1e-5 < distance(micro, full, movement(start, full)) < 5e-3
+
+
+class Alike(nn.Cell):
+    def construct(self, rows):
+        return ops.square(unit(rows).sum(0)).sum()
+
+
+class Drawing(nn.Cell):
+    """A network with a Dropout inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower, self.drop = Tower(), nn.Dropout(p=0.1)
+
+    def construct(self, x):
+        return self.drop(self.tower(x))
+
+
+@pytest.mark.parametrize("compiles", [True, None], ids=["compile", "PYNATIVE"])
+def test_a_network_that_computes_something_else_the_second_time_is_refused(compiles):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    cell = GradCacheLoss(Drawing(), Alike()).set_train()
+    optimizer = nn.SGD(cell.trainable_params(), 0.1)
+    step = TrainOneStepCell(GradAccumulation(cell, 2), optimizer, accumulation_steps=2, compile=compiles)
+    before = parameters_of(step)
+    sentence = (
+        r"^For 'GradCacheLoss', the backbone must compute in the second pass what it has in the first, but its outputs "
+        r"of up to \S+ differ by \S+ in Drawing, where Dropout 'drop' may draw anew\. Use ReplayDropout in place of "
+        r"Dropout, and keep what the forward pass changes in parameters\.$"
+    )
+    with pytest.raises(RuntimeError, match=sentence):
+        step(Tensor(batch(0, 16)[0]))
+    assert changed(before, parameters_of(step)) == set() and step.open_batches() == 0
+    if compiles:
+        return  # What is compiled stays in the mode that it was compiled in.
+    # In evaluation mode it is the same each time.
+    cell.backbone.drop.set_train(False)
+    step(Tensor(batch(0, 16)[0]))
+    assert step.open_batches() == 1
+
+
+class DrawingLittle(Drawing):
+    """The same beside an output that is far larger."""
+
+    def construct(self, x):
+        return 1e4 * self.tower(x), 1e-4 * super().construct(x)
+
+
+class AlikeTwo(Alike):
+    def construct(self, rows, others):
+        return super().construct(rows) + super().construct(others)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_small_output_is_not_lost_beside_a_large_one():
+    cell = GradCacheLoss(DrawingLittle(), AlikeTwo()).set_train()
+    step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
+    with pytest.raises(RuntimeError, match="where Dropout 'drop' may draw anew"):
+        step(Tensor(batch(0, 16)[0]))
+
+
+class Returning(nn.Cell):
+    """Returns what a function makes of its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.tower, self.function = Tower(), function
+
+    def construct(self, x):
+        return self.function(self.tower(x), x)
+
+
+OUTPUT_REMEDY = "Return a tensor or a tuple of tensors with a row per row of the batch; put the rest into loss_fn."
+BAD_OUTPUTS = {
+    "a mean": (
+        lambda rows, x: rows.mean(0),
+        ValueError,
+        "For 'GradCacheLoss', the backbone must return tensors with the 3 rows of the micro batch on axis 0, but got "
+        f"one of shape (4,). {OUTPUT_REMEDY}",
+    ),
+    "a scalar beside them": (
+        lambda rows, x: (rows, rows.mean()),
+        ValueError,
+        "For 'GradCacheLoss', the backbone must return tensors with the 3 rows of the micro batch on axis 0, but got "
+        f"one of shape (). {OUTPUT_REMEDY}",
+    ),
+    "a dict": (
+        lambda rows, x: {"rows": rows},
+        TypeError,
+        "For 'GradCacheLoss', the backbone must return a tensor or a tuple of tensors, but got something else. "
+        f"{OUTPUT_REMEDY}",
+    ),
+    "no float": (
+        lambda rows, x: rows > 0,
+        ValueError,
+        "For 'GradCacheLoss', the argument 'backbone' must be a network that returns a floating-point tensor, but got "
+        "Bool. There is no gradient without one.",
+    ),
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", BAD_OUTPUTS)
+def test_outputs_without_the_rows_are_refused(name):
+    function, error, sentence = BAD_OUTPUTS[name]
+    cell = GradCacheLoss(Returning(function), Alike())
+    step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
+    with pytest.raises(error, match=whole(sentence)):
+        step(Tensor(batch(0, 6)[0]))
