@@ -124,6 +124,10 @@ class PreparedDataset:
         """Return where this process is in its data, between two batches."""
         known = isinstance(self.dataset, Dataset) or hasattr(self.dataset, "__len__")
         length, ranks = self._length() if known else None, current_world(_OWNER).size
+        ahead: PassPlace | None = self.window.place_ahead(self.number)
+        if ahead is not None:
+            # Nothing was taken since a state was loaded.
+            return ahead.among(length, ranks)._replace(ranks=ranks)
         if self.sources is None or self.at_end:
             return PassPlace(self.epoch, None, length, None, ranks)
         if self.several and self.batches > self.common:

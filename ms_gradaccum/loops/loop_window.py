@@ -165,6 +165,10 @@ class LoopWindow:
         place, self._places[number] = self._places[number], None
         return place
 
+    def place_ahead(self, number: int) -> PassPlace | None:
+        """Return where a dataset will go on, if it has not done so since a state was loaded."""
+        return self._places[number] if number < len(self._places) else None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers of the loop, as JSON. Its networks and its datasets have their own."""
         return {

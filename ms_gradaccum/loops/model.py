@@ -276,8 +276,8 @@ class Model(ms.Model):
 
     @property
     def data_place(self) -> PassPlace | None:
-        """Where this training is in its data; None outside one."""
-        return None if self._steps is None else self._steps.place()
+        """Where this training is in its data, or will go on after a state was loaded; None without either."""
+        return self.resumed_place if self._steps is None else self._steps.place()
 
     def _check_network_mode(self, network: nn.Cell, is_train: bool) -> nn.Cell:
         if not is_train:

@@ -217,6 +217,11 @@ def test_python_data_goes_on_where_it_was(tmp_path):
     first = train(*build(), save_after=7)
     np.random.seed(99)
     accumulator, data = build()
+    load_state(accumulator, tmp_path)
+    # As a program does that is ended before it has taken a batch.
+    save_state(accumulator, tmp_path)
+    np.random.seed(100)
+    accumulator, data = build()
     rest = train(accumulator, data, load_state(accumulator, tmp_path).epoch)
     assert first + rest == whole
 

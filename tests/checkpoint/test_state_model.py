@@ -208,6 +208,10 @@ def test_a_state_loaded_by_hand_is_gone_on_with_too(tmp_path):
     fit(in_memory, 2, [Log(7), StateCheckpoint(tmp_path / "states", save_checkpoint_steps=2)])
     network, model = build()
     load_state(model, tmp_path / "states" / "state-000003")
+    # As a program does that is ended before it trains.
+    save_state(model, tmp_path / "again")
+    network, model = build()
+    load_state(model, tmp_path / "again")
     model.train(2, in_memory(), resume=True)
     assert [item.asnumpy().tobytes() for item in model.train_network.get_parameters()] == end
     save_state(model, tmp_path / "after")
