@@ -91,7 +91,12 @@ def llama_cases() -> list[dict[str, Any]]:
     cases = [
         {"dp": dp, "mp": 8 // dp, "level": level, **plain} for dp in (2, 4) for level in ("level1", "level2", "level3")
     ]
-    changes: list[dict[str, Any]] = [{"lazy": False}, {"recompute": True}, {"dtype": "float16"}, {"dtype": "bfloat16"}]
+    changes: list[dict[str, Any]] = [
+        {"lazy": False},
+        {"recompute": True},
+        {"dtype": "float16"},
+        {"dtype": "bfloat16", "level": None},
+    ]
     return cases + [cases[0] | change for change in changes]
 
 

@@ -1,6 +1,9 @@
 """Fixtures that every test file shares."""
 
+import functools
 import gc
+import os
+from pathlib import Path
 
 import mindspore as ms
 import pytest
@@ -8,21 +11,37 @@ import quick_mindspore
 
 quick_mindspore.install()
 
-# The files that take longest. Those that share a job of several processes are one.
-LONGEST = ["ranks", "test_semi_auto_parallel", "test_faults", "test_micro_size_finder", "test_failures", "test_sample"]
-LONGEST += ["test_optimizers", "test_optimizers_and_schedules", "test_many_workers", "test_tutorial"]
-LONGEST += ["test_micro_size_of_ranks", "test_docs", "test_packaging", "test_frozen", "test_python_decides"]
+# The files that take longest, or the job that some of them share.
+LONGEST = ["ranks", "test_semi_auto_parallel", "test_sharded_operators", "test_simulate", "test_faults"]
+LONGEST += ["test_micro_size_finder", "test_failures", "test_sample", "test_optimizers"]
+LONGEST += ["test_optimizers_and_schedules", "test_grad_cache_windows", "test_tutorial", "test_docs"]
+LONGEST += ["test_micro_size_of_ranks", "test_packaging", "test_frozen", "test_python_decides"]
+
+
+@functools.cache
+def group_of(file):
+    """The name of a file, or of the job of several processes that it shares with others."""
+    return "ranks" if "\nPART, SIZES = " in Path(file).read_text() else Path(file).stem
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each process whole files, and all that share a job to one."""
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class ByGroup(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return group_of(config.rootpath / nodeid.partition("::")[0])
+
+    return ByGroup(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Divide the tests among the processes of xdist by file, what takes longest first, so that all end together."""
-    if not config.getoption("loadgroup", default=False):
-        return
-    groups = {item: "ranks" if hasattr(getattr(item, "module", None), "PART") else item.path.stem for item in items}
-    items.sort(key=lambda item: LONGEST.index(groups[item]) if groups[item] in LONGEST else len(LONGEST))
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Begin with what takes longest where several processes share the tests, so that all end together."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        longest = {name: i for i, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: longest.get(group_of(item.path), len(LONGEST)))
 
 
 def pytest_collection_finish(session):

@@ -73,8 +73,8 @@ class EagerUpdate:
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
             warn(
                 f"For '{owner}', {type(self.optimizer).__name__} of mindspore.mint changes nothing on CPU in PYNATIVE "
-                f"mode, also in MindSpore's own step: its in-place operators do nothing there. Give compile=True, or "
-                f"take the optimizer of mindspore.nn or mindspore.experimental."
+                f"mode, also in MindSpore's own step: its in-place operators do nothing there. Take "
+                f"one of mindspore.nn or mindspore.experimental, or give compile=True, with which all but AdamW train."
             )
 
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
