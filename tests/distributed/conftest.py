@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch  # noqa: E402
 
-collect_ignore_glob = ["*_worker.py"]
+collect_ignore_glob = ["*_worker.py", "many_parts.py"]
 PARTS = Path(__file__).with_name("many_parts.py")
 
 

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from sample_process import SAMPLES, SUBSET, run_program
+from sample_process import SAMPLES, SUBSET
+from sample_program import run_program
 
 
 @pytest.fixture(scope="module")

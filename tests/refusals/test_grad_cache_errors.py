@@ -123,7 +123,7 @@ def test_the_compilers_own_parallelism_is_refused(monkeypatch):
         "AutoParallel."
     )
     with raises(ValueError, sentence):
-        kind.check(1, GradAccumulation(cell(), 2), False, NoClip(), ms.float32)
+        kind.check(1, GradAccumulation(network := cell(), 2), sgd(network), False, NoClip(), ms.float32)
 
 
 def test_inputs_that_are_labels_alone_are_refused():
