@@ -4,6 +4,7 @@ import gc
 import time
 import traceback
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ def local_batch(variant: Variant, number: int, rank: int, size: int) -> tuple[Te
 
 def run_whole(variant: Variant) -> tuple[list[Any], dict[str, Any]]:
     """Train on the whole batches in one process; return loss and norms of each update and the parameters."""
-    network = network_of(variant)
+    network = network_of(replace(variant, lazy=False))
     network.init_parameters_data()
     step = WholeBatch(network, optimizer_of(variant, network), variant)
     step.set_train()
@@ -140,8 +141,12 @@ def stock_numbers(variant: Variant, rank: int, size: int) -> dict[str, Any]:
     with gpu_target(), stock_step(variant) as step:
         model, start = compile_step(step, variant, rank, size)
     _, ours = run_partitioned(model, start, step, variant, rank, size)
-    whole = {name: value for name, value in start.items() if name.startswith(("first", "second"))}
-    return {"moved": largest_difference(ours, whole, step, rank)}
+    weights = {name: value for name, value in start.items() if name.startswith(("first", "second"))}
+    _, whole = run_whole(variant)
+    return {
+        "moved": largest_difference(ours, weights, step, rank),
+        "difference": largest_difference(ours, whole, step, rank),
+    }
 
 
 def main() -> None:
@@ -152,7 +157,8 @@ def main() -> None:
     for name in list(COUNTS[size])[rank::size]:
         result["counts"][name] = attempt(counts_of, COUNTS[size][name], rank, size)
     if size == 2:
-        result["stock"] = attempt(stock_numbers, Variant(1), rank, size)
+        stock = {"one": Variant(1)} | {level: Variant(2, level, lazy=True) for level in ("level2", "level3")}
+        result["stock"] = {name: attempt(stock_numbers, variant, rank, size) for name, variant in stock.items()}
         result["refusals"] = attempt(refusals, local_batch(Variant(1), 0, rank, size))
         if rank == 0:
             result["ways"] = attempt(ways, local_batch(Variant(1), 0, rank, size))

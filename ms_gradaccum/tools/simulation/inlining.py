@@ -23,8 +23,10 @@ def inlined(model: Any) -> Any:
     copy = mind_ir_pb2.ModelProto()
     copy.CopyFrom(model)
     inliner = _Inliner(copy)
+    constants = _constants_of(copy)
     for graph in [copy.graph, *copy.functions]:
-        inliner.rewrite(graph)
+        # Each graph may use those of all, and the main one is read first.
+        inliner.rewrite(graph, constants, keeps=graph is copy.graph)
     _drop_unused(copy)
     return copy
 
@@ -45,14 +47,18 @@ class _Inliner:
             self.functions[function.name].CopyFrom(function)
         self.copies = 0
 
-    def rewrite(self, graph: Any) -> None:
-        """Put the nodes of functions in the place of their calls in ``graph``."""
+    def rewrite(self, graph: Any, constants: list[Any], keeps: bool) -> None:
+        """Put the nodes of functions in the place of their calls in ``graph``, and there or nowhere the constants."""
         nodes = list(graph.node)
         del graph.node[:]
         # What is known of values, by their names: the items of a tuple, a function with its first arguments, a number.
         self.known: dict[str, Any] = {}
         self.out = graph.node
         self.names: dict[str, str] = {}
+        for constant in constants:
+            self._learn("Constant", constant)
+        if keeps:
+            graph.node.extend(constants)
         self._emit(nodes, self.names, "")
         for output in graph.output:
             output.name = self.names.get(output.name, output.name)
@@ -60,6 +66,8 @@ class _Inliner:
     def _emit(self, nodes: Iterable[Any], names: dict[str, str], suffix: str) -> None:
         """Add ``nodes``; ``names`` says what a name of theirs is called here, ``suffix`` makes new ones."""
         for node in nodes:
+            if node.op_type == "Constant":
+                continue
             inputs = [names.get(name, name) for name in node.input]
             if node.op_type.startswith(_CALL) and node.op_type not in self.operators:
                 callee = node.op_type.removeprefix(_CALL)
@@ -121,11 +129,23 @@ def _copied(node: Any, inputs: list[str], suffix: str, names: dict[str, str]) ->
     return copy
 
 
-def _drop_unused(model: Any) -> None:
-    """Drop functions and tuples of them that nobody needs any more."""
-    operators = operator_names(model)
+def _constants_of(model: Any) -> list[Any]:
+    """Return the constants of all graphs, of which each may use any."""
+    found: dict[str, Any] = {}
     for graph in [model.graph, *model.functions]:
-        needed = {output.name for output in graph.output}
+        for node in graph.node:
+            if node.op_type == "Constant":
+                found.setdefault(node.output[0], mind_ir_pb2.NodeProto()).CopyFrom(node)
+    return list(found.values())
+
+
+def _drop_unused(model: Any) -> None:
+    """Drop constants, functions and tuples of them that nobody needs any more."""
+    operators = operator_names(model)
+    needed: set[str] = set()
+    # The main graph, which has the constants, after all that may need one.
+    for graph in [*model.functions, model.graph]:
+        needed.update(output.name for output in graph.output)
         kept = []
         for node in reversed(graph.node):
             operator = operators.get(node.op_type, node.op_type)
