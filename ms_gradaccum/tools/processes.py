@@ -8,11 +8,36 @@ from pathlib import Path
 
 import mindspore
 
-# What msrun tells a process about its job; the child is alone.
-JOB_VARIABLES = frozenset(
+# What msrun tells a process about its job.
+_JOB_VARIABLES = frozenset(
     "MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT RANK_ID RANK_SIZE RANK_TABLE_FILE".split()
 )
 _PR_SET_PDEATHSIG = 1
+# What comes back as it was raised; other errors are for the user to read, not to catch.
+_KINDS = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TimeoutError, TypeError, ValueError)}
+
+
+class ChildError(Exception):
+    """The traceback of another process, as the cause of an error here."""
+
+
+def error_of(kind: str, text: str) -> Exception:
+    """Return an error that was raised in another process."""
+    return _KINDS.get(kind, RuntimeError)(text)
+
+
+def refuse_inside(owner: str, variable: str) -> None:
+    """Raise in a process that ``owner`` itself has started, in whose environment there is ``variable``."""
+    if variable in os.environ:
+        raise RuntimeError(
+            f"For '{owner}', the program must not call it when a new process imports the program, but it does. Put the "
+            f"call under: if __name__ == '__main__':"
+        )
+
+
+def environment_outside_jobs() -> dict[str, str]:
+    """Return the environment of this process without what makes it a part of a job of several."""
+    return {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
 
 
 def import_path() -> list[str]:
@@ -25,8 +50,13 @@ def import_path() -> list[str]:
     return [place for place in sys.path if not place.startswith(inside)]
 
 
+def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
+    """Let the system send this process a signal when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)
+
+
 def depend_on(parent: int) -> None:
-    """End this process with its parent."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """End this process with its parent, even if that has ended already."""
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(1)

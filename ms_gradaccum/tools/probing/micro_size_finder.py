@@ -1,6 +1,5 @@
 """The smallest number of micro batches whose training fits into a given memory."""
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,8 +11,9 @@ from ms_gradaccum.parallel.world import current_world, gather_values
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.probing.child import IN_CHILD, OWNER
 from ms_gradaccum.tools.probing.memory import as_text, check_memory_limit
-from ms_gradaccum.tools.probing.process import Child, Measured, error_of
+from ms_gradaccum.tools.probing.process import Child, Measured
 from ms_gradaccum.tools.probing.search import candidates, first_that_fits, largest_part
+from ms_gradaccum.tools.processes import error_of, refuse_inside
 
 # Seconds between two messages of the ranks.
 _MOMENT = 1.0
@@ -119,11 +119,7 @@ def find_micro_size(
         >>> print(find_micro_size(f"{program}:build", "4GiB"))
         1
     """
-    if IN_CHILD in os.environ:
-        raise RuntimeError(
-            f"For '{OWNER}', the program must not call it when a new process imports the program, but it does. Put the "
-            f"call under: if __name__ == '__main__':"
-        )
+    refuse_inside(OWNER, IN_CHILD)
 
     def prepare() -> _Search:
         limit = check_memory_limit(OWNER, memory_limit)

@@ -15,17 +15,13 @@ from typing import Any, NamedTuple
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.probing import memory
 from ms_gradaccum.tools.probing.child import IN_CHILD, OWNER, died_of_memory
-from ms_gradaccum.tools.processes import JOB_VARIABLES, import_path
+from ms_gradaccum.tools.processes import ChildError, environment_outside_jobs, error_of, import_path
 
 # A process takes a second to fill 1 to 3 GB.
 _WATCH_MILLISECONDS = 10
 # How far beyond the limit single rows may go, so that an error can say what they take.
 _LEAST_EXCESS = 2**30
 _LAST_WORDS = 2000
-
-
-# What comes back as it was raised; other errors are for the user to read, not to catch.
-_KINDS = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TimeoutError, TypeError, ValueError)}
 
 
 class Measured(NamedTuple):
@@ -36,15 +32,6 @@ class Measured(NamedTuple):
     peak: int | None = None
     # What it had passed when it was ended. None if it was not.
     passed: int | None = None
-
-
-class ChildError(Exception):
-    """The traceback of a child, as the cause of an error here."""
-
-
-def error_of(kind: str, text: str) -> Exception:
-    """Return an error that was raised in another process."""
-    return _KINDS.get(kind, RuntimeError)(text)
 
 
 class Child:
@@ -65,7 +52,6 @@ class Child:
             f"import sys; sys.path[:] = {import_path()!r}; from ms_gradaccum.tools.probing.child import main; main()"
         )
         arguments = (json.dumps(builder), str(micro_size), str(writer), str(os.getpid()))
-        environment = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", start, *arguments],
@@ -73,7 +59,7 @@ class Child:
                 stdout=self.words,
                 stderr=subprocess.STDOUT,
                 pass_fds=[writer],
-                env={**environment, IN_CHILD: "1"},
+                env={**environment_outside_jobs(), IN_CHILD: "1"},
                 start_new_session=True,
             )
         finally:

@@ -1,6 +1,5 @@
 """The processes of a simulation: msrun starts them, and none of them outlives it."""
 
-import ctypes
 import json
 import os
 import shutil
@@ -15,13 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ms_gradaccum.tools.processes import JOB_VARIABLES, import_path
+from ms_gradaccum.tools.processes import (
+    ChildError,
+    end_with_parent,
+    environment_outside_jobs,
+    error_of,
+    import_path,
+)
 from ms_gradaccum.tools.simulation.cuda_stubs import build_cuda_home, environment
 
 OWNER = "simulate"
 # Set in the environment of all processes of a job, which must not simulate in turn.
 IN_JOB = "MS_GRADACCUM_SIMULATION"
-_PR_SET_PDEATHSIG = 1
 # Seconds between two looks at the folder.
 _MOMENT = 0.2
 _DONE = "done"
@@ -52,12 +56,11 @@ class Job:
             f"from ms_gradaccum.tools.simulation.worker import main\nmain({str(self.folder)!r}, {json.dumps(task)!r})\n"
         )
         cuda = environment(build_cuda_home(self.folder / "cuda"))
-        inherited = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
         here = str(Path(sys.executable).parent)
         # The processes are killed in the end: what they would delete themselves goes with the folder.
         found = {"PATH": os.pathsep.join([here, os.getenv("PATH", "")]), "TMPDIR": str(self.folder), IN_JOB: self.mark}
         # More threads than cores only wait for each other.
-        settings = {**inherited, **cuda, **found, "OMP_NUM_THREADS": "1"}
+        settings = {**environment_outside_jobs(), **cuda, **found, "OMP_NUM_THREADS": "1"}
         msrun = shutil.which("msrun", path=settings["PATH"])
         if msrun is None:
             raise RuntimeError(
@@ -75,7 +78,7 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=lambda: end_with_parent(signal.SIGINT),
             )
 
     def __enter__(self) -> "Job":
@@ -101,7 +104,6 @@ class Job:
                     f"was at '{self._phase()}'. Give it more time."
                 )
             time.sleep(_MOMENT)
-        self._raise_errors()
         return [json.loads(report.read_text()) for report in reports]
 
     def _phase(self) -> str:
@@ -114,13 +116,11 @@ class Job:
     def _raise_errors(self) -> None:
         for path in sorted(self.folder.glob("error_*.json")):
             error = json.loads(path.read_text())
-            kind = {"TypeError": TypeError, "ValueError": ValueError}.get(error["type"], RuntimeError)
-            if error["text"].startswith("For '"):
-                raise kind(error["text"]) from RemoteError(error["traceback"])
-            raise RuntimeError(
-                f"For '{OWNER}', what 'build' returns must compile and run, but rank {error['rank']} got "
-                f"{error['type']}: {error['text']}"
-            ) from RemoteError(error["traceback"])
+            kind, text = error["type"], error["text"]
+            if not text.startswith("For '"):
+                rule = "what 'build' returns must compile and run"
+                kind, text = "RuntimeError", f"For '{OWNER}', {rule}, but rank {error['rank']} got {kind}: {text}"
+            raise error_of(kind, text) from ChildError(error["traceback"])
 
     def _last_words(self) -> str:
         logs = [self.folder / "msrun.log", *sorted((self.folder / "log").glob("worker_*.log"))]
@@ -145,10 +145,6 @@ class Job:
 
     def _clean_up(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class RemoteError(Exception):
-    """The traceback of another process, as the cause of an error here."""
 
 
 class Meeting:
@@ -185,10 +181,6 @@ class Meeting:
         partial = self.folder / f"partial_{self.rank}"
         partial.write_text(text)
         partial.rename(self.folder / name)
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 def _free_port() -> int:

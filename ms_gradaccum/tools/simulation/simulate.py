@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from ms_gradaccum._checks import check_bool, check_choice, check_positive_float, check_positive_int, sentence
 from ms_gradaccum.tools.builder import Builder
+from ms_gradaccum.tools.processes import refuse_inside
 from ms_gradaccum.tools.simulation.cuda_stubs import why_not
 from ms_gradaccum.tools.simulation.job import IN_JOB, OWNER, Job
 from ms_gradaccum.tools.simulation.report import Program, Simulation, Training
@@ -71,11 +72,7 @@ def simulate(
         >>> simulation = simulate("train.py:build", devices=8, run=True)  # doctest: +SKIP
         >>> print(simulation)  # doctest: +SKIP
     """
-    if IN_JOB in os.environ:
-        raise RuntimeError(
-            f"For '{OWNER}', the program must not call it when a new process imports the program, but it does. Put the "
-            f"call under: if __name__ == '__main__':"
-        )
+    refuse_inside(OWNER, IN_JOB)
     check_positive_int(OWNER, "devices", devices, "It is the number of devices of the job.")
     if devices < 2:
         raise ValueError(sentence(OWNER, "devices", "at least 2", devices, "One device partitions nothing."))
