@@ -71,15 +71,16 @@ def _simulate(args: argparse.Namespace) -> int:
     settings = {"run": args.run, "compare": not args.no_compare, "timeout": args.timeout, "progress": True}
     try:
         found = simulate(args.build, args.devices, args.target, **settings)
-        if args.plot:
-            found.plot(args.plot)
         text = json.dumps(found.to_dict(), indent=2)
+        # First of all: it has taken its time, and a file or a picture may fail.
+        print(text if args.json == "-" else found)
         if args.json not in (None, "-"):
             Path(args.json).write_text(text + "\n")
+        if args.plot:
+            found.plot(args.plot)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"{_PROGRAM} simulate: {error}", file=sys.stderr)
         return 2
-    print(text if args.json == "-" else found)
     return 0
 
 

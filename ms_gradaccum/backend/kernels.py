@@ -96,7 +96,7 @@ def add_noted_in_place(total: Parameter, part: Tensor, factor: Tensor, share: Te
         return ops.depend(total, _add_noted_in_place(total, part, factor, share, noise))
     squares = as_dtype(sum_of_squares(part), noise.dtype) * share
     noted = ops.assign_add(noise, ops.stack((squares, ops.zeros_like(squares))))
-    return ops.depend(ops.assign_add(total, part * factor), noted)
+    return ops.depend(add_in_place(total, part, factor), noted)
 
 
 def scale_in_place(total: Parameter, factor: Tensor) -> Tensor:

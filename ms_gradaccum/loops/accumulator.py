@@ -141,14 +141,19 @@ class Accumulator(nn.Cell, Observed):
             for _ in pairs
         ]
         self._networks = [TrainedNetwork(*pair, each, self.config) for pair, each in zip(pairs, settings)]
-        for each in (each for trained in self._networks for each in trained.optimizers):
-            claim_optimizer(each, self)
+        for trained in self._networks:
+            for each in trained.optimizers:
+                claim_optimizer(each, self)
         self.window = LoopWindow(self.config, self._networks)
         self.events = self.window.events
+        self.in_graph: Callable[..., tuple[Tensor, ...]] = self._window_in_graph()
+
+    def _window_in_graph(self) -> GraphWindow | NoGraphWindow:
+        """Return what this loop is inside a larger graph, which knows one network with one optimizer alone."""
         first, steps = self._networks[0], self.config.accumulation_steps
-        simple = len(self._networks) == len(first.ends) == 1 and self.config.schedule is None
-        window = GraphWindow(first.add_grads_cell, first.ends[0], steps) if simple else NoGraphWindow(_OWNER)
-        self.in_graph: Callable[..., tuple[Tensor, ...]] = window
+        if len(self._networks) == len(first.ends) == 1 and self.config.schedule is None:
+            return GraphWindow(first.add_grads_cell, first.ends[0], steps)
+        return NoGraphWindow(_OWNER)
 
     def set_train(self, mode: bool = True) -> "Accumulator":
         """Set the mode of the networks and all cells in them, see ``nn.Cell.set_train``. Nothing else does so."""

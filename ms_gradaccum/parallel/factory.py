@@ -105,8 +105,8 @@ def build_reducer(
     reports_others = network.losses is not None
     if drops:
         check_dense(owner, sparse_lookup(network))
+    kept = network.terms, drops, reports_others, notes_squares
     if kind is None:
-        kept = network.terms, drops, reports_others, notes_squares
         return GradientReducer(weights, GradientBuffer(weights, dense_only, None, *kept))
     shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
     check_sent(owner, dtype)
@@ -125,7 +125,6 @@ def build_reducer(
     layout = reducer_layout(kind, weights, ranks, numbers, dtype, network.terms)
     if layout.every_batch:
         _check_shared_dense(owner, network)
-    kept = network.terms, drops, reports_others, notes_squares
     buffer = GradientBuffer(weights, dense_only, layout.buffer_shapes, *kept)
     return _choose_reducer(owner, kind, optimizer, buffer, layout, world.rank)
 

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def import_path() -> list[str]:
     """
     inside = str(Path(mindspore.__file__).parent)
     return [place for place in sys.path if not place.startswith(inside)]
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:

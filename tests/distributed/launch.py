@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 import quick_mindspore  # noqa: E402
+
+from ms_gradaccum.tools.processes import free_port  # noqa: E402
 
 # For what runs under msrun, all of which reports through this file.
 quick_mindspore.install()
@@ -36,7 +37,7 @@ def launch(script, processes, folder, limit=600.0, extra=None, arguments=()):
         str(BIN / "msrun"),
         f"--worker_num={processes}",
         f"--local_worker_num={processes}",
-        f"--master_port={_free_port()}",
+        f"--master_port={free_port()}",
     ]
     command += [f"--log_dir={folder / 'log'}", "--join=True", str(script), *arguments]
     reports = [folder / f"report_{rank}.json" for rank in range(processes)]
@@ -71,9 +72,3 @@ def report(rank, values):
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(values))
     partial.rename(path)
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -90,28 +90,41 @@ class PositiveTokens(nn.Cell):
 
 
 class WholeBatch(nn.Cell):
-    """One update from the whole batch in one process."""
+    """One update from the whole batch in one process, of MindSpore's own parts.
 
-    def __init__(self, network: nn.Cell, optimizer: nn.Cell, variant: Variant) -> None:
+    ``loss`` returns a mean or, if it is ``weighted``, a sum and its weight.
+    """
+
+    def __init__(
+        self,
+        loss: nn.Cell,
+        optimizer: nn.Cell,
+        weighted: bool,
+        max_norm: float | None = None,
+        limit: float | None = None,
+    ) -> None:
         super().__init__(auto_prefix=False)
-        self.loss = PositiveTokens(network) if variant.weighted else nn.WithLossCell(network, nn.MSELoss())
-        self.variant = variant
+        self.loss = loss
+        self.weighted, self.max_norm, self.limit = weighted, max_norm, limit
         self.optimizer = optimizer
-        self.value_and_grad = ops.value_and_grad(self.mean_loss, None, optimizer.parameters)
+        self.value_and_grad = ops.value_and_grad(self.mean_loss, None, optimizer.parameters, has_aux=True)
 
     def mean_loss(self, x, y):
-        loss = self.loss(x, y)
-        return loss[0] / loss[1] if self.variant.weighted else loss
+        if self.weighted:
+            total, weight = self.loss(x, y)
+            return total / weight, weight
+        return self.loss(x, y), ops.ones(()) * x.shape[0]
 
     def construct(self, x, y):
-        loss, grads = self.value_and_grad(x, y)
+        """Return the loss, the norms before and after clipping, and the weight."""
+        (loss, weight), grads = self.value_and_grad(x, y)
         norm = self.norm(grads)
-        if self.variant.max_norm is not None:
-            grads = ops.clip_by_global_norm(grads, self.variant.max_norm)
-        if self.variant.limit is not None:
-            grads = ops.clip_by_value(grads, -self.variant.limit, self.variant.limit)
+        if self.max_norm is not None:
+            grads = ops.clip_by_global_norm(grads, self.max_norm)
+        if self.limit is not None:
+            grads = ops.clip_by_value(grads, -self.limit, self.limit)
         clipped_norm = self.norm(grads)
-        return ops.depend((loss, norm, clipped_norm), self.optimizer(grads))
+        return ops.depend((loss, norm, clipped_norm, weight), self.optimizer(grads))
 
     def norm(self, grads):
         total = 0.0
@@ -154,10 +167,14 @@ def settings_of(variant: Variant, network: nn.Cell) -> AutoParallel:
     return parallel
 
 
+def loss_of(variant: Any, network: nn.Cell) -> nn.Cell:
+    """Return the network with its loss: a mean, or a sum and its weight."""
+    return PositiveTokens(network) if variant.weighted else nn.WithLossCell(network, nn.MSELoss())
+
+
 def loss_cell_of(variant: Variant, network: nn.Cell) -> GradAccumulation:
     """Return our loss cell."""
-    loss = PositiveTokens(network) if variant.weighted else nn.WithLossCell(network, nn.MSELoss())
-    return GradAccumulation(loss, variant.micro_size, weighted=variant.weighted)
+    return GradAccumulation(loss_of(variant, network), variant.micro_size, weighted=variant.weighted)
 
 
 def our_step(variant: Variant) -> TrainOneStepCell:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from launch import report
 from mindspore import Tensor
-from semi_auto_cells import BATCHES, ROWS, Variant, WholeBatch, network_of, optimizer_of, our_step, stock_step
+from semi_auto_cells import BATCHES, ROWS, Variant, WholeBatch, loss_of, network_of, optimizer_of, our_step, stock_step
 from semi_auto_contracts import refusals, ways
 
 from ms_gradaccum.tools.simulation.collectives import collectives_of, count_operators
-from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values
+from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, differences, whole_values
 from ms_gradaccum.tools.simulation.partition import connect, gpu_target, partition
 
 # Each compilation collects garbage, which takes longest in the modules that never become any.
@@ -66,7 +66,8 @@ def run_whole(variant: Variant) -> tuple[list[Any], dict[str, Any]]:
     """Train on the whole batches in one process; return loss and norms of each update and the parameters."""
     network = network_of(replace(variant, lazy=False))
     network.init_parameters_data()
-    step = WholeBatch(network, optimizer_of(variant, network), variant)
+    optimizer, loss = optimizer_of(variant, network), loss_of(variant, network)
+    step = WholeBatch(loss, optimizer, variant.weighted, variant.max_norm, variant.limit)
     step.set_train()
     printed = [[float(item.asnumpy()) for item in step(Tensor(x), Tensor(y))] for x, y in BATCHES]
     return printed, {parameter.name: parameter.asnumpy() for parameter in network.get_parameters()}
@@ -90,8 +91,7 @@ def run_partitioned(model: Any, start: Any, step: Any, variant: Variant, rank: i
 
 def largest_difference(ours: dict[str, Any], whole: dict[str, Any], step: Any, rank: int) -> float:
     """Return by how much this rank's part of the weights differs from the whole ones at most."""
-    parts = {name: own_part(value, step.parameter_layout_dict.get(name), rank) for name, value in whole.items()}
-    return max(float(np.abs(ours[name] - part).max()) for name, part in parts.items())
+    return max(differences(ours, whole, step.parameter_layout_dict, rank).values())
 
 
 def numbers_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
@@ -115,8 +115,12 @@ def numbers_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:
 
 def counts_of_program(model: Any) -> dict[str, int]:
     """Count the operators of a program, and its messages by their purpose too."""
-    purposes = Counter(f"{message.operator} of {message.purpose}" for message in collectives_of(model))
-    return count_operators(model) | purposes
+    return count_operators(model) | purposes_of(model)
+
+
+def purposes_of(model: Any) -> dict[str, int]:
+    """Count the messages of a program by operator and purpose."""
+    return Counter(f"{message.operator} of {message.purpose}" for message in collectives_of(model))
 
 
 def counts_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:

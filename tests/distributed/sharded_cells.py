@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, lazy_inline, nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
-from semi_auto_cells import PositiveTokens
+from semi_auto_cells import WholeBatch, loss_of
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, TrainOneStepCell
 
@@ -71,8 +71,7 @@ def loss_cell_of(variant: Sharded) -> nn.Cell:
     if variant.llama is not None:
         shape = replace(variant.llama, dp=variant.dp, mp=variant.mp)
         return LazyLlamaLoss(shape) if variant.lazy else LlamaLoss(shape)
-    network = (LazyTwoLayers if variant.lazy else TwoLayers)(variant.dp, variant.mp)
-    return PositiveTokens(network) if variant.weighted else nn.WithLossCell(network, nn.MSELoss())
+    return loss_of(variant, (LazyTwoLayers if variant.lazy else TwoLayers)(variant.dp, variant.mp))
 
 
 def is_weighted(variant: Sharded) -> bool:
@@ -108,28 +107,8 @@ def batch_of(variant: Sharded, number: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.randn(ROWS, 8).astype(np.float32), rng.randn(ROWS, 4).astype(np.float32)
 
 
-class WholeBatch(nn.Cell):
-    """Updates from the whole batch in one process, of MindSpore's own parts."""
-
-    def __init__(self, variant: Sharded) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss = loss_cell_of(replace(variant, lazy=False))
-        self.weighted = is_weighted(variant)
-        self.max_norm = variant.max_norm
-        self.optimizer = optimizer_of(variant, self.loss)
-        self.value_and_grad = ops.value_and_grad(self.mean_loss, None, self.optimizer.parameters, has_aux=True)
-
-    def mean_loss(self, x, y):
-        if self.weighted:
-            total, weight = self.loss(x, y)
-            return total / weight, weight
-        return self.loss(x, y), ops.ones(()) * ROWS
-
-    def construct(self, x, y):
-        (loss, weight), grads = self.value_and_grad(x, y)
-        norm = 0.0
-        for grad in grads:
-            norm += ops.square(grad).sum()
-        if self.max_norm is not None:
-            grads = ops.clip_by_global_norm(grads, self.max_norm)
-        return ops.depend((loss, ops.sqrt(norm), weight), self.optimizer(grads))
+def whole_batch_of(variant: Sharded) -> WholeBatch:
+    """Return what makes updates from the whole batch in one process."""
+    loss = loss_cell_of(replace(variant, lazy=False))
+    whole = WholeBatch(loss, optimizer_of(variant, loss), is_weighted(variant), variant.max_norm)
+    return whole.set_train()

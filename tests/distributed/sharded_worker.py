@@ -2,16 +2,14 @@
 
 import gc
 import time
-import traceback
-from collections import Counter
 from typing import Any
 
 import numpy as np
 from launch import report
 from mindspore import Tensor
-from sharded_cells import ROWS, UPDATES, Llama, Sharded, WholeBatch, batch_of, our_step
+from semi_auto_worker import attempt, largest_difference, purposes_of
+from sharded_cells import ROWS, UPDATES, Llama, Sharded, batch_of, our_step, whole_batch_of
 
-from ms_gradaccum.tools.simulation.collectives import collectives_of
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values
 from ms_gradaccum.tools.simulation.partition import connect, gpu_target, partition
 
@@ -54,24 +52,18 @@ def run(variant: Sharded, rank: int) -> dict[str, Any]:
     program = CpuProgram(model, start, layouts, rank)
     outputs = [[float(item.asnumpy()) for item in program(*map(part, batch, (0, 1)))] for batch in batches]
     ours = program.values()
-    whole = WholeBatch(variant)
-    whole.set_train()
+    whole = whole_batch_of(variant)
     said = [[float(item.asnumpy()) for item in whole(*map(Tensor, batch))] for batch in batches]
     weights = {weight.name: weight.asnumpy() for weight in whole.loss.trainable_params()}
     return {
         "items": outputs,
         "whole": said,
-        "difference": _distance(ours, weights, layouts, rank),
-        "moved": _distance(ours, {name: start[name] for name in weights}, layouts, rank),
+        "difference": largest_difference(ours, weights, step, rank),
+        "moved": largest_difference(ours, {name: start[name] for name in weights}, step, rank),
         "sums": max(float(np.abs(value).max()) for name, value in ours.items() if name.startswith("accu_grads.")),
         "parts": sum(ours[name].shape != weights[name].shape for name in weights),
-        "purposes": Counter(f"{message.operator} of {message.purpose}" for message in collectives_of(model)),
+        "purposes": purposes_of(model),
     }
-
-
-def _distance(ours: dict[str, Any], values: dict[str, Any], layouts: dict[str, Any], rank: int) -> float:
-    parts = {name: own_part(value, layouts.get(name), rank) for name, value in values.items()}
-    return max(float(np.abs(ours[name] - part).max()) for name, part in parts.items())
 
 
 def main() -> None:
@@ -79,11 +71,7 @@ def main() -> None:
     result = {}
     for name, variant in VARIANTS.items():
         begin = time.monotonic()
-        try:
-            result[name] = run(variant, rank)
-        except Exception:
-            # One variant shall not hide the others.
-            result[name] = {"error": traceback.format_exc()[-3000:]}
+        result[name] = attempt(run, variant, rank)
         result[name]["seconds"] = time.monotonic() - begin
     report(rank, result)
     # The launcher ends this process, which MindSpore without its GPU would not do without an error.

@@ -50,7 +50,7 @@ def test_weights_are_those_of_one_process_on_the_whole_batch(reports, size, name
 def test_report_is_that_of_the_whole_batch_on_all_ranks(reports, size, name):
     for report in reports[size]:
         result = succeeded(report["numbers"][name])
-        for (loss, norm, clipped_norm), items in zip(result["whole"], result["items"]):
+        for (loss, norm, clipped_norm, _), items in zip(result["whole"], result["items"]):
             assert [items[0], items[4], items[5]] == pytest.approx([loss, norm, clipped_norm], rel=1e-6)
             overflow, scale, updated, weight = items[1], items[2], items[3], items[7]
             variant = NUMBERS[size][name]
@@ -75,7 +75,7 @@ def test_half_precision_is_scaled_clipped_and_unscaled(reports):
         # 11 bits of a gradient, times the learning rate; and not float32.
         assert 1e-6 < result["difference"] < 1e-3
         assert result["moved"] > 1e-2 and result["sums"] == 0
-        for (loss, norm, clipped_norm), items in zip(result["whole"], result["items"]):
+        for (loss, norm, clipped_norm, _), items in zip(result["whole"], result["items"]):
             assert [items[0], items[4], items[5]] == pytest.approx([loss, norm, clipped_norm], rel=2e-3)
             assert (items[1], items[2], items[3], items[7]) == (0, 64, 1, 64)
         # Two clean windows are its growth interval.

@@ -41,7 +41,7 @@ def test_weights_are_those_of_one_process_on_the_whole_batch(ranks):
 def test_report_is_that_of_the_whole_batch_on_all_ranks(ranks):
     variant, results = ranks
     for result in results:
-        for (loss, norm, weight), items in zip(result["whole"], result["items"], strict=True):
+        for (loss, norm, _, weight), items in zip(result["whole"], result["items"], strict=True):
             assert [items[0], items[4], items[7]] == pytest.approx([loss, norm, weight], rel=1e-6)
             assert items[5] == pytest.approx(min(norm, variant.max_norm or norm), rel=1e-6)
             assert (items[1], items[3]) == (0, 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ms_gradaccum._checks import warn
+from ms_gradaccum.tools.reporting.figures import new_figure
 
 _PANELS = {
     "loss": ("loss",),
@@ -64,17 +65,7 @@ def draw(paths: Iterable[Any], output: Any) -> None:
         ValueError: If there is no report in a file.
     """
     runs = {str(path): read_run(path) for path in paths}
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"Drawing takes the package matplotlib, but got: {error}. "
-            f"Install it with: pip install 'ms_gradaccum[plot]'."
-        ) from None
-    # Without pyplot: no window, and no state that outlives the picture.
-    figure = Figure(figsize=(10, 12), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 12)
     # The last one only if somebody has asked for it.
     noisy = any("noise_scale" in report for reports in runs.values() for report in reports)
     shown = list(_PANELS.items())[: len(_PANELS) - (not noisy)]

@@ -85,6 +85,12 @@ def own_part(value: np.ndarray[Any, Any], layout: Any, rank: int) -> np.ndarray[
     return np.ascontiguousarray(_load_tensor_by_layout(Tensor(value), tuple(layout), rank).asnumpy())
 
 
+def differences(ours: Values, whole: Values, layouts: dict[str, Any], rank: int) -> dict[str, float]:
+    """Return by how much the parts of ``rank`` differ from those of the ``whole`` values at most, by name."""
+    parts = {name: own_part(value, layouts.get(name), rank) for name, value in whole.items()}
+    return {name: float(np.abs(ours[name] - part).max()) for name, part in parts.items()}
+
+
 def _create_groups(names: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:
     """Create the groups of this rank's program, and return their members. Collective.
 

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from ms_gradaccum.tools.processes import (
     end_with_parent,
     environment_outside_jobs,
     error_of,
+    free_port,
     import_path,
 )
 from ms_gradaccum.tools.simulation.cuda_stubs import build_cuda_home, environment
@@ -67,7 +67,7 @@ class Job:
                 f"For '{OWNER}', msrun must be found, but it is not in the PATH. MindSpore comes with it."
             )
         count = self.devices
-        command = [msrun, f"--worker_num={count}", f"--local_worker_num={count}", f"--master_port={_free_port()}"]
+        command = [msrun, f"--worker_num={count}", f"--local_worker_num={count}", f"--master_port={free_port()}"]
         command += [f"--log_dir={self.folder / 'log'}", "--join=True", str(script)]
         with (self.folder / "msrun.log").open("wb") as log:
             return subprocess.Popen(
@@ -181,9 +181,3 @@ class Meeting:
         partial = self.folder / f"partial_{self.rank}"
         partial.write_text(text)
         partial.rename(self.folder / name)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

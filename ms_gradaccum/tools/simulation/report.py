@@ -7,6 +7,7 @@ from typing import Any
 
 from ms_gradaccum.parallel.messages import Message, Traffic
 from ms_gradaccum.tools.probing.memory import as_text
+from ms_gradaccum.tools.reporting.figures import new_figure
 
 
 @dataclass(frozen=True)
@@ -141,17 +142,8 @@ class Simulation:
 
     def plot(self, path: str | Path) -> None:
         """Draw what an update sends and what a device holds, by kind, into a PNG. Takes matplotlib."""
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                f"Drawing takes the package matplotlib, but got: {error}. "
-                f"Install it with: pip install 'ms_gradaccum[plot]'."
-            ) from None
         keys = self._keys()
-        figure = Figure(figsize=(10, 3 + 0.4 * len(keys)), dpi=100, layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure(10, 3 + 0.4 * len(keys))
         sent, held = figure.subplots(2, 1, height_ratios=[len(keys), 3])
         programs = {"ms_gradaccum": self.ours} | ({} if self.stock is None else {"MindSpore": self.stock})
         thickness = 0.8 / len(programs)

@@ -27,7 +27,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto, forget_accumulation
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import depend_on
 from ms_gradaccum.tools.simulation.collectives import collectives_of, groups_of, tensor_bytes
-from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, plain_name, whole_values
+from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, differences, own_part, plain_name, whole_values
 from ms_gradaccum.tools.simulation.job import OWNER, Meeting
 from ms_gradaccum.tools.simulation.partition import WORLD_GROUP, connect, gpu_target, partition
 from ms_gradaccum.tools.simulation.whole_batch import WholeBatch
@@ -83,7 +83,7 @@ class _Rank:
         if self.updates:
             self._write_start(step)
         self.meeting.phase(f"compiling for {self.size} devices")
-        model, program = _compiled(step, [_some_rows(item, parts) for item, parts in self._cut(step, batch)])
+        model, program = _compiled(step, self._pieces(step, batch))
         program["bytes"] = _bytes_of(model, {parameter.name for parameter in step.network.get_parameters()})
         found = {"ours": program}
         if self.updates:
@@ -108,8 +108,8 @@ class _Rank:
         args, kwargs = as_call(OWNER, batch)
         return step, step.network.positional(args, kwargs)
 
-    def _cut(self, step: TrainOneStepCell, batch: tuple[Any, ...]) -> list[tuple[Any, tuple[int, ...]]]:
-        """Return each input with the numbers of parts into which the dataset strategy cuts its axes."""
+    def _pieces(self, step: TrainOneStepCell, batch: tuple[Any, ...]) -> list[Any]:
+        """Return a piece of each input as large as what the dataset strategy leaves to a device."""
         strategy = _dataset_strategy(step)
         tensors = [item for item in batch if isinstance(item, Tensor)]
         if strategy == "data_parallel":
@@ -122,7 +122,7 @@ class _Rank:
                 rule = f"'data_parallel', 'full_batch' or a tuple of ints for each of the {len(tensors)} inputs"
                 raise ValueError(sentence(OWNER, "dataset_strategy", rule, strategy, "Give numbers of parts."))
         rest = iter(strategies)
-        return [(item, tuple(next(rest)) if isinstance(item, Tensor) else ()) for item in batch]
+        return [_some_rows(item, next(rest)) if isinstance(item, Tensor) else item for item in batch]
 
     def _write_start(self, step: TrainOneStepCell) -> None:
         """Write the values of the parameters before the compiler cuts them, with which all ranks start: rank 0's."""
@@ -154,14 +154,15 @@ class _Rank:
             np.savez(path, **whole)
         self.meeting.wait_for("whole")
         weights = dict(np.load(path))
-        distances = {name: _distances(name, weights, start, ours, layouts, self.rank) for name in weights}
+        apart = differences(ours, weights, layouts, self.rank)
+        moved = differences(ours, {name: start[name] for name in weights}, layouts, self.rank)
         return {
             "losses": [output[0] for output in outputs],
             "whole_losses": losses,
             "updated": [bool(output[3]) for output in outputs],
-            "difference": max(apart for apart, _ in distances.values()),
-            "moved": max(moved for _, moved in distances.values()),
-            "farthest": max(distances, key=lambda name: distances[name][0]),
+            "difference": max(apart.values()),
+            "moved": max(moved.values()),
+            "farthest": max(apart, key=lambda name: apart[name]),
         }
 
     def _train_whole(self, start: dict[str, Any], batch: Any, updated: list[bool]) -> tuple[list[float], Any]:
@@ -183,7 +184,7 @@ class _Rank:
         try:
             step, batch = self._build()
             with _stock_step(step) as stock:
-                return _compiled(stock, [_some_rows(item, parts) for item, parts in self._cut(step, batch)])[1]
+                return _compiled(stock, self._pieces(step, batch))[1]
         except Exception as error:
             return {"error": first_line(error)}
 
@@ -234,14 +235,12 @@ def _bytes_of(model: Any, network: set[str]) -> dict[str, int]:
     return held
 
 
-def _some_rows(item: Any, parts: tuple[int, ...]) -> Any:
+def _some_rows(item: Tensor, parts: tuple[int, ...]) -> Tensor:
     """Return a piece of an input as large as the part of a device. The compiler looks at its shape alone."""
     for axis, count in enumerate(parts):
         if item.shape[axis] % count:
             rule = f"one whose axis {axis} divides into the {count} parts of its dataset_strategy"
             raise ValueError(sentence(OWNER, "batch", rule, f"the shape {tuple(item.shape)}", "Give all rows of it."))
-    if not isinstance(item, Tensor):
-        return item
     return Tensor(item.asnumpy()[tuple(slice(length // count) for length, count in zip(item.shape, parts))])
 
 
@@ -305,12 +304,6 @@ class _MeanOfMicroBatch(nn.Cell):
     def construct(self, *inputs: Any) -> Tensor:
         loss_sum, weight = self.network(*inputs)
         return ops.div(loss_sum, weight)
-
-
-def _distances(name: str, whole: Any, start: Any, ours: Any, layouts: Any, rank: int) -> tuple[float, float]:
-    """Return how far this rank's part of a weight is from that of the whole batch, and from where it began."""
-    apart, moved = (own_part(values[name], layouts.get(name), rank) - ours[name] for values in (whole, start))
-    return float(np.abs(apart).max()), float(np.abs(moved).max())
 
 
 def _kind(made: Any) -> str:
