@@ -76,4 +76,4 @@ class ShardedBufferReducer(ShardedReducer):
     takes_sums = False
 
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.shards.all_gather(grads, tuple(self.weights), None)
+        return self.shards.all_gather(grads, tuple(self.weights))

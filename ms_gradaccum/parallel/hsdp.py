@@ -13,7 +13,7 @@ from ms_gradaccum._checks import check_bool, check_choice, sentence, typed
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.layout import ReducerLayout
-from ms_gradaccum.parallel.shards import ShardedReducer, Shards, assign_some
+from ms_gradaccum.parallel.shards import ShardedReducer, Shards
 
 _OWNER = "HSDP"
 _Level = Literal["level1", "level2", "level3"]
@@ -97,6 +97,9 @@ class HSDPReducer(ShardedReducer):
         state = shard_optimizer(optimizer, shards)
         super().__init__(shards, optimizer.parameters, buffer, layout, rank, settings)
         self.whole = ParameterTuple(whole)
+        self.own = ParameterTuple(self.weights[i] for i in shards.sharded)
+        self.wholes = ParameterTuple(whole[i] for i in shards.sharded)
+        self.own_in_buckets, self.wholes_in_runs = shards.in_buckets(self.weights), shards.in_runs(whole)
         for item in state:
             self.show_whole(item)
         # The network's own weights are saved and loaded; their slices follow them before each update.
@@ -107,11 +110,10 @@ class HSDPReducer(ShardedReducer):
 
     def before_update(self) -> Done:
         # The network's weights are the truth: a checkpoint may have been loaded into them since the last update.
-        return self.shards.assign_own(tuple(self.weights), tuple(self.whole))
+        return self.shards.assign_own(self.own, self.wholes)
 
     def after_update(self, updated: Done) -> Done:
-        gathered = self.shards.all_gather(tuple(self.weights), tuple(self.whole), updated)
-        return assign_some(tuple(self.whole), gathered, self.shards.sharded), updated
+        return self.shards.all_gather_into(self.wholes_in_runs, self.own_in_buckets, updated), updated
 
 
 def check_shardable(optimizer: nn.Cell) -> None:

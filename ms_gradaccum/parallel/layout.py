@@ -6,7 +6,7 @@ and reads the same messages from them.
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -24,6 +24,22 @@ Buckets = tuple[tuple[int, ...], ...]
 Shapes = tuple[tuple[int, ...], ...]
 
 
+class Cuts(NamedTuple):
+    """Where a message is cut into tensors: runs of neighbours of one size, each run by one operator.
+
+    A slice per tensor would take the compiler longer than all else.
+
+    Attributes:
+        begins: Where each run begins in the message.
+        lengths: Its elements.
+        counts: Its tensors.
+    """
+
+    begins: tuple[int, ...]
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
 class BucketLayout(NamedTuple):
     """Sums that are added up over all ranks, and a few scalars beside them.
 
@@ -33,7 +49,7 @@ class BucketLayout(NamedTuple):
     Attributes:
         world: All ranks.
         buckets: The indices of the tensors in the order in which they are sent, one tuple per message, at least one.
-        begins: Where each tensor begins in its message.
+        cuts: Where each message is cut.
         ends: Where the last one of each message ends.
         scalars: Number of scalars.
         dtype: In which the sums are added up.
@@ -41,7 +57,7 @@ class BucketLayout(NamedTuple):
 
     world: Ranks
     buckets: Buckets
-    begins: Buckets
+    cuts: tuple[Cuts, ...]
     ends: tuple[int, ...]
     scalars: int
     dtype: Any
@@ -72,7 +88,7 @@ class ShardLayout(NamedTuple):
         shapes: Shapes of what one rank has.
         sizes: Numbers of elements of the whole tensors.
         buckets: The indices in `sharded` in the order in which they are sent, one tuple per message.
-        begins: Where each part begins in the rank's own part of its message.
+        cuts: Where the rank's own part of each message is cut.
         ends: Where the last one of each message ends.
         dtype: In which gradients are added up.
     """
@@ -86,7 +102,7 @@ class ShardLayout(NamedTuple):
     shapes: Shapes
     sizes: tuple[int, ...]
     buckets: Buckets
-    begins: Buckets
+    cuts: tuple[Cuts, ...]
     ends: tuple[int, ...]
     dtype: Any
 
@@ -153,7 +169,7 @@ class ReducerLayout:
 
 def bucket_layout(indices: Any, sizes: Any, world: Ranks, scalars: int, dtype: Any) -> BucketLayout:
     """Return how the sums with these ``indices`` are added up over all ranks."""
-    buckets = fill_buckets(indices, sizes, BUCKET_SIZE) or ((),)
+    buckets = _by_size(fill_buckets(indices, sizes, BUCKET_SIZE), sizes) or ((),)
     return BucketLayout(world, buckets, *_places(buckets, sizes), scalars, dtype)
 
 
@@ -174,8 +190,9 @@ def shard_layout(tensors: Any, world: Ranks, size: int, threshold: int, dtype: A
     sharded = tuple(i for i, part in enumerate(is_sharded) if part)
     kept = tuple(i for i, part in enumerate(is_sharded) if not part)
     group, replicas = world._replace(size=size), world._replace(size=world.size // size)
-    buckets = fill_buckets(backwards(sharded), sizes, BUCKET_SIZE)
-    places = _places(buckets, [math.prod(shape) for shape in shapes])
+    own_sizes = [math.prod(shape) for shape in shapes]
+    buckets = _by_size(fill_buckets(backwards(sharded), sizes, BUCKET_SIZE), own_sizes)
+    places = _places(buckets, own_sizes)
     return ShardLayout(group, replicas, world, is_sharded, sharded, kept, shapes, sizes, buckets, *places, dtype)
 
 
@@ -184,10 +201,18 @@ def backwards(indices: Any) -> tuple[int, ...]:
     return tuple(indices)[::-1]
 
 
-def _places(buckets: Buckets, sizes: Any) -> tuple[Buckets, tuple[int, ...]]:
-    """Return where each tensor begins in its message, and where the last one of each message ends."""
-    ends = tuple(tuple(accumulate((sizes[i] for i in bucket), initial=0)) for bucket in buckets)
-    return tuple(bucket[:-1] for bucket in ends), tuple(bucket[-1] for bucket in ends)
+def _by_size(buckets: Buckets, sizes: Any) -> Buckets:
+    """Return the buckets with tensors of one size side by side."""
+    return tuple(tuple(sorted(bucket, key=lambda i: sizes[i])) for bucket in buckets)
+
+
+def _places(buckets: Buckets, sizes: Any) -> tuple[tuple[Cuts, ...], tuple[int, ...]]:
+    """Return where each message is cut, and where the last tensor of each message ends."""
+    runs = [[(size, len(list(run))) for size, run in groupby(sizes[i] for i in bucket)] for bucket in buckets]
+    lengths = [tuple(size * count for size, count in run) for run in runs]
+    ends = [tuple(accumulate(each, initial=0)) for each in lengths]
+    cuts = (Cuts(end[:-1], length, tuple(count for _, count in run)) for end, length, run in zip(ends, lengths, runs))
+    return tuple(cuts), tuple(end[-1] for end in ends)
 
 
 def _itemsize(dtype: Any) -> int:

@@ -1,16 +1,16 @@
 """Reduce the sums of a window over the ranks: nothing in one process; what all kinds of several have in common."""
 
-import itertools
 from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum.backend.tensors import Done, pick
-from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
+from ms_gradaccum.backend.tensors import Done
+from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
-from ms_gradaccum.parallel.collectives import AllReduce, Group, after
-from ms_gradaccum.parallel.layout import BucketLayout, ReducerLayout
+from ms_gradaccum.parallel.buckets import BucketedAllReduce
+from ms_gradaccum.parallel.collectives import AllReduce, Group
+from ms_gradaccum.parallel.layout import ReducerLayout
 from ms_gradaccum.parallel.messages import Traffic
 from ms_gradaccum.parallel.world import check_equal
 
@@ -104,107 +104,6 @@ class GradientReducer(nn.Cell):
     def saved(self, parameter: Parameter) -> Parameter | None:
         """Return what a checkpoint holds for ``parameter``; None for nothing."""
         return parameter
-
-
-class BucketedAllReduce(nn.Cell):
-    """Add the buffer's loss and weight and some of its sums over all ranks, in place.
-
-    Args:
-        buffer: Whose sums.
-        layout: Which of them, and in which messages.
-        rank: Number of this rank.
-    """
-
-    def __init__(self, buffer: GradientBuffer, layout: BucketLayout, rank: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.buffer = buffer
-        self.sums = buffer.sums
-        self.totals = ParameterTuple(buffer.totals())
-        # Where each of them begins in what is sent of all.
-        self.total_begins = tuple(itertools.accumulate([value.size for value in self.totals[:-1]], initial=0))
-        # As its own, because a graph knows the attributes of a cell alone.
-        self.buckets, self.begins, self.ends = layout.buckets, layout.begins, layout.ends
-        self.all_reduce = AllReduce(Group(layout.world, rank))
-        self.like = Tensor(0.0, layout.dtype)
-        self.in_float32 = layout.in_float32
-        self.map = ops.HyperMap()
-
-    def construct(self, added: Any = ()) -> Done:
-        """Add them up, with what the buffer's `add` has returned if that is part of the same graph."""
-        sums = tuple(self.sums) if len(added) == 0 else added[0]
-        done: Done = ()
-        last: Done = None
-        factor = weight = Tensor(1.0, ms.float32)
-        if not self.in_float32:
-            # The weight must be exact, and a sum over many rows can be no 16-bit number where its mean is one.
-            done = self._put_totals(self.all_reduce(self._flat_totals(added)), 0)
-            last = weight = ops.depend(self.buffer.weight + 0.0, done)
-            factor = reciprocal(weight)
-        for number, bucket in enumerate(self.buckets):
-            # They go with the first message, so that they cost none of their own.
-            with_totals = number == 0 and self.in_float32
-            flat = self.map(_flat, pick(sums, bucket))
-            if not self.in_float32:
-                flat = self.map(ops.partial(rounded, factor, self.like), flat)
-            if with_totals:
-                flat += (self._flat_totals(added),)
-            if len(flat) > 0:
-                # After the last message, but not after what has come of it is in its place.
-                last = self.all_reduce(after(ops.concat(flat), last))
-                done += self._put(number, last, weight, with_totals)
-        return done
-
-    def _put(self, number: int, total: Tensor, weight: Tensor, with_totals: bool) -> Done:
-        """Assign what has come of a message."""
-        if not self.in_float32:
-            total = ops.cast(total, ms.float32) * weight
-        done: Done = ()
-        if len(self.buckets[number]) > 0:
-            sums = pick(tuple(self.sums), self.buckets[number])
-            done = self.map(ops.partial(_assign_part, total), sums, self.begins[number])
-        return done + self._put_totals(total, self.ends[number]) if with_totals else done
-
-    def _flat_totals(self, added: Any) -> Tensor:
-        flat: tuple[Tensor, ...] = ()
-        for i, value in enumerate(self.totals):
-            # Of the loss and the weight there is a newer value.
-            flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(-1),)
-        return ops.concat(flat)
-
-    def _put_totals(self, total: Tensor, begin: int) -> Done:
-        done: Done = ()
-        for i, value in enumerate(self.totals):
-            done += (ops.assign(value, part_of(total, value, begin + self.total_begins[i])),)
-        return done
-
-
-_flat = ops.MultitypeFuncGraph("flat")
-
-
-@_flat.register("Tensor")
-def _flat_one(total: Tensor) -> Tensor:
-    return total.reshape(-1)
-
-
-rounded = ops.MultitypeFuncGraph("rounded")
-
-
-@rounded.register("Tensor", "Tensor", "Tensor")
-def _rounded_one(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
-    return ops.cast(total * factor, like.dtype)
-
-
-def part_of(message: Tensor, like: Tensor, begin: int) -> Tensor:
-    """Return the part of a flat message that begins there and has the shape of another tensor."""
-    return message[begin : begin + like.size].reshape(like.shape)
-
-
-_assign_part = ops.MultitypeFuncGraph("assign_part")
-
-
-@_assign_part.register("Tensor", "Tensor", "Number")
-def _assign_one_part(message: Tensor, total: Parameter, begin: int) -> Tensor:
-    return ops.assign(total, part_of(message, total, begin))
 
 
 class CollectiveReducer(GradientReducer):

@@ -1,5 +1,6 @@
 """Shards: each rank of a group holds its rows of the tensors that divide, and all of the others."""
 
+from itertools import islice
 from typing import Any
 
 import mindspore as ms
@@ -10,9 +11,10 @@ from mindspore.nn.utils import no_init_parameters
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.tensors import Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal, zeros
+from ms_gradaccum.parallel.buckets import Runs, assign_runs, cut, in_buckets, in_runs, rounded
 from ms_gradaccum.parallel.collectives import AllGather, AllReduce, Group, ReduceScatter, after
 from ms_gradaccum.parallel.layout import ReducerLayout, ShardLayout
-from ms_gradaccum.parallel.reducer import CollectiveReducer, part_of, rounded
+from ms_gradaccum.parallel.reducer import CollectiveReducer
 from ms_gradaccum.parallel.world import gather_counts
 
 
@@ -34,61 +36,95 @@ class Shards(nn.Cell):
         # As its own, because a graph knows the attributes of a cell alone.
         self.is_sharded, self.sharded, self.shapes = layout.is_sharded, layout.sharded, layout.shapes
         self.is_part = Tensor(layout.is_sharded)
-        self.buckets, self.begins = layout.buckets, layout.begins
-        # Of each tensor, in a tuple of those that were moved and then all of them.
-        order = [i for bucket in layout.buckets for i in bucket]
-        self.places_among = tuple(
-            order.index(i) if part else len(order) + i for i, part in enumerate(layout.is_sharded)
-        )
+        self.buckets, self.cuts = layout.buckets, layout.cuts
+        # Of each tensor its run and its place there, in the runs of those that were moved and then one of all tensors.
+        runs = [run for bucket, cuts in zip(layout.buckets, layout.cuts) for run in _runs_of(bucket, cuts.counts)]
+        places = {i: (number, place) for number, run in enumerate(runs) for place, i in enumerate(run)}
+        self.runs_and_places = tuple(zip(*(places.get(i, (len(runs), i)) for i in range(len(layout.sizes)))))
         self.map = ops.HyperMap()
         self.reduce_scatter_rows, self.all_gather_rows = ReduceScatter(group), AllGather(group)
         self.all_reduce_replicas = AllReduce(Group(layout.replicas, rank, group.index, size))
         self.all_reduce_world = AllReduce(Group(layout.world, rank))
 
-    def reduce_scatter(
-        self, wholes: tuple[Tensor, ...], likes: tuple[Tensor, ...], weight: Tensor, done: Done
-    ) -> tuple[Tensor, ...]:
+    def in_buckets(self, parameters: Any) -> tuple[ParameterTuple, ...]:
+        """Return the parameters, one per weight, of each message."""
+        return in_buckets(parameters, self.buckets)
+
+    def in_runs(self, parameters: Any) -> tuple[Runs, ...]:
+        """Return the same, run by run: what comes of a message goes there."""
+        return in_runs(parameters, self.buckets, self.cuts)
+
+    def scatter_bucket(self, wholes: tuple[Tensor, ...], weight: Tensor, last: Done) -> Tensor:
+        """Return the shards of the sums over all ranks, in float32, of a bucket, in one tensor of one row.
+
+        Sent in 16 bits, the sums are divided by ``weight`` for so long.
+        """
+        rows = self.map(ops.partial(_as_rows, self.size), wholes)
+        if not self.in_float32:
+            rows = self.map(ops.partial(rounded, reciprocal(weight), self.like), rows)
+        total = self.all_reduce_replicas(self.reduce_scatter_rows(after(ops.concat(rows, 1), last)))
+        if not self.in_float32:
+            total = ops.cast(total, ms.float32) * weight
+        return total.reshape(1, -1)
+
+    def gather_bucket(self, shards: tuple[Tensor, ...], last: Done) -> Tensor:
+        """Return the whole tensors of which each rank of the group has these shards, in one tensor, a row per rank."""
+        return self.all_gather_rows(after(ops.concat(self.map(_as_flat, shards)), last))
+
+    def reduce_scatter(self, wholes: tuple[Tensor, ...], likes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the shards of the sums over all ranks, in float32; tensors that are kept whole as they are.
 
-        They have the shapes of ``likes``: to compute these in a graph takes the compiler longer than all else. Sent in
-        16 bits, the sums are divided by ``weight`` for so long.
+        They have the shapes of ``likes``: to compute these in a graph takes the compiler longer than all else.
         """
-        factor = weight if self.in_float32 else reciprocal(weight)
-        last: Done = done
-        shards: tuple[Tensor, ...] = ()
+        last: Done = None
+        runs: Runs = ()
         for number, bucket in enumerate(self.buckets):
-            rows = self.map(ops.partial(_as_rows, self.size), pick(wholes, bucket))
-            if not self.in_float32:
-                rows = self.map(ops.partial(rounded, factor, self.like), rows)
-            total = last = self.all_reduce_replicas(self.reduce_scatter_rows(after(ops.concat(rows, 1), last)))
-            if not self.in_float32:
-                total = ops.cast(total, ms.float32) * weight
-            shards += self.map(ops.partial(_own_part, total), pick(likes, bucket), self.begins[number])
-        return self._among(shards, wholes)
+            # By no weight: that of a micro batch is its own on each rank.
+            last = self.scatter_bucket(pick(wholes, bucket), Tensor(1.0, ms.float32), last)
+            runs += cut(last, self.cuts[number])
+        return self._in_order(runs, wholes, likes)
 
-    def all_gather(self, shards: tuple[Tensor, ...], likes: tuple[Tensor, ...], done: Done) -> tuple[Tensor, ...]:
-        """Return the whole tensors of which each rank of the group has a shard, with their dtypes.
+    def all_gather(self, shards: tuple[Tensor, ...], likes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the whole tensors of which each rank of the group has a shard, in float32; others as they are.
 
         They have the shapes of ``likes``.
         """
-        last: Done = done
-        wholes: tuple[Tensor, ...] = ()
+        last: Done = None
+        runs: Runs = ()
         for number, bucket in enumerate(self.buckets):
-            bucket_shards = pick(shards, bucket)
-            rows = last = self.all_gather_rows(after(ops.concat(self.map(_as_flat, bucket_shards)), last))
-            wholes += self.map(ops.partial(_whole, rows), bucket_shards, pick(likes, bucket), self.begins[number])
-        return self._among(wholes, shards)
+            last = self.gather_bucket(pick(shards, bucket), last)
+            runs += cut(last, self.cuts[number])
+        return self._in_order(runs, shards, likes)
 
-    def _among(self, moved: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return ``others`` with the sharded ones replaced by ``moved``, which are in the order of the buckets."""
-        return pick(moved + others, self.places_among)
+    def _in_order(self, runs: Runs, others: tuple[Tensor, ...], likes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return what was moved, and of ``others`` those that were not."""
+        moved = self.map(ops.partial(_pick_part, (*runs, others)), *self.runs_and_places)
+        in_shape: tuple[Tensor, ...] = self.map(_shaped, moved, likes)
+        return in_shape
 
-    def assign_own(self, shards: tuple[Parameter, ...], wholes: tuple[Tensor, ...]) -> Done:
+    def reduce_scatter_into(
+        self, targets: tuple[Runs, ...], wholes: tuple[ParameterTuple, ...], weight: Tensor, done: Done
+    ) -> Done:
+        """Assign the shards of the sums over all ranks, after ``done``. See `in_runs` and `in_buckets`."""
+        last, assigned = done, ()
+        for number, bucket in enumerate(wholes):
+            last = self.scatter_bucket(tuple(bucket), weight, last)
+            assigned += assign_runs(targets[number], cut(last, self.cuts[number]))
+        return assigned
+
+    def all_gather_into(self, targets: tuple[Runs, ...], shards: tuple[ParameterTuple, ...], done: Done) -> Done:
+        """Assign the whole tensors of which each rank of the group has a shard, after ``done``."""
+        last, assigned = done, ()
+        for number, bucket in enumerate(shards):
+            last = self.gather_bucket(tuple(bucket), last)
+            assigned += assign_runs(targets[number], cut(last, self.cuts[number]))
+        return assigned
+
+    def assign_own(self, shards: ParameterTuple, wholes: ParameterTuple) -> Done:
         """Assign this rank's rows of the whole tensors."""
         done: Done = ()
-        if len(self.sharded) > 0:
-            own = ops.partial(_assign_rows, self.index)
-            done = self.map(own, pick(shards, self.sharded), pick(wholes, self.sharded))
+        if len(shards) > 0:
+            done = self.map(ops.partial(_assign_rows, self.index), tuple(shards), tuple(wholes))
         return done
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
@@ -137,14 +173,6 @@ def _rows_of_one(size: int, whole: Tensor) -> Tensor:
     return ops.cast(whole, ms.float32).reshape(size, -1)
 
 
-_own_part = ops.MultitypeFuncGraph("own_part")
-
-
-@_own_part.register("Tensor", "Tensor", "Number")
-def _own_part_of_one(message: Tensor, like: Tensor, begin: int) -> Tensor:
-    return part_of(message, like, begin)
-
-
 _as_flat = ops.MultitypeFuncGraph("as_flat")
 
 
@@ -154,14 +182,20 @@ def _one_as_flat(shard: Tensor) -> Tensor:
     return ops.cast(shard, ms.float32).reshape(-1)
 
 
-_whole = ops.MultitypeFuncGraph("whole")
+_pick_part = ops.MultitypeFuncGraph("pick_part")
 
 
-@_whole.register("Tensor", "Tensor", "Tensor", "Number")
-def _whole_of_one(rows: Tensor, shard: Tensor, like: Tensor, begin: int) -> Tensor:
-    # Not by an index, which takes the compiler twice as long.
-    columns = ops.slice(rows, (0, begin), (rows.shape[0], shard.size))
-    return ops.cast(columns.reshape(like.shape), shard.dtype)
+@_pick_part.register("Tuple", "Number", "Number")
+def _pick_one_part(runs: Runs, run: int, place: int) -> Tensor:
+    return runs[run][place]
+
+
+_shaped = ops.MultitypeFuncGraph("shaped")
+
+
+@_shaped.register("Tensor", "Tensor")
+def _one_shaped(part: Tensor, like: Tensor) -> Tensor:
+    return part if part.shape == like.shape else part.reshape(like.shape)
 
 
 _assign_rows = ops.MultitypeFuncGraph("assign_rows")
@@ -173,15 +207,9 @@ def _assign_rows_of_one(index: int, shard: Parameter, whole: Tensor) -> Tensor:
     return ops.assign(shard, whole[index * rows : (index + 1) * rows])
 
 
-_map = ops.HyperMap()
-
-
-def assign_some(targets: tuple[Parameter, ...], values: tuple[Tensor, ...], indices: tuple[int, ...]) -> Done:
-    """Assign those of ``values`` that have these indices."""
-    done: Done = ()
-    if len(indices) > 0:
-        done = _map(ops.assign, pick(targets, indices), pick(values, indices))
-    return done
+def _runs_of(bucket: tuple[int, ...], counts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    each = iter(bucket)
+    return [tuple(islice(each, count)) for count in counts]
 
 
 class ShardedReducer(CollectiveReducer):
@@ -217,6 +245,7 @@ class ShardedReducer(CollectiveReducer):
             for i, total in enumerate(buffer.sums)
         )
         self.hidden |= {id(self.sums[i]) for i in shards.sharded}
+        self.sums_in_buckets, self.shards_in_runs = shards.in_buckets(buffer.sums), shards.in_runs(self.sums)
 
     def show_whole(self, shard: Parameter) -> None:
         """Let checkpoints see the whole of what ``shard`` is a part of."""
@@ -231,16 +260,14 @@ class ShardedReducer(CollectiveReducer):
 
     def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.every_batch:
-            # By no weight: that of a micro batch is its own on each rank.
-            grads = self.shards.reduce_scatter(grads, tuple(self.buffer.sums), Tensor(1.0, ms.float32), None)
+            grads = self.shards.reduce_scatter(grads, tuple(self.buffer.sums))
         return grads
 
     def reduce(self, added: Any = ()) -> Done:
         done = self.bucketed_all_reduce()
         if not self.every_batch:
             weight = ops.depend(self.buffer.weight + 0.0, done)
-            shards = self.shards.reduce_scatter(tuple(self.buffer.sums), tuple(self.sums), weight, done)
-            done += assign_some(tuple(self.sums), shards, self.shards.sharded)
+            done += self.shards.reduce_scatter_into(self.shards_in_runs, self.sums_in_buckets, weight, done)
         return done
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
