@@ -111,9 +111,13 @@ class ClipByGlobalNorm(nn.Cell):
         return f"max_norm={self.max_norm}"
 
     def construct(self, grads: Grads, norm: Tensor, max_norm: Tensor | None = None) -> Grads:
-        limit = self.limit_or(max_norm)
-        clipped: Grads = _map(ops.partial(scale, limit / ops.maximum(norm, limit)), grads)
+        clipped: Grads = _map(ops.partial(scale, self.factor(norm, max_norm)), grads)
         return clipped
+
+    def factor(self, norm: Tensor, max_norm: Tensor | None = None) -> Tensor:
+        """Return by what all gradients of this norm are multiplied."""
+        limit = self.limit_or(max_norm)
+        return limit / ops.maximum(norm, limit)
 
     def limit_or(self, max_norm: Tensor | None) -> Tensor:
         """Return the limit of this call: ``max_norm`` if given, else that of the cell."""

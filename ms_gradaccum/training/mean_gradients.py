@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.backend.tensors import cast_like, chunk_of, copy_after, scale, scale_each_in_place
-from ms_gradaccum.gradients.clipping import ClipByGroupNorm, Grads, NoClip
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, Grads, NoClip
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
 
@@ -37,7 +37,7 @@ class EachClip(nn.Cell):
         A ``limit`` is what they are clipped to, if not what the clip says.
         """
         decision = self.decide(factor, norm, *limit)
-        factor = ops.depend(factor, decision)
+        factor = ops.depend(self.scaled(factor, norm, *limit), decision)
         means: Grads = ()
         for begin, end in self.chunks:
             sums = chunk_of(self.reducer.sums, begin, end)
@@ -49,6 +49,10 @@ class EachClip(nn.Cell):
     def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Any:
         """Return what `clipped` needs to know of all gradients."""
         return (norm, *limit)
+
+    def scaled(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Tensor:
+        """Return by what the sums are multiplied before they are clipped."""
+        return factor
 
     def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
         """Put clipped means in the place of sums, of which the first is number ``begin``."""
@@ -72,6 +76,16 @@ class Means(EachClip):
     def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
         stored: Grads = self.map(ops.partial(scale_each_in_place, factor), sums)
         return stored
+
+
+class NormClip(Means):
+    """Divide the sums and clip the means by one factor for both, in one pass over them.
+
+    It is the limit divided by the norm of the sums, whose squares are finite: no product that is too small.
+    """
+
+    def scaled(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Tensor:
+        return factor * self.clip.factor(norm, *limit)
 
 
 class GroupClip(EachClip):
@@ -113,6 +127,8 @@ def clip_of(clip: Any, names: Sequence[str], reducer: GradientReducer) -> EachCl
     """Return the cell that clips the means of gradients of parameters of these names."""
     if isinstance(clip, ClipByGroupNorm):
         return GroupClip(clip.groups_of(names), list(clip.limits.values()), reducer)
+    if isinstance(clip, ClipByGlobalNorm):
+        return NormClip(clip, reducer)
     return Means(clip, reducer) if isinstance(clip, NoClip) else EachClip(clip, reducer)
 
 

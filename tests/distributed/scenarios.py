@@ -43,8 +43,11 @@ CLIPS = {"none": lambda: None, "norm": lambda: ClipByGlobalNorm(0.5), "value": l
 
 
 def build_network():
-    """A network whose first axes 2 and 4 processes divide, and one, the last, that they do not."""
-    network = nn.SequentialCell(nn.Dense(6, 8), nn.Tanh(), nn.Dense(8, 3))
+    """A network whose first axes 2 and 4 processes divide, and one, the last, that they do not.
+
+    Two biases have one size: they are cut out of a message together.
+    """
+    network = nn.SequentialCell(nn.Dense(6, 8), nn.Tanh(), nn.Dense(8, 8), nn.Tanh(), nn.Dense(8, 3))
     for i, weight in enumerate(network.trainable_params()):
         weight.set_data(Tensor(np.random.default_rng(i).normal(size=weight.shape).astype(np.float32)))
     return network
