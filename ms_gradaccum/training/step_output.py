@@ -10,6 +10,9 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ms_gradaccum._checks import sentence
 
+# The loss as NumPy has it, and whatever else NumPy asks for.
+_Loss = np.ndarray[tuple[int, ...], np.dtype[np.float32 | np.float64]]
+_Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 _NUMBERS = (int, float, Tensor, np.ndarray, np.generic)
 
 
@@ -135,7 +138,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         """Return a copy with other values for some fields, as of a NamedTuple."""
         return type(self)(**{**self._asdict(), "other_losses": self._others, "noise": self.noise, **fields})
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["StepOutput"], tuple[object, ...]]:
         return type(self), (*self._asdict().values(), self.other_losses, self.noise)
 
     def __repr__(self) -> str:
@@ -152,15 +155,16 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     def __format__(self, spec: str) -> str:
         return format(float(self), spec) if spec else str(self)
 
-    def asnumpy(self) -> Any:
+    def asnumpy(self) -> _Loss:
         """Return the loss as a NumPy array."""
-        return self.loss.asnumpy()
+        loss: _Loss = self.loss.asnumpy()
+        return loss
 
     def item(self) -> float:
         """Return the loss as a Python number."""
         return float(self)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> _Array:
         return np.array(float(self), dtype)
 
     def __float__(self) -> float:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.parallel.messages import Message, Traffic
 from ms_gradaccum.tools.probing.memory import as_text
 from ms_gradaccum.tools.reporting.figures import new_figure
@@ -136,7 +137,7 @@ class Simulation:
     stock_error: str | None
     training: Training | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         """Return all of it as dicts, lists, numbers and texts, as JSON holds them."""
         return asdict(self)
 
