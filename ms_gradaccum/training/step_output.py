@@ -67,11 +67,9 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         "weight",
     )
 
-    updated: Tensor
-    grad_norm: Tensor
-    clipped_grad_norm: Tensor
-    learning_rate: Tensor
-    weight: Tensor
+    # What follows the three items. Each has a property: pyright does not know the base of Tensor, takes an attribute of
+    # this type for something that may have a `__get__`, and would show no type.
+    _further: tuple[Tensor, ...]
     # The squares of the gradients of micro batches, each by its weight, and the number of these; None if nobody asked.
     noise: tuple[float, float] | None
     # As they were given: read when they are asked for, since that waits for the device.
@@ -92,11 +90,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     ) -> "StepOutput":
         # A step gives a tensor in place of a tuple: a row of sums and below it one of weights, 0 where there is none.
         output = super().__new__(cls, (loss, overflow, loss_scale))
-        output.updated = updated
-        output.grad_norm = grad_norm
-        output.clipped_grad_norm = clipped_grad_norm
-        output.learning_rate = learning_rate
-        output.weight = weight
+        output._further = (updated, grad_norm, clipped_grad_norm, learning_rate, weight)
         output._others = other_losses
         output.noise = noise
         return output
@@ -115,6 +109,31 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     def loss_scale(self) -> Tensor:
         """Return the factor by which the loss was multiplied."""
         return self[2]
+
+    @property
+    def updated(self) -> Tensor:
+        """Return whether this call ran the optimizer."""
+        return self._further[0]
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Return the global L2 norm of the window's mean gradient before clipping."""
+        return self._further[1]
+
+    @property
+    def clipped_grad_norm(self) -> Tensor:
+        """Return the same after clipping."""
+        return self._further[2]
+
+    @property
+    def learning_rate(self) -> Tensor:
+        """Return the learning rate of the update, or one per parameter."""
+        return self._further[3]
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight of the window so far: rows, or tokens."""
+        return self._further[4]
 
     @property
     def other_losses(self) -> tuple[Tensor, ...]:
