@@ -132,6 +132,6 @@ def test_the_typed_sample_does_what_its_types_say(tmp_path):
     report = typed_sample.step_by_step(tmp_path)
     assert (report.loss, report.updated, type(report.learning_rate)) == (102.0, True, float)
     typed_sample.by_model(tmp_path / "model")
-    assert typed_sample.by_loop() == 1
+    assert typed_sample.by_loop() == 2
     typed_sample.before_a_training()
     typed_sample.settings()
