@@ -62,8 +62,8 @@ print(main(["plot", "run.jsonl"]))
 """
 
 # What follows a `#` is the error that mypy must find in the line, and in no other; pyright finds one in each of them.
-# Nothing is wrong for them where a class of MindSpore is among the types: mypy takes it for an Any, and pyright one that
-# MindSpore's `jit_class` decorates, as the loss scalers are, for an object.
+# Nothing is wrong for them where a class of MindSpore is among the types: mypy takes it for an Any, and pyright for an
+# object if `jit_class` decorates it, as it does the loss scalers.
 USER = """
 import numpy as np
 from mindspore import Tensor, nn
