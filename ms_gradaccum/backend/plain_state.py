@@ -1,6 +1,6 @@
 """The numbers of a Python object that is not ours, such as a learning rate scheduler's, as JSON and back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspore import Parameter, Tensor
@@ -8,6 +8,8 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler
 
 from ms_gradaccum._checks import DamagedState
 
+# What JSON holds.
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 # What is to be done, once everything has been checked.
 _Steps = list[Callable[[], None]]
 _PLAIN = (bool, int, float, str)

@@ -1,6 +1,7 @@
 """Contrastive losses whose table of similarities, rows times rows, exists a block of rows at a time."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -65,6 +66,8 @@ class ContrastiveLoss(nn.Cell):
         >>> print(round(float(ContrastiveLoss(temperature=1.0)(rows, rows)), 4))  # log(e + 3) - 1
         0.7437
     """
+
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ The gradient of such a loss is a sum over micro batches after all, if that with 
 there: L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -83,6 +84,8 @@ class GradCacheLoss(nn.Cell):
         16.0
     """
 
+    __call__: Callable[..., Tensor]
+
     def __init__(self, backbone: nn.Cell, loss_fn: nn.Cell, labels: int = 0) -> None:
         super().__init__(auto_prefix=False)
         check_construct(_OWNER, type(self), GradCacheLoss, "Put what it does into backbone or loss_fn.")
@@ -94,13 +97,13 @@ class GradCacheLoss(nn.Cell):
             raise ValueError(sentence(_OWNER, "labels", "an int of at least 0", labels, remedy))
         self._get_attr_from_cell(backbone)
 
-    def construct(self, *inputs: Any) -> Any:
+    def construct(self, *inputs: object) -> Tensor:
         end = len(inputs) - self.labels
         if end < 1:
             _refuse_inputs(len(inputs), self.labels)
         return self.loss_fn(*self.outputs(inputs[:end]), *inputs[end:])
 
-    def outputs(self, inputs: Any) -> tuple[Tensor, ...]:
+    def outputs(self, inputs: tuple[object, ...]) -> tuple[Tensor, ...]:
         """Return what the backbone returns for its inputs, as `loss_fn` takes it."""
         returned = self.backbone(*inputs)
         items = returned if isinstance(returned, (tuple, list)) else (returned,)

@@ -4,7 +4,7 @@ A graph takes a tuple or a dict for a constant and is compiled anew for each new
 they come. So a micro step is given tensors alone and rebuilds from them what the network expects.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -12,6 +12,9 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import sentence
+
+# What a batch is given as where a program hands it over in one piece: the only input, all of them, or by name.
+Batch = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]] | Sequence[object] | Mapping[str, object]
 
 
 def take_apart(inputs: Any, leaves: list[Tensor]) -> Hashable:

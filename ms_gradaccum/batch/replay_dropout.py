@@ -1,5 +1,6 @@
 """A Dropout whose masks can be drawn again."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -61,6 +62,8 @@ class ReplayDropout(nn.Cell):
 
     # How many layers without a seed there are.
     _layers = 0
+
+    __call__: Callable[[Tensor], Tensor]
 
     def __init__(self, p: float = 0.5, seed: int | None = None) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """One batch of inputs into micro batches."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -11,7 +11,7 @@ from ms_gradaccum._checks import sentence, typed
 from ms_gradaccum.batch.nested_inputs import take_apart
 
 # One axis for all inputs, or a tree with one entry per input (None: the input is not split).
-BatchAxis = int | None | Sequence[Any] | dict[str, Any]
+BatchAxis = int | None | Sequence["BatchAxis"] | Mapping[str, "BatchAxis"]
 
 _OWNER = "GradAccumulation"
 _AXIS_REMEDY = "Give batch_axis one axis for all inputs, or one entry per input, None for one that is not split."

@@ -1,6 +1,7 @@
 """The loss of a language model as (cross-entropy sum, valid tokens)."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -66,6 +67,8 @@ class TokenMeanLoss(nn.Cell):
     # What GradAccumulation(weighted=True) asks for.
     returns_weight = True
 
+    __call__: Callable[..., tuple[Tensor, Tensor]]
+
     def __init__(self, backbone: nn.Cell, ignore_index: int = -100) -> None:
         super().__init__(auto_prefix=False)
         self.backbone = check_cell(_OWNER, "backbone", backbone, "Give the network that returns logits.")
@@ -74,10 +77,11 @@ class TokenMeanLoss(nn.Cell):
         self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, "It is the label of padding.")
         self._get_attr_from_cell(backbone)
 
-    def construct(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def construct(self, *inputs: object) -> tuple[Tensor, Tensor]:
         if len(inputs) - 1 < self.required:
             _refuse_own_loss(self.signature, len(inputs) - 1)
-        logits, labels = self.backbone(*inputs[:-1]), inputs[-1]
+        logits = self.backbone(*inputs[:-1])
+        labels: Any = inputs[-1]
         if isinstance(logits, (tuple, list)):
             logits = logits[0] if len(logits) > 0 else None
         if not isinstance(logits, Tensor):

@@ -2,13 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mindspore as ms
 
 from ms_gradaccum._checks import check_positive_int, sentence, typed, warn
+from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Contents, Held
 from ms_gradaccum.checkpoint.ranks import Ranks
@@ -28,7 +29,7 @@ def save_state(
     directory: str | os.PathLike[str],
     *,
     keep_checkpoint_max: int = 5,
-    extra: dict[str, Any] | None = None,
+    extra: Mapping[str, Json] | None = None,
 ) -> SavedState:
     r"""Save everything that a training needs to go on as if it had not stopped, also in the middle of a window.
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import mindspore as ms
 
 from ms_gradaccum._checks import check_path, sentence
+from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.averages import averages_of
 from ms_gradaccum.training.train_step import TrainOneStepCell
@@ -26,7 +27,7 @@ class SavedState(NamedTuple):
     batches: int
     updates: int
     epoch: int | None
-    extra: dict[str, Any]
+    extra: dict[str, Json]
 
 
 def step_of(owner: str, step: Any) -> TrainOneStepCell | Accumulator:

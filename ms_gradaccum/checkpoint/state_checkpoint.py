@@ -6,9 +6,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from mindspore.train import Callback
+from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int
 from ms_gradaccum.checkpoint.files import states_in
@@ -16,6 +15,7 @@ from ms_gradaccum.checkpoint.load import load_state
 from ms_gradaccum.checkpoint.ranks import Ranks
 from ms_gradaccum.checkpoint.save import save_state
 from ms_gradaccum.checkpoint.saved_state import SavedState, check_directory
+from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
 _OWNER = "StateCheckpoint"
@@ -68,7 +68,7 @@ class StateCheckpoint(Callback):
     """
 
     # What it is in the callbacks of.
-    model: Any = None
+    model: Model | None = None
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class StateCheckpoint(Callback):
         self._time = 0.0
 
     @contextmanager
-    def watching(self, model: Any) -> Iterator[None]:
+    def watching(self, model: Model) -> Iterator[None]:
         """Belong to a training of ``model``. Only the main thread can hear of signals."""
         hears = self.save_at_sigterm and threading.current_thread() is threading.main_thread()
         self.model, self._told_to_end = model, False
@@ -108,31 +108,36 @@ class StateCheckpoint(Callback):
             if hears:
                 signal.signal(signal.SIGTERM, before)
 
-    def resume_into(self, model: Any) -> None:
+    def resume_into(self, model: Model) -> None:
         """Give ``model`` the last state in the folder, if there is one; rank 0 looks. Collective."""
         ranks = Ranks("load_state")
         found = ranks.exchange(lambda: ranks.is_first and bool(states_in(self.directory)))
         if found[0]:
             load_state(model, self.directory)
 
-    def on_train_begin(self, run_context: Any) -> None:
+    def on_train_begin(self, run_context: RunContext) -> None:
+        self._watched()
+        self._time = time.monotonic()
+        self._saved_step = run_context.original_args().cur_step_num
+
+    def _watched(self) -> Model:
+        """Return the model that it belongs to a training of."""
         if self.model is None:
             raise ValueError(
                 f"For '{_OWNER}', the model must be one of ms_gradaccum, but got another. "
                 f"Import Model from ms_gradaccum."
             )
-        self._time = time.monotonic()
-        self._saved_step = run_context.original_args().cur_step_num
+        return self.model
 
-    def _note_signal(self, *_: Any) -> None:
+    def _note_signal(self, *_: object) -> None:
         self._told_to_end = True
 
-    def on_train_step_end(self, run_context: Any) -> None:
+    def on_train_step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         ends_pass = params.cur_step_num % params.batch_num == 0
         counted = self.steps is not None and params.cur_step_num % self.steps == 0
         told, late = self._agree(params.net_outputs.ends_window or ends_pass)
-        if not (ends_pass or counted or told or late) or not self.model.can_save:
+        if not (ends_pass or counted or told or late) or not self._watched().can_save:
             return
         self._save(params.cur_step_num)
         if told:
@@ -150,11 +155,11 @@ class StateCheckpoint(Callback):
         return max(answers) > 1, answers[0] % 2 == 1
 
     def _save(self, step: int) -> None:
-        self.last = save_state(self.model, self.directory, keep_checkpoint_max=self.keep_max)
+        self.last = save_state(self._watched(), self.directory, keep_checkpoint_max=self.keep_max)
         self._saved_step, self._time = step, time.monotonic()
 
-    def on_train_end(self, run_context: Any) -> None:
+    def on_train_end(self, run_context: RunContext) -> None:
         # Another callback has ended the training in the middle of a pass.
         step = run_context.original_args().cur_step_num
-        if step != self._saved_step and self.model.can_save:
+        if step != self._saved_step and self._watched().can_save:
             self._save(step)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import mindspore as ms
 from mindspore import Tensor, amp, ops
@@ -14,6 +14,10 @@ from ms_gradaccum.gradients.loss_scaler import FixedLossScale, LossScale, NoLoss
 
 _OWNER = "MixedPrecision"
 Level = Literal["O0", "O1", "O2", "O3", "auto"]
+# The first four are Colossal-AI's, the others MindSpore's.
+Name = Literal["fp16", "fp16_apex", "fp16_naive", "bf16", "O1", "O2", "O3", "auto"]
+# A dtype of MindSpore, or its name.
+Dtype: TypeAlias = ms.Type | Literal["float16", "fp16", "bfloat16", "bf16", "float32", "fp32"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 _CHOOSERS = (amp.LossScaler, amp.LossScaleManager)
 _DTYPES = {"float16": ms.float16, "fp16": ms.float16, "bfloat16": ms.bfloat16, "bf16": ms.bfloat16}
@@ -83,14 +87,14 @@ class MixedPrecision:
         128.0 True [[2.04]]
     """
 
-    dtype: Any = ms.float16
+    dtype: Dtype = ms.float16
     level: Level = "O1"
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
-    loss_scale: Any = field(default=None, repr=False)
-    reduce_dtype: Any = field(default=ms.float32, kw_only=True)
+    loss_scale: amp.LossScaler | amp.LossScaleManager | None = field(default=None, repr=False)
+    reduce_dtype: Dtype = field(default=ms.float32, kw_only=True)
 
     def __post_init__(self) -> None:
         half = (ms.float16, ms.bfloat16)
@@ -121,8 +125,8 @@ class MixedPrecision:
 
 
 # What a face takes as `mixed_precision`.
-PrecisionChoice = str | MixedPrecision | amp.LossScaler | amp.LossScaleManager | None
-# The first four are Colossal-AI's, the others MindSpore's.
+PrecisionChoice = Name | MixedPrecision | amp.LossScaler | amp.LossScaleManager | None
+# What the names stand for.
 NAMES: dict[str, MixedPrecision] = {
     "fp16": MixedPrecision(ms.float16, "O1"),
     "fp16_apex": MixedPrecision(ms.float16, "O2"),

@@ -1,13 +1,18 @@
 """``create_trainer`` of mindcv, whose Model accumulates as this package does."""
 
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from mindspore import Tensor, amp, nn
+from mindspore.train import Metric
 
-from ms_gradaccum._checks import check_bool, check_choice, check_positive_float32, sentence
+from ms_gradaccum._checks import LastWindow, check_bool, check_choice, check_positive_float32, sentence
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
+from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.integrations.scale_sense import scale_taken_out
 from ms_gradaccum.loops.model import Model
+from ms_gradaccum.parallel.factory import ParallelChoice
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 _OWNER = "create_trainer"
@@ -18,7 +23,7 @@ def create_trainer(
     network: nn.Cell,
     loss: nn.Cell,
     optimizer: nn.Cell,
-    metrics: Any,
+    metrics: Mapping[str, Metric] | AbstractSet[str] | None,
     amp_level: str,
     amp_cast_list: str | None,
     loss_scale_type: str,
@@ -31,7 +36,11 @@ def create_trainer(
     gradient_accumulation_steps: int = 1,
     *,
     micro_size: int = 1,
-    **settings: Any,
+    last_window: LastWindow = "apply",
+    parallel: ParallelChoice = "auto",
+    bad_micro_batch: BadMicroBatch = "skip_window",
+    compile: bool | None = None,
+    noise_scale: bool = False,
 ) -> Model:
     r"""Return a model as mindcv's function of this name does, with this package's accumulation in it.
 
@@ -58,7 +67,11 @@ def create_trainer(
     Keyword Args:
         micro_size (int): The number of micro batches that each batch is split into (a count, not rows).
             Default: ``1``.
-        **settings: Further arguments of :class:`ms_gradaccum.Model`, such as `last_window`.
+        last_window (str): As of :class:`ms_gradaccum.Model`. Default: ``"apply"``.
+        parallel (Union[str, DataParallel, HSDP]): As of :class:`ms_gradaccum.Model`. Default: ``"auto"``.
+        bad_micro_batch (str): As of :class:`ms_gradaccum.Model`. Default: ``"skip_window"``.
+        compile (Union[bool, None]): As of :class:`ms_gradaccum.Model`. Default: ``None``.
+        noise_scale (bool): As of :class:`ms_gradaccum.Model`. Default: ``False``.
 
     Returns:
         :class:`ms_gradaccum.Model`.
@@ -73,7 +86,8 @@ def create_trainer(
     _check_no_ema(ema, ema_decay)
     _check_own_scale(optimizer)
     clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_value.")
-    settings |= {"accumulation_steps": gradient_accumulation_steps}
+    settings: dict[str, Any] = {"parallel": parallel, "last_window": last_window, "bad_micro_batch": bad_micro_batch}
+    settings |= {"compile": compile, "noise_scale": noise_scale, "accumulation_steps": gradient_accumulation_steps}
     settings |= {"clip": ClipByGlobalNorm(clip_value) if clips else None}
     settings |= {"mixed_precision": _loss_scale(loss_scale_type, loss_scale, drop_overflow_update)}
     eval_network = nn.WithEvalCell(network, loss, amp_level in ("O2", "O3", "auto"))

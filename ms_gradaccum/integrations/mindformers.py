@@ -1,14 +1,12 @@
 """The wrapper ``AccumulatedStep`` in the registry of mindformers. To import this file is to register it."""
 
-from typing import Any
-
 from mindformers.core.context.build_context import is_legacy_model
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_bool, sentence
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
-from ms_gradaccum.integrations.scale_sense import precision_of
+from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of
 from ms_gradaccum.parallel.semi_auto import in_semi_auto
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
@@ -38,7 +36,7 @@ class SummedLoss(nn.Cell):
         self.network = network
         self.per_token = per_token
 
-    def construct(self, *inputs: Any) -> Any:
+    def construct(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         terms = self.network(*inputs)
         if self.per_token:
             # Next-token loss, its tokens, the same of further tokens, and two terms that are multiplied by tokens.
@@ -86,9 +84,9 @@ class AccumulatedStep(TrainOneStepCell):
         micro_size: int = 1,
         use_clip_grad: bool = False,
         max_grad_norm: float = 1.0,
-        scale_sense: Any = 1.0,
+        scale_sense: ScaleSense = 1.0,
         calculate_per_token_loss: bool | None = False,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         is_legacy = is_legacy_model()
         _check_settings(settings, is_legacy)
@@ -105,7 +103,7 @@ class AccumulatedStep(TrainOneStepCell):
             mixed_precision=precision_of(_OWNER, scale_sense),
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:  # type: ignore[override]
         return self.shown(tuple(super().__call__(*args, **kwargs)._asdict().values()))
 
     def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -117,7 +115,7 @@ class AccumulatedStep(TrainOneStepCell):
         return loss, overflow, scale, rates[-1] if rates.ndim > 0 else rates, norm
 
 
-def _check_settings(settings: dict[str, Any], is_legacy: bool) -> None:
+def _check_settings(settings: dict[str, object], is_legacy: bool) -> None:
     if in_semi_auto():
         remedy = "There, mindformers' own gradient_accumulation_steps accumulates: use MFTrainOneStepCell."
         raise ValueError(

@@ -1,13 +1,14 @@
 """The training step of mindone's trainers, and the loss of its transformers as a loss cell."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import check_bool, check_cell, sentence
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
-from ms_gradaccum.integrations.scale_sense import precision_of, scale_taken_out
+from ms_gradaccum.gradients.non_finite import BadMicroBatch
+from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of, scale_taken_out
+from ms_gradaccum.parallel.factory import ParallelChoice
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
@@ -46,7 +47,7 @@ class ModelLoss(nn.Cell):
             raise ValueError(sentence("ModelLoss", "columns", rule, "none", remedy))
         self.columns = tuple(columns)
 
-    def construct(self, *inputs: Any) -> Tensor:
+    def construct(self, *inputs: Tensor) -> Tensor:
         batch = {}
         for name, value in zip(self.columns, inputs):
             batch[name] = value
@@ -57,18 +58,21 @@ class ModelLoss(nn.Cell):
 def train_step(
     network: nn.Cell,
     optimizer: nn.Cell,
-    scale_sense: Any = 1.0,
-    ema: Any = None,
+    scale_sense: ScaleSense = 1.0,
+    ema: None = None,
     updates: int = 0,
     drop_overflow_update: bool = True,
     gradient_accumulation_steps: int = 1,
     clip_grad: bool = False,
     clip_norm: float = 1.0,
     verbose: bool = False,
-    zero_helper: Any = None,
+    zero_helper: None = None,
     *,
     micro_size: int = 1,
-    **settings: Any,
+    parallel: ParallelChoice = "auto",
+    bad_micro_batch: BadMicroBatch = "skip_window",
+    compile: bool | None = None,
+    noise_scale: bool = False,
 ) -> TrainOneStepCell:
     """Return the training step for mindone's trainers, in place of ``TrainOneStepWrapper``.
 
@@ -93,7 +97,10 @@ def train_step(
     Keyword Args:
         micro_size (int): The number of micro batches that each batch is split into (a count, not rows).
             Default: ``1``.
-        **settings: Further arguments of :class:`ms_gradaccum.TrainOneStepCell`, such as `parallel`.
+        parallel (Union[str, DataParallel, HSDP]): As of :class:`ms_gradaccum.TrainOneStepCell`. Default: ``"auto"``.
+        bad_micro_batch (str): As of :class:`ms_gradaccum.TrainOneStepCell`. Default: ``"skip_window"``.
+        compile (Union[bool, None]): As of :class:`ms_gradaccum.TrainOneStepCell`. Default: ``None``.
+        noise_scale (bool): As of :class:`ms_gradaccum.TrainOneStepCell`. Default: ``False``.
 
     Returns:
         :class:`ms_gradaccum.TrainOneStepCell`, which returns the loss, whether the update was skipped, and the loss
@@ -114,8 +121,15 @@ def train_step(
         raise ValueError(sentence(_OWNER, "zero_helper", "None", type(zero_helper).__name__, remedy))
     clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm.")
     drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It is about an Inf or a NaN.")
-    settings |= {"accumulation_steps": gradient_accumulation_steps}
-    settings |= {"clip": ClipByGlobalNorm(clip_norm) if clips else None}
-    settings |= {"mixed_precision": precision_of(_OWNER, scale_sense, drops)}
     with scale_taken_out():
-        return TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, **settings)
+        return TrainOneStepCell(
+            GradAccumulation(network, micro_size),
+            optimizer,
+            accumulation_steps=gradient_accumulation_steps,
+            clip=ClipByGlobalNorm(clip_norm) if clips else None,
+            mixed_precision=precision_of(_OWNER, scale_sense, drops),
+            parallel=parallel,
+            bad_micro_batch=bad_micro_batch,
+            compile=compile,
+            noise_scale=noise_scale,
+        )

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import mindspore as ms
 from mindspore import Tensor, amp, nn
@@ -11,6 +11,8 @@ from mindspore import Tensor, amp, nn
 from ms_gradaccum._checks import check_positive_float32, sentence, typed
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision, PrecisionChoice
 
+# What MindSpore's own steps take, and the objects of `mindspore.amp`.
+ScaleSense: TypeAlias = float | Tensor | nn.Cell | amp.LossScaler | amp.LossScaleManager
 _REMEDY = "For example 1024, or nn.DynamicLossScaleUpdateCell(65536, 2, 1000)."
 
 
@@ -27,7 +29,7 @@ def scale_taken_out() -> Iterator[None]:
         yield
 
 
-def precision_of(owner: str, scale_sense: Any, drop_overflow_update: bool = True) -> PrecisionChoice:
+def precision_of(owner: str, scale_sense: ScaleSense, drop_overflow_update: bool = True) -> PrecisionChoice:
     """Return the `mixed_precision` that scales the loss as this ``scale_sense`` does and converts nothing.
 
     ``drop_overflow_update`` is whether a window with an Inf or a NaN makes no update, which a fixed scale can do

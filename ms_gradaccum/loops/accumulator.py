@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Literal, TypeVar, overload
 
 from mindspore import Tensor, nn
 
@@ -23,6 +23,14 @@ from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Accumulator"
+# What the caller's loss has done with its rows.
+_Reduction = Literal["mean", "sum"]
+# What `step` and `flush` return: None inside a window, a tuple of several networks.
+_Outputs = StepOutput | tuple[StepOutput, ...] | None
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+_C = TypeVar("_C")
+_D = TypeVar("_D")
 
 
 class Accumulator(nn.Cell, Observed):
@@ -112,7 +120,7 @@ class Accumulator(nn.Cell, Observed):
     def __init__(
         self,
         network: nn.Cell | Sequence[nn.Cell],
-        optimizer: nn.Cell | Sequence[Any],
+        optimizer: nn.Cell | Sequence[nn.Cell | Sequence[nn.Cell]],
         accumulation_steps: int = 1,
         *,
         config: AccumulationConfig | None = None,
@@ -178,7 +186,20 @@ class Accumulator(nn.Cell, Observed):
         """Whether the current batch has ended in an update; it has not if its gradient had an Inf or a NaN."""
         return self.window.updated
 
-    def prepare(self, *objects: Any) -> Any:
+    # What is prepared does all that the object does.
+    @overload
+    def prepare(self, first: _A, /) -> _A: ...
+    @overload
+    def prepare(self, first: _A, second: _B, /) -> tuple[_A, _B]: ...
+    @overload
+    def prepare(self, first: _A, second: _B, third: _C, /) -> tuple[_A, _B, _C]: ...
+    @overload
+    def prepare(self, first: _A, second: _B, third: _C, fourth: _D, /) -> tuple[_A, _B, _C, _D]: ...
+    @overload
+    def prepare(
+        self, first: _A, second: _B, third: _C, fourth: _D, fifth: object, /, *others: object
+    ) -> tuple[object, ...]: ...
+    def prepare(self, *objects: object) -> object | tuple[object, ...]:
         """Return a dataset that knows its last batch, a learning rate scheduler that moves once per update.
 
         Args:
@@ -210,7 +231,7 @@ class Accumulator(nn.Cell, Observed):
         loss = check_tensor(_OWNER, "loss", loss, "Give what is differentiated.")
         return loss * self.window.only(network).loss_scale.value()
 
-    def backward(self, *args: Any, network: nn.Cell | None = None, **kwargs: Any) -> Tensor:
+    def backward(self, *args: object, network: nn.Cell | None = None, **kwargs: object) -> Tensor:
         """Run forward and backward of one batch, add its gradients, and return its mean loss, a float32 scalar.
 
         Outside ``accumulate()`` it counts as a batch of its own.
@@ -225,11 +246,11 @@ class Accumulator(nn.Cell, Observed):
 
     def __call__(
         self,
-        grads: Any,
-        weight: float = 1.0,
-        loss: Any = None,
+        grads: Tensor | Sequence[Tensor],
+        weight: float | Tensor = 1.0,
+        loss: Tensor | float | None = None,
         *,
-        reduction: str = "mean",
+        reduction: _Reduction = "mean",
         network: nn.Cell | None = None,
     ) -> StepOutput:
         weight = self.window.checked_weight(weight)
@@ -243,7 +264,13 @@ class Accumulator(nn.Cell, Observed):
             return self.window.step(trained)
         return trained.so_far()
 
-    def construct(self, grads: Any, weight: Any = 1.0, loss: Any = None, reduction: str = "mean") -> tuple[Tensor, ...]:
+    def construct(
+        self,
+        grads: Sequence[Tensor],
+        weight: float | Tensor = 1.0,
+        loss: Tensor | float | None = None,
+        reduction: _Reduction = "mean",
+    ) -> tuple[Tensor, ...]:
         """Be called inside a compiled function: the same, with the items of a StepOutput in a tuple.
 
         It counts its batches itself, and knows nothing of the end of the data: call `flush` there.
@@ -279,7 +306,11 @@ class Accumulator(nn.Cell, Observed):
         norms = [trained.measure().grad_norm for trained in full]
         return norms[0] if norms else None
 
-    def step(self, *, network: nn.Cell | None = None) -> Any:
+    @overload
+    def step(self) -> _Outputs: ...
+    @overload
+    def step(self, *, network: nn.Cell) -> StepOutput | None: ...
+    def step(self, *, network: nn.Cell | None = None) -> _Outputs:
         """Update at the end of a window, with the mean gradient of all its rows; do nothing inside it.
 
         Args:
@@ -302,7 +333,7 @@ class Accumulator(nn.Cell, Observed):
             if self.sync_gradients and trained.is_open and (trained.has_batch or not self.window.in_batch):
                 trained.discard()
 
-    def flush(self) -> Any:
+    def flush(self) -> _Outputs:
         """Update with an unfinished window, divided by its true weight; return what `step` returns, or None if empty.
 
         Of several processes all must call it.
@@ -326,5 +357,5 @@ class Accumulator(nn.Cell, Observed):
         self.window.join()
 
 
-def _one_or_all(outputs: tuple[Any, ...]) -> Any:
+def _one_or_all(outputs: tuple[StepOutput, ...]) -> StepOutput | tuple[StepOutput, ...]:
     return outputs[0] if len(outputs) == 1 else outputs

@@ -97,6 +97,11 @@ def averages_of(step: Any) -> Averages | None:
     return averages
 
 
+def hold_averages(step: Any, averages: Averages) -> None:
+    """Make the averages part of a training step, and so of its checkpoints."""
+    step.ema_averages = averages
+
+
 _move = ops.MultitypeFuncGraph("move_average")
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
-from mindspore.train import Callback
+from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import check_bool, check_number, sentence, typed
 from ms_gradaccum.loops.accumulator import Accumulator
-from ms_gradaccum.loops.averages import Averages, averages_of
-from ms_gradaccum.training.events import StatefulCallback, StepEvent, check_told
+from ms_gradaccum.loops.averages import Averages, averages_of, hold_averages
+from ms_gradaccum.training.events import Observed, StatefulCallback, StepEvent, check_told
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "EMA"
@@ -96,7 +96,7 @@ class EMA(Callback, StatefulCallback):
         # Whether it was an evaluation that has put the averages into the network.
         self._evaluates = False
 
-    def attach(self, step: Any) -> None:
+    def attach(self, step: Observed) -> None:
         """Give ``step`` the averages of its weights, unless it has them already."""
         there = averages_of(step)
         if there is not None and there is self._averages:
@@ -110,7 +110,8 @@ class EMA(Callback, StatefulCallback):
         network = _network_of(step)
         network.init_parameters_data()
         weights = network.trainable_params() if self.trainable_only else network.get_parameters()
-        self._averages = step.ema_averages = Averages([each for each in weights if each.dtype in mstype.float_type])
+        self._averages = Averages([each for each in weights if each.dtype in mstype.float_type])
+        hold_averages(step, self._averages)
         self._averages.copy_weights()
 
     @property
@@ -170,7 +171,7 @@ class EMA(Callback, StatefulCallback):
         # The share of the weight as it is: 1 - decay of a float32 decay is off by 1e-4 of itself.
         averages.run(Tensor(1.0 - decay, ms.float32))
 
-    def on_train_begin(self, run_context: Any) -> None:
+    def on_train_begin(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         check_told(_OWNER, "ema", params.train_network, self)
         # Of a larger sink it would hear of the last update alone.
@@ -179,7 +180,7 @@ class EMA(Callback, StatefulCallback):
             raise ValueError(sentence(_OWNER, "sink_size", "1 in data sink mode", got, remedy))
         self._attached().begin()
 
-    def on_eval_begin(self, run_context: Any) -> None:
+    def on_eval_begin(self, run_context: RunContext) -> None:
         if not self.evaluate:
             return
         averages = self._attached()
@@ -193,10 +194,10 @@ class EMA(Callback, StatefulCallback):
             averages.swap()
             self._evaluates = True
 
-    def on_eval_end(self, run_context: Any) -> None:
+    def on_eval_end(self, run_context: RunContext) -> None:
         self._end_evaluation()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         # After an error in the evaluation on_eval_end does not come.
         self._end_evaluation()
 

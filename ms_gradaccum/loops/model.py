@@ -1,13 +1,16 @@
 """``mindspore.train.Model`` that trains with gradient accumulation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import mindspore as ms
-from mindspore import nn
+from mindspore import amp, nn
+from mindspore.dataset import Dataset
 from mindspore.parallel._utils import _clear_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
+from mindspore.train import Callback, Metric
 
 from ms_gradaccum._checks import (
     LastWindow,
@@ -20,7 +23,7 @@ from ms_gradaccum._checks import (
 )
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.gradients.clipping import Clip
-from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, combined
+from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.loops.epoch import PassSteps, ResumingCallback
@@ -112,11 +115,11 @@ class Model(ms.Model):
         network: nn.Cell,
         loss_fn: nn.Cell | None = None,
         optimizer: nn.Cell | None = None,
-        metrics: Any = None,
+        metrics: Mapping[str, Metric] | AbstractSet[str] | None = None,
         eval_network: nn.Cell | None = None,
         eval_indexes: list[int] | None = None,
-        amp_level: str = "O0",
-        boost_level: str = "O0",
+        amp_level: Level = "O0",
+        boost_level: Literal["O0"] = "O0",
         *,
         accumulation_steps: int = 1,
         clip: Clip = None,
@@ -126,8 +129,8 @@ class Model(ms.Model):
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
         noise_scale: bool = False,
-        loss_scale_manager: Any = None,
-        **kwargs: Any,
+        loss_scale_manager: amp.LossScaleManager | None = None,
+        **kwargs: NoReturn,
     ) -> None:
         _check_cells(network, loss_fn, eval_network)
         check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
@@ -193,8 +196,8 @@ class Model(ms.Model):
     def train(
         self,
         epoch: int,
-        train_dataset: Any,
-        callbacks: Any = None,
+        train_dataset: Dataset,
+        callbacks: Callback | Iterable[Callback] | None = None,
         dataset_sink_mode: bool = False,
         sink_size: int = -1,
         initial_epoch: int = 0,
@@ -220,11 +223,34 @@ class Model(ms.Model):
         with self._resuming(resume, initial_epoch):
             super().train(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch)
 
-    def fit(self, epoch: int, train_dataset: Any, *args: Any, resume: bool = False, **kwargs: Any) -> None:
+    def fit(
+        self,
+        epoch: int,
+        train_dataset: Dataset,
+        valid_dataset: Dataset | None = None,
+        valid_frequency: int | list[int] = 1,
+        callbacks: Callback | Iterable[Callback] | None = None,
+        dataset_sink_mode: bool = False,
+        valid_dataset_sink_mode: bool = False,
+        sink_size: int = -1,
+        initial_epoch: int = 0,
+        *,
+        resume: bool = False,
+    ) -> None:
         """Train and evaluate, see ``mindspore.train.Model.fit``; ``resume`` as in `train`."""
         check_dataset(_OWNER, "train_dataset", train_dataset, _DATASET_REMEDY)
-        with self._resuming(resume, kwargs.get("initial_epoch", args[6] if len(args) > 6 else 0)):
-            super().fit(epoch, train_dataset, *args, **kwargs)
+        with self._resuming(resume, initial_epoch):
+            super().fit(
+                epoch,
+                train_dataset,
+                valid_dataset,
+                valid_frequency,
+                callbacks,
+                dataset_sink_mode,
+                valid_dataset_sink_mode,
+                sink_size,
+                initial_epoch,
+            )
 
     @contextmanager
     def _resuming(self, resume: bool, initial_epoch: int) -> Iterator[None]:

@@ -49,7 +49,7 @@ def explain_split(network: GradAccumulation, error: Exception, args: tuple[Any, 
         return
     if error.args[0].startswith(_OWN):
         return  # It has said what is wrong.
-    inputs = network.positional(args, kwargs)
+    inputs: tuple[Any, ...] = network.positional(args, kwargs)
     places = ambiguous_inputs(inputs, network.batch_axis)
     if not places:
         return

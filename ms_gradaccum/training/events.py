@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ms_gradaccum._checks import check_saved, is_count, sentence, typed
 from ms_gradaccum.training.step_output import StepOutput
@@ -47,6 +47,26 @@ class StepEvent(NamedTuple):
     updates: int
     skipped_updates: int
     output: StepOutput | None = None
+
+
+class _HearsMicroBatchBegin(Protocol):
+    def on_micro_batch_begin(self, event: StepEvent, /) -> object: ...
+
+
+class _HearsMicroBatchEnd(Protocol):
+    def on_micro_batch_end(self, event: StepEvent, /) -> object: ...
+
+
+class _HearsUpdateBegin(Protocol):
+    def on_update_begin(self, event: StepEvent, /) -> object: ...
+
+
+class _HearsUpdateEnd(Protocol):
+    def on_update_end(self, event: StepEvent, /) -> object: ...
+
+
+# What can be told of events: it has at least one of the four methods.
+StepCallback = _HearsMicroBatchBegin | _HearsMicroBatchEnd | _HearsUpdateBegin | _HearsUpdateEnd
 
 
 class Events:
@@ -147,7 +167,7 @@ class Events:
 class StatefulCallback:
     """A callback whose tensors are part of a training step, and so of its checkpoints and states."""
 
-    def attach(self, step: Any) -> None:
+    def attach(self, step: "Observed") -> None:
         """Give ``step`` the tensors. Again for the same step, it does nothing."""
         raise NotImplementedError
 
@@ -157,13 +177,13 @@ class Observed:
 
     events: Events
 
-    def adopt(self, callbacks: Sequence[Any]) -> None:
+    def adopt(self, callbacks: Sequence[object]) -> None:
         """Take in the tensors of those of ``callbacks`` that have some."""
         for callback in callbacks:
             if isinstance(callback, StatefulCallback):
                 callback.attach(self)
 
-    def add_callback(self, callback: Any) -> None:
+    def add_callback(self, callback: StepCallback) -> None:
         """Call those of the callback's methods `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and
         `on_update_end` that it has, each with a :class:`StepEvent`; of several networks, for each of them.
 

@@ -1,6 +1,7 @@
 """A loss cell that is fed in micro batches."""
 
 import inspect
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, get_args
 
 import mindspore as ms
@@ -99,6 +100,7 @@ class GradAccumulation(nn.Cell):
 
     # Whether a window has more batches than one, of this process or of others.
     adds_batches = False
+    __call__: Callable[..., Tensor | tuple[Tensor, ...]]
 
     def __init__(
         self,
@@ -140,11 +142,11 @@ class GradAccumulation(nn.Cell):
         self.loss_reason = "" if self.weighted or self.is_cached else loss_warning(network, [])
         self._get_attr_from_cell(network)
 
-    def loss_of(self, structure: Any = None) -> WeightedLoss:
+    def loss_of(self, structure: Hashable = None) -> WeightedLoss:
         """Return the loss of a micro batch as (sum, weight), for inputs of this structure."""
         return CachedLoss(self.network, structure) if self.is_cached else self.whole_loss_of(structure)
 
-    def whole_loss_of(self, structure: Any = None) -> WeightedLoss:
+    def whole_loss_of(self, structure: Hashable = None) -> WeightedLoss:
         """Return the loss of `network` as (sum, weight), for inputs of this structure."""
         if self.terms > 1:
             return OwnWeights(self.network, structure, self.losses, self.terms)
@@ -177,7 +179,7 @@ class GradAccumulation(nn.Cell):
         """
         return "MicroBatchedLoss"
 
-    def split(self, *args: Any, **kwargs: Any) -> SplitBatch:
+    def split(self, *args: object, **kwargs: object) -> SplitBatch:
         """Return the micro batches of one batch, given as `network` takes it."""
         inputs = self.positional(args, kwargs)
         batch = split_batch(inputs, self.micro_size, self.batch_axis)
@@ -191,7 +193,7 @@ class GradAccumulation(nn.Cell):
                 warn(message)
         return batch
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    def bind(self, args: tuple[object, ...], kwargs: dict[str, object]) -> inspect.BoundArguments:
         """Return what the arguments of `network` are, or raise if these are none that it takes."""
         try:
             return self._signature.bind(*args, **kwargs)
@@ -201,7 +203,7 @@ class GradAccumulation(nn.Cell):
                 f"Give them as the network takes them."
             ) from None
 
-    def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def positional(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
         """Return what `network` takes, by position alone."""
         all_axes = isinstance(self.batch_axis, tuple) and len(self.batch_axis) > len(args)
         if not kwargs and not all_axes:
@@ -217,7 +219,7 @@ class GradAccumulation(nn.Cell):
             )
         return tuple(bound.args)
 
-    def construct(self, *inputs: Any) -> Any:
+    def construct(self, *inputs: object) -> Tensor | tuple[Tensor, ...]:
         if not self.training:
             return self.network(*inputs)
         _warn_without_train_step()
@@ -236,7 +238,7 @@ class GradAccumulation(nn.Cell):
             loss = loss + sums[2 * i] * reciprocal(sums[2 * i + 1])
         return loss
 
-    def split_in_graph(self, inputs: tuple[Any, ...]) -> Any:
+    def split_in_graph(self, inputs: tuple[object, ...]) -> tuple[tuple[object, ...], ...]:
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
         if self.is_cached:
             _refuse_cached_in_graph()

@@ -10,6 +10,9 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ms_gradaccum._checks import sentence
 
+# The loss as NumPy has it, and whatever else NumPy asks for.
+_Loss = np.ndarray[tuple[int, ...], np.dtype[np.float32 | np.float64]]
+_Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 _NUMBERS = (int, float, Tensor, np.ndarray, np.generic)
 
 
@@ -64,11 +67,9 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         "weight",
     )
 
-    updated: Tensor
-    grad_norm: Tensor
-    clipped_grad_norm: Tensor
-    learning_rate: Tensor
-    weight: Tensor
+    # What follows the three items. Each has a property: pyright does not know the base of Tensor, takes an attribute of
+    # this type for something that may have a `__get__`, and would show no type.
+    _further: tuple[Tensor, ...]
     # The squares of the gradients of micro batches, each by its weight, and the number of these; None if nobody asked.
     noise: tuple[float, float] | None
     # As they were given: read when they are asked for, since that waits for the device.
@@ -89,11 +90,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     ) -> "StepOutput":
         # A step gives a tensor in place of a tuple: a row of sums and below it one of weights, 0 where there is none.
         output = super().__new__(cls, (loss, overflow, loss_scale))
-        output.updated = updated
-        output.grad_norm = grad_norm
-        output.clipped_grad_norm = clipped_grad_norm
-        output.learning_rate = learning_rate
-        output.weight = weight
+        output._further = (updated, grad_norm, clipped_grad_norm, learning_rate, weight)
         output._others = other_losses
         output.noise = noise
         return output
@@ -112,6 +109,31 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     def loss_scale(self) -> Tensor:
         """Return the factor by which the loss was multiplied."""
         return self[2]
+
+    @property
+    def updated(self) -> Tensor:
+        """Return whether this call ran the optimizer."""
+        return self._further[0]
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Return the global L2 norm of the window's mean gradient before clipping."""
+        return self._further[1]
+
+    @property
+    def clipped_grad_norm(self) -> Tensor:
+        """Return the same after clipping."""
+        return self._further[2]
+
+    @property
+    def learning_rate(self) -> Tensor:
+        """Return the learning rate of the update, or one per parameter."""
+        return self._further[3]
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight of the window so far: rows, or tokens."""
+        return self._further[4]
 
     @property
     def other_losses(self) -> tuple[Tensor, ...]:
@@ -135,7 +157,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         """Return a copy with other values for some fields, as of a NamedTuple."""
         return type(self)(**{**self._asdict(), "other_losses": self._others, "noise": self.noise, **fields})
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["StepOutput"], tuple[object, ...]]:
         return type(self), (*self._asdict().values(), self.other_losses, self.noise)
 
     def __repr__(self) -> str:
@@ -152,15 +174,16 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     def __format__(self, spec: str) -> str:
         return format(float(self), spec) if spec else str(self)
 
-    def asnumpy(self) -> Any:
+    def asnumpy(self) -> _Loss:
         """Return the loss as a NumPy array."""
-        return self.loss.asnumpy()
+        loss: _Loss = self.loss.asnumpy()
+        return loss
 
     def item(self) -> float:
         """Return the loss as a Python number."""
         return float(self)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> _Array:
         return np.array(float(self), dtype)
 
     def __float__(self) -> float:

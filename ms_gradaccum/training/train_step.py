@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from mindspore import Tensor, nn
+from mindspore import JitConfig, Parameter, Tensor, nn
 
 from ms_gradaccum._checks import check_construct
 from ms_gradaccum.backend.optimizers import check_optimizer, claim_optimizer
@@ -19,6 +19,7 @@ from ms_gradaccum.training.partitioned_step import PartitionedStep
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.stock_cell import STEP_REMEDY, check_stock_arguments
+from ms_gradaccum.training.window import Window
 
 _OWNER = "TrainOneStepCell"
 
@@ -144,7 +145,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         claim_optimizer(optimizer, self)
 
     @property
-    def windows(self) -> list[Any]:
+    def windows(self) -> list[Window | PartitionedStep]:
         """What has the sums, the optimizers and the loss scale of each network; here there is one."""
         return [self.body.window]
 
@@ -167,13 +168,13 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             cell.set_train(mode)
         return self
 
-    def set_jit_config(self, jit_config: Any) -> None:
+    def set_jit_config(self, jit_config: JitConfig) -> None:
         """Set how the cells inside are compiled, see ``nn.Cell.set_jit_config``."""
         super().set_jit_config(jit_config)
         for cell in self.body.compiled_cells():
             cell.set_jit_config(jit_config)
 
-    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Any]]:
+    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         """Iterate over the parameters, see ``nn.Cell.parameters_and_names``; over the whole ones, where this process
         has a part, so that what saves and loads checkpoints need not know."""
         for name, parameter in super().parameters_and_names(name_prefix, expand):
@@ -181,7 +182,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             if saved is not None:
                 yield name, saved
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the whole window as one graph, see ``nn.Cell.compile``."""
         shown, self._shows_whole = self._shows_whole, False
         try:
@@ -190,7 +191,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         finally:
             self._shows_whole = shown
 
-    def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
+    def __call__(self, *args: object, **kwargs: object) -> StepOutput:
         self.events.batches += 1
         output: StepOutput = self.body.run(args, kwargs, super().__call__)
         return output
@@ -221,7 +222,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         """Throw an unfinished window away and return the number of batches that it had."""
         return int(self.body.drop())
 
-    def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
+    def construct(self, *inputs: object) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""
         output: tuple[Tensor, ...] = self.shown(self.body(*inputs))
         return output

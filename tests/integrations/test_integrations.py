@@ -14,6 +14,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.train import Callback
 from step_probe import Around
 
+from ms_gradaccum import ClipByGlobalNorm
 from ms_gradaccum.integrations.mindcv import create_trainer
 from ms_gradaccum.integrations.mindone import ModelLoss, train_step
 
@@ -389,3 +390,11 @@ def test_a_step_of_mindone_refuses_what_has_another_place():
             error, match="For 'ModelLoss', the argument 'columns' must be the names of the model's inputs"
         ):
             ModelLoss(network, columns)
+
+
+def test_a_clip_that_would_be_replaced_by_another_is_refused(mindcv):
+    network = line()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'clip'"):
+        train_step(loss_cell(network), sgd(network), clip=ClipByGlobalNorm(1.0))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'clip'"):
+        trainer(network, clip=ClipByGlobalNorm(1.0))

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import mindspore as ms
+from mindspore import Parameter
 
 from ms_gradaccum._checks import LastWindow
 from ms_gradaccum.gradients.clipping import Clip, check_clip
@@ -112,7 +113,7 @@ class TrainingPlan:
     parallel: ParallelChoice = "auto"
     tokens_per_row: float | None = None
     learning_rate: LearningRate | None = field(default=None, repr=False, compare=False)
-    parameters: Any = field(default=None, repr=False)
+    parameters: Sequence[Parameter] | None = field(default=None, repr=False)
     device_target: str | None = None
 
     batches_per_epoch: int = field(init=False)

@@ -6,7 +6,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Event
 from typing import Any, NamedTuple
 
+from mindspore import nn
+
 from ms_gradaccum._checks import check_positive_float, sentence, typed
+from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.parallel.world import current_world, gather_values
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.probing.child import IN_CHILD, OWNER
@@ -17,6 +20,10 @@ from ms_gradaccum.tools.processes import error_of, refuse_inside
 
 # Seconds between two messages of the ranks.
 _MOMENT = 1.0
+
+
+# What the user's function returns: network, optimizer, batch, and perhaps settings of the training step.
+_Built = tuple[nn.Cell, nn.Cell, Batch] | tuple[nn.Cell, nn.Cell, Batch, dict[str, object]]
 
 
 class Probe(NamedTuple):
@@ -38,11 +45,11 @@ class Probe(NamedTuple):
 
 
 def find_micro_size(
-    build: Callable[[], tuple[Any, ...]] | str,
+    build: Callable[[], _Built] | str,
     memory_limit: int | str,
     *,
     timeout: float = 600.0,
-    report: Callable[[Probe], Any] | None = None,
+    report: Callable[[Probe], object] | None = None,
 ) -> int:
     r"""Return the smallest `micro_size` with which the training of a batch fits into a memory limit.
 
@@ -134,7 +141,7 @@ def find_micro_size(
 class _Search:
     """The measurements of one call."""
 
-    def __init__(self, builder: Builder, limit: int, timeout: float, report: Callable[[Probe], Any] | None) -> None:
+    def __init__(self, builder: Builder, limit: int, timeout: float, report: Callable[[Probe], object] | None) -> None:
         # Set from elsewhere when nobody waits for the answer any more.
         self.stop = Event()
         self.builder = builder

@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsFloat
 
-from mindspore.train import Callback
+from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import check_bool, sentence, typed
 from ms_gradaccum.loops.accumulator import Accumulator
@@ -73,7 +73,7 @@ class MetricsLogger(Callback):
         self,
         path: str | os.PathLike[str],
         tensorboard_dir: str | os.PathLike[str] | None = None,
-        log: Callable[[dict[str, float], int], Any] | None = None,
+        log: Callable[[dict[str, float], int], object] | None = None,
         *,
         train_step: TrainOneStepCell | Accumulator | None = None,
         append: bool = False,
@@ -109,7 +109,7 @@ class MetricsLogger(Callback):
             if log is not None:
                 self._sinks.append(Call(log))
 
-    def log(self, output: StepOutput | StepReport | None, **extra: Any) -> StepReport | None:
+    def log(self, output: StepOutput | StepReport | None, **extra: SupportsFloat) -> StepReport | None:
         """Write the report of an update, and return it.
 
         Args:
@@ -132,10 +132,10 @@ class MetricsLogger(Callback):
             if not _is_number(value):
                 remedy = "Metrics of several values take a name for each."
                 raise TypeError(sentence(_OWNER, name, "a number", typed(value), remedy))
-        extra = {name: value if isinstance(value, int) else float(value) for name, value in extra.items()}
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in extra.items()}
         self._update = report.update
         epoch = {} if self._epoch is None else {"epoch": self._epoch}
-        self._write({**epoch, **report.as_dict(), **extra}, {**epoch, **report.scalars(), **extra})
+        self._write({**epoch, **report.as_dict(), **numbers}, {**epoch, **report.scalars(), **numbers})
         return report
 
     def close(self) -> None:
@@ -147,18 +147,18 @@ class MetricsLogger(Callback):
         """Log an update that a Model or an Accumulator has made."""
         self.log(event.output)
 
-    def on_train_begin(self, run_context: Any) -> None:
+    def on_train_begin(self, run_context: RunContext) -> None:
         train_step = run_context.original_args().train_network
         check_told(_OWNER, "logger", train_step, self)
         if train_step is not self._train_step:
             self._train_step = train_step
             self._reporter = StepReporter(train_step, **self._settings, **self._costs)
 
-    def on_train_epoch_begin(self, run_context: Any) -> None:
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self._epoch = run_context.original_args().cur_epoch_num
         self._reporter.restart()
 
-    def on_eval_end(self, run_context: Any) -> None:
+    def on_eval_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         results = params.get("eval_results") or params.get("metrics") or {}
         # Names of fit's own loss and of the user's metrics; what is no single number cannot be drawn.
@@ -168,10 +168,10 @@ class MetricsLogger(Callback):
             epoch = {} if self._epoch is None else {"epoch": self._epoch}
             self._write({**epoch, "update": self._update, **numbers}, numbers)
 
-    def on_train_end(self, run_context: Any) -> None:
+    def on_train_end(self, run_context: RunContext) -> None:
         self._leave()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         # Here comes fit after each evaluation, too. After an error in the training on_train_end does not come.
         if self._epoch is None or error[0] is not None:
             self._leave()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor
 from mindspore.communication import GlobalComm, get_rank
-from mindspore.train import Callback
+from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int
 from ms_gradaccum.tools.reporting.progress_display import Bar, Display, Lines
@@ -91,25 +91,25 @@ class ProgressBar(Callback):
             self._display = Bar(total, unit) if self._is_live() else Lines(total, unit, self.seconds_per_line)
         self._shown_at = time.monotonic()
 
-    def on_train_begin(self, run_context: Any) -> None:
+    def on_train_begin(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         self._begin()
         self._initial_step = params.cur_step_num
         self._open(params.epoch_num * params.batch_num, "batch")
 
-    def on_train_epoch_begin(self, run_context: Any) -> None:
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         if self._step == 0:  # the first epoch is not epoch 1 if the training was resumed
             self._last_epoch = params.cur_epoch_num - 1 + params.epoch_num
 
-    def on_train_step_end(self, run_context: Any) -> None:
+    def on_train_step_end(self, run_context: RunContext) -> None:
         if self._display is None:
             return
         params = run_context.original_args()
         self._epoch = f"epoch {params.cur_epoch_num}/{self._last_epoch}"
         self._count(params.cur_step_num - self._initial_step, params.net_outputs)
 
-    def on_train_end(self, run_context: Any) -> None:
+    def on_train_end(self, run_context: RunContext) -> None:
         self.close()
 
     def update(self, output: StepOutput | None, epoch: int | None = None) -> None:
@@ -135,7 +135,7 @@ class ProgressBar(Callback):
         self._entered += 1
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered -= 1
         if self._entered > 0:
             return

@@ -83,14 +83,14 @@ class StepReport:
     communication_seconds: float | None = None
     peak_memory_bytes: int | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, float | tuple[float, ...]]:
         """Return what is known, by name."""
         items = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in items.items() if value is not None}
 
     def scalars(self) -> dict[str, float]:
         """Return the same as single numbers: of several learning rates the least and the largest."""
-        items = self.as_dict()
+        items: dict[str, Any] = self.as_dict()
         items.update({f"other_loss_{i}": loss for i, loss in enumerate(items.pop("other_losses", ()), 1)})
         if isinstance(self.learning_rate, tuple):
             del items["learning_rate"]

@@ -3,11 +3,49 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.parallel.messages import Message, Traffic
 from ms_gradaccum.tools.probing.memory import as_text
 from ms_gradaccum.tools.reporting.figures import new_figure
+
+
+class SentMessages(TypedDict):
+    """Messages of one kind, as a process of the job has counted them."""
+
+    operator: str
+    purpose: str
+    # 0: all devices.
+    size: int
+    ranks: list[int] | None
+    count: int
+    bytes: int
+
+
+class HeldBytes(TypedDict, total=False):
+    """What a device holds, by kind; MindSpore's own cell does not say it."""
+
+    bytes: dict[str, int]
+
+
+class FoundProgram(HeldBytes):
+    """What a process of the job tells of a program."""
+
+    messages: list[SentMessages]
+    seconds: float
+    peak: int
+
+
+class FoundTraining(TypedDict):
+    """What a process of the job tells of a training."""
+
+    losses: list[float]
+    whole_losses: list[float]
+    updated: list[bool]
+    difference: float
+    moved: float
+    farthest: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +90,7 @@ class Program:
     compile_bytes: int
 
     @staticmethod
-    def of(found: dict[str, Any], devices: int) -> "Program":
+    def of(found: FoundProgram, devices: int) -> "Program":
         """Return what a process has found."""
         totals: dict[tuple[Any, ...], list[int]] = {}
         for sent in found["messages"]:
@@ -102,7 +140,7 @@ class Training:
     farthest: str
 
     @staticmethod
-    def of(runs: list[dict[str, Any]]) -> "Training":
+    def of(runs: list[FoundTraining]) -> "Training":
         """Return what the ranks have found, first that of rank 0."""
         whole = iter(runs[0]["whole_losses"])
         worst = max(runs, key=lambda run: run["difference"])
@@ -136,7 +174,7 @@ class Simulation:
     stock_error: str | None
     training: Training | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         """Return all of it as dicts, lists, numbers and texts, as JSON holds them."""
         return asdict(self)
 

@@ -2,24 +2,27 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
 from ms_gradaccum._checks import check_bool, check_choice, check_positive_float, check_positive_int, sentence
+from ms_gradaccum.batch.nested_inputs import Batch
+from ms_gradaccum.loops.model import Model
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import refuse_inside
 from ms_gradaccum.tools.simulation.cuda_stubs import why_not
 from ms_gradaccum.tools.simulation.job import IN_JOB, OWNER, Job
 from ms_gradaccum.tools.simulation.report import Program, Simulation, Training
+from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _UPDATES = 3
 
 
 def simulate(
-    build: Callable[[], Any] | str,
+    build: Callable[[], tuple[TrainOneStepCell | Model, Batch]] | str,
     devices: int = 8,
-    target: str = "GPU",
+    target: Literal["GPU"] = "GPU",
     *,
     run: bool = False,
     compare: bool = True,

@@ -9,7 +9,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, sentence
 from ms_gradaccum.backend.compiled import check_compile
-from ms_gradaccum.batch.nested_inputs import as_call
+from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.gradients.convert_network import computes_in_16_bits
 from ms_gradaccum.tools.verification.compiled_run import CompiledSearch
@@ -27,7 +27,7 @@ _RTOL, _RTOL_16_BIT = 1e-4, 2e-2
 
 def verify(
     network: nn.Cell,
-    batch: Any,
+    batch: Batch,
     micro_size: int | None,
     *,
     weighted: bool = False,

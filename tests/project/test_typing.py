@@ -1,0 +1,137 @@
+"""What an editor shows of the public face: a precise type for each argument, result and attribute."""
+
+import functools
+import importlib
+import inspect
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import typed_sample
+
+import ms_gradaccum
+from ms_gradaccum.backend.plain_state import Json
+from ms_gradaccum.batch.split import BatchAxis
+
+ROOT = Path(__file__).parents[2]
+# The methods without a public name that programs call.
+SPECIAL = "__init__ __new__ __call__ __enter__ __exit__ __iter__ __len__ __getitem__ __float__ __format__ __array__"
+# Types that have themselves in them are known by name.
+RECURSIVE = {"Json": Json, "BatchAxis": BatchAxis}
+# What functions of classes begin with.
+OBJECT = ("self", "cls", "_cls")
+
+
+def classes_of_the_reference():
+    """Return the classes of inner modules that the reference describes."""
+    names = re.findall(r"^\.\. autoclass:: (ms_gradaccum\.\S+)$", (ROOT / "docs" / "api.rst").read_text(), re.M)
+    assert len(names) == 3
+    return [getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+
+
+def modules_of_integrations(monkeypatch):
+    """Import all integrations, with as much of mindformers as registers a class."""
+    register = types.ModuleType("mindformers.tools.register")
+    register.MindFormerRegister = types.SimpleNamespace(register_cls=lambda cls, module_type: cls)
+    register.MindFormerModuleType = types.SimpleNamespace(WRAPPER="wrapper")
+    context = types.ModuleType("mindformers.core.context.build_context")
+    context.is_legacy_model = lambda: True
+    for module in (register, context):
+        parts = module.__name__.split(".")
+        for end in range(1, len(parts)):
+            path = ".".join(parts[:end])
+            monkeypatch.setitem(sys.modules, path, sys.modules.get(path, types.ModuleType(path)))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    files = (ROOT / "ms_gradaccum" / "integrations").glob("[a-z]*.py")
+    names = sorted(f"ms_gradaccum.integrations.{file.stem}" for file in files)
+    found = [importlib.import_module(name) for name in names]
+    sys.modules.pop("ms_gradaccum.integrations.mindformers")
+    return found
+
+
+def public_items(module):
+    """Return the public functions and classes that a module defines, or the package itself has."""
+    items = [item for name, item in vars(module).items() if name[0] != "_" and not inspect.ismodule(item)]
+    return [item for item in items if module is ms_gradaccum or getattr(item, "__module__", "") == module.__name__]
+
+
+def functions_of(item):
+    """Return the functions behind a public function or class by name, those that it inherits in the package too."""
+    if inspect.isfunction(item):
+        return {item.__qualname__: item}
+    found = {}
+    for owner in (each for each in item.__mro__ if each.__module__.startswith(("ms_gradaccum", __name__))):
+        is_named_tuple = hasattr(owner, "_field_defaults")
+        for name, member in vars(owner).items():
+            if name == "__new__" and is_named_tuple:
+                continue  # Python has made it of the annotated fields.
+            member = member.func if isinstance(member, functools.cached_property) else member
+            member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            if inspect.isfunction(member) and (name in SPECIAL.split() or name[0] != "_"):
+                found[f"{owner.__name__}.{name}"] = inspect.unwrap(member)
+    return found
+
+
+def has_any(hint):
+    """Return whether an annotation has an Any in it, at any depth."""
+    return hint is Any or any(map(has_any, hint if isinstance(hint, (list, tuple)) else get_args(hint)))
+
+
+def faults_of(item):
+    """Return what lacks a type or has an Any, as text."""
+    faults = []
+    for name, function in functions_of(item).items():
+        # Python keeps the overloads of a function from 3.11 on.
+        for each in (function, *getattr(typing, "get_overloads", lambda function: [])(function)):
+            hints = get_type_hints(each, localns=RECURSIVE)
+            parts = [part for part in inspect.signature(each).parameters if part not in OBJECT] + ["return"]
+            faults += [f"{name}: {part} has no type" for part in parts if part not in hints]
+            faults += [f"{name}: {part} has an Any" for part in parts if has_any(hints.get(part))]
+    if inspect.isclass(item):
+        own = [each for each in item.__mro__ if each.__module__.startswith(("ms_gradaccum", __name__))]
+        names = [name for each in own for name in vars(each).get("__annotations__", {}) if name[0] != "_"]
+        hints = get_type_hints(item, localns=RECURSIVE)
+        faults += [f"{item.__name__}.{name} has an Any" for name in names if has_any(hints[name])]
+    return faults
+
+
+def test_each_public_signature_is_precise(monkeypatch):
+    modules = [ms_gradaccum, *modules_of_integrations(monkeypatch)]
+    items = [item for module in modules for item in public_items(module)] + classes_of_the_reference()
+    assert len(items) > 40
+    assert [fault for item in items for fault in faults_of(item)] == []
+
+
+class Bare:
+    """What the test above would not let through."""
+
+    x: list[Any]
+
+    def __init__(self, y): ...
+
+    def read(self, z: "dict[str, Any]", *rest: int) -> None: ...
+
+    @property
+    def size(self) -> Any: ...
+
+
+def test_an_any_and_a_missing_type_are_found():
+    assert faults_of(Bare) == [
+        "Bare.__init__: y has no type",
+        "Bare.__init__: return has no type",
+        "Bare.read: z has an Any",
+        "Bare.size: return has an Any",
+        "Bare.x has an Any",
+    ]
+
+
+def test_the_typed_sample_does_what_its_types_say(tmp_path):
+    report = typed_sample.step_by_step(tmp_path)
+    assert (report.loss, report.updated, type(report.learning_rate)) == (102.0, True, float)
+    typed_sample.by_model(tmp_path / "model")
+    assert typed_sample.by_loop() == 2
+    typed_sample.before_a_training()
+    typed_sample.settings()

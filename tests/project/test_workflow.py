@@ -1,0 +1,83 @@
+"""The hosted CI and the issue template: they can be read, and what they call is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ms_gradaccum.__main__ import parse
+
+ROOT = Path(__file__).parents[2]
+GITHUB = ROOT / ".github"
+
+
+def read(name):
+    text = (GITHUB / name).read_text()
+    return text, yaml.safe_load(text)
+
+
+@pytest.fixture(scope="module")
+def workflow():
+    return read("workflows/ci.yml")[1]
+
+
+def steps_of(workflow):
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+def pythons_of(job):
+    matrix = job["strategy"]["matrix"]
+    return matrix.get("python") or [each["python"] for each in matrix["include"]]
+
+
+def test_the_workflow_starts_by_hand_until_two_marks_are_taken_away():
+    text, workflow = read("workflows/ci.yml")
+    triggers = workflow[True]  # What YAML makes of the word "on".
+    assert list(triggers) == ["workflow_dispatch"]
+    switched = yaml.safe_load(text.replace("  # p", "  p"))
+    assert list(switched[True]) == ["workflow_dispatch", "push", "pull_request"]
+    assert switched["jobs"] == workflow["jobs"]
+
+
+def test_the_workflow_runs_on_each_python_that_the_package_names(workflow):
+    named = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert pythons_of(workflow["jobs"]["tests"]) == pythons_of(workflow["jobs"]["package"]) == named
+
+
+def test_the_workflow_runs_commands_that_there_are(workflow):
+    matrix = workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    commands = {each["command"] for each in matrix}
+    commands |= {word for step in steps_of(workflow) for word in re.findall(r"\./run\.sh (\w+)", step.get("run", ""))}
+    assert commands == {"check", "docs", "quick", "test"}
+    script = (ROOT / "run.sh").read_text()
+    assert [command for command in commands if not re.search(rf"^  {command}\)$", script, re.M)] == []
+
+
+def test_the_workflow_keeps_the_pages_and_the_packages(workflow):
+    kept = [step["with"]["path"] for step in steps_of(workflow) if "upload-artifact" in step.get("uses", "")]
+    assert kept == ["build/docs", "dist"]
+    extras = {extra for step in steps_of(workflow) for extra in re.findall(r"whl\)\[([\w,]+)\]", step.get("run", ""))}
+    assert extras == {"plot,tensorboard,fusion"}
+
+
+def test_the_template_asks_for_the_files_of_commands_that_there_are():
+    text, template = read("ISSUE_TEMPLATE/hardware.yml")
+    asked = {item["id"]: item["validations"]["required"] for item in template["body"] if "id" in item}
+    assert asked == {"device": True, "test": True, "env": True, "remarks": False}
+    assert {"name", "description", "body"} <= template.keys()
+    assert set(re.findall(r"python -m ms_gradaccum (\w+)", text)) == {"env", "test"}
+    assert parse(["env"]).command == "env"
+
+
+@pytest.mark.parametrize("file", sorted(GITHUB.rglob("*.yml")), ids=lambda file: file.name)
+def test_no_host_is_named(file):
+    """What a runner installs from is the runner's affair."""
+    assert re.findall(r"\w+://|\b\w+\.(?:org|com|io|cn)\b|index-url", file.read_text()) == []
+
+
+def test_the_changelog_begins_with_the_version_or_with_what_is_not_released():
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M).group(1)
+    heading = re.search(r"^## \[(.+?)\](.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert heading.group(1) in ("Unreleased", version)
+    assert re.fullmatch(r"" if heading.group(1) == "Unreleased" else r" - \d{4}-\d\d-\d\d", heading.group(2))
