@@ -101,15 +101,17 @@ def _alone() -> list[Cell]:
 
 
 def _together() -> list[Cell]:
-    cells = [_window("toy", "toy", mode, parallel) for parallel, mode in product(_SEVERAL, _MODES)]
+    cells = [_window("toy", "toy", mode, "data parallel") for mode in _MODES]
     for parallel, mode in product(_SEVERAL, _MODES):
         cells.append(_window("clip, windows of 2 batches", "whole_batch", mode, parallel, **_CLIPPED))
     for mode in _MODES:
         cells.append(_window("transformer", "whole_batch", mode, "data parallel", network="transformer"))
-    for parallel, dtype, mode in product(("data parallel", "HSDP level1"), _DTYPES[1:], _MODES):
+    # Each in one of the modes.
+    pairs = (("data parallel", "GRAPH"), ("HSDP level1", "PYNATIVE"))
+    for dtype, (parallel, mode) in product(_DTYPES[1:], pairs):
         cells.append(_window("MLP", "whole_batch", mode, parallel, dtype, network="MLP"))
-    for parallel, mode in (("data parallel", "GRAPH"), ("data parallel", "PYNATIVE"), ("HSDP level2", "PYNATIVE")):
-        cells.append(_window("loss scale, an overflow on the last process", "overflow", mode, parallel))
+    for parallel, mode in (("data parallel", "GRAPH"), ("HSDP level2", "PYNATIVE")):
+        cells.append(_window("loss scale, an overflow on one process", "overflow", mode, parallel))
     cells.append(_window("state saved in mid-window, resumed", "resume", "PYNATIVE", "HSDP level1"))
     cells.append(_window("state of one process resumed", "resume_other", "GRAPH", "HSDP level1"))
     return cells

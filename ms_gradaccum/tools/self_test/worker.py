@@ -1,5 +1,6 @@
 """What each process of the self-test does: it runs cells one after the other, and a failing one stops none of them."""
 
+import gc
 import importlib
 import json
 import math
@@ -23,6 +24,8 @@ def main(folder: str, task: str) -> None:
     """Run the cells that ``task`` has, report each in ``folder``, and wait to be ended."""
     depend_on(os.getppid())
     told = json.loads(task)
+    # MindSpore collects garbage in every compilation. What is imported is none.
+    gc.freeze()
     try:
         rank, size = _begin(told)
         facts = {"devices": ms.hal.device_count(told["device"]), "environment": describe()} if told["describes"] else {}
@@ -63,23 +66,30 @@ def _outcome(place: Place, cell: dict[str, Any]) -> dict[str, Any]:
     """Run a cell and return what there is to say about it."""
     module, _, name = cell["function"].partition(":")
     settings = {key: cell[key] for key in ("mode", "parallel", "dtype")} | cell["arguments"]
-    begin = time.monotonic()
+    begin, raised = time.monotonic(), False
     try:
         found = getattr(importlib.import_module(module), name)(place, **settings)
         outcome, said = judge(found)
     except SkippedCell as why:
         found, outcome, said = Found(), "skipped", str(why)
     except Exception as error:
-        found, outcome, said = Found(), "failed", f"{type(error).__name__}: {first_line(error)}"
+        found, outcome, said, raised = Found(), "failed", f"{type(error).__name__}: {_told_by(error)}", True
     finite = found.difference is not None and math.isfinite(found.difference)
     return {
         "outcome": outcome,
+        "raised": raised,
         "said": said,
         "difference": found.difference if finite else None,
         "tolerance": found.tolerance,
         "figures": found.figures,
         "seconds": time.monotonic() - begin,
     }
+
+
+def _told_by(error: Exception) -> str:
+    """Return the first line of an error that says something. MindSpore's have headings, and rules of dashes."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line and not line.startswith("-")), first_line(error))
 
 
 def judge(found: Found) -> tuple[str, str]:

@@ -68,4 +68,7 @@ class Job(Processes):
 
 def stand_ins(folder: Path) -> dict[str, str]:
     """Build what stands for CUDA below ``folder``, and return the environment in which it is found."""
-    return environment(build_cuda_home(folder / "cuda"))
+    found = environment(build_cuda_home(folder / "cuda"))
+    # The processes are told where to look for modules.
+    del found["PYTHONPATH"]
+    return found
