@@ -1,4 +1,4 @@
-"""``python -m ms_gradaccum``: pictures, micro batches that fit, jobs of many devices, and facts for a bug report."""
+"""``python -m ms_gradaccum``: a test of this machine, pictures, micro batches that fit, jobs of many devices, facts."""
 
 import argparse
 import json
@@ -7,9 +7,12 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from ms_gradaccum.tools.environment import describe
 from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
 from ms_gradaccum.tools.reporting.run_plot import draw
+from ms_gradaccum.tools.self_test.self_test import self_test
 from ms_gradaccum.tools.simulation.simulate import simulate
 
 _PROGRAM = "python -m ms_gradaccum"
@@ -39,6 +42,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     simulation.add_argument("--json", metavar="FILE", help="where to write what was found; - is the standard output")
     simulation.add_argument("--plot", metavar="PNG", help="where to draw the bytes by kind")
     simulation.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of all of it")
+    test = commands.add_parser("test", help="train small networks on this machine and compare with the whole batch")
+    test.add_argument("--device", choices=("CPU", "GPU", "Ascend"), help="by default the one that MindSpore takes here")
+    test.add_argument(
+        "--workers", type=int, default=2, metavar="N", help="processes of the jobs; 1: no job; default: 2"
+    )
+    test.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one of its cells")
+    test.add_argument("--output", metavar="FILE", help="where to write what was found, as JSON")
     commands.add_parser("env", help="print versions, device, modes, and what this machine can and cannot do")
     return parser.parse_args(arguments)
 
@@ -50,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, value in describe().items():
             print(f"{name:28}{value}")
         return 0
-    return {"micro-size": _micro_size, "simulate": _simulate, "plot": _plot}[args.command](args)
+    return {"micro-size": _micro_size, "simulate": _simulate, "plot": _plot, "test": _test}[args.command](args)
 
 
 def _micro_size(args: argparse.Namespace) -> int:
@@ -82,6 +92,33 @@ def _simulate(args: argparse.Namespace) -> int:
         print(f"{_PROGRAM} simulate: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _test(args: argparse.Namespace) -> int:
+    """Print the table as it grows, and what is being done in a line below it. Return 1 if a cell has failed."""
+    try:
+        if args.output:
+            # Before it takes its time: the file may not be one to write to.
+            Path(args.output).open("a").close()
+        with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
+            settings = {"timeout": args.timeout, "show": _show, "tell": line.set_description_str}
+            found = self_test(args.device, args.workers, **settings)
+        print(found)
+        if args.output:
+            Path(args.output).write_text(json.dumps(found.to_dict(), indent=2) + "\n")
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM} test: it was interrupted, and its processes have ended.", file=sys.stderr)
+        return 130
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        print(f"{_PROGRAM} test: {error}", file=sys.stderr)
+        return 2
+    return 1 if found.count("failed") else 0
+
+
+def _show(text: str) -> None:
+    """Print a line above the one that changes, at once."""
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 def _plot(args: argparse.Namespace) -> int:

@@ -12,7 +12,14 @@ import quick_mindspore
 quick_mindspore.install()
 
 # The files that take longest, or the job that some of them share.
-LONGEST = ["ranks", "test_semi_auto_parallel", "test_sharded_operators", "test_simulate", "test_faults"]
+LONGEST = [
+    "ranks",
+    "test_self_test",
+    "test_semi_auto_parallel",
+    "test_sharded_operators",
+    "test_simulate",
+    "test_faults",
+]
 LONGEST += ["test_micro_size_finder", "test_failures", "test_sample", "test_optimizers"]
 LONGEST += ["test_optimizers_and_schedules", "test_grad_cache_windows", "test_tutorial", "test_docs"]
 LONGEST += ["test_micro_size_of_ranks", "test_packaging", "test_frozen", "test_python_decides"]

@@ -12,8 +12,9 @@ from refusal import loss_cell
 from ms_gradaccum import GradAccumulation, Model, Simulation
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.parallel import factory
+from ms_gradaccum.tools.jobs import Meeting
 from ms_gradaccum.tools.simulation import worker
-from ms_gradaccum.tools.simulation.job import Job, Meeting
+from ms_gradaccum.tools.simulation.job import Job
 from ms_gradaccum.tools.simulation.report import MessageKind, Program
 
 
@@ -79,7 +80,7 @@ def test_the_plot_has_a_bar_for_each_kind_of_each_program(simulation, tmp_path, 
 
 def test_the_progress_is_that_of_a_rank_that_still_works(tmp_path):
     job = Job.__new__(Job)
-    job.folder, job.devices = tmp_path, 3
+    job.folder, job.count = tmp_path, 3
     ranks = [Meeting(str(tmp_path), rank, 3) for rank in range(3)]
     ranks[0].phase("building")
     assert job._phase() == "starting 3 processes"

@@ -25,10 +25,11 @@ from ms_gradaccum.batch.nested_inputs import as_call
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.semi_auto import SemiAuto, forget_accumulation
 from ms_gradaccum.tools.builder import Builder
+from ms_gradaccum.tools.jobs import Meeting
 from ms_gradaccum.tools.processes import depend_on
 from ms_gradaccum.tools.simulation.collectives import collectives_of, groups_of, tensor_bytes
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, differences, own_part, plain_name, whole_values
-from ms_gradaccum.tools.simulation.job import OWNER, Meeting
+from ms_gradaccum.tools.simulation.job import OWNER
 from ms_gradaccum.tools.simulation.partition import WORLD_GROUP, connect, gpu_target, partition
 from ms_gradaccum.tools.simulation.whole_batch import WholeBatch
 from ms_gradaccum.training.partitioned_step import PartitionedStep

@@ -1,0 +1,165 @@
+"""Processes that are started together: one alone, or several under msrun. None outlives who has started them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ms_gradaccum.tools.processes import end_with_parent, environment_outside_jobs, free_port, import_path
+
+# Seconds between two looks at a folder.
+MOMENT = 0.2
+DONE = "done"
+# So many characters of a log go into an error.
+_LAST_WORDS = 3000
+_Kind = TypeVar("_Kind", bound="Processes")
+
+
+class Processes:
+    """Processes that run one program, with a folder of their own. It is a context manager, which ends them.
+
+    Args:
+        owner: Whose name errors begin with.
+        count: Number of processes. msrun starts them if they are several.
+        variable: A variable that is set in their environment, by which they are found again.
+        program: From the folder to the lines of Python that each runs.
+        extra: From the folder to further variables of their environment.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        count: int,
+        variable: str,
+        program: Callable[[Path], str],
+        extra: Callable[[Path], Mapping[str, str]] = lambda folder: {},
+    ) -> None:
+        self.owner = owner
+        self.count = count
+        self.variable = variable
+        self.mark = uuid.uuid4().hex
+        self.folder = Path(tempfile.mkdtemp(prefix="ms_gradaccum_"))
+        try:
+            self.process = self._start(program(self.folder), extra(self.folder))
+        except BaseException:
+            self._clean_up()
+            raise
+
+    def _start(self, program: str, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        script = self.folder / "worker.py"
+        script.write_text(f"import sys\nsys.path[:] = {import_path()!r}\n{program}\n")
+        here = str(Path(sys.executable).parent)
+        # The processes are killed in the end: what they would delete themselves goes with the folder.
+        found = {
+            "PATH": os.pathsep.join([here, os.getenv("PATH", "")]),
+            "TMPDIR": str(self.folder),
+            self.variable: self.mark,
+        }
+        settings = {**environment_outside_jobs(), **extra, **found}
+        if self.count > 1:
+            # More threads than cores only wait for each other.
+            settings["OMP_NUM_THREADS"] = "1"
+        with (self.folder / "msrun.log").open("wb") as log:
+            return subprocess.Popen(
+                self._command(script, settings["PATH"]),
+                env=settings,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: end_with_parent(signal.SIGINT),
+            )
+
+    def _command(self, script: Path, path: str) -> list[str]:
+        if self.count == 1:
+            return [sys.executable, str(script)]
+        msrun = shutil.which("msrun", path=path)
+        if msrun is None:
+            raise RuntimeError(
+                f"For '{self.owner}', msrun must be found, but it is not in the PATH. MindSpore comes with it."
+            )
+        command = [msrun, f"--worker_num={self.count}", f"--local_worker_num={self.count}"]
+        return [
+            *command,
+            f"--master_port={free_port()}",
+            f"--log_dir={self.folder / 'log'}",
+            "--join=True",
+            str(script),
+        ]
+
+    def __enter__(self: _Kind) -> _Kind:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end()
+        self._clean_up()
+
+    def last_words(self) -> str:
+        """Return the end of the log of a process, of one that failed if there is one."""
+        logs = [self.folder / "msrun.log", *sorted((self.folder / "log").glob("worker_*.log"))]
+        texts = [path.read_text(errors="replace").strip() for path in logs if path.exists()]
+        failed = next((text for text in texts if "Traceback" in text), texts[-1] if texts else "")
+        return failed[-_LAST_WORDS:]
+
+    def _end(self) -> None:
+        """End msrun, which ends what it has started, and then whatever is left of that."""
+        self.process.send_signal(signal.SIGINT if self.count > 1 else signal.SIGKILL)
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if f"{self.variable}={self.mark}".encode() in path.read_bytes():
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+            except (OSError, ProcessLookupError):
+                continue
+
+    def _clean_up(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Meeting:
+    """Files in which the ranks of a job report to the process that has started it, and wait for each other.
+
+    They do not wait in a message: on CPU it fails after half a minute, and one of them may compile for longer.
+    """
+
+    def __init__(self, folder: str, rank: int, size: int) -> None:
+        self.folder, self.rank, self.size = Path(folder), rank, size
+
+    def phase(self, text: str) -> None:
+        """Tell what this rank does now."""
+        self.write(f"phase_{self.rank}", text)
+
+    def report(self, values: dict[str, Any]) -> None:
+        """Tell what this rank has found. Nothing follows."""
+        self.phase(DONE)
+        self.write(f"report_{self.rank}.json", json.dumps(values))
+
+    def error(self, kind: str, text: str, traceback: str) -> None:
+        """Tell what has gone wrong on this rank."""
+        told = {"rank": self.rank, "type": kind, "text": text, "traceback": traceback}
+        self.write(f"error_{self.rank}.json", json.dumps(told))
+
+    def wait_for(self, name: str) -> None:
+        """Wait until each rank has come here."""
+        self.write(f"at_{name}_{self.rank}", "")
+        while len(list(self.folder.glob(f"at_{name}_*"))) < self.size:
+            time.sleep(MOMENT)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file, whole or not at all."""
+        partial = self.folder / f"partial_{self.rank}"
+        partial.write_text(text)
+        partial.rename(self.folder / name)

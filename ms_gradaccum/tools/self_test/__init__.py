@@ -1,0 +1,1 @@
+"""Small trainings with known results, tried on the machine of the user."""

@@ -1,0 +1,214 @@
+"""`python -m ms_gradaccum test`: it passes here, each of its cells fails in a broken build, and nothing stops it."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import mindspore as ms
+import pytest
+
+import ms_gradaccum.__main__ as command
+from ms_gradaccum.tools.self_test.cells import Cell, Group, groups_for
+from ms_gradaccum.tools.self_test.runner import IN_TEST, Outcome
+from ms_gradaccum.tools.self_test.self_test import SelfTest, self_test
+from ms_gradaccum.tools.self_test.tolerances import tolerance
+from ms_gradaccum.tools.self_test.training import Found
+from ms_gradaccum.tools.self_test.worker import judge
+from ms_gradaccum.tools.simulation.cuda_stubs import why_not
+
+ROOT = Path(__file__).parents[2]
+BUILDS = ROOT / "tests" / "support" / "broken_builds"
+SHARDINGS = ("semi-auto, plain", "semi-auto, sharded operators, level3")
+
+REASONS = {"this CPU has no matrix product in bfloat16", "CPU has no data sink mode: Model feeds batches one by one"}
+
+
+def processes_of_tests():
+    """The processes that belong to some test of a machine."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{IN_TEST}=".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_stays_behind():
+    before = set(processes_of_tests())
+    yield
+    deadline = time.monotonic() + 20
+    while set(processes_of_tests()) - before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert set(processes_of_tests()) <= before
+
+
+def in_build(monkeypatch, broken="", eager=True):
+    """Let the processes of tests be of a broken build, or of a quick one."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BUILDS), str(ROOT), os.getenv("PYTHONPATH", "")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in {"BROKEN": broken, "EAGER": "1" if eager else ""}.items():
+        if value:
+            monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """All cells on this machine: the exit status, the JSON and what is printed."""
+    file = tmp_path_factory.mktemp("self_test") / "found.json"
+    with pytest.MonkeyPatch.context() as patch:
+        in_build(patch, eager=False)
+        lines = []
+        patch.setattr(command.tqdm, "write", lines.append)
+        status = command.main(["test", "--timeout", "300", "--output", str(file)])
+    return status, json.loads(file.read_text()), lines
+
+
+def test_all_that_can_be_tried_here_passes(whole):
+    status, found, _ = whole
+    assert [cell for cell in found["cells"] if cell["outcome"] == "failed"] == []
+    assert status == 0 and found["failed"] == 0
+    skipped = {cell["said"] for cell in found["cells"] if cell["outcome"] == "skipped"}
+    reasons = {
+        "this CPU has no matrix product in bfloat16",
+        "CPU has no data sink mode: Model feeds batches one by one",
+    }
+    assert why_not() is not None or skipped == reasons
+    assert found["seconds"] > 1 and len(found["cells"]) == sum(len(group.cells) for group in groups_for(2))
+
+
+def test_the_file_says_where_and_what(whole):
+    _, found, lines = whole
+    assert (found["format"], found["device"], found["workers"]) == (1, "CPU", 2)
+    assert found["environment"]["mindspore"] == ms.__version__ and "system" in found["environment"]
+    names = ["name", "parallel", "dtype", "mode", "processes", "outcome", "said", "difference", "tolerance", "seconds"]
+    assert all(list(cell) == [*names, "figures"] for cell in found["cells"])
+    assert {"one process", "data parallel", "HSDP level1", "HSDP level2", "semi-auto, plain"} <= {
+        cell["parallel"] for cell in found["cells"]
+    }
+    (costs,) = [cell["figures"] for cell in found["cells"] if cell["name"] == "a window over its bare parts"]
+    assert 0.1 < costs["time"] < 10 and 0.1 < costs["memory"] < 10
+    # Every line that was printed as it came, and none that JSON cannot hold.
+    assert len(lines) == len(found["cells"]) + len(groups_for(2))
+    assert "NaN" not in json.dumps(found) and "Infinity" not in json.dumps(found)
+
+
+def chosen(group, choose):
+    """A group of fewer cells."""
+    return replace(group, cells=tuple(cell for cell in group.cells if choose(cell)))
+
+
+def quietly(groups, **settings):
+    return self_test(groups=groups, show=lambda line: None, **{"timeout": 300, **settings}).outcomes
+
+
+def can_fail(cell):
+    """Costs are only reported. Of the partitioned cells, a broken build of which takes as long as a whole one, two."""
+    is_partitioned = cell.parallel.startswith("semi-auto")
+    return "bare parts" not in cell.name and (not is_partitioned or cell.parallel in SHARDINGS)
+
+
+def test_a_wrong_division_fails_every_cell(monkeypatch):
+    in_build(monkeypatch, "division")
+    outcomes = quietly([chosen(group, can_fail) for group in groups_for(2)])
+    assert {outcome.outcome for outcome in outcomes} == {"failed", "skipped"}
+    assert {each.said for each in outcomes if each.outcome == "skipped"} <= REASONS
+    failed = [each for each in outcomes if each.outcome == "failed"]
+    assert len(failed) > 30 and all("is rounding" in each.said for each in failed)
+
+
+def test_other_faults_fail_those_that_are_for_them(monkeypatch):
+    """A clip before the division, a state that is not loaded, ranks that do not add up."""
+    in_build(monkeypatch, "clip state reduction")
+    alone, together, *_ = groups_for(2)
+    alone = chosen(alone, lambda cell: cell.name.startswith(("clip", "state", "MLP")))
+    # Without their clip, which is broken by itself.
+    together = chosen(together, lambda cell: cell.name.startswith(("toy", "transformer", "loss scale")))
+    outcomes = {}
+    for each in quietly([alone, together]):
+        outcomes.setdefault((each.cell.name, each.processes), set()).add(each.outcome)
+    assert outcomes.pop(("MLP", 1)) == {"passed", "skipped"}
+    assert len(outcomes) == 5 and set.union(*outcomes.values()) == {"failed"}
+
+
+def cell(name):
+    return Cell(name, f"self_test_cells:{name}")
+
+
+def test_what_raises_hangs_or_dies_takes_only_itself_with_it(monkeypatch):
+    in_build(monkeypatch)
+    alone = Group("one process", 1, tuple(map(cell, ("raises", "well", "dies", "well"))))
+    together = Group("2 processes", 2, tuple(map(cell, ("well", "hangs", "well"))))
+    outcomes = quietly([alone, together], timeout=8)
+    said = [(outcome.cell.name, outcome.outcome) for outcome in outcomes]
+    assert [word for name, word in said if name == "well"] == ["passed"] * 4
+    raised, died, hung = (outcome for outcome in outcomes if outcome.cell.name != "well")
+    assert (raised.outcome, raised.said) == ("failed", "OSError: no such data")
+    assert died.outcome == "failed" and died.said.startswith("its process ended")
+    assert hung.outcome == "failed" and hung.said.startswith("it hangs: 1 of 2 processes have not answered within 8 s")
+
+
+def test_a_process_that_cannot_begin_fails_all_of_its_cells(monkeypatch):
+    """There is no such device here."""
+    group = Group("one process", 1, (cell("well"), cell("well")))
+    outcomes = quietly([group], device="Ascend")
+    assert [outcome.outcome for outcome in outcomes] == ["failed"] * 2
+    assert outcomes[0].said.startswith("the process cannot begin: ")
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    # What is started in the background would ignore a Ctrl-C.
+    settings = {"stderr": subprocess.PIPE, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    before = set(processes_of_tests())
+    arguments = [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"]
+    arguments[-1] += "import sys; from ms_gradaccum.__main__ import main; sys.exit(main(['test', '--workers', '1']))"
+    with subprocess.Popen(arguments, env=environment, text=True, stdout=subprocess.DEVNULL, **settings) as process:
+        while not set(processes_of_tests()) - before:
+            assert process.poll() is None
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "it was interrupted, and its processes have ended." in said
+    assert set(processes_of_tests()) <= before and list(tmp_path.iterdir()) == []
+
+
+def test_the_status_says_whether_something_failed(monkeypatch, capsys, tmp_path):
+    outcome = Outcome(cell("well"), 1, "failed", "losses differ")
+    monkeypatch.setattr(command, "self_test", lambda *args, **settings: SelfTest("CPU", 2, 1.0, {}, (outcome,)))
+    assert command.main(["test", "--output", str(tmp_path / "found.json")]) == 1
+    assert "0 passed, 1 failed, 0 skipped on CPU" in capsys.readouterr().out
+    assert json.loads((tmp_path / "found.json").read_text())["cells"][0]["said"] == "losses differ"
+    assert command.main(["test", "--output", str(tmp_path / "missing" / "found.json")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--workers", "0"], ["--timeout", "nan"]])
+def test_wrong_arguments_are_one_sentence(arguments, capsys):
+    assert command.main(["test", *arguments]) == 2
+    assert f"For 'test', the argument '{arguments[0][2:]}' must be a positive" in capsys.readouterr().err
+
+
+def test_a_difference_that_is_no_number_fails():
+    assert judge(Found(1e-7, 1e-6, "losses")) == ("passed", "1.0e-07 of 1.0e-06 (losses)")
+    for difference in (math.nan, math.inf, 2e-6):
+        assert judge(Found(difference, 1e-6, "losses"))[0] == "failed"
+
+
+def test_tolerances_follow_the_device_and_the_dtype():
+    exact = tolerance("CPU", ms.float32, 10000, 16)
+    # 100 additions that count of 2**-24, and 4 roundings.
+    assert exact == pytest.approx(4 * (100 + 4) * 2.0**-24)
+    half = tolerance("CPU", ms.float16, 10000, 16)
+    assert half == pytest.approx(4 * (100 * 2.0**-24 + 4 * 2.0**-11))
+    # Matrix units keep 11 bits of a float32.
+    assert tolerance("GPU", ms.float32, 10000, 16) == tolerance("Ascend", ms.float32, 10000, 16) == half
+    assert tolerance("GPU", ms.bfloat16, 10000, 16) > 7 * half
