@@ -116,13 +116,19 @@ def can_fail(cell):
     return "bare parts" not in cell.name and (not is_partitioned or cell.parallel in SHARDINGS)
 
 
+def of_both_modes(group):
+    """One cell in place of two that differ in their modes: op by op they are the same."""
+    cells = {(cell.name, cell.parallel, cell.dtype): cell for cell in group.cells}
+    return replace(group, cells=tuple(cells.values()))
+
+
 def test_a_wrong_division_fails_every_cell(monkeypatch):
     in_build(monkeypatch, "division")
-    outcomes = quietly([chosen(group, can_fail) for group in groups_for(2)])
+    outcomes = quietly([of_both_modes(chosen(group, can_fail)) for group in groups_for(2)])
     assert {outcome.outcome for outcome in outcomes} == {"failed", "skipped"}
     assert {each.said for each in outcomes if each.outcome == "skipped"} <= REASONS
     failed = [each for each in outcomes if each.outcome == "failed"]
-    assert len(failed) > 30 and all("is rounding" in each.said for each in failed)
+    assert len(failed) > 20 and all("is rounding" in each.said for each in failed)
 
 
 def test_other_faults_fail_those_that_are_for_them(monkeypatch):
@@ -133,7 +139,7 @@ def test_other_faults_fail_those_that_are_for_them(monkeypatch):
     # Without their clip, which is broken by itself.
     together = chosen(together, lambda cell: cell.name.startswith(("toy", "transformer", "loss scale")))
     outcomes = {}
-    for each in quietly([alone, together]):
+    for each in quietly([of_both_modes(alone), of_both_modes(together)]):
         outcomes.setdefault((each.cell.name, each.processes), set()).add(each.outcome)
     assert outcomes.pop(("MLP", 1)) == {"passed", "skipped"}
     assert len(outcomes) == 5 and set.union(*outcomes.values()) == {"failed"}
