@@ -22,13 +22,13 @@ def division(package):
 
 
 def clip(package):
-    """The sums are clipped, and not the means."""
+    """The norm is that of the sums, and not of the means."""
     mean_gradients = package.training.mean_gradients
 
-    def clipped(self, begin, grads, decision):
-        return self.clip(grads, decision[0] * 26.0)
+    def scaled(self, factor, norm, *limit):
+        return factor * self.clip.factor(norm * 26.0, *limit)
 
-    mean_gradients.EachClip.clipped = clipped
+    mean_gradients.NormClip.scaled = scaled
 
 
 def reduction(package):
