@@ -3,8 +3,10 @@
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -46,7 +48,7 @@ def describe() -> dict[str, str]:
     facts["data sink mode"] = "no: Model feeds batches one by one on CPU" if on_cpu else "yes, in GRAPH mode"
     facts["kernels for sums on CPU"] = "yes" if has_kernels() else "no"
     facts["fast convolutions on CPU"] = _fast_convolutions() if on_cpu else "not used"
-    facts["several processes"] = f"yes, {shutil.which('msrun')}" if shutil.which("msrun") else "no: msrun is not found"
+    facts["several processes"] = _msrun()
     facts["semi-auto-parallel"] = "no: HSDP of this package stands in on CPU" if on_cpu else "yes"
     facts.update({f"${name}": value for name in _VARIABLES if (value := os.getenv(name)) is not None})
     return facts
@@ -57,6 +59,14 @@ def _version_of(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _msrun() -> str:
+    found = shutil.which("msrun")
+    if found is None:
+        return "no: msrun is not found"
+    # A path may tell who uses the machine.
+    return "yes" if Path(found).parent == Path(sys.executable).parent else f"yes, by another Python's {found}"
 
 
 def _memory() -> str:
