@@ -66,7 +66,8 @@ def _msrun() -> str:
     if found is None:
         return "no: msrun is not found"
     # A path may tell who uses the machine.
-    return "yes" if Path(found).parent == Path(sys.executable).parent else f"yes, by another Python's {found}"
+    beside = Path(found).parent.samefile(Path(sys.executable).parent)
+    return "yes" if beside else f"yes, by another Python's {found}"
 
 
 def _memory() -> str:

@@ -143,3 +143,15 @@ def test_env_says_what_fails_and_why(monkeypatch):
     facts = environment.describe()
     assert facts["an update in GRAPH mode"] == "no: the reason"
     assert facts["no-such-package"] == "not installed"
+
+
+def test_env_names_msrun_only_where_it_is_another_one(monkeypatch, tmp_path):
+    """A path tells who uses a machine."""
+    own = Path(sys.executable).parent
+    for found, said in (
+        (own / ".." / own.name / "msrun", "yes"),
+        (tmp_path / "msrun", f"yes, by another Python's {tmp_path / 'msrun'}"),
+        (None, "no: msrun is not found"),
+    ):
+        monkeypatch.setattr(environment.shutil, "which", lambda name, found=found: found and str(found))
+        assert environment._msrun() == said
