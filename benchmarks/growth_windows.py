@@ -11,7 +11,9 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn
 from step import BARE, FULL, OURS, Program, build, reset_peak, status
-from windows import DroppingGrads, ForwardBackward, make_batch, make_network
+from windows import ForwardBackward, make_batch, make_network
+
+from ms_gradaccum.tools.self_test.costs import DroppingGrads
 
 # A window of it makes MindSpore load what it loads once in a process.
 TINY = {"width": 8, "layers": 1, "batch": 4}

@@ -16,10 +16,8 @@ from transformer import Transformer
 from windows import (
     AddingMicroStep,
     ForwardBackward,
-    UpdateFromGiven,
     UpdateFromSums,
     adding_loop_by_hand,
-    bare_parts,
     loop_by_hand,
     versions,
 )
@@ -45,6 +43,7 @@ from workload import (
 )
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
+from ms_gradaccum.tools.self_test.costs import UpdateFromGiven, loop_of_bare_parts
 
 # Of fused AssignAdd MindSpore loses the order in graphs with conditions, see docs/performance.md.
 FUSION_FLAGS = "--disable_expand_ops=AssignAdd"
@@ -151,8 +150,8 @@ BUILDERS = {
     TO_PYTHON: to_python,
     ADDING: adding,
     PYNATIVE: pynative,
-    BARE: bare_parts,
-    BARE_POOL: bare_parts,
+    BARE: loop_of_bare_parts,
+    BARE_POOL: loop_of_bare_parts,
 }
 
 

@@ -17,9 +17,10 @@ import numpy as np
 from figures import print_target, reset_peak, status
 from mindspore import nn
 from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
-from windows import bare_parts, loop_by_hand, make_batch, make_network, run_window, versions
+from windows import loop_by_hand, make_batch, make_network, run_window, versions
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
+from ms_gradaccum.tools.self_test.costs import loop_of_bare_parts
 
 FULL = "full batch, stock"
 LOOP = "PYNATIVE loop by hand"
@@ -81,7 +82,7 @@ def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
         loss_and_grads = ms.value_and_grad(network.set_train(), None, optimizer.parameters)
         step = loop_by_hand(loss_and_grads, optimizer, micro_size)
     elif name == BARE:
-        step = bare_parts(network.set_train(), optimizer, micro_size)
+        step = loop_of_bare_parts(network.set_train(), optimizer, micro_size)
     elif name == STOCK:
         # What MindSpore's own Model builds. Its step applies accumulators that only semi-auto-parallel fills.
         step = ms.amp.build_train_network(StockGradAccumulation(network, micro_size), optimizer)

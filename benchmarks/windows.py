@@ -70,42 +70,6 @@ class ForwardBackward(nn.Cell):
         return self.loss_and_grads(x, y)
 
 
-class DroppingGrads(ForwardBackward):
-    """The same, whose gradients are dropped."""
-
-    def construct(self, x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
-        loss, grads = self.loss_and_grads(x, y)
-        return ops.depend(loss, grads)
-
-
-class UpdateFromGiven(nn.Cell):
-    """The update from gradients."""
-
-    def __init__(self, optimizer: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.optimizer = optimizer
-
-    def construct(self, *grads: ms.Tensor) -> Any:
-        return self.optimizer(grads)
-
-
-def bare_parts(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Callable[..., Any]:
-    """Return the parts of a window and nothing between them: nothing is split or added, no loss is kept."""
-    forward_backward, update = DroppingGrads(network, optimizer.parameters), UpdateFromGiven(optimizer)
-    zeros = [ms.Tensor(np.zeros(parameter.shape, np.float32)) for parameter in optimizer.parameters]
-    parts: list[tuple[ms.Tensor, ms.Tensor]] = []
-
-    def step(x: ms.Tensor, y: ms.Tensor) -> None:
-        if not parts:
-            pieces = (np.split(tensor.asnumpy(), micro_size) for tensor in (x, y))
-            parts.extend(tuple(ms.Tensor(piece) for piece in pair) for pair in zip(*pieces))
-        for part in parts:
-            forward_backward(*part).asnumpy()
-        update(*zeros)
-
-    return step
-
-
 class AddingMicroStep(ForwardBackward):
     """Forward and backward of one micro batch, added into sums in the same graph, by hand.
 

@@ -1,9 +1,13 @@
-"""The kind of device that cells are built for: MindSpore's own, or another one whose compiler is only tried."""
+"""The kind of device that cells are built for, MindSpore's own or one whose compiler is tried, and its products."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from ms_gradaccum.backend.compiled import op_by_op
 
 _stand_in_for: str | None = None
 
@@ -27,3 +31,11 @@ def built_for(target: str) -> Iterator[None]:
         yield
     finally:
         _stand_in_for = before
+
+
+def multiply(dtype: ms.Type) -> None:
+    """Multiply two matrices on the device of this process, or raise where it has no product in this dtype."""
+    # An operator that fails may leave its error to whatever runs next, but for what is cleared here.
+    with op_by_op():
+        ones = Tensor(np.ones((2, 2)), dtype)
+        ops.matmul(ones, ones).asnumpy()

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import mindspore as ms
-from mindspore import Tensor, amp, ops
+from mindspore import amp
 
 from ms_gradaccum._checks import check_choice, check_positive_float32, check_positive_int, sentence
-from ms_gradaccum.backend.compiled import op_by_op
-from ms_gradaccum.backend.device import stands_in
+from ms_gradaccum.backend.device import multiply, stands_in
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, LossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
 _OWNER = "MixedPrecision"
@@ -223,10 +222,7 @@ def _settings(owner: str, mixed_precision: Any) -> MixedPrecision | None:
 def _check_bfloat16(owner: str) -> None:
     """Raise unless this device can multiply matrices in bfloat16, which only trying can tell."""
     try:
-        # It also clears the error, which may otherwise come back in the next operator of the user's.
-        with op_by_op():
-            ones = Tensor([[1.0]], ms.bfloat16)
-            ops.matmul(ones, ones).asnumpy()
+        multiply(ms.bfloat16)
     except Exception as error:
         device = ms.get_context("device_target")
         remedy = "Use float16 here, for example mixed_precision='fp16'."

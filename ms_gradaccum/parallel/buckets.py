@@ -27,8 +27,14 @@ def in_buckets(parameters: Sequence[Parameter], buckets: Buckets) -> tuple[Param
 
 def in_runs(parameters: Sequence[Parameter], buckets: Buckets, cuts: Sequence[Cuts]) -> tuple[Runs, ...]:
     """Return the same, run by run: what `cut` returns goes there."""
-    ordered = (iter(bucket) for bucket in in_buckets(parameters, buckets))
-    return tuple(tuple(ParameterTuple(islice(each, count)) for count in cut.counts) for each, cut in zip(ordered, cuts))
+    bucketed = zip(in_buckets(parameters, buckets), cuts)
+    return tuple(tuple(map(ParameterTuple, runs_of(bucket, cut))) for bucket, cut in bucketed)
+
+
+def runs_of(bucket: Sequence[Any], cuts: Cuts) -> Runs:
+    """Return what a message is made of, run by run."""
+    each = iter(bucket)
+    return tuple(tuple(islice(each, count)) for count in cuts.counts)
 
 
 _run = ops.MultitypeFuncGraph("run")

@@ -1,6 +1,5 @@
 """Shards: each rank of a group holds its rows of the tensors that divide, and all of the others."""
 
-from itertools import islice
 from typing import Any
 
 import mindspore as ms
@@ -11,7 +10,7 @@ from mindspore.nn.utils import no_init_parameters
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.tensors import Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal, zeros
-from ms_gradaccum.parallel.buckets import Runs, assign_runs, cut, in_buckets, in_runs, rounded
+from ms_gradaccum.parallel.buckets import Runs, assign_runs, cut, in_buckets, in_runs, rounded, runs_of
 from ms_gradaccum.parallel.collectives import AllGather, AllReduce, Group, ReduceScatter, after
 from ms_gradaccum.parallel.layout import ReducerLayout, ShardLayout
 from ms_gradaccum.parallel.reducer import CollectiveReducer
@@ -33,12 +32,12 @@ class Shards(nn.Cell):
         size = layout.group.size
         group = Group(layout.group, rank, rank // size * size)
         self.size, self.index, self.groups = size, group.index, layout.replicas.size
-        # As its own, because a graph knows the attributes of a cell alone.
         self.is_sharded, self.sharded, self.shapes = layout.is_sharded, layout.sharded, layout.shapes
         self.is_part = Tensor(layout.is_sharded)
+        # As its own, because a graph knows the attributes of a cell alone.
         self.buckets, self.cuts = layout.buckets, layout.cuts
         # Of each tensor its run and its place there, in the runs of those that were moved and then one of all tensors.
-        runs = [run for bucket, cuts in zip(layout.buckets, layout.cuts) for run in _runs_of(bucket, cuts.counts)]
+        runs = [run for bucket, cuts in zip(layout.buckets, layout.cuts) for run in runs_of(bucket, cuts)]
         places = {i: (number, place) for number, run in enumerate(runs) for place, i in enumerate(run)}
         self.runs_and_places = tuple(zip(*(places.get(i, (len(runs), i)) for i in range(len(layout.sizes)))))
         self.map = ops.HyperMap()
@@ -205,11 +204,6 @@ _assign_rows = ops.MultitypeFuncGraph("assign_rows")
 def _assign_rows_of_one(index: int, shard: Parameter, whole: Tensor) -> Tensor:
     rows = shard.shape[0]
     return ops.assign(shard, whole[index * rows : (index + 1) * rows])
-
-
-def _runs_of(bucket: tuple[int, ...], counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    each = iter(bucket)
-    return [tuple(islice(each, count)) for count in counts]
 
 
 class ShardedReducer(CollectiveReducer):

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import first_line
-from ms_gradaccum.backend.compiled import execution_mode, op_by_op
+from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.backend.cpu import REMEDY, VARIABLE, are_slow
+from ms_gradaccum.backend.device import multiply
 from ms_gradaccum.backend.kernels import cores, has_kernels
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
@@ -97,11 +98,3 @@ def _update(mode: int) -> None:
 
 def _fast_convolutions() -> str:
     return f"no: oneDNN takes its reference code with AVX-512. {REMEDY}" if are_slow() else "yes"
-
-
-def multiply(dtype: ms.Type) -> None:
-    """Multiply two matrices on the device, or raise where it has no product in this dtype."""
-    # An operator that fails may leave its error to whatever runs next, but for what is cleared here.
-    with op_by_op():
-        ones = Tensor(np.ones((2, 2)), dtype)
-        ops.matmul(ones, ones).asnumpy()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mindspore as ms
 import pytest
+from started_processes import processes_with
 
 import ms_gradaccum.__main__ as command
 from ms_gradaccum.tools.self_test.cells import Cell, Group, groups_for
@@ -29,26 +30,14 @@ SHARDINGS = ("semi-auto, plain", "semi-auto, sharded operators, level3")
 REASONS = {"this CPU has no matrix product in bfloat16", "CPU has no data sink mode: Model feeds batches one by one"}
 
 
-def processes_of_tests():
-    """The processes that belong to some test of a machine."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"{IN_TEST}=".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.fixture(autouse=True, scope="module")
 def nothing_stays_behind():
-    before = set(processes_of_tests())
+    before = set(processes_with(IN_TEST))
     yield
     deadline = time.monotonic() + 20
-    while set(processes_of_tests()) - before and time.monotonic() < deadline:
+    while set(processes_with(IN_TEST)) - before and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert set(processes_of_tests()) <= before
+    assert set(processes_with(IN_TEST)) <= before
 
 
 def in_build(monkeypatch, broken="", eager=True):
@@ -187,17 +176,17 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     # What is started in the background would ignore a Ctrl-C.
     settings = {"stderr": subprocess.PIPE, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    before = set(processes_of_tests())
+    before = set(processes_with(IN_TEST))
     arguments = [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"]
     arguments[-1] += "import sys; from ms_gradaccum.__main__ import main; sys.exit(main(['test', '--workers', '1']))"
     with subprocess.Popen(arguments, env=environment, text=True, stdout=subprocess.DEVNULL, **settings) as process:
-        while not set(processes_of_tests()) - before:
+        while not set(processes_with(IN_TEST)) - before:
             assert process.poll() is None
             time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "it was interrupted, and its processes have ended." in said
-    assert set(processes_of_tests()) <= before and list(tmp_path.iterdir()) == []
+    assert set(processes_with(IN_TEST)) <= before and list(tmp_path.iterdir()) == []
 
 
 def test_the_status_says_whether_something_failed(monkeypatch, capsys, tmp_path):

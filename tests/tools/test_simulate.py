@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import simulated_programs as programs
 from simulated_programs import HIDDEN, INSIDE, OUTSIDE, alone, fails, halves, hangs, sharded
+from started_processes import processes_with
 
 from ms_gradaccum import simulate
 from ms_gradaccum.__main__ import main
@@ -28,33 +29,21 @@ PROGRAM = Path(programs.__file__)
 FIRST, SECOND = INSIDE * HIDDEN + HIDDEN, HIDDEN * OUTSIDE + OUTSIDE
 
 
-def processes_of_jobs():
-    """The processes that belong to some simulation."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if IN_JOB.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
 def refuses(kind, beginning):
     return pytest.raises(kind, match="^" + re.escape(beginning))
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(tmp_path_factory, monkeypatch):
-    before = set(processes_of_jobs())
+    before = set(processes_with(IN_JOB))
     # Of this test alone: others run beside it.
     folder = tmp_path_factory.mktemp("jobs")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
     deadline = time.monotonic() + 20
-    while set(processes_of_jobs()) - before and time.monotonic() < deadline:
+    while set(processes_with(IN_JOB)) - before and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert set(processes_of_jobs()) <= before
+    assert set(processes_with(IN_JOB)) <= before
     assert list(folder.glob("ms_gradaccum_*")) == []
 
 

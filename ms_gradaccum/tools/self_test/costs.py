@@ -20,7 +20,7 @@ _TIMES = 5
 _BARE = "bare_parts"
 
 
-class _ForwardBackward(nn.Cell):
+class DroppingGrads(nn.Cell):
     """The gradient of one micro batch, computed and dropped."""
 
     def __init__(self, network: nn.Cell, parameters: Any) -> None:
@@ -32,8 +32,8 @@ class _ForwardBackward(nn.Cell):
         return ops.depend(loss, gradients)
 
 
-class _Update(nn.Cell):
-    """The optimizer alone."""
+class UpdateFromGiven(nn.Cell):
+    """The optimizer alone, from gradients that are given."""
 
     def __init__(self, optimizer: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -41,6 +41,26 @@ class _Update(nn.Cell):
 
     def construct(self, *gradients: Tensor) -> Any:
         return self.optimizer(gradients)
+
+
+def loop_of_bare_parts(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Callable[..., None]:
+    """Return the parts of a window and nothing between them: nothing is split or added, no loss is kept.
+
+    What is returned takes one batch, and the same one in later calls.
+    """
+    forward_backward, update = DroppingGrads(network, optimizer.parameters), UpdateFromGiven(optimizer)
+    zeros = [Tensor(np.zeros(parameter.shape, np.float32)) for parameter in optimizer.parameters]
+    micro_batches: list[Any] = []
+
+    def run(*batch: Tensor) -> None:
+        if not micro_batches:
+            pieces = (np.split(tensor.asnumpy(), micro_size) for tensor in batch)
+            micro_batches.extend(tuple(map(Tensor, each)) for each in zip(*pieces))
+        for micro_batch in micro_batches:
+            forward_backward(*micro_batch).asnumpy()
+        update(*zeros)
+
+    return run
 
 
 class _Parts:
@@ -51,22 +71,13 @@ class _Parts:
         network = nn.WithLossCell(nn.SequentialCell(layers), nn.MSELoss())
         self.optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
         rng = np.random.default_rng(0)
-        self.arrays = [rng.normal(size=(_ROWS, _WIDTH)).astype(np.float32) for _ in range(2)]
-        self.batch = [Tensor(array) for array in self.arrays]
-        self.micro_batches: list[Any] = []
-        self.gradients = [Tensor(np.zeros(each.shape, np.float32)) for each in self.optimizer.parameters]
-        self.forward_backward = _ForwardBackward(network, self.optimizer.parameters)
-        self.update = _Update(self.optimizer)
+        self.batch = [Tensor(rng.normal(size=(_ROWS, _WIDTH)).astype(np.float32)) for _ in range(2)]
+        self.bare_loop = loop_of_bare_parts(network, self.optimizer, _PARTS)
         self.step = TrainOneStepCell(GradAccumulation(network, _PARTS), self.optimizer)
 
     def bare(self) -> None:
         """Run the backward passes of the micro batches, and the optimizer: nothing is added or reported."""
-        if not self.micro_batches:
-            pieces = (np.split(array, _PARTS) for array in self.arrays)
-            self.micro_batches = [tuple(map(Tensor, pair)) for pair in zip(*pieces)]
-        for micro_batch in self.micro_batches:
-            self.forward_backward(*micro_batch).asnumpy()
-        self.update(*self.gradients)
+        self.bare_loop(*self.batch)
         self.optimizer.parameters[0].asnumpy()
 
     def window(self) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 from mindspore import Tensor, lazy_inline, nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum.backend.compiled import graph_mode, op_by_op
+from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.tools.self_test.tolerances import tolerance
-from ms_gradaccum.tools.self_test.training import Found, Place, Run, SkippedCell, Values, difference_of, norm_of
+from ms_gradaccum.tools.self_test.training import Found, Place, Run, SkippedCell, Values, difference_of, run_stock_step
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values
 from ms_gradaccum.tools.simulation.partition import gpu_target, partition
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
@@ -131,12 +131,7 @@ def _whole(batches: Any) -> Run:
     network = TwoLayers(1, 1)
     run = Run(_named(network))
     optimizer = nn.Momentum(network.trainable_params(), _RATE, 0.9)
-    step = nn.TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, return_grad=True).set_train()
-    with op_by_op():
-        for batch in batches:
-            loss, gradients = step(*map(Tensor, batch))
-            run.losses.append(float(loss.asnumpy()))
-            run.norms.append(norm_of(np.concatenate([grad.asnumpy().reshape(-1) for grad in gradients.values()])))
+    run_stock_step(run, nn.WithLossCell(network, nn.MSELoss()), optimizer, batches)
     run.weights = _named(network)
     return run
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,16 +174,22 @@ def whole_batch(name: str, windows: Windows, rows: int, clip: bool = False) -> R
     """
     workload = WORKLOADS[name]
     network = workload.new()
+    batches = [[workload.batch(number, rows) for number in numbers] for numbers in windows]
+    whole = [[np.concatenate(arrays) for arrays in zip(*each)] for each in batches]
     run = Run(values_of(network))
-    step = nn.TrainOneStepCell(workload.mean_loss(network), _optimizer(workload, network, clip), return_grad=True)
-    with op_by_op():
-        for numbers in windows:
-            batches = [workload.batch(number, rows) for number in numbers]
-            loss, gradients = step.set_train()(*[Tensor(np.concatenate(arrays)) for arrays in zip(*batches)])
-            run.losses.append(float(loss.asnumpy()))
-            run.norms.append(math.hypot(*(norm_of(gradient.asnumpy()) for gradient in gradients.values())))
+    run_stock_step(run, workload.mean_loss(network), _optimizer(workload, network, clip), whole)
     run.weights = values_of(network)
     return run
+
+
+def run_stock_step(run: Run, loss_cell: nn.Cell, optimizer: nn.Cell, batches: Iterable[Sequence[Any]]) -> None:
+    """Train with MindSpore's own step, op by op, and note the loss and the norm of each batch."""
+    step = nn.TrainOneStepCell(loss_cell, optimizer, return_grad=True).set_train()
+    with op_by_op():
+        for batch in batches:
+            loss, gradients = step(*map(Tensor, batch))
+            run.losses.append(float(loss.asnumpy()))
+            run.norms.append(math.hypot(*(_norm_of(gradient.asnumpy()) for gradient in gradients.values())))
 
 
 def _optimizer(workload: Workload, network: nn.Cell, clip: bool) -> nn.Cell:
@@ -218,7 +224,7 @@ def scaled(dtype: str) -> MixedPrecision:
     return MixedPrecision(DTYPES[dtype], "O1", init_scale=LOSS_SCALE)
 
 
-def norm_of(array: np.ndarray[Any, Any]) -> float:
+def _norm_of(array: np.ndarray[Any, Any]) -> float:
     """Return the norm of an array, in float64."""
     return float(np.linalg.norm(array.astype(np.float64).reshape(-1)))
 
