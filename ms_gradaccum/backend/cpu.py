@@ -24,24 +24,24 @@ _LEAST_WORK = 16e6
 _ROWS_OF_ADDING = 16
 
 
-def thread_pool_is_faster(weights: Sequence[Parameter], positions: int, jit_config: Mapping[str, Any]) -> bool:
+def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_config: Mapping[str, Any]) -> bool:
     """Return whether MindSpore's threads are faster for a micro step, measured in docs/performance.md.
 
     The calling thread has no part in a kernel of several threads, but looks all the time whether it has ended: one
     thread more than there are cores. The results are the same, bit for bit.
 
     Args:
-        weights: What is trained.
+        parameters: What is trained.
         positions: How often a weight is used: for each row, or for each pixel if there are convolutions.
         jit_config: How the graph is compiled.
     """
     if _openmp_spins(jit_config):
         return False
     # Each parameter has a kernel for its gradient and one for its sum.
-    is_small = 2 * len(weights) <= _MOST_KERNELS
+    is_small = 2 * len(parameters) <= _MOST_KERNELS
     if not is_small or ms.get_context("device_target") != "CPU" or not 1 < cores() <= MOST_CORES:
         return False
-    elements = sum(int(weight.size) for weight in weights)
+    elements = sum(int(parameter.size) for parameter in parameters)
     return elements * (positions + _ROWS_OF_ADDING) >= _LEAST_WORK * cores()
 
 

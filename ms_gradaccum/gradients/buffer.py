@@ -16,12 +16,12 @@ class TermSums(nn.Cell):
     """The sums of one term of a loss: of its gradients, its values and its weights."""
 
     def __init__(
-        self, weights: ParameterTuple, dense_only: bool, shapes: Any, term: str = "", notes_squares: bool = False
+        self, parameters: ParameterTuple, dense_only: bool, shapes: Any, term: str = "", notes_squares: bool = False
     ) -> None:
         super().__init__(auto_prefix=False)
         # 16-bit sums would lose the small addends of a long window.
-        dtypes = [ms.float64 if weight.dtype == ms.float64 else ms.float32 for weight in weights]
-        names = [f"accu_grads.{term}{weight.name}" for weight in weights]
+        dtypes = [ms.float64 if parameter.dtype == ms.float64 else ms.float32 for parameter in parameters]
+        names = [f"accu_grads.{term}{parameter.name}" for parameter in parameters]
         self.sums = ParameterTuple(zeros(name, shape, dtype) for name, shape, dtype in zip(names, shapes, dtypes))
         dtype = ms.float64 if ms.float64 in dtypes else ms.float32
         # Named after a weight: the buffers of two optimizers can be in one graph.
@@ -67,7 +67,7 @@ class GradientBuffer(nn.Cell):
     fault tolerance and its compiler know.
 
     Args:
-        weights: What the gradients belong to.
+        parameters: What the gradients belong to.
         dense_only: Whether gradients of sparse lookups are refused.
         shapes: What is kept of each weight's gradient: a part, if the ranks share the sums. Default: the whole.
         terms: Number of terms of the loss that have weights of their own.
@@ -78,7 +78,7 @@ class GradientBuffer(nn.Cell):
 
     def __init__(
         self,
-        weights: ParameterTuple,
+        parameters: ParameterTuple,
         dense_only: bool = False,
         shapes: Any = None,
         terms: int = 1,
@@ -87,11 +87,11 @@ class GradientBuffer(nn.Cell):
         notes_squares: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.names = tuple(weight.name for weight in weights)
+        self.names = tuple(parameter.name for parameter in parameters)
         if shapes is None:
-            shapes = tuple(tuple(weight.shape) for weight in weights)
+            shapes = tuple(tuple(parameter.shape) for parameter in parameters)
         prefixes = ["", *(f"term{i}." for i in range(1, terms))]
-        sums = [TermSums(weights, dense_only, shapes, each, notes_squares) for each in prefixes]
+        sums = [TermSums(parameters, dense_only, shapes, each, notes_squares) for each in prefixes]
         self.terms = nn.CellList(sums, auto_prefix=False)
         # No slice of the terms, which MindSpore makes a list that renames their parameters.
         self.others = nn.CellList(sums[1:], auto_prefix=False)
@@ -122,9 +122,9 @@ class GradientBuffer(nn.Cell):
         """Return what some windows count beside the terms."""
         return [each for each in (self.noise, self.dropped, self.other_losses) if each is not None]
 
-    def no_grads(self, weights: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
+    def no_grads(self, parameters: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
         """Return the gradients of no rows, after ``done``."""
-        grads: tuple[Tensor, ...] = self.map(ops.partial(_spread, zero_after(done, self.weight)), weights)
+        grads: tuple[Tensor, ...] = self.map(ops.partial(_spread, zero_after(done, self.weight)), parameters)
         return grads
 
     def count_batch(self) -> Tensor:

@@ -39,12 +39,12 @@ class KeepFinite(nn.Cell):
     """Put zeros in place of what a micro batch adds, if any of it is Inf or NaN.
 
     Args:
-        weights: What the gradients belong to.
+        parameters: What the gradients belong to.
     """
 
-    def __init__(self, weights: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
-        self.chunks = chunks_of([weight.size for weight in weights])
+        self.chunks = chunks_of([parameter.size for parameter in parameters])
         self.map = ops.HyperMap()
 
     def is_finite(self, grads: tuple[Tensor, ...]) -> Tensor:

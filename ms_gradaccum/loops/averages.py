@@ -19,19 +19,19 @@ class Averages(nn.Cell):
     """The averages of some weights, as parameters of a training step.
 
     Attributes:
-        weights: Whole ones, of the network.
+        parameters: Whole ones, of the network.
         values: Their averages, in float32.
         updates: How many updates these have seen.
         kept: The weights, while the averages are in the network; empty otherwise.
     """
 
-    def __init__(self, weights: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
-        if not weights:
+        if not parameters:
             remedy = "Set requires_grad of some, or trainable_only=False."
             raise ValueError(sentence(_OWNER, "callback", "one for a network with parameters to average", 0, remedy))
-        self.weights = ParameterTuple(weights)
-        self.values = ParameterTuple(zeros(f"ema.{weight.name}", tuple(weight.shape)) for weight in weights)
+        self.parameters = ParameterTuple(parameters)
+        self.values = ParameterTuple(zeros(f"ema.{parameter.name}", tuple(parameter.shape)) for parameter in parameters)
         self.updates = zeros("ema.updates", (), ms.int32)
         self.init_parameters_data()
         self.chunks = chunks_of([value.size for value in self.values])
@@ -44,7 +44,7 @@ class Averages(nn.Cell):
         done: Any = ops.assign_add(self.updates, Tensor(1, ms.int32))
         for begin, end in self.chunks:
             move = ops.partial(_move, copy_after(share, done))
-            done = self.map(move, chunk_of(self.values, begin, end), chunk_of(self.weights, begin, end))
+            done = self.map(move, chunk_of(self.values, begin, end), chunk_of(self.parameters, begin, end))
         return copy_after(share, done)
 
     def count(self) -> int:
@@ -58,7 +58,7 @@ class Averages(nn.Cell):
 
     def copy_weights(self) -> None:
         """Make the averages equal to the weights."""
-        _assign(self.values, self.weights)
+        _assign(self.values, self.parameters)
 
     def check_weights_are_there(self, owner: str, rule: str) -> None:
         """Raise if the averages are in the network, in place of the weights."""
@@ -73,9 +73,9 @@ class Averages(nn.Cell):
         self.check_weights_are_there(_OWNER, "swap() must begin")
         self.begin()
         # Tensors, since parameters would be the step's. A tensor of a parameter shares its memory: of a copy, then.
-        self.kept = tuple(Tensor(weight.copy()) for weight in self.weights)
+        self.kept = tuple(Tensor(parameter.copy()) for parameter in self.parameters)
         try:
-            _assign(self.weights, self.values)
+            _assign(self.parameters, self.values)
         except BaseException:
             self.restore()
             raise
@@ -87,7 +87,7 @@ class Averages(nn.Cell):
                 f"For '{_OWNER}', restore() must follow swap(), but got a network that has its weights. "
                 f"'with ema.swapped():' calls both."
             )
-        _assign(self.weights, self.kept)
+        _assign(self.parameters, self.kept)
         self.kept = ()
 
 

@@ -109,8 +109,8 @@ class EMA(Callback, StatefulCallback):
             raise ValueError(sentence(_OWNER, "callback", "an EMA of this training step", got, remedy))
         network = _network_of(step)
         network.init_parameters_data()
-        weights = network.trainable_params() if self.trainable_only else network.get_parameters()
-        self._averages = Averages([each for each in weights if each.dtype in mstype.float_type])
+        parameters = network.trainable_params() if self.trainable_only else network.get_parameters()
+        self._averages = Averages([each for each in parameters if each.dtype in mstype.float_type])
         hold_averages(step, self._averages)
         self._averages.copy_weights()
 
@@ -185,7 +185,7 @@ class EMA(Callback, StatefulCallback):
             return
         averages = self._attached()
         evaluated = {id(parameter) for parameter in run_context.original_args().eval_network.get_parameters()}
-        if not any(id(weight) in evaluated for weight in averages.weights):
+        if not any(id(parameter) in evaluated for parameter in averages.parameters):
             raise ValueError(
                 f"For '{_OWNER}', the evaluated network must be the one whose weights are averaged, but got another. "
                 f"Evaluate the Model that trains it, or leave this callback out."

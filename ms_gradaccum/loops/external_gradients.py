@@ -29,7 +29,7 @@ class AddGrads(nn.Cell):
     def __init__(self, reducers: Sequence[GradientReducer], drops: bool) -> None:
         super().__init__(auto_prefix=False)
         self.reducers = nn.CellList(reducers, auto_prefix=False)
-        self.keep = KeepFinite([weight for each in reducers for weight in each.weights]) if drops else None
+        self.keep = KeepFinite([parameter for each in reducers for parameter in each.parameters]) if drops else None
         self.map = ops.HyperMap()
 
     def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> Any:
@@ -47,7 +47,7 @@ class AddGrads(nn.Cell):
         begin = 0
         loss_sum = ops.select(empty, ops.zeros_like(loss_sum), loss_sum)
         for reducer in self.reducers:
-            end = begin + len(reducer.weights)
+            end = begin + len(reducer.parameters)
             own = self.map(ops.partial(_times, empty, factor), ops.depend(chunk_of(grads, begin, end), done))
             done = reducer.buffer.first.add(loss_sum, weight, reducer.reduce_scatter_micro_batch(own), ONE)
             begin = end

@@ -61,9 +61,14 @@ class DataParallelReducer(CollectiveReducer):
     """Data parallelism: all ranks add up all sums at the end of a window."""
 
     def __init__(
-        self, weights: ParameterTuple, buffer: GradientBuffer, layout: ReducerLayout, rank: int, settings: DataParallel
+        self,
+        parameters: ParameterTuple,
+        buffer: GradientBuffer,
+        layout: ReducerLayout,
+        rank: int,
+        settings: DataParallel,
     ) -> None:
-        super().__init__(weights, buffer, layout, rank, settings)
+        super().__init__(parameters, buffer, layout, rank, settings)
         self.overlaps = settings.overlap
 
     def reduce(self, added: Any = ()) -> Done:
@@ -76,4 +81,4 @@ class ShardedBufferReducer(ShardedReducer):
     takes_sums = False
 
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.shards.all_gather(grads, tuple(self.weights))
+        return self.shards.all_gather(grads, tuple(self.parameters))

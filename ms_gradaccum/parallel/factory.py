@@ -101,16 +101,16 @@ def build_reducer(
     """
     if notes_squares:
         check_noise_scale(owner, network, kind)
-    weights, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
+    parameters, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
     reports_others = network.losses is not None
     if drops:
         check_dense(owner, sparse_lookup(network))
     kept = network.terms, drops, reports_others, notes_squares
     if kind is None:
-        return GradientReducer(weights, GradientBuffer(weights, dense_only, None, *kept))
-    shapes = [(weight.name, tuple(weight.shape), str(weight.dtype)) for weight in weights]
+        return GradientReducer(parameters, GradientBuffer(parameters, dense_only, None, *kept))
+    shapes = [(parameter.name, tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
     check_sent(owner, dtype)
-    check_parameters_sent(owner, weights)
+    check_parameters_sent(owner, parameters)
     check_agreement(owner, {**settings, "parallel": repr(kind), "the optimizer's parameters": shapes})
     if isinstance(kind, HSDP):
         check_shardable(optimizer)
@@ -122,10 +122,10 @@ def build_reducer(
     ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
     # The loss and the weight, the squares, the number of micro batches that were left out, and the further losses.
     numbers = 2 + 2 * notes_squares + drops + 2 * MOST_OTHER_LOSSES * reports_others
-    layout = reducer_layout(kind, weights, ranks, numbers, dtype, network.terms)
+    layout = reducer_layout(kind, parameters, ranks, numbers, dtype, network.terms)
     if layout.every_batch:
         _check_shared_dense(owner, network)
-    buffer = GradientBuffer(weights, dense_only, layout.buffer_shapes, *kept)
+    buffer = GradientBuffer(parameters, dense_only, layout.buffer_shapes, *kept)
     return _choose_reducer(owner, kind, optimizer, buffer, layout, world.rank)
 
 

@@ -97,13 +97,13 @@ class HSDPReducer(ShardedReducer):
         state = shard_optimizer(optimizer, shards)
         super().__init__(shards, optimizer.parameters, buffer, layout, rank, settings)
         self.whole = ParameterTuple(whole)
-        self.own = ParameterTuple(self.weights[i] for i in shards.sharded)
+        self.own = ParameterTuple(self.parameters[i] for i in shards.sharded)
         self.wholes = ParameterTuple(whole[i] for i in shards.sharded)
-        self.own_in_buckets, self.wholes_in_runs = shards.in_buckets(self.weights), shards.in_runs(whole)
+        self.own_in_buckets, self.wholes_in_runs = shards.in_buckets(self.parameters), shards.in_runs(whole)
         for item in state:
             self.show_whole(item)
         # The network's own weights are saved and loaded; their slices follow them before each update.
-        self.hidden |= {id(self.weights[i]) for i in shards.sharded}
+        self.hidden |= {id(self.parameters[i]) for i in shards.sharded}
 
     def replicas(self) -> tuple[Parameter, ...]:
         return tuple(self.whole)
@@ -122,7 +122,7 @@ def check_shardable(optimizer: nn.Cell) -> None:
     if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
         got = f"{type(optimizer).__name__}, which looks at whole parameters"
         raise ValueError(sentence(_OWNER, "optimizer", "one that works element by element", got, remedy))
-    shapes = [weight.shape for weight in optimizer.parameters]
+    shapes = [parameter.shape for parameter in optimizer.parameters]
     known = {id(item) for value in _matching(optimizer, shapes) for item in value}
     for item in optimizer.get_parameters():
         if id(item) not in known and item.size > 1:
@@ -137,15 +137,15 @@ def _matching(optimizer: nn.Cell, shapes: list[Any]) -> list[ParameterTuple]:
 
 def shard_optimizer(optimizer: nn.Optimizer, shards: Shards) -> list[Parameter]:
     """Replace the parameters that are sharded, and the state that belongs to them, by slices. Return the state's."""
-    shapes = [weight.shape for weight in optimizer.parameters]
-    weights = {id(weight) for weight in optimizer.parameters}
+    shapes = [parameter.shape for parameter in optimizer.parameters]
+    parameters = {id(parameter) for parameter in optimizer.parameters}
     # A parameter can be in several tuples and must stay one.
     slices: dict[int, Parameter] = {}
     for value in _matching(optimizer, shapes):
         for i in shards.sharded:
             if id(value[i]) not in slices:
                 # The network has a weight of that name; nothing else has the state's.
-                name = f"shard.{value[i].name}" if id(value[i]) in weights else value[i].name
+                name = f"shard.{value[i].name}" if id(value[i]) in parameters else value[i].name
                 values = Tensor(shards.cut(value[i].asnumpy()))
                 slices[id(value[i])] = Parameter(values, name, requires_grad=value[i].requires_grad)
     for name, value in list(vars(optimizer).items()):
@@ -159,4 +159,4 @@ def shard_optimizer(optimizer: nn.Optimizer, shards: Shards) -> list[Parameter]:
             # The whole state must go, or nothing is saved.
             del optimizer._params[name]
             optimizer._params[slices[id(item)].name] = slices[id(item)]
-    return [item for key, item in slices.items() if key not in weights]
+    return [item for key, item in slices.items() if key not in parameters]

@@ -41,8 +41,8 @@ class PartitionedWindow(nn.Cell):
         self.sums = BatchSums(network)
         self.micro_size = network.micro_size
         self.optimizer = optimizer
-        self.weights = optimizer.parameters
-        self.accumulators = ParameterTuple(_accumulator_of(weight) for weight in self.weights)
+        self.parameters = optimizer.parameters
+        self.accumulators = ParameterTuple(_accumulator_of(parameter) for parameter in self.parameters)
         self.clip = clip
         self.clips_by_value = isinstance(clip, ClipByValue)
         self.learning_rate = LearningRate(optimizer)
@@ -56,7 +56,7 @@ class PartitionedWindow(nn.Cell):
         sums = self.sums(*inputs)
         # Of the loss sum alone; the weight beside it has no gradient.
         loss_scale = self.loss_scale.value()
-        grads = self.grad(self.sums, self.weights)(*inputs, loss_scale * Tensor([1.0, 0.0], ms.float32))
+        grads = self.grad(self.sums, self.parameters)(*inputs, loss_scale * Tensor([1.0, 0.0], ms.float32))
         weight = sums[1]
         factor = reciprocal(weight)
         mean = self.mean_of(grads, self.loss_scale.unscaled(factor))
@@ -94,7 +94,7 @@ class PartitionedWindow(nn.Cell):
     def mean_of(self, grads: tuple[Tensor, ...], factor: Tensor) -> tuple[Tensor, ...]:
         """Return the window's mean gradient in the dtype of each weight, on each device its part of it."""
         sums = grads if gradient_is_returned(self.micro_size) else ops.depend(self.accumulators, grads)
-        mean: tuple[Tensor, ...] = self.map(ops.partial(_mean_like, factor), sums, self.weights)
+        mean: tuple[Tensor, ...] = self.map(ops.partial(_mean_like, factor), sums, self.parameters)
         return mean
 
     def clear(self, done: Any) -> Any:

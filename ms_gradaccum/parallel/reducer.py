@@ -29,10 +29,10 @@ class GradientReducer(nn.Cell):
     # 1 in one process of a job, 0 in the others.
     is_first = 1.0
 
-    def __init__(self, weights: ParameterTuple, buffer: GradientBuffer) -> None:
+    def __init__(self, parameters: ParameterTuple, buffer: GradientBuffer) -> None:
         super().__init__(auto_prefix=False)
         # What the optimizer updates, and the sums of its gradients after `reduce`.
-        self.weights = weights
+        self.parameters = parameters
         self.sums = buffer.sums
         self.buffer = buffer
         # Whether the ranks add up the sums while the last micro batch's backward pass goes on.
@@ -80,7 +80,7 @@ class GradientReducer(nn.Cell):
         return grads
 
     def before_update(self) -> Done:
-        """Bring `weights` up to date with what the network has."""
+        """Bring `parameters` up to date with what the network has."""
         return ()
 
     def after_update(self, updated: Done) -> Done:
@@ -99,7 +99,7 @@ class GradientReducer(nn.Cell):
 
     def replicas(self) -> tuple[Parameter, ...]:
         """Return the whole weights, which all ranks have."""
-        return tuple(self.weights)
+        return tuple(self.parameters)
 
     def saved(self, parameter: Parameter) -> Parameter | None:
         """Return what a checkpoint holds for ``parameter``; None for nothing."""
@@ -110,7 +110,7 @@ class CollectiveReducer(GradientReducer):
     """Each rank has a replica of the weights.
 
     Args:
-        weights: What the optimizer updates.
+        parameters: What the optimizer updates.
         buffer: The sums of their gradients on this rank.
         layout: What is sent, and in which messages.
         rank: Number of this rank.
@@ -120,16 +120,16 @@ class CollectiveReducer(GradientReducer):
     several = True
 
     def __init__(
-        self, weights: ParameterTuple, buffer: GradientBuffer, layout: ReducerLayout, rank: int, settings: Any
+        self, parameters: ParameterTuple, buffer: GradientBuffer, layout: ReducerLayout, rank: int, settings: Any
     ) -> None:
-        super().__init__(weights, buffer)
+        super().__init__(parameters, buffer)
         self.layout = layout
         self.is_first = float(rank == 0)
         self.bucketed_all_reduce = BucketedAllReduce(buffer, layout.all_reduced, rank)
         self.all_reduce_world = AllReduce(Group(layout.all_reduced.world, rank))
         self.every_batch = layout.every_batch
         self.check_weights = settings.check_weights
-        self.no_squares = Tensor([0.0] * len(weights), ms.float32)
+        self.no_squares = Tensor([0.0] * len(parameters), ms.float32)
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         return self.layout.messages(norm_passes)

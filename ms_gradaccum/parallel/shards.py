@@ -211,19 +211,19 @@ class ShardedReducer(CollectiveReducer):
 
     Args:
         shards: What shards them.
-        weights, buffer, layout, rank, settings: See `CollectiveReducer`.
+        parameters, buffer, layout, rank, settings: See `CollectiveReducer`.
     """
 
     def __init__(
         self,
         shards: Shards,
-        weights: ParameterTuple,
+        parameters: ParameterTuple,
         buffer: GradientBuffer,
         layout: ReducerLayout,
         rank: int,
         settings: Any,
     ) -> None:
-        super().__init__(weights, buffer, layout, rank, settings)
+        super().__init__(parameters, buffer, layout, rank, settings)
         self.shards = shards
         # What a checkpoint sees in place of a parameter, by its id, and what it does not see.
         self.views: dict[int, Parameter] = {}

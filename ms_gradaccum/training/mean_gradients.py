@@ -151,7 +151,7 @@ class MeanGradients(nn.Cell):
         self.handed_scale = handed_scale
         # Whether the sums themselves are then what the optimizer takes.
         self.in_place = reducer.takes_sums and all(
-            total.dtype == weight.dtype for total, weight in zip(reducer.sums, reducer.weights)
+            total.dtype == parameter.dtype for total, parameter in zip(reducer.sums, reducer.parameters)
         )
         self.map = ops.HyperMap()
 
@@ -168,7 +168,7 @@ class MeanGradients(nn.Cell):
         if self.handed_scale != 1.0:
             factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, grads))
             grads = self.map(ops.partial(scale_each_in_place, factor), tuple(self.reducer.sums))
-        ready = self.map(cast_like, self.reducer.for_optimizer(grads), self.reducer.weights)
+        ready = self.map(cast_like, self.reducer.for_optimizer(grads), self.reducer.parameters)
         return clipped_norm, ops.depend(ready, self.reducer.before_update())
 
 

@@ -22,7 +22,7 @@ class AddMicroBatch(nn.Cell):
 
     Args:
         reducers: One per optimizer: its buffer, and what becomes of its gradients.
-        weights: One per optimizer: the parameters that it updates.
+        parameters: One per optimizer: the parameters that it updates.
         totals: What says what is added up for a loss of one term.
         drops: Whether a micro batch that is not finite is left out.
         reduces: Whether it is the last one of its window and the ranks add up the sums with it.
@@ -31,7 +31,7 @@ class AddMicroBatch(nn.Cell):
     def __init__(
         self,
         reducers: Sequence[GradientReducer],
-        weights: Sequence[ParameterTuple],
+        parameters: Sequence[ParameterTuple],
         totals: MicroTotals,
         drops: bool = False,
         reduces: bool = False,
@@ -41,9 +41,9 @@ class AddMicroBatch(nn.Cell):
         self.totals = totals
         self.buffer = reducers[0].buffer
         self.terms = len(self.buffer.terms)
-        ends = [sum(len(group) for group in weights[: i + 1]) for i in range(len(weights))]
+        ends = [sum(len(group) for group in parameters[: i + 1]) for i in range(len(parameters))]
         self.bounds = tuple(zip([0, *ends[:-1]], ends))
-        self.keep: Any = KeepFinite([weight for group in weights for weight in group]) if drops else None
+        self.keep: Any = KeepFinite([parameter for group in parameters for parameter in group]) if drops else None
         self.reduces = reduces
         # Whether gradients leave this rank before they are added, so that each rank's own factor comes first.
         self.scales_first = reducers[0].every_batch
@@ -124,7 +124,7 @@ class MicroStep(nn.Cell):
 
     Args:
         micro_loss: What is differentiated.
-        weights: One per optimizer: the parameters that it updates.
+        parameters: One per optimizer: the parameters that it updates.
         adding: What adds the gradients.
         pace: What the backward pass starts from.
     """
@@ -133,17 +133,17 @@ class MicroStep(nn.Cell):
     in_thread_pool = False
 
     def __init__(
-        self, micro_loss: MicroLoss, weights: Sequence[ParameterTuple], adding: AddMicroBatch, pace: Pace
+        self, micro_loss: MicroLoss, parameters: Sequence[ParameterTuple], adding: AddMicroBatch, pace: Pace
     ) -> None:
         super().__init__(auto_prefix=False)
         self.micro_loss = micro_loss
-        self.weights = ParameterTuple(weight for group in weights for weight in group)
+        self.parameters = ParameterTuple(parameter for group in parameters for parameter in group)
         self.adding = adding
         self.pace = pace
         # A graph knows no Enum.
         self.is_sum, self.is_mean = pace is Pace.SUM, pace is Pace.MEAN
         self.scales = pace is not Pace.SUM or micro_loss.half
-        self.loss_and_grads = ops.value_and_grad(micro_loss, None, self.weights, has_aux=True)
+        self.loss_and_grads = ops.value_and_grad(micro_loss, None, self.parameters, has_aux=True)
         self._get_attr_from_cell(micro_loss.weighted_loss.network)
 
     def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
@@ -171,7 +171,7 @@ class TermsMicroStep(MicroStep):
     """The same for a loss of several terms: one backward pass each."""
 
     def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        values, backward = ops.vjp(self.micro_loss.weighted_loss, share, *tensors, weights=self.weights)
+        values, backward = ops.vjp(self.micro_loss.weighted_loss, share, *tensors, weights=self.parameters)
         factors: tuple[Tensor, ...] = ()
         grads: tuple[Any, ...] = ()
         for term in range(self.adding.terms):
@@ -193,7 +193,7 @@ class EagerMicroStep:
     Args:
         owner: Whose name errors begin with.
         micro_loss: What is differentiated. It takes the inputs as the network does.
-        weights: One per optimizer: the parameters that it updates.
+        parameters: One per optimizer: the parameters that it updates.
         adding: What adds the gradients.
         pace: What the backward pass starts from.
 
@@ -206,12 +206,12 @@ class EagerMicroStep:
     has_run = False
 
     def __init__(
-        self, owner: str, micro_loss: MicroLoss, weights: Sequence[ParameterTuple], adding: AddMicroBatch, pace: Pace
+        self, owner: str, micro_loss: MicroLoss, parameters: Sequence[ParameterTuple], adding: AddMicroBatch, pace: Pace
     ) -> None:
         self.pace = pace
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
         self.micro_loss = micro_loss
-        self.weights = ParameterTuple(weight for group in weights for weight in group)
+        self.parameters = ParameterTuple(parameter for group in parameters for parameter in group)
         # The inputs of the pass that is under way. They are no arguments of the function that is differentiated, which
         # could not be any Python value then.
         self.inputs: tuple[Any, ...] = ()
@@ -222,7 +222,7 @@ class EagerMicroStep:
         self.inputs = (share, *rebuilt(self.structure, tensors))
         try:
             with op_by_op():
-                (_, *values), grads = ops.value_and_grad(self._forward, None, self.weights, has_aux=True)()
+                (_, *values), grads = ops.value_and_grad(self._forward, None, self.parameters, has_aux=True)()
         finally:
             self.inputs = ()
         try:
@@ -237,7 +237,7 @@ class EagerMicroStep:
 def build_micro_step(
     weighted_loss: WeightedLoss,
     reducers: Sequence[GradientReducer],
-    weights: Sequence[ParameterTuple],
+    parameters: Sequence[ParameterTuple],
     precision: Precision,
     drops: bool = False,
     reduces: bool = False,
@@ -247,7 +247,7 @@ def build_micro_step(
     micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
     kind = TermsMicroStep if len(reducers[0].buffer.terms) > 1 else MicroStep
     pace = pace_of(weighted_loss, half, eager=False)
-    return kind(micro_loss, weights, AddMicroBatch(reducers, weights, micro_loss.totals(), drops, reduces), pace)
+    return kind(micro_loss, parameters, AddMicroBatch(reducers, parameters, micro_loss.totals(), drops, reduces), pace)
 
 
 class EmptyStep(nn.Cell):

@@ -36,7 +36,7 @@ class MicroSteps:
         owner: Whose name errors begin with.
         network: The GradAccumulation.
         reducers: One per optimizer.
-        weights: One per optimizer: the parameters that it updates.
+        parameters: One per optimizer: the parameters that it updates.
         precision: What computes in 16 bits, and the loss scale.
         drops: Whether a micro batch that is not finite is left out.
         compiles: Whether the network is compiled in PYNATIVE mode too.
@@ -47,7 +47,7 @@ class MicroSteps:
         owner: str,
         network: Any,
         reducers: Sequence[GradientReducer],
-        weights: Sequence[ParameterTuple],
+        parameters: Sequence[ParameterTuple],
         precision: Precision,
         drops: bool,
         compiles: bool = False,
@@ -59,12 +59,12 @@ class MicroSteps:
         self.compiles = compiles
         self.network = network
         self.reducers = reducers
-        self.weights = weights
+        self.parameters = parameters
         # For a larger graph, which takes inputs as they are.
         self.cell = self._build(network.weighted_loss)
         # What comes before them, for a loss of the whole batch.
         self.first_pass = first_pass_of(
-            owner, network, self.cell, self.cell.weights, reducers[0].several, drops, self.cell.micro_loss.half
+            owner, network, self.cell, self.cell.parameters, reducers[0].several, drops, self.cell.micro_loss.half
         )
         # One per structure of the inputs, nearly always one, and per whether the sums are reduced with it.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
@@ -170,15 +170,15 @@ class MicroSteps:
         loss = self.network.weighted_loss
         half = is_half(loss, self.precision)
         micro_loss = MicroLoss(loss, half, self.precision.loss_scale)
-        adding = AddMicroBatch(self.reducers, self.weights, micro_loss.totals(), self.drops, reduces)
-        return EagerMicroStep(self.owner, micro_loss, self.weights, adding, pace_of(loss, half, eager=True))
+        adding = AddMicroBatch(self.reducers, self.parameters, micro_loss.totals(), self.drops, reduces)
+        return EagerMicroStep(self.owner, micro_loss, self.parameters, adding, pace_of(loss, half, eager=True))
 
     def _is_for_thread_pool(self, micro_batches: list[MicroBatch]) -> bool:
         if not micro_batches or not self.may_use_thread_pool:
             return False
         rows, tensors = micro_batches[0]
         positions = pixels(tensors) if has_convolutions(self.network) else rows
-        return thread_pool_is_faster(self.cell.weights, positions, self.cell.jit_config_dict)
+        return thread_pool_is_faster(self.cell.parameters, positions, self.cell.jit_config_dict)
 
     def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool) -> Compiled:
         """Return the micro step for a structure; who runs it is decided by its first batch."""
@@ -204,7 +204,7 @@ class MicroSteps:
         return lambda: self._build(self.network.loss_of(structure), pooled, reduces)
 
     def _build(self, weighted_loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
-        cell = build_micro_step(weighted_loss, self.reducers, self.weights, self.precision, self.drops, reduces)
+        cell = build_micro_step(weighted_loss, self.reducers, self.parameters, self.precision, self.drops, reduces)
         cell.in_thread_pool = pooled
         if hasattr(self, "cell"):
             follow_mode(cell, self.cell)

@@ -22,11 +22,11 @@ class WeightNorm(nn.Cell):
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
-        self.weights = ParameterTuple(weight for reducer in reducers for weight in reducer.replicas())
-        self.chunks = chunks_of([weight.size for weight in self.weights])
+        self.parameters = ParameterTuple(parameter for reducer in reducers for parameter in reducer.replicas())
+        self.chunks = chunks_of([parameter.size for parameter in self.parameters])
 
     def construct(self, nothing: Tensor) -> Tensor:
-        return global_norm(tuple(self.weights), self.chunks) + nothing
+        return global_norm(tuple(self.parameters), self.chunks) + nothing
 
 
 def weight_norm_of(reducers: Sequence[GradientReducer]) -> Callable[[], float]:

@@ -128,8 +128,8 @@ class CompiledSearch:
         if draws:
             self.causes.append(words.UNLIKE)
             return
-        weights = [weight.name for weight in self.runs.eager.weights]
-        gradients = {name: size for name, size in zip(weights, misfits(eager, compiled)) if not size <= self.rtol}
+        parameters = [parameter.name for parameter in self.runs.eager.parameters]
+        gradients = {name: size for name, size in zip(parameters, misfits(eager, compiled)) if not size <= self.rtol}
         states = {
             name: size for name, size in self.runs.state_misfits(eager, compiled).items() if not size <= self.rtol
         }

@@ -105,16 +105,18 @@ class Experiment:
         self.reference = reference
         self.start = start
         self.frozen = list(frozen)
-        self.weights = ParameterTuple(network.trainable_params())
+        self.parameters = ParameterTuple(network.trainable_params())
         self.structure, self.micro_batches = split_batch(inputs, network.micro_size, network.batch_axis)
         self.batch = split_batch(inputs, 1, network.batch_axis).micro_batches[0]
         self.axes = leaf_axes(inputs, network.batch_axis)
-        buffer = GradientBuffer(self.weights, terms=network.terms, reports_others=network.losses is not None)
-        self.reducer = GradientReducer(self.weights, buffer)
+        buffer = GradientBuffer(self.parameters, terms=network.terms, reports_others=network.losses is not None)
+        self.reducer = GradientReducer(self.parameters, buffer)
         # As in training, but for a loss scale: gradients are compared as they are.
         self.precision = check_precision(_OWNER, None)
         self._steps: dict[Any, Any] = {}
-        self.first_pass = first_pass_of(_OWNER, network, network, self.weights, several=False, drops=False, half=False)
+        self.first_pass = first_pass_of(
+            _OWNER, network, network, self.parameters, several=False, drops=False, half=False
+        )
         # Of what the micro steps are given.
         self.micro_structure = self.structure
 
@@ -207,12 +209,12 @@ class Experiment:
 
     def _make_micro_step(self) -> nn.Cell:
         loss = self.network.loss_of(self.micro_structure)
-        return build_micro_step(loss, [self.reducer], [self.weights], self.precision)
+        return build_micro_step(loss, [self.reducer], [self.parameters], self.precision)
 
     def _make_eager_step(self) -> EagerMicroStep:
         micro_loss = MicroLoss(self.network.weighted_loss, False, self.precision.loss_scale)
-        adding = AddMicroBatch([self.reducer], [self.weights], micro_loss.totals())
-        step = EagerMicroStep(_OWNER, micro_loss, [self.weights], adding, Pace.BATCH)
+        adding = AddMicroBatch([self.reducer], [self.parameters], micro_loss.totals())
+        step = EagerMicroStep(_OWNER, micro_loss, [self.parameters], adding, Pace.BATCH)
         step.structure = self.micro_structure
         return step
 
@@ -221,7 +223,7 @@ class Experiment:
             loss = self.network.whole_loss_of(self.structure)
         else:
             loss = RowWeight(self.reference, self.structure, self.network.losses)
-        return WholeBatch(loss, self.weights)
+        return WholeBatch(loss, self.parameters)
 
 
 class EagerCell:
@@ -254,10 +256,10 @@ class MeanLoss(nn.Cell):
 class WholeBatch(nn.Cell):
     """Loss, weight and gradient of a batch in one piece: no sums, no buffer."""
 
-    def __init__(self, weighted_loss: WeightedLoss, weights: ParameterTuple) -> None:
+    def __init__(self, weighted_loss: WeightedLoss, parameters: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
         self.loss = MeanLoss(weighted_loss)
-        self.loss_and_grads = ops.value_and_grad(self.loss, None, weights, has_aux=True)
+        self.loss_and_grads = ops.value_and_grad(self.loss, None, parameters, has_aux=True)
         self.map = ops.HyperMap()
         self._get_attr_from_cell(weighted_loss.network)
 

@@ -52,7 +52,7 @@ class Louder(nn.Cell):
 def kept_by_graphs(runs: EagerAndCompiled) -> Iterator[str]:
     """Yield what eager runs obey a change of, and compiled ones do not."""
     norms = [norm_of(grad) for grad in runs.window(runs.eager).grads]
-    weight = runs.eager.weights[norms.index(max(norms))]
+    weight = runs.eager.parameters[norms.index(max(norms))]
     if runs.ignores(partial(_without_gradient, weight)):
         yield "requires_grad of parameters"
     modes = list(_mode_names(runs))

@@ -100,7 +100,7 @@ def run_and_report(experiment: Experiment, rtol: float) -> VerifyReport:
 
 def _gradients(experiment: Experiment, window: Run, whole: Run, rtol: float) -> list[ParameterDifference]:
     found = misfits(window, whole)
-    rows = zip(experiment.weights, window.grads, whole.grads, found)
+    rows = zip(experiment.parameters, window.grads, whole.grads, found)
     return [_entry(weight.name, "gradient", a, b, miss, rtol) for weight, a, b, miss in rows]
 
 
