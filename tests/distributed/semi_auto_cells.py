@@ -113,7 +113,7 @@ class WholeBatch(nn.Cell):
         if self.weighted:
             total, weight = self.loss(x, y)
             return total / weight, weight
-        return self.loss(x, y), ops.ones(()) * x.shape[0]
+        return self.loss(x, y), Tensor(1.0, ms.float32) * x.shape[0]
 
     def construct(self, x, y):
         """Return the loss, the norms before and after clipping, and the weight."""

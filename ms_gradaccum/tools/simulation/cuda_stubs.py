@@ -66,10 +66,16 @@ def build_cuda_home(home: Path) -> Path:
 
 
 def environment(cuda_home: Path) -> dict[str, str]:
-    """Return the environment in which a process finds the stand-ins for CUDA."""
+    """Return the environment in which a process finds the stand-ins for CUDA, and reads programs fast."""
     # The folder of this very package, wherever another one may be installed.
     package = Path(__file__).parents[3]
-    return {"CUDA_HOME": str(cuda_home), "LD_LIBRARY_PATH": str(cuda_home / "lib64"), "PYTHONPATH": str(package)}
+    return {
+        "CUDA_HOME": str(cuda_home),
+        "LD_LIBRARY_PATH": str(cuda_home / "lib64"),
+        "PYTHONPATH": str(package),
+        # For large checkpoints MindSpore takes the one in Python, which reads and writes ten times as slowly.
+        "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "upb",
+    }
 
 
 def _wanted_symbols() -> dict[str, set[str]]:
