@@ -6,11 +6,16 @@ lie far from the predictions, so no entry is a difference of large numbers, and 
 optimizers see a gradient that turns.
 """
 
+import os
+from contextlib import contextmanager
+from unittest import mock
+
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
+from ms_gradaccum.backend.compiled import execution_mode
 
 ROWS = 12
 WINDOWS = 4
@@ -21,9 +26,25 @@ DETECTED = 100
 BOTH = [ms.GRAPH_MODE, ms.PYNATIVE_MODE]
 
 
+def is_of_mint(optimizer):
+    """Whether it is one of mindspore.mint, which change nothing on CPU in PYNATIVE mode."""
+    return type(optimizer).__module__.startswith("mindspore.mint.")
+
+
+def needs_graph(optimizer):
+    """Whether it does something else where nothing at all is compiled. Some round ``1 - beta`` in Python then."""
+    return is_of_mint(optimizer) or type(optimizer).__module__.rpartition(".")[2] in ("adamw", "radam", "nadam")
+
+
+@contextmanager
+def op_by_op():
+    """Run everything so in PYNATIVE mode: compiling takes nearly all the time of these tests."""
+    with execution_mode(ms.PYNATIVE_MODE), mock.patch.dict(os.environ, MS_JIT="0"):
+        yield
+
+
 def accumulated_step(network, optimizer, micro_size):
-    # Those of mindspore.mint change nothing on CPU in PYNATIVE mode.
-    compile = True if type(optimizer).__module__.startswith("mindspore.mint.") else None
+    compile = True if is_of_mint(optimizer) else None
     return TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, compile=compile).set_train()
 
 
@@ -123,13 +144,14 @@ def train(step, data):
 class WholeBatch:
     """What the stock step does to weights and optimizer state, from one start, with whatever batches.
 
-    It runs in GRAPH mode whatever the mode of the test. Where the stock step trains in both modes it leaves the
-    same bits in both, and the optimizers of mindspore.mint train on the CPU in GRAPH mode only.
+    It runs op by op whatever the mode of the test, but for what needs a graph. Where the stock step trains in both
+    modes it leaves the same bits in both.
     """
 
-    def __init__(self, make_network, make_optimizer, data=None):
+    def __init__(self, make_network, make_optimizer, data=None, compiled=False):
         network = make_network()
         optimizer = make_optimizer(network)
+        self.compiled = compiled or needs_graph(optimizer)
         self.step = nn.TrainOneStepCell(network, optimizer).set_train()
         self.trained = [parameter.name for parameter in optimizer.parameters]
         self.parameters = all_parameters(network, optimizer)
@@ -139,13 +161,9 @@ class WholeBatch:
 
     def train(self, data):
         """Return the losses and all parameters after training on ``data`` from the start."""
-        mode = ms.get_context("mode")
-        ms.set_context(mode=ms.GRAPH_MODE)
-        try:
+        with execution_mode(ms.GRAPH_MODE) if self.compiled else op_by_op():
             restore(self.parameters, self.start)
             losses = [float(loss.asnumpy()) for loss in train(self.step, data)]
-        finally:
-            ms.set_context(mode=mode)
         return losses, values_of(self.parameters)
 
 
