@@ -19,7 +19,7 @@ import time
 
 time.sleep(5)  # until run.sh has noted which process each worker is
 print("the loss falls", flush=True)
-if sys.argv[1:] == [os.environ["MS_NODE_ID"]] and os.environ["MS_ROLE"] == "MS_WORKER":
+if os.environ["MS_ROLE"] == "MS_WORKER" and sys.argv[1:] == [os.environ["MS_NODE_ID"]]:
     1 // 0
 time.sleep(1000)
 """
