@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -87,6 +88,11 @@ def strike(fault, folder, processes, generator, limit=60, **variables):
         while processes_in(folder) and time.monotonic() - struck < limit:
             time.sleep(0.1)
     assert status != 0, f"after a kill of {fault} the job ended well"
+    if fault == "worker":
+        said = (folder / "job.log").read_text()
+        assert re.search(r"^Error: worker \d+ was killed, by someone or because memory ran out\.$", said, re.M), said
+    if fault == "run.sh, gently":
+        assert status == 143
     assert not processes_in(folder), f"processes are left {limit} s after a kill of {fault}"
     assert newest(folder) >= begun
     return time.monotonic() - struck

@@ -1,7 +1,6 @@
 """A job that cannot go on says why, soon, and leaves no process."""
 
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -10,7 +9,27 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from sample_process import SAMPLES, SUBSET, processes_in, run_sample, running_sample  # noqa: E402
+from sample_process import processes_in, run_sample, running_sample  # noqa: E402
+
+# What run.sh does about a worker is the same whatever that does: the test of faults kills workers that train.
+PROGRAM = """
+import os
+import sys
+import time
+
+time.sleep(5)  # until run.sh has noted which process each worker is
+print("the loss falls", flush=True)
+if os.environ["MS_ROLE"] == "MS_WORKER" and sys.argv[1:] == [os.environ["MS_NODE_ID"]]:
+    1 // 0
+time.sleep(1000)
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    file = tmp_path_factory.mktemp("program") / "program.py"
+    file.write_text(PROGRAM)
+    return str(file)
 
 
 def wait_for_training(sample):
@@ -23,9 +42,9 @@ def worker(rank, folder):
     return next(process for process, environment in processes_in(folder).items() if wanted <= set(environment))
 
 
-def test_a_killed_worker_ends_the_job(tmp_path):
+def test_a_killed_worker_ends_the_job(tmp_path, program):
     rank = 0  # The one whose log is shown.
-    with running_sample(tmp_path, limit=180, EPOCHS="1000", DATA_PATH=str(SUBSET)) as sample:
+    with running_sample(tmp_path, limit=180, arguments=(program,)) as sample:
         wait_for_training(sample)
         os.kill(worker(rank, tmp_path), signal.SIGKILL)
         _, errors = sample.communicate(timeout=30)
@@ -35,12 +54,8 @@ def test_a_killed_worker_ends_the_job(tmp_path):
     assert processes_in(tmp_path) == {}
 
 
-def test_an_exception_in_one_worker_ends_the_job(tmp_path):
-    shutil.copytree(SAMPLES, tmp_path / "sample_code")
-    program = tmp_path / "sample_code" / "distributed_gradient_accumulation" / "train.py"
-    callback = "train.LambdaCallback(on_train_step_end=lambda context: 1 // (1 - rank))"
-    program.write_text(program.read_text().replace("ProgressBar()]", f"ProgressBar(), {callback}]"))
-    result = run_sample(tmp_path, script=program.with_name("run.sh"), limit=180, EPOCHS="1000", DATA_PATH=str(SUBSET))
+def test_an_exception_in_one_worker_ends_the_job(tmp_path, program):
+    result = run_sample(tmp_path, limit=180, arguments=(program, "1"))
     assert result.returncode == 1
     assert result.stderr.startswith("Error: worker 1 ended with status 1.\n")
     assert "ZeroDivisionError: integer division or modulo by zero" in result.stderr

@@ -1,9 +1,106 @@
-"""Cells that go wrong, for the tests of `python -m ms_gradaccum test`."""
+"""Cells for the tests of `python -m ms_gradaccum test`: in a broken build, op by op, and some that go wrong."""
 
+import importlib
 import os
+import sys
 import time
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
 
+import mindspore as ms
+import numpy as np
+import quick_mindspore
+from mindspore import Tensor
+
+from ms_gradaccum.checkpoint import load
+from ms_gradaccum.gradients import buffer
+from ms_gradaccum.parallel.collectives import AllReduce
+from ms_gradaccum.tools.self_test import costs
+from ms_gradaccum.tools.self_test.cells import Cell
 from ms_gradaccum.tools.self_test.training import Found
+from ms_gradaccum.training.mean_gradients import NormClip
+
+# In the name of a cell, before the way in which the build is broken.
+IN_BUILD = ", in a broken build: "
+
+quick_mindspore.install()
+
+
+def tried(cell, fault=""):
+    """The cell, with a fault of the package. In PYNATIVE mode nothing is compiled for it."""
+    name = f"{cell.name}{IN_BUILD}{fault}" if fault else cell.name
+    arguments = {"function": cell.function, "fault": fault, "arguments": cell.arguments}
+    return replace(cell, name=name, function="self_test_cells:run", arguments=arguments)
+
+
+def run(place, mode, function, fault, arguments, **settings):
+    module, _, name = function.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    with ExitStack() as stack:
+        # A figure that is only reported needs no large network.
+        stack.enter_context(mock.patch.multiple(costs, _ROWS=4096, _TIMES=1))
+        if mode == "PYNATIVE":
+            stack.enter_context(mock.patch.dict(os.environ, MS_JIT="0"))
+        for change in FAULTS[fault]() if fault else ():
+            stack.enter_context(change)
+        return function(place, mode=mode, **arguments, **settings)
+
+
+def everywhere(original, other):
+    """Put another function in the place of one, wherever it has been imported."""
+    name = original.__name__
+    modules = [module for module in list(sys.modules.values()) if vars(module).get(name) is original]
+    return [mock.patch.object(module, name, other) for module in modules]
+
+
+def division():
+    """The gradients are divided by half the count."""
+    original = buffer.reciprocal
+
+    def twice(weight):
+        return original(weight) * 2.0
+
+    return everywhere(original, twice)
+
+
+def clip():
+    """The norm is that of the sums, and not of the means."""
+
+    def scaled(self, factor, norm, *limit):
+        return factor * self.clip.factor(norm * 26.0, *limit)
+
+    return [mock.patch.object(NormClip, "scaled", scaled)]
+
+
+def reduction():
+    """Nothing is added up over the ranks."""
+
+    def own(self, values):
+        return values
+
+    return [mock.patch.object(AllReduce, "construct", own)]
+
+
+def state():
+    """A state is loaded without the sums of its window."""
+    original = load.load_state
+
+    def without_sums(step, directory):
+        original(step, directory)
+        for total in step.body.buffer.get_parameters():
+            if ".window_" not in total.name and total.dtype == ms.float32:
+                total.set_data(Tensor(np.zeros(total.shape, np.float32)))
+
+    return everywhere(original, without_sums)
+
+
+FAULTS = {fault.__name__: fault for fault in (division, clip, reduction, state)}
+
+
+def going(name):
+    """A cell that goes as a function below does."""
+    return Cell(name, f"self_test_cells:{name}")
 
 
 def well(place, **settings):

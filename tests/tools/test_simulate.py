@@ -9,18 +9,22 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import simulated_programs as programs
-from simulated_programs import HIDDEN, INSIDE, OUTSIDE, alone, fails, halves, hangs, sharded
+from simulated_programs import HIDDEN, INSIDE, OUTSIDE, fails, halves, hangs, sharded
 from started_processes import processes_with
 
 from ms_gradaccum import simulate
 from ms_gradaccum.__main__ import main
+from ms_gradaccum.tools.builder import Builder
+from ms_gradaccum.tools.jobs import Meeting
 from ms_gradaccum.tools.simulation import simulate as simulate_module
 from ms_gradaccum.tools.simulation.cuda_stubs import why_not
-from ms_gradaccum.tools.simulation.job import IN_JOB
+from ms_gradaccum.tools.simulation.job import IN_JOB, Job
 from ms_gradaccum.tools.simulation.report import Program
+from ms_gradaccum.tools.simulation.worker import _Rank
 
 compiles = pytest.mark.skipif(why_not() is not None, reason=f"cannot compile for GPU here: {why_not()}")
 
@@ -98,41 +102,44 @@ def test_rows_on_two_devices_in_a_model():
 
 
 @compiles
-@pytest.mark.parametrize(
-    "build, kind, words",
-    [
-        (fails, RuntimeError, "got OSError: no such data"),
-        (alone, ValueError, "a step which the compiler partitions, but got one without AutoParallel"),
-    ],
-)
-def test_what_a_process_raises_is_raised_here(build, kind, words):
-    with pytest.raises(kind) as caught:
-        simulate(build, 2)
-    assert str(caught.value).startswith("For 'simulate', ") and words in str(caught.value)
-    assert "simulated_programs.py" in str(caught.value.__cause__) or build is alone
+def test_what_a_process_raises_is_raised_here():
+    with refuses(RuntimeError, "For 'simulate', what 'build' returns must compile and run, but rank ") as caught:
+        simulate(fails, 2)
+    assert str(caught.value).endswith("got OSError: no such data")
+    assert "simulated_programs.py" in str(caught.value.__cause__)
+
+
+def test_a_step_that_nothing_partitions_is_refused(tmp_path):
+    """In a process of the job, whose sentence comes as it is."""
+    meeting = Meeting(str(tmp_path), 0, 1)
+    sentence = "For 'simulate', the argument 'build' must be a function that returns a step which the compiler "
+    with refuses(ValueError, f"{sentence}partitions, but got one without AutoParallel") as raised:
+        _Rank(meeting, Builder.of("simulate", programs.alone), str(ROOT), "GPU", 0, False)._build()
+    meeting.error("ValueError", str(raised.value), "traceback")
+    job = SimpleNamespace(folder=tmp_path)
+    with refuses(ValueError, str(raised.value)):
+        Job._raise_errors(job)
 
 
 @compiles
 def test_a_process_that_hangs_is_ended():
-    with pytest.raises(TimeoutError, match="'timeout' must be more than what it takes, but got 15 s"):
-        simulate(hangs, 2, timeout=15)
+    with pytest.raises(TimeoutError, match="'timeout' must be more than what it takes, but got 10 s"):
+        simulate(hangs, 2, timeout=10)
 
 
 @compiles
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_outlives_the_command(tmp_path, how):
+def test_nothing_outlives_the_command(tmp_path):
+    """Where nothing can be ended any more. A job that is ended, on an error or a Ctrl-C, is that of other tests."""
     told = tmp_path / "processes"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SIMULATION_TEST_FILE": str(told), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "ms_gradaccum", "simulate", f"{PROGRAM}:says_where_it_is", "--devices", "2"]
-    # What is started in the background would ignore a Ctrl-C.
-    settings = {"stderr": subprocess.DEVNULL, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    with subprocess.Popen(command, env=environment, **settings) as process:
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
         while not told.exists():
             assert process.poll() is None
             time.sleep(0.2)
         children = [int(line) for line in told.read_text().split()]
         assert children and all(Path(f"/proc/{child}").exists() for child in children)
-        process.send_signal(how)
+        process.send_signal(signal.SIGKILL)
         assert process.wait(30) != 0
 
 
