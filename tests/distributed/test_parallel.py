@@ -157,15 +157,7 @@ def test_the_messages_and_the_sums_are_those_that_were_planned(processes, name, 
 
 @pytest.mark.parametrize(
     "processes,name",
-    [
-        ("two", "data parallel"),
-        ("two", "data parallel, overlapping"),
-        ("two", "data parallel, each batch"),
-        ("two", "all shards"),
-        ("two", "all shards, level2"),
-        ("four", "two shards"),
-        ("four", "two shards, level2"),
-    ],
+    [("two", "data parallel, overlapping"), ("two", "all shards"), ("four", "two shards, level2")],
 )
 def test_the_graphs_have_the_collectives_that_the_reducer_describes(processes, name, request):
     for report in request.getfixturevalue(processes):

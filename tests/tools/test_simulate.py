@@ -128,18 +128,20 @@ def test_a_process_that_hangs_is_ended():
 
 
 @compiles
-def test_nothing_outlives_the_command(tmp_path):
-    """Where nothing can be ended any more. A job that is ended, on an error or a Ctrl-C, is that of other tests."""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_command(tmp_path, how):
     told = tmp_path / "processes"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SIMULATION_TEST_FILE": str(told), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "ms_gradaccum", "simulate", f"{PROGRAM}:says_where_it_is", "--devices", "2"]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+    # What is started in the background would ignore a Ctrl-C.
+    settings = {"stderr": subprocess.DEVNULL, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, env=environment, **settings) as process:
         while not told.exists():
             assert process.poll() is None
             time.sleep(0.2)
         children = [int(line) for line in told.read_text().split()]
         assert children and all(Path(f"/proc/{child}").exists() for child in children)
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(how)
         assert process.wait(30) != 0
 
 
