@@ -61,7 +61,7 @@ def test_a_checkpoint_loaded_into_a_compiled_step_is_trained_on(name):
 @pytest.mark.parametrize("name", ["SGD, Nesterov", "experimental AdamW"])
 def test_uneven_micro_batches_count_by_their_rows(name, mode):
     assert_not_vacuous(whole_batch(name), micro_size=5)
-    results = accumulate(one_layer, maker(name), 5, [mode])
+    results = accumulate(one_layer, maker(name), 5, [mode], compiled=True)
     assert_like_whole_batch(whole_batch(name), *results[mode])
 
 

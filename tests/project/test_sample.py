@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from sample_process import SUBSET, find_data, make_subset, processes_in, run_sample, running_sample
+from sample_process import SUBSET, find_data, make_subset, processes_in, run_sample
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +43,6 @@ def test_a_worker_that_fails_ends_the_sample_with_its_last_lines(tmp_path):
     # All of them fail; the first one to do so is shown.
     assert re.search(r"^Last lines of log_output/worker_[01].log:$", result.stderr, re.M)
     assert "ValueError: invalid literal for int() with base 10: 'many'" in result.stderr
-    assert processes_in(tmp_path) == {}
-
-
-def test_a_sample_that_is_stopped_leaves_no_process(tmp_path):
-    with running_sample(tmp_path, DATA_PATH=str(SUBSET)) as sample:
-        assert any("loss" in line for line in sample.stdout)
-        assert len(processes_in(tmp_path)) > 4  # otherwise the test proves nothing
-        sample.terminate()
-        assert sample.wait(timeout=60) == 143
     assert processes_in(tmp_path) == {}
 
 

@@ -167,11 +167,12 @@ class WholeBatch:
         return losses, values_of(self.parameters)
 
 
-def accumulate(make_network, make_optimizer, micro_size, modes, data=None):
+def accumulate(make_network, make_optimizer, micro_size, modes, data=None, compiled=False):
     """Train with micro batches in each mode, from the same start; return {mode: (outputs, all parameters)}.
 
     The result "loaded" is of the first mode, after the start was loaded like a checkpoint. GRAPH mode comes first:
-    MindSpore compiles no optimizer with a @jit of its own that has run in PYNATIVE mode before.
+    MindSpore compiles no optimizer with a @jit of its own that has run in PYNATIVE mode before. In that mode, what
+    the package compiles around the optimizer is one for all of them, and only done if ``compiled`` is set.
     """
     data = batches() if data is None else data
     network = make_network()
@@ -181,9 +182,10 @@ def accumulate(make_network, make_optimizer, micro_size, modes, data=None):
     step = accumulated_step(network, optimizer, micro_size)
     results = {}
     for mode in modes:
-        ms.set_context(mode=mode)
-        restore(parameters, start)
-        results[mode] = train(step, data), values_of(parameters)
+        is_compiled = compiled or mode == ms.GRAPH_MODE or needs_graph(optimizer)
+        with execution_mode(mode) if is_compiled else op_by_op():
+            restore(parameters, start)
+            results[mode] = train(step, data), values_of(parameters)
     ms.set_context(mode=modes[0])
     load(parameters, start)
     results["loaded"] = train(step, data), values_of(parameters)
