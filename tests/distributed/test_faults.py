@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from faults import FAULTS, finish, newest, running, story, strike, victim  # noqa: E402
 
 PROCESSES = 2
+# So long that it is not over before everything has been killed, on a slow machine neither.
+LENGTH = {"FAULT_EPOCHS": "12"}
 GENERATOR = random.Random(0)
 
 
@@ -20,16 +22,16 @@ GENERATOR = random.Random(0)
 def alone(tmp_path_factory):
     """What a training that nothing happens to sees and has at its end."""
     folder = tmp_path_factory.mktemp("alone").resolve()
-    finish(folder, PROCESSES)
+    finish(folder, PROCESSES, **LENGTH)
     return story(folder, PROCESSES)
 
 
 def test_a_training_that_is_killed_in_every_way_and_stands_still_is_the_one_that_is_left_alone(alone, tmp_path):
     for fault in FAULTS:
-        seconds = strike(fault, tmp_path, PROCESSES, GENERATOR)
+        seconds = strike(fault, tmp_path, PROCESSES, GENERATOR, **LENGTH)
         assert seconds is not None, f"the training was over before {fault} was killed"
     begun = newest(tmp_path)
-    with running(tmp_path, PROCESSES) as job:
+    with running(tmp_path, PROCESSES, **LENGTH) as job:
         while newest(tmp_path) < begun + 2:
             assert job.poll() is None
             time.sleep(0.01)
