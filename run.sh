@@ -128,7 +128,7 @@ check() {
 run_tests() {
   # One core for each: MindSpore's threads would otherwise fight over them. Three at a time, since some only wait.
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-  # Each of 200 processes would otherwise compile the package's sources anew.
+  # Each process that a test starts would otherwise compile the package's sources anew.
   unset PYTHONDONTWRITEBYTECODE
   # Compiling frees what it allocates at once: with more of it kept at hand it takes 8 % less time.
   export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.tcache_count=1000}

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +18,7 @@ from mindspore.graph.api import _cell_graph_executor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
+from quick_mindspore import eagerly  # noqa: E402
 from scenarios import (  # noqa: E402
     CLIPS,
     OPTIMIZERS,
@@ -85,16 +86,6 @@ COUNTED = {
     2: ["data parallel", "data parallel, overlapping", "data parallel, each batch", "all shards", "all shards, level2"],
     4: ["two shards", "two shards, level2"],
 }
-
-
-@contextmanager
-def eagerly():
-    """Run everything op by op in PYNATIVE mode, for which nothing is compiled."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    os.environ["MS_JIT"] = "0"
-    yield
-    del os.environ["MS_JIT"]
-    ms.set_context(mode=ms.GRAPH_MODE)
 
 
 def train_all_kinds():

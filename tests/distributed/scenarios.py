@@ -2,16 +2,13 @@
 
 import functools
 import hashlib
-import os
-from unittest import mock
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.experimental import optim as experimental
+from quick_mindspore import eagerly
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, TrainOneStepCell
-from ms_gradaccum.backend.compiled import execution_mode
 
 ROWS, STEPS = 12, 3
 
@@ -94,8 +91,7 @@ def whole_batches(optimizer, windows):
         nn.WithLossCell(network, nn.MSELoss()), OPTIMIZERS[optimizer](network.trainable_params())
     )
     step.set_train()
-    # Op by op: it is a handful of steps, and each optimizer would be compiled.
-    with execution_mode(ms.PYNATIVE_MODE), mock.patch.dict(os.environ, MS_JIT="0"):
+    with eagerly():
         for numbers in windows:
             step(*[Tensor(np.concatenate(arrays)) for arrays in zip(*[batch(number) for number in numbers])])
     return weights_of(network)

@@ -1,24 +1,19 @@
 """What each process of the semi-auto-parallel tests does: compile, count, run, report."""
 
 import gc
-import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
-import mindspore as ms
 import numpy as np
 from launch import report
 from mindspore import Tensor
+from quick_mindspore import eagerly
 from semi_auto_cells import BATCHES, ROWS, Variant, WholeBatch, loss_of, network_of, optimizer_of, our_step, stock_step
 from semi_auto_contracts import refusals, ways
 
-from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.tools.simulation.collectives import collectives_of, count_operators
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, differences, whole_values
 from ms_gradaccum.tools.simulation.partition import connect, gpu_target, partition
@@ -67,13 +62,6 @@ def local_batch(variant: Variant, number: int, rank: int, size: int) -> tuple[Te
     x, y = BATCHES[number]
     rows = slice(None) if variant.strategy == "full_batch" else slice(rank * ROWS // size, (rank + 1) * ROWS // size)
     return Tensor(x[rows]), Tensor(y[rows])
-
-
-@contextmanager
-def eagerly() -> Iterator[None]:
-    """Run everything op by op: to compile the whole batch's step takes longer than its few updates."""
-    with execution_mode(ms.PYNATIVE_MODE), mock.patch.dict(os.environ, MS_JIT="0"):
-        yield
 
 
 def run_whole(variant: Variant) -> tuple[list[Any], dict[str, Any]]:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from launch import report
 from mindspore import Tensor
-from semi_auto_worker import attempt, eagerly, largest_difference, purposes_of
+from quick_mindspore import eagerly
+from semi_auto_worker import attempt, largest_difference, purposes_of
 from sharded_cells import ROWS, UPDATES, Llama, Sharded, batch_of, our_step, whole_batch_of
 
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values

@@ -6,13 +6,10 @@ lie far from the predictions, so no entry is a difference of large numbers, and 
 optimizers see a gradient that turns.
 """
 
-import os
-from contextlib import contextmanager
-from unittest import mock
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from quick_mindspore import eagerly
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend.compiled import execution_mode
@@ -36,13 +33,6 @@ def needs_graph(optimizer):
     return is_of_mint(optimizer) or type(optimizer).__module__.rpartition(".")[2] in ("adamw", "radam", "nadam")
 
 
-@contextmanager
-def op_by_op():
-    """Run everything so in PYNATIVE mode: compiling takes nearly all the time of these tests."""
-    with execution_mode(ms.PYNATIVE_MODE), mock.patch.dict(os.environ, MS_JIT="0"):
-        yield
-
-
 def accumulated_step(network, optimizer, micro_size):
     compile = True if is_of_mint(optimizer) else None
     return TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, compile=compile).set_train()
@@ -59,7 +49,7 @@ def dense(in_channels, out_channels, low, high, seed):
 class RowLoss(nn.Cell):
     """Mean over the rows of ``factor`` times the squared error.
 
-    With factors of one it is the loss that is trained. Other factors turn the very same compiled oracle into a
+    With factors of one it is the loss that is trained. Other factors turn the very same oracle into a
     wrong way of accumulating, such as the sum of the micro batches' means.
     """
 
@@ -161,7 +151,7 @@ class WholeBatch:
 
     def train(self, data):
         """Return the losses and all parameters after training on ``data`` from the start."""
-        with execution_mode(ms.GRAPH_MODE) if self.compiled else op_by_op():
+        with execution_mode(ms.GRAPH_MODE) if self.compiled else eagerly():
             restore(self.parameters, self.start)
             losses = [float(loss.asnumpy()) for loss in train(self.step, data)]
         return losses, values_of(self.parameters)
@@ -183,7 +173,7 @@ def accumulate(make_network, make_optimizer, micro_size, modes, data=None, compi
     results = {}
     for mode in modes:
         is_compiled = compiled or mode == ms.GRAPH_MODE or needs_graph(optimizer)
-        with execution_mode(mode) if is_compiled else op_by_op():
+        with execution_mode(mode) if is_compiled else eagerly():
             restore(parameters, start)
             results[mode] = train(step, data), values_of(parameters)
     ms.set_context(mode=modes[0])

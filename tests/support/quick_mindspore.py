@@ -9,6 +9,7 @@ import os
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import mindspore as ms
 import mindspore.dataset as ds
@@ -54,6 +55,18 @@ def install():
     parser.Parser.get_jit_comments = _comments_if_any
     # Each compilation collects garbage. What is young is enough; Python itself looks at the rest now and then.
     api.gc = SimpleNamespace(collect=lambda: gc.collect(1))
+
+
+@contextmanager
+def eagerly():
+    """Run everything op by op: compiling takes nearly all the time of a test that is not about it."""
+    before = ms.get_context("mode")
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    try:
+        with mock.patch.dict(os.environ, MS_JIT="0"):
+            yield
+    finally:
+        ms.set_context(mode=before)
 
 
 @contextmanager
