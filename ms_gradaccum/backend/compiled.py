@@ -80,7 +80,7 @@ class Compiled:
         self.has_run = False
         # The shapes for which there is a graph of fixed shapes.
         self.fixed: set[Shapes] = set()
-        # What MindSpore calls the graphs that have run, by the cell's phase (training or not) and the shapes.
+        # What MindSpore calls the graphs, by the cell's phase (training or not) and the shapes.
         self.graphs: dict[tuple[str, Shapes], str] = {}
         # What fits all shapes so far: -1 for an axis whose length changes. None before the first call.
         self.general: Shapes | None = None
@@ -110,14 +110,16 @@ class Compiled:
         self.has_run = False
         if _get_mode() == ms.PYNATIVE_MODE:
             self._refuse_hooks()
+        cell, name = self.cell, self.graphs.get((self.cell.phase, shapes))
         try:
-            cell = self.cell if shapes in self.fixed else self._compiled_for(tensors, shapes)
+            if name is None:
+                cell, name = self._compiled_for(tensors, shapes)
         except Exception as error:
             raise compile_error(error, self.owner, self.what, self.code) from error
         self.has_run = True
         try:
             with graph_mode():
-                return self._run(cell, tensors, shapes if cell is self.cell else self.general)
+                return _run(cell, name, tensors)
         except BaseException:
             # A graph that has failed while it ran, for example at a label out of range, runs never again.
             cell.compile_cache.clear()
@@ -125,20 +127,6 @@ class Compiled:
             self.graphs.clear()
             self.general_cell = None
             raise
-
-    def _run(self, cell: nn.Cell, tensors: tuple[Tensor, ...], shapes: Any) -> Any:
-        """Run the graph for these shapes; by its name, if it has run before.
-
-        A call of a cell looks for its graph anew, which takes twice as long as a small graph itself. MindSpore goes
-        the same way in the phases of incremental inference.
-        """
-        name = self.graphs.get((cell.phase, shapes))
-        if name is None or any(tensor.const_arg or tensor.has_init for tensor in tensors):
-            output = cell(*tensors)
-            self.graphs[cell.phase, shapes] = cell.phase_cache[cell.phase]
-            return output
-        _cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
-        return _cell_graph_executor._exec_pip(cell, *tensors, phase=name)
 
     def _refuse_hooks(self) -> None:
         """Raise if the network has hooks, which a graph does not call. They can come at any time."""
@@ -153,36 +141,58 @@ class Compiled:
         rule, got = f"None where {self.what} has hooks", f"True, and {name} has a hook, which a graph would not call"
         raise ValueError(sentence(self.owner, "compile", rule, got, "Remove the hook, or leave compile out."))
 
-    def _compiled_for(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> nn.Cell:
+    def _compiled_for(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> tuple[nn.Cell, str]:
+        """Return a cell and the name of its graph for these shapes."""
+        if shapes in self.fixed:
+            return self.cell, self._compile(self.cell, tensors, shapes)
         general = _widen(self.general or shapes, shapes)
-        if self.general_cell is not None and general == self.general:
-            return self.general_cell
-        general_cell = None
-        if len(self.fixed) >= MAX_FIXED_SHAPES and not self.needs_fixed:
-            general_cell = self.general_cell = self._compile_general(tensors, general)
-        if general_cell is None:
-            with graph_mode(), inlined(self.hooked):
-                MSContext.get_instance()._set_not_convert_jit(False)
-                self.cell.compile(*tensors)
-            # The shapes are good, so what failed was the length that changes.
-            self.needs_fixed = self.needs_fixed or len(self.fixed) >= MAX_FIXED_SHAPES
-            self.fixed.add(shapes)
+        if self.general_cell is None or general != self.general:
+            is_due = len(self.fixed) >= MAX_FIXED_SHAPES and not self.needs_fixed
+            self.general_cell = self._general_cell_for(tensors, general) if is_due else None
+        if self.general_cell is not None:
+            self.general = general
+            return self.general_cell, self._compile(self.general_cell, tensors, general)
+        name = self._compile(self.cell, tensors, shapes)
+        # The shapes are good, so what failed was the length that changes.
+        self.needs_fixed = self.needs_fixed or len(self.fixed) >= MAX_FIXED_SHAPES
+        self.fixed.add(shapes)
         self.general = general
-        return_memory()
-        return general_cell or self.cell
+        return self.cell, name
 
-    def _compile_general(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> nn.Cell | None:
+    def _general_cell_for(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> nn.Cell | None:
         cell = self.make_cell()
         follow_mode(cell, self.cell)
         lengths = [[None if length < 0 else length for length in shape] for shape in shapes]
+        cell.set_inputs(*(Tensor(shape=shape, dtype=t.dtype) for shape, t in zip(lengths, tensors)))
         try:
-            with graph_mode(), inlined(self.hooked):
-                MSContext.get_instance()._set_not_convert_jit(False)
-                cell.set_inputs(*(Tensor(shape=shape, dtype=t.dtype) for shape, t in zip(lengths, tensors)))
-                cell.compile(*tensors)
+            self._compile(cell, tensors, shapes)
         except Exception:
             return None
         return cell
+
+    def _compile(self, cell: nn.Cell, tensors: tuple[Tensor, ...], shapes: Shapes) -> str:
+        """Compile what is not compiled yet, and return the name of the graph.
+
+        A graph is run by its name from the first time on. A call of the cell would look for it anew, which takes twice
+        as long as a small graph itself, and would not find it if meanwhile another cell with such inputs was freed.
+        MindSpore runs graphs by name in the phases of incremental inference.
+        """
+        name = self.graphs.get((cell.phase, shapes))
+        if name is None:
+            with graph_mode(), inlined(self.hooked):
+                MSContext.get_instance()._set_not_convert_jit(False)
+                cell.compile(*tensors)
+            name = self.graphs[cell.phase, shapes] = cell.phase_cache[cell.phase]
+            return_memory()
+        return name
+
+
+def _run(cell: nn.Cell, name: str, tensors: tuple[Tensor, ...]) -> Any:
+    """Run a graph by its name."""
+    if any(tensor.const_arg or tensor.has_init for tensor in tensors):
+        return cell(*tensors)
+    _cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
+    return _cell_graph_executor._exec_pip(cell, *tensors, phase=name)
 
 
 @contextmanager

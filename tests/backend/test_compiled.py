@@ -1,5 +1,6 @@
 """Running cells as graphs from both modes: how many are compiled, and what happens where none can be."""
 
+import gc
 import inspect
 
 import mindspore as ms
@@ -41,6 +42,21 @@ def test_both_modes_run_compiled_graphs_if_told_so_and_stay_as_they_were(mode):
         step.set_train()(*BATCH)
     assert sorted(compiled) == ["MicroStep", "Report", "Update"]
     assert step.optimizer.gradients() == [GRADIENT] and ms.get_context("mode") == mode
+
+
+class Increment(nn.Cell):
+    def construct(self, x):
+        return x + 1
+
+
+def test_a_cell_that_is_freed_meanwhile_costs_no_second_compilation(monkeypatch):
+    x, older, collect = Tensor(np.zeros(31, np.float32)), [Increment()], gc.collect
+    older[0](x)
+    # MindSpore finds a graph by its inputs, and forgets these with the first cell that had such inputs.
+    monkeypatch.setattr(gc, "collect", lambda *args: (older.clear(), collect(*args)))
+    newer = Compiled(Increment, "TrainOneStepCell", "the network")
+    with compilations() as compiled:
+        assert newer(x).sum() == 31 and compiled == ["Increment"] and not older
 
 
 class Counting(KeepGradients):
