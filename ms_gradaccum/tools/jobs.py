@@ -13,11 +13,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from ms_gradaccum.tools.processes import end_with_parent, environment_outside_jobs, free_port, import_path
 
 # Seconds between two looks at a folder.
 MOMENT = 0.2
 DONE = "done"
+# Beginning of the names of files with the numbers of processes.
+_PROCESS = "process_"
 # So many characters of a log go into an error.
 _LAST_WORDS = 3000
 _Kind = TypeVar("_Kind", bound="Processes")
@@ -103,6 +107,11 @@ class Processes:
         self._end()
         self._clean_up()
 
+    def ended(self) -> list[int]:
+        """Return the ranks whose processes have ended, which none does by itself."""
+        processes = {int(path.name.rpartition("_")[2]): path for path in self.folder.glob(f"{_PROCESS}*")}
+        return sorted(rank for rank, path in processes.items() if _has_ended(int(path.read_text())))
+
     def last_words(self) -> str:
         """Return the end of the log of a process, of one that failed if there is one."""
         logs = [self.folder / "msrun.log", *sorted((self.folder / "log").glob("worker_*.log"))]
@@ -129,6 +138,13 @@ class Processes:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _has_ended(number: int) -> bool:
+    try:
+        return bool(psutil.Process(number).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 class Meeting:
     """Files in which the ranks of a job report to the process that has started it, and wait for each other.
 
@@ -137,6 +153,7 @@ class Meeting:
 
     def __init__(self, folder: str, rank: int, size: int) -> None:
         self.folder, self.rank, self.size = Path(folder), rank, size
+        self.write(f"{_PROCESS}{rank}", str(os.getpid()))
 
     def phase(self, text: str) -> None:
         """Tell what this rank does now."""

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import simulated_programs as programs
-from simulated_programs import HIDDEN, INSIDE, OUTSIDE, fails, halves, hangs, sharded
+from simulated_programs import HIDDEN, INSIDE, OUTSIDE, fails, halves, hangs, is_killed_on_rank_1, sharded
 from started_processes import processes_with
 
 from ms_gradaccum import simulate
@@ -125,6 +125,16 @@ def test_a_step_that_nothing_partitions_is_refused(tmp_path):
 def test_a_process_that_hangs_is_ended():
     with pytest.raises(TimeoutError, match="'timeout' must be more than what it takes, but got 10 s"):
         simulate(hangs, 2, timeout=10)
+
+
+@compiles
+def test_a_process_that_is_killed_is_named_at_once():
+    begin = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match=r"but that of rank 1 of 2 ended at 'building'\. Mostly the system has killed"
+    ):
+        simulate(is_killed_on_rank_1, 2)
+    assert time.monotonic() - begin < 60  # The other process notices it after five minutes.
 
 
 @compiles

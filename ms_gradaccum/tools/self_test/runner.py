@@ -147,7 +147,7 @@ class Runner:
             if failed and limit == self.timeout:
                 limit = min(limit, seconds + _GRACE)
             said = ""
-            if job.process.poll() is not None:
+            if job.process.poll() is not None or job.ended():
                 said = f"its process ended: {_last_line(job)}"
             elif seconds > limit:
                 said = f"it hangs: {job.count - len(reports)} of {job.count} processes have not answered within "

@@ -35,11 +35,14 @@ class Job(Processes):
         while not all(report.exists() for report in reports):
             self._raise_errors()
             tell(self._phase())
-            if self.process.poll() is not None and not all(report.exists() for report in reports):
+            ended = self.ended()
+            if (ended or self.process.poll() is not None) and not all(report.exists() for report in reports):
                 self._raise_errors()
-                said = self.last_words() or "none"
+                who = f"that of rank {ended[0]} of {self.count}" if ended else "all"
                 raise RuntimeError(
-                    f"For '{OWNER}', the processes must run, but they ended. The last words of one: {said}"
+                    f"For '{OWNER}', the processes must run until all are done, but {who} ended at '{self._phase()}'. "
+                    "Mostly the system has killed it for want of memory: take fewer devices, or layers, or a machine "
+                    f"with more of it. The last words of one: {self.last_words() or 'none'}"
                 )
             if time.monotonic() > deadline:
                 raise TimeoutError(
