@@ -23,6 +23,7 @@ def cores() -> int:
     return os.cpu_count() or 1  # macOS, Windows
 
 
+_squeeze = ops.Squeeze()
 # A factor that changes nothing; where no kernel of this package is used, the compiler leaves it out.
 ONE = Tensor(1.0, ms.float32)
 
@@ -116,7 +117,8 @@ def fill_in_place(total: Parameter, number: Tensor) -> Tensor:
 def sum_of_squares(values: Tensor) -> Tensor:
     """Return the sum of the squares of a float32 tensor, a scalar."""
     if _fit(values.dtype):
-        return _sum_of_squares(values).reshape(())
+        # The compiler takes 20 ms to learn what a reshape is.
+        return _squeeze(_sum_of_squares(values))
     squares = ops.square(values)
     if squares.ndim > 1:
         # Row by row first: on CPU a reduction over all axes at once takes 7 times as long.

@@ -90,6 +90,11 @@ def rebuilt(structure: Any, leaves: tuple[Tensor, ...]) -> Any:
     return structure[1](*children) if hasattr(structure[1], "_fields") else structure[1](children)
 
 
+def is_flat(structure: Any) -> bool:
+    """Return whether the inputs of ``structure`` are a tuple of its tensors, so that there is nothing to rebuild."""
+    return bool(structure[:2] == ("sequence", tuple) and all(child[0] == "leaf" for child in structure[2]))
+
+
 def rebuilder(structure: Any) -> nn.Cell:
     """Return the cell that makes the inputs of ``structure`` from its tensors."""
     kind = structure[0]

@@ -13,7 +13,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.tensors import scalar
-from ms_gradaccum.batch.nested_inputs import rebuilder
+from ms_gradaccum.batch.nested_inputs import is_flat, rebuilder
 
 _MEAN_REMEDY = (
     "Reduce it to its mean, for example with reduction='mean', or return (loss_sum, weight) with weighted=True."
@@ -33,7 +33,8 @@ _LOSSES_REMEDY = (
 _FURTHER_REMEDY = "Give losses='first' to leave them out, or return one pair (loss_sum, weight) per loss, with terms."
 # Further losses that are reported. Graphs and messages between processes need a number that is known beforehand.
 MOST_OTHER_LOSSES = 64
-_ZERO = Tensor(0.0, ms.float32)
+_stack = ops.Stack()
+_map = ops.HyperMap()
 _TERMS_REMEDY = "With terms=2, for example, it returns ((sum_1, weight_1), (sum_2, weight_2))."
 
 
@@ -99,6 +100,14 @@ def _is_loss(ndim: int, shape: Any, dtype: Any) -> bool:
     return dtype in mstype.float_type and (ndim == 0 or tuple(shape) == (1,))
 
 
+_as_number = ops.MultitypeFuncGraph("as_number")
+
+
+@_as_number.register("Tensor")
+def _one_as_number(item: Tensor) -> Tensor:
+    return ops.cast(item, ms.float32).reshape(())
+
+
 class WeightedLoss(nn.Cell):
     """The loss of a network as (sum, weight), from the tensors of one micro batch.
 
@@ -122,7 +131,7 @@ class WeightedLoss(nn.Cell):
         self.losses = losses
         # Whether further losses are reported.
         self.reports = losses is not None
-        self.structure = None if structure is None else rebuilder(structure)
+        self.structure = None if structure is None or is_flat(structure) else rebuilder(structure)
 
     def outputs(self, tensors: tuple[Any, ...]) -> Any:
         """Return what the network returns."""
@@ -169,13 +178,13 @@ class WeightedLoss(nn.Cell):
             _refuse_losses(len(further), remedy)
         if not self.reports:
             return ()
-        presence = _presence_of(len(further))
-        values: tuple[Tensor, ...] = ()
-        for item in further:
-            # Nothing goes back from here: what is trained of them is in the loss.
-            values += (ops.stop_gradient(ops.cast(item, ms.float32)).reshape(()),)
-        values += (_ZERO,) * (MOST_OTHER_LOSSES - len(further))
-        return (ops.stack((ops.stack(values), Tensor(presence, ms.float32))),)
+        presence = Tensor(_presence_of(len(further)), ms.float32)
+        values = ops.zeros_like(presence)
+        if len(further) > 0:
+            own = _stack(_map(_as_number, further))
+            values = ops.concat((own, values[len(further) :]))
+        # Nothing goes back from here: what is trained of them is in the loss.
+        return (ops.stop_gradient(_stack((values, presence))),)
 
 
 class RowWeight(WeightedLoss):

@@ -91,7 +91,7 @@ class AddMicroBatch(nn.Cell):
         if self.terms > 1:
             loss_sums, weights = ops.stack(values[0::2]), ops.stack(values[1::2])
         notes: tuple[Tensor, ...] = others if self.totals.has_notes else ()
-        return (loss_sums, weights, self.after(done)) + notes
+        return (loss_sums, weights, self.after(done), *notes)
 
     def is_finite(self, values: tuple[Tensor, ...], grads: tuple[tuple[Any, ...], ...]) -> Tensor:
         """Return whether all of a micro batch is finite: one decision for all terms."""
@@ -102,7 +102,9 @@ class AddMicroBatch(nn.Cell):
 
     def add(self, term: int, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Any, done: Any) -> Any:
         """Add the gradients of one term of the loss, after ``done``."""
-        for reducer, (begin, end) in zip(self.reducers, self.bounds):
+        for i in range(len(self.bounds)):
+            begin, end = self.bounds[i]
+            reducer = self.reducers[i]
             # One after the other: the messages of all ranks must come in one order.
             own = ops.depend(chunk_of(grads, begin, end), done)
             if self.scales_first:

@@ -94,9 +94,9 @@ class Report(nn.Cell):
             bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
             # All of it was left out.
             overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(weighs)))
-        report: tuple[Tensor, ...] = (loss, overflow, self.loss_scale.value(), updated)
-        report += (norm, self.learning_rate(), weight, bad)
-        return report + self.buffer.other_losses_after(reduced)
+        decision = (overflow, self.loss_scale.value(), updated)
+        others = self.buffer.other_losses_after(reduced)
+        return (loss, *decision, norm, self.learning_rate(), weight, bad, *others)
 
 
 class OpenWindow(nn.Cell):
@@ -112,8 +112,8 @@ class OpenWindow(nn.Cell):
         loss = ops.depend(self.buffer.mean_loss(), done)
         weight = ops.depend(self.buffer.weight + 0.0, done)
         unknown, no = Tensor(math.nan, ms.float32), Tensor(False)
-        report: tuple[Tensor, ...] = (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight)
-        return report + self.buffer.other_losses_after(done)
+        others = self.buffer.other_losses_after(done)
+        return (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight, *others)
 
 
 class WindowEnd(nn.Cell):
