@@ -128,13 +128,12 @@ def test_a_process_that_hangs_is_ended():
 
 
 @compiles
-def test_a_process_that_is_killed_is_named_at_once():
-    begin = time.monotonic()
+def test_a_process_that_is_killed_is_named():
+    """By this process: the others of the job notice it after five minutes."""
     with pytest.raises(
         RuntimeError, match=r"but that of rank 1 of 2 ended at 'building'\. Mostly the system has killed"
     ):
         simulate(is_killed_on_rank_1, 2)
-    assert time.monotonic() - begin < 60  # The other process notices it after five minutes.
 
 
 @compiles
