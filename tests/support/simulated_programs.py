@@ -1,12 +1,10 @@
 """What the tests of `simulate` build in its processes: as users write it, beside what goes wrong."""
 
 import os
-import signal
 import time
 
 import numpy as np
 from mindspore import Tensor, nn, ops
-from mindspore.communication import get_rank
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, MixedPrecision, Model, TrainOneStepCell
@@ -73,12 +71,6 @@ def alone():
 
 
 def hangs():
-    time.sleep(600)
-
-
-def is_killed_on_rank_1():
-    if get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 
 

@@ -10,10 +10,11 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import simulated_programs as programs
-from simulated_programs import HIDDEN, INSIDE, OUTSIDE, fails, halves, hangs, is_killed_on_rank_1, sharded
+from simulated_programs import HIDDEN, INSIDE, OUTSIDE, fails, halves, hangs, sharded
 from started_processes import processes_with
 
 from ms_gradaccum import simulate
@@ -127,13 +128,24 @@ def test_a_process_that_hangs_is_ended():
         simulate(hangs, 2, timeout=10)
 
 
-@compiles
-def test_a_process_that_is_killed_is_named():
-    """By this process: the others of the job notice it after five minutes."""
-    with pytest.raises(
-        RuntimeError, match=r"but that of rank 1 of 2 ended at 'building'\. Mostly the system has killed"
-    ):
-        simulate(is_killed_on_rank_1, 2)
+@pytest.mark.parametrize("is_reaped", [False, True])
+def test_a_process_that_is_killed_is_named(tmp_path, is_reaped):
+    """By the one that waits for the job: MindSpore's other processes notice it after five minutes."""
+    job = SimpleNamespace(folder=tmp_path, count=2, last_words=lambda: "a line")
+    for method in (Job.ended, Job._phase, Job._raise_errors):
+        setattr(job, method.__name__, method.__get__(job))
+    with subprocess.Popen(["sleep", "60"]) as killed, subprocess.Popen(["sleep", "60"]) as job.process:
+        for rank, process in enumerate((job.process, killed)):
+            with mock.patch("os.getpid", return_value=process.pid):
+                Meeting(str(tmp_path), rank, 2).phase("building")
+        assert job.ended() == []
+        killed.kill()
+        if is_reaped:
+            killed.wait()
+        rule = "For 'simulate', the processes must run until all are done, but that of rank 1 of 2 ended at 'building'"
+        with refuses(RuntimeError, f"{rule}. Mostly the system has killed it for want of memory"):
+            Job.wait(job, 60.0, str)
+        job.process.kill()
 
 
 @compiles
