@@ -163,8 +163,10 @@ class Compiled:
         cell = self.make_cell()
         follow_mode(cell, self.cell)
         lengths = [[None if length < 0 else length for length in shape] for shape in shapes]
-        cell.set_inputs(*(Tensor(shape=shape, dtype=t.dtype) for shape, t in zip(lengths, tensors)))
         try:
+            # In PYNATIVE mode MindSpore would take what the user runs op by op for something of changing shapes.
+            with graph_mode():
+                cell.set_inputs(*(Tensor(shape=shape, dtype=t.dtype) for shape, t in zip(lengths, tensors)))
             self._compile(cell, tensors, shapes)
         except Exception:
             return None

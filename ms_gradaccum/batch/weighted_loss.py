@@ -12,6 +12,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
+from ms_gradaccum.backend.kernels import as_dtype
 from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.batch.nested_inputs import is_flat, rebuilder
 
@@ -105,7 +106,7 @@ _as_number = ops.MultitypeFuncGraph("as_number")
 
 @_as_number.register("Tensor")
 def _one_as_number(item: Tensor) -> Tensor:
-    return ops.cast(item, ms.float32).reshape(())
+    return as_dtype(scalar(item), ms.float32)
 
 
 class WeightedLoss(nn.Cell):

@@ -109,8 +109,8 @@ class Processes:
 
     def ended(self) -> list[int]:
         """Return the ranks whose processes have ended, which none does by itself."""
-        processes = {int(path.name.rpartition("_")[2]): path for path in self.folder.glob(f"{_PROCESS}*")}
-        return sorted(rank for rank, path in processes.items() if _has_ended(int(path.read_text())))
+        files = [self.folder / f"{_PROCESS}{rank}" for rank in range(self.count)]
+        return [rank for rank, file in enumerate(files) if file.exists() and _has_ended(int(file.read_text()))]
 
     def last_words(self) -> str:
         """Return the end of the log of a process, of one that failed if there is one."""

@@ -102,6 +102,7 @@ class AddMicroBatch(nn.Cell):
 
     def add(self, term: int, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Any, done: Any) -> Any:
         """Add the gradients of one term of the loss, after ``done``."""
+        # By number: a zip takes the compiler as long as all else in this loop.
         for i in range(len(self.bounds)):
             begin, end = self.bounds[i]
             reducer = self.reducers[i]

@@ -94,9 +94,8 @@ class Report(nn.Cell):
             bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
             # All of it was left out.
             overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(weighs)))
-        decision = (overflow, self.loss_scale.value(), updated)
         others = self.buffer.other_losses_after(reduced)
-        return (loss, *decision, norm, self.learning_rate(), weight, bad, *others)
+        return (loss, overflow, self.loss_scale.value(), updated, norm, self.learning_rate(), weight, bad, *others)
 
 
 class OpenWindow(nn.Cell):

@@ -2,12 +2,14 @@
 
 import gc
 import inspect
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, line
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.api import _pynative_executor
 from step_probe import KeepGradients, compilations, keeping_step, number, tensors
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
@@ -103,6 +105,15 @@ def test_the_number_of_compilations_does_not_depend_on_micro_size():
         counts[micro_size] = len(compiled)
     # One for the report on the open window. Eight rows in three micro batches are two of three rows and one of two.
     assert counts == {1: 2, 2: 2, 8: 2, 3: 3}
+
+
+def test_what_runs_op_by_op_is_not_told_of_changing_shapes():
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    increment = Compiled(Increment, "TrainOneStepCell", "the network")
+    with mock.patch.object(_pynative_executor, "set_dynamic_input") as told:
+        for rows in range(1, MAX_FIXED_SHAPES + 3):
+            assert increment(Tensor(np.ones(rows, np.float32))).sum() == 2 * rows
+    assert increment.general_cell is not None and not told.called
 
 
 class SumOfTokens(nn.Cell):

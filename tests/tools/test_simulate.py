@@ -131,9 +131,8 @@ def test_a_process_that_hangs_is_ended():
 @pytest.mark.parametrize("is_reaped", [False, True])
 def test_a_process_that_is_killed_is_named(tmp_path, is_reaped):
     """By the one that waits for the job: MindSpore's other processes notice it after five minutes."""
-    job = SimpleNamespace(folder=tmp_path, count=2, last_words=lambda: "a line")
-    for method in (Job.ended, Job._phase, Job._raise_errors):
-        setattr(job, method.__name__, method.__get__(job))
+    job = Job.__new__(Job)
+    job.folder, job.count = tmp_path, 2
     with subprocess.Popen(["sleep", "60"]) as killed, subprocess.Popen(["sleep", "60"]) as job.process:
         for rank, process in enumerate((job.process, killed)):
             with mock.patch("os.getpid", return_value=process.pid):
@@ -144,7 +143,7 @@ def test_a_process_that_is_killed_is_named(tmp_path, is_reaped):
             killed.wait()
         rule = "For 'simulate', the processes must run until all are done, but that of rank 1 of 2 ended at 'building'"
         with refuses(RuntimeError, f"{rule}. Mostly the system has killed it for want of memory"):
-            Job.wait(job, 60.0, str)
+            job.wait(60.0, str)
         job.process.kill()
 
 
