@@ -16,9 +16,8 @@ from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.host_driven import HostDrivenStep
 from ms_gradaccum.training.partitioned_step import PartitionedStep
-from ms_gradaccum.training.settings import StepSettings
+from ms_gradaccum.training.settings import STEP_REMEDY, StepSettings, check_stock_arguments
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.stock_cell import STEP_REMEDY, check_stock_arguments
 from ms_gradaccum.training.window import Window
 
 _OWNER = "TrainOneStepCell"

@@ -1,16 +1,23 @@
-"""The second half of the end of a window: from the sums to new weights and an empty buffer."""
+"""From the sums of a window to new parameters and an empty buffer: divide, unscale, clip, the optimizer, clear.
 
+What is done to the sums is done in place and chunk by chunk, so that no copy of all gradients is needed.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
+import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, op_by_op
 from ms_gradaccum.backend.kernels import on_cpu
 from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches
-from ms_gradaccum.backend.tensors import copy_after
+from ms_gradaccum.backend.tensors import cast_like, chunk_of, copy_after, scale, scale_each_in_place
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, Grads, NoClip
+from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.mean_gradients import MeanGradients, PutMeanGradients
 
 _look_at = ops.MultitypeFuncGraph("look_at")
 
@@ -18,6 +25,176 @@ _look_at = ops.MultitypeFuncGraph("look_at")
 @_look_at.register("Tensor", "Tensor")
 def _look_at_one(value: Tensor, parameter: Tensor) -> Tensor:
     return ops.expand_dims(ops.depend(parameter, value), 0)
+
+
+class EachClip(nn.Cell):
+    """Divide the sums and clip the means in place, chunk by chunk, by a clip that takes each gradient by itself.
+
+    Args:
+        clip: What clips gradients, given the norm of all.
+        reducer: What has the sums.
+    """
+
+    def __init__(self, clip: Any, reducer: GradientReducer) -> None:
+        super().__init__(auto_prefix=False)
+        self.clip = clip
+        self.reducer = reducer
+        self.chunks = reducer.buffer.chunks
+        self.map = ops.HyperMap()
+
+    def construct(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
+        """Return the sums times ``factor``, whose norm is ``norm``, clipped; they take the place of the sums.
+
+        A ``limit`` is what they are clipped to, if not what the clip says.
+        """
+        decision = self.decide(factor, norm, *limit)
+        factor = ops.depend(self.scaled(factor, norm, *limit), decision)
+        means: Grads = ()
+        for begin, end in self.chunks:
+            sums = chunk_of(self.reducer.sums, begin, end)
+            stored = self.stored(begin, sums, factor, decision)
+            means += stored
+            factor = copy_after(factor, stored)
+        return means
+
+    def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Any:
+        """Return what `clipped` needs to know of all gradients."""
+        return (norm, *limit)
+
+    def scaled(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Tensor:
+        """Return by what the sums are multiplied before they are clipped."""
+        return factor
+
+    def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
+        """Put clipped means in the place of sums, of which the first is number ``begin``."""
+        clipped = self.clipped(begin, self.map(ops.partial(scale, factor), sums), decision)
+        stored: Grads = self.map(ops.assign, sums, clipped)
+        return stored
+
+    def clipped(self, begin: int, grads: Grads, decision: Any) -> Grads:
+        """Return gradients after clipping, of which the first is number ``begin``."""
+        clipped: Grads = self.clip(grads, *decision)
+        return clipped
+
+    def norm_after(self, norm: Tensor, *limit: Tensor) -> Any:
+        """Return the norm after clipping, or None if it takes a pass of its own."""
+        return self.clip.norm_after(norm, *limit)
+
+
+class Means(EachClip):
+    """Divide the sums in place, and clip nothing."""
+
+    def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
+        stored: Grads = self.map(ops.partial(scale_each_in_place, factor), sums)
+        return stored
+
+
+class NormClip(Means):
+    """Divide the sums and clip the means by one factor for both, in one pass over them.
+
+    It is the limit divided by the norm of the sums, whose squares are finite: no product that is too small.
+    """
+
+    def scaled(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Tensor:
+        return factor * self.clip.factor(norm, *limit)
+
+
+class GroupClip(EachClip):
+    """Divide the sums and clip the means of each group by its norm.
+
+    Args:
+        groups: The number of each gradient's group, -1 for none.
+        limits: The largest norm of each group.
+        reducer: What has the sums, and takes their squares over all shards.
+    """
+
+    def __init__(self, groups: tuple[int, ...], limits: Sequence[float], reducer: GradientReducer) -> None:
+        super().__init__(None, reducer)
+        # Which gradients each group has, and the group of each gradient; the last one has those of none.
+        self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
+        self.groups = Tensor([group % (len(limits) + 1) for group in groups], ms.int32)
+        self.limits = Tensor(limits, ms.float32)
+
+    def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
+        """Return the factor of each gradient."""
+        squares = ops.broadcast_to(self.reducer.squares(tuple(self.reducer.sums)), self.members.shape)
+        # No product with 0, which would take the NaN of one group to all.
+        norms = ops.sqrt(ops.sum(ops.select(self.members, squares, ops.zeros_like(squares)), (1,))) * factor
+        factors = ops.concat((self.limits / ops.maximum(norms, self.limits), ops.ones((1,), ms.float32)))
+        each: Grads = ops.unstack(ops.gather(factors, self.groups, 0))
+        return each
+
+    def clipped(self, begin: int, grads: Grads, decision: Grads) -> Grads:
+        """Return gradients after clipping, of which the first is number ``begin``."""
+        clipped: Grads = self.map(scale, chunk_of(decision, begin, begin + len(grads)), grads)
+        return clipped
+
+    def norm_after(self, norm: Tensor, *limit: Tensor) -> None:
+        """Return None: the norm after clipping takes a pass of its own."""
+        return None
+
+
+def clip_of(clip: Any, names: Sequence[str], reducer: GradientReducer) -> EachClip:
+    """Return the cell that clips the means of gradients of parameters of these names."""
+    if isinstance(clip, ClipByGroupNorm):
+        return GroupClip(clip.groups_of(names), list(clip.limits.values()), reducer)
+    if isinstance(clip, ClipByGlobalNorm):
+        return NormClip(clip, reducer)
+    return Means(clip, reducer) if isinstance(clip, NoClip) else EachClip(clip, reducer)
+
+
+class MeanGradients(nn.Cell):
+    """Divide, unscale and clip the sums in place, and make of them what the optimizer takes.
+
+    Args:
+        clip: Clipping of the mean gradient.
+        reducer: What has the sums.
+        loss_scale: The loss scale.
+        handed_scale: What the optimizer divides gradients by, having been told the loss scale.
+    """
+
+    def __init__(self, clip: Any, reducer: GradientReducer, loss_scale: NoLossScale, handed_scale: float) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = reducer.buffer
+        self.loss_scale = loss_scale
+        self.clip = clip_of(clip, reducer.buffer.names, reducer)
+        self.reducer = reducer
+        self.handed_scale = handed_scale
+        # Whether the sums themselves are then what the optimizer takes.
+        self.in_place = reducer.takes_sums and all(
+            total.dtype == parameter.dtype for total, parameter in zip(reducer.sums, reducer.parameters)
+        )
+        self.map = ops.HyperMap()
+
+    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
+        """Return the norm after clipping and the gradients, of a mean gradient whose norm is ``norm``.
+
+        A ``limit`` is what it is clipped to, if not what the clip says.
+        """
+        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
+        grads = self.clip(factor, norm, *limit)
+        clipped_norm = self.clip.norm_after(norm, *limit)
+        if clipped_norm is None:
+            clipped_norm = self.reducer.norm(grads)
+        if self.handed_scale != 1.0:
+            factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, grads))
+            grads = self.map(ops.partial(scale_each_in_place, factor), tuple(self.reducer.sums))
+        ready = self.map(cast_like, self.reducer.for_optimizer(grads), self.reducer.parameters)
+        return clipped_norm, ops.depend(ready, self.reducer.before_update())
+
+
+class PutMeanGradients(nn.Cell):
+    """The same for an optimizer that runs outside of a graph."""
+
+    def __init__(self, gradients: MeanGradients) -> None:
+        super().__init__(auto_prefix=False)
+        self.gradients = gradients
+        self.in_place = gradients.in_place
+
+    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
+        """Return the norm after clipping and the gradients; not those that are in the place of the sums."""
+        clipped_norm, ready = self.gradients(norm, *limit)
+        return (ops.depend(clipped_norm, ready), ()) if self.in_place else (clipped_norm, ready)
 
 
 class EndUpdate(nn.Cell):

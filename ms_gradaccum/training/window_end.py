@@ -13,9 +13,8 @@ from ms_gradaccum.backend.tensors import add_each_in_place, chunk_of, copy_after
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.mean_gradients import MeanGradients
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.update import Update, build_update
+from ms_gradaccum.training.update import MeanGradients, Update, build_update
 
 
 class FoldTerms(nn.Cell):

@@ -1,10 +1,10 @@
 """The shape of the package: rooms whose imports run one way, short files and functions."""
 
 import ast
-import io
 import re
-import tokenize
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,39 +15,9 @@ ROOMS = (
     "_checks backend batch gradients parallel training loops checkpoint tools integrations __init__ __main__".split()
 )
 
-NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-def name_of(file):
-    return file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
-
-
-def imported_modules(file):
-    """Full names of all that ``file`` imports, inside functions too."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file.name}, line {node.lineno}: a relative import"
-            yield from (module_of(node.module, alias.name) for alias in node.names)
-
-
-def module_of(module, name):
-    """The module that ``from module import name`` loads."""
-    inner = f"{module}.{name}"
-    return inner if is_ours(module) and PACKAGE.joinpath(*inner.split(".")[1:]).with_suffix(".py").exists() else module
-
-
-def imported_files(file):
-    """Names of the files of the package that ``file`` imports."""
-    names = {name.partition(".")[2] or "__init__" for name in imported_modules(file) if is_ours(name)}
-    return [f"{name}.__init__" if (PACKAGE / name.replace(".", "/")).is_dir() else name for name in names]
-
-
-def is_ours(module):
-    return module == "ms_gradaccum" or module.startswith("ms_gradaccum.")
+# The program that measures the package.
+structure = SimpleNamespace(**runpy.run_path(str(PACKAGE.parent / "benchmarks" / "structure.py")))
+FILES, name_of, imported_files = structure.FILES, structure.name_of, structure.imported_files
 
 
 def room_of(name):
@@ -58,16 +28,6 @@ def code_length(function):
     """Lines of a function without its docstring."""
     docstring = ast.get_docstring(function, clean=False)
     return function.end_lineno - function.lineno + 1 - len((docstring or "").splitlines())
-
-
-def lines_of_code(file):
-    """Number of lines with code: docstrings, comments and blank lines do not count."""
-    text, docstrings = file.read_text(), set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return len({token.start[0] for token in tokens if token.type not in NO_CODE} - docstrings)
 
 
 def test_each_entry_of_the_package_is_a_room():
@@ -93,7 +53,7 @@ def test_there_is_no_import_cycle():
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_a_file_has_at_most_250_lines_of_code(file):
-    assert lines_of_code(file) <= 250
+    assert structure.lines_of_code(file) <= 250
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
@@ -110,4 +70,4 @@ def test_the_page_for_maintainers_has_the_same_rooms():
 
 def test_nothing_imports_torch():
     for file in FILES:
-        assert "torch" not in {module.split(".")[0] for module in imported_modules(file)}, file
+        assert "torch" not in {module.split(".")[0] for module in structure.imported_modules(file)}, file

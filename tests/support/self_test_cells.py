@@ -19,7 +19,7 @@ from ms_gradaccum.parallel.collectives import AllReduce
 from ms_gradaccum.tools.self_test import costs
 from ms_gradaccum.tools.self_test.cells import Cell
 from ms_gradaccum.tools.self_test.training import Found
-from ms_gradaccum.training.mean_gradients import NormClip
+from ms_gradaccum.training.update import NormClip
 
 # In the name of a cell, before the way in which the build is broken.
 IN_BUILD = ", in a broken build: "

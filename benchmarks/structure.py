@@ -1,0 +1,188 @@
+"""What a newcomer has to hold in mind: how many files, lines, floors of imports and conditions the package has.
+
+python benchmarks/structure.py
+
+`docs/architecture.md` says what they should be.
+"""
+
+import argparse
+import ast
+import io
+import os
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+PACKAGE = Path(__file__).resolve().parents[1] / "ms_gradaccum"
+FILES = sorted(PACKAGE.rglob("*.py"))
+STEP_ROOMS = ("backend", "batch", "gradients", "parallel", "training")
+# What stands apart from training.
+LATER = ("tools/simulation", "tools/self_test", "integrations")
+_NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+# Names of settings that a condition may ask for.
+_SWITCH = re.compile(r"\b(semi_auto|several|half|drops|reduces|overlaps|compiles|is_cached|eager|every_batch)\b")
+
+
+def name_of(file: Path) -> str:
+    """Return the name of a module inside the package."""
+    return file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
+
+
+def imported_modules(file: Path) -> Iterator[str]:
+    """Yield the full names of all that ``file`` imports, inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{file.name}, line {node.lineno}: a relative import"
+            yield from (_module_of(node.module, alias.name) for alias in node.names)
+
+
+def imported_files(file: Path) -> list[str]:
+    """Return the names of the files of the package that ``file`` imports."""
+    names = {name.partition(".")[2] or "__init__" for name in imported_modules(file) if _is_ours(name)}
+    return [f"{name}.__init__" if (PACKAGE / name.replace(".", "/")).is_dir() else name for name in names]
+
+
+def _module_of(module: str, name: str) -> str:
+    """Return the module that ``from module import name`` loads."""
+    inner = f"{module}.{name}"
+    is_file = PACKAGE.joinpath(*inner.split(".")[1:]).with_suffix(".py").exists()
+    return inner if _is_ours(module) and is_file else module
+
+
+def _is_ours(module: str) -> bool:
+    return module == "ms_gradaccum" or module.startswith("ms_gradaccum.")
+
+
+def lines_of_code(file: Path) -> int:
+    """Return the number of lines with code: docstrings, comments and blank lines do not count."""
+    text, docstrings = file.read_text(), set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return len({token.start[0] for token in tokens if token.type not in _NO_CODE} - docstrings)
+
+
+def _lines(files: list[Path]) -> str:
+    """Return the number of lines of these files, and of those with code."""
+    return f"{sum(file.read_text().count(chr(10)) for file in files):,} / {sum(map(lines_of_code, files)):,}"
+
+
+def floors(imports: dict[str, list[str]]) -> dict[str, int]:
+    """Return how many files stand above one another, up to each file."""
+    found: dict[str, int] = {}
+
+    def floor(name: str) -> int:
+        if name not in found:
+            found[name] = 1 + max(map(floor, imports[name]), default=0)
+        return found[name]
+
+    for name in imports:
+        floor(name)
+    return found
+
+
+def loaded_with(name: str, imports: dict[str, list[str]]) -> set[str]:
+    """Return the files that have to be read to understand what ``name`` imports, itself among them."""
+    found, open_names = set(), [name]
+    while open_names:
+        if (each := open_names.pop()) not in found:
+            found.add(each)
+            open_names += imports[each]
+    return found
+
+
+def switches() -> int:
+    """Return how many conditions of the files of a step ask for a setting."""
+    count = 0
+    for room in ("gradients", "parallel", "training"):
+        for file in (PACKAGE / room).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, (ast.If, ast.IfExp)):
+                    count += bool(_SWITCH.search(ast.unparse(node.test)))
+    return count
+
+
+class _Seen:
+    """The files of the package whose functions run."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+
+    def __enter__(self) -> set[str]:
+        sys.setprofile(self._look)
+        return self.files
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
+            self.files.add(frame.f_code.co_filename)
+
+
+def files_of_a_batch() -> tuple[int, int, int]:
+    """Return the files that one batch goes through on the host, with those inside graphs, and with building."""
+    import mindspore as ms
+    from mindspore import nn, ops
+
+    from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
+
+    def windows(mode: int) -> tuple[set[str], set[str]]:
+        ms.set_context(mode=mode)
+        network = nn.Dense(4, 1)
+        loss = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+        optimizer = nn.SGD(network.trainable_params(), 0.1)
+        with _Seen() as building:
+            step = TrainOneStepCell(loss, optimizer, clip=ClipByGlobalNorm(1.0))
+        batch = ops.ones((4, 4)), ops.ones((4, 1))
+        step(*batch)
+        with _Seen() as running:
+            step(*batch)
+        return building, running
+
+    built, on_the_host = windows(ms.GRAPH_MODE)
+    # Op by op, Python goes through what is inside a graph otherwise.
+    with mock.patch.dict(os.environ, MS_JIT="0"):
+        built_too, in_graphs = windows(ms.PYNATIVE_MODE)
+    running = on_the_host | in_graphs
+    return len(on_the_host), len(running), len(running | built | built_too)
+
+
+def measure() -> list[tuple[str, str]]:
+    """Return the names and the values of the figures."""
+    imports = {name_of(file): imported_files(file) for file in FILES}
+    heights = floors(imports)
+    model = loaded_with("loops.model", imports)
+    later = [file for file in FILES if file.relative_to(PACKAGE).as_posix().startswith(LATER)]
+    step = [file for file in FILES if file.relative_to(PACKAGE).parts[0] in STEP_ROOMS]
+    host, running, whole = files_of_a_batch()
+    return [
+        ("entries of the package", f"{len({file.relative_to(PACKAGE).parts[0] for file in FILES})}"),
+        ("files", f"{len(FILES)}"),
+        ("lines, docstrings included / of code", _lines(FILES)),
+        (f"of these in {', '.join(LATER)}", _lines(later)),
+        ("of these in the rooms of a step", _lines(step)),
+        ("files to load Model", f"{len(model)}"),
+        ("files of one batch: host / with graphs / with building", f"{host} / {running} / {whole}"),
+        ("conditions on settings in the rooms of a step", f"{switches()}"),
+        ("floors of imports: up to Model / in all", f"{heights['loops.model']} / {max(heights.values())}"),
+    ]
+
+
+def main() -> None:
+    """Print the figures."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for name, value in measure():
+        print(f"{name:<60}{value:>20}")
+
+
+if __name__ == "__main__":
+    main()
