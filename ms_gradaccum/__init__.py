@@ -17,8 +17,8 @@ from ms_gradaccum.loops.ema import EMA as EMA
 from ms_gradaccum.loops.model import Model as Model
 from ms_gradaccum.loops.schedule import AccumulationConfig as AccumulationConfig
 from ms_gradaccum.loops.schedule import AccumulationSchedule as AccumulationSchedule
-from ms_gradaccum.parallel.data_parallel import DataParallel as DataParallel
-from ms_gradaccum.parallel.hsdp import HSDP as HSDP
+from ms_gradaccum.parallel.kinds import HSDP as HSDP
+from ms_gradaccum.parallel.kinds import DataParallel as DataParallel
 from ms_gradaccum.tools.planning.plan import TrainingPlan as TrainingPlan
 from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size as find_micro_size
 from ms_gradaccum.tools.reporting.metrics_logger import MetricsLogger as MetricsLogger

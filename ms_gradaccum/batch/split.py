@@ -206,3 +206,21 @@ def _cut_on_host(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]
 def _rows(tensor: Tensor, axis: int, begin: int, end: int) -> tuple[slice, ...]:
     before: int = axis % tensor.ndim
     return (slice(None),) * before + (slice(begin, end),)
+
+
+def ambiguous_inputs(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> list[int]:
+    """Return the places of the inputs that may be no batch and are split all the same.
+
+    That is a tensor that is as long as the batch on another axis, too, such as a mask, or a vector of floating-point
+    numbers.
+    """
+    places, found = 0, []
+    for i, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):
+        if not isinstance(item, (Tensor, np.ndarray)) or not isinstance(axis, int) or not item.shape:
+            continue
+        others = list(item.shape)
+        rows = others.pop(axis)
+        places += 1
+        if rows > 1 and (rows in others if others else "float" in str(item.dtype).lower()):
+            found.append(i)
+    return found if places > 1 else []  # Something must be the batch.

@@ -5,11 +5,11 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
+from mindspore.ops.operations import SparseGatherV2
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.kernels import add_in_place, add_noted_in_place, as_dtype, fill_in_place, spread
 from ms_gradaccum.backend.tensors import chunk_of, chunks_of
-from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES
 
 
 class TermSums(nn.Cell):
@@ -72,7 +72,7 @@ class GradientBuffer(nn.Cell):
         shapes: What is kept of each weight's gradient: a part, if the ranks share the sums. Default: the whole.
         terms: Number of terms of the loss that have weights of their own.
         counts_dropped: Whether micro batches can be left out, and are counted.
-        reports_others: Whether losses that the network returns beside the first one are reported.
+        other_losses: How many losses that the network returns beside the first one can be reported.
         notes_squares: Whether the squares of the gradients of micro batches are noted.
     """
 
@@ -83,7 +83,7 @@ class GradientBuffer(nn.Cell):
         shapes: Any = None,
         terms: int = 1,
         counts_dropped: bool = False,
-        reports_others: bool = False,
+        other_losses: int = 0,
         notes_squares: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -108,10 +108,8 @@ class GradientBuffer(nn.Cell):
             zeros(f"{self.sums[0].name}.window_dropped", (), self.loss.dtype) if counts_dropped else None
         )
         # Of each loss that is reported the sum, and below it the weight.
-        shape = (2, MOST_OTHER_LOSSES)
-        self.other_losses: Any = (
-            zeros(f"{self.sums[0].name}.window_other_losses", shape, self.loss.dtype) if reports_others else None
-        )
+        name, shape = f"{self.sums[0].name}.window_other_losses", (2, other_losses)
+        self.other_losses: Any = zeros(name, shape, self.loss.dtype) if other_losses else None
 
     def all_totals(self) -> list[Parameter]:
         """Return everything of an open window that adds up over ranks, on each its own: what a state has of it."""
@@ -207,6 +205,14 @@ def _add_dense_noted(factor: Tensor, share: Tensor, noise: Parameter, total: Par
 
 def _add_number(total: Parameter, number: Tensor) -> Tensor:
     return ops.assign_add(total, as_dtype(number, total.dtype))
+
+
+def sparse_lookup(network: nn.Cell) -> str | None:
+    """Return the name of a cell whose gradient is sparse, or None."""
+    for _, cell in network.cells_and_names():
+        if any(isinstance(operator, SparseGatherV2) for operator in vars(cell).values()):
+            return str(cell.cls_name)
+    return None
 
 
 @_primexpr

@@ -7,6 +7,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import check_choice, sentence
 from ms_gradaccum.backend.tensors import chunks_of
+from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.gradients.clipping import squares_of
 
 # What a face takes as `bad_micro_batch`.
@@ -19,8 +20,13 @@ def check_bad_micro_batch(owner: str, bad_micro_batch: Any) -> bool:
     return check_choice(owner, "bad_micro_batch", bad_micro_batch, get_args(BadMicroBatch), remedy) == "drop"
 
 
-def check_dense(owner: str, lookup: str | None) -> None:
-    """Raise if the network has a sparse lookup, here its name: the compiler cannot look at such a gradient twice."""
+def check_can_drop(owner: str, network: Any) -> None:
+    """Raise if no micro batch of a GradAccumulation can be left out."""
+    if network.is_cached:
+        remedy = "Its loss has seen all micro batches before one can be left out."
+        raise ValueError(sentence(owner, "bad_micro_batch", "'skip_window' for a GradCacheLoss", "'drop'", remedy))
+    # The compiler cannot look at such a gradient twice.
+    lookup = sparse_lookup(network)
     if lookup is not None:
         rule, got = "'skip_window' where a gradient is sparse", f"'drop' with a sparse lookup in {lookup}"
         raise ValueError(sentence(owner, "bad_micro_batch", rule, got, "Use nn.Embedding."))

@@ -12,7 +12,7 @@ from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.integrations.scale_sense import scale_taken_out
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.parallel.factory import ParallelChoice
+from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 _OWNER = "create_trainer"

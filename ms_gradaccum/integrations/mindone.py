@@ -8,7 +8,7 @@ from ms_gradaccum._checks import check_bool, check_cell, sentence
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of, scale_taken_out
-from ms_gradaccum.parallel.factory import ParallelChoice
+from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
 

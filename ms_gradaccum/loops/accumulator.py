@@ -16,9 +16,9 @@ from ms_gradaccum.loops.external_gradients import GraphWindow, NoGraphWindow
 from ms_gradaccum.loops.loop_window import LoopWindow
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, pair_networks
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
-from ms_gradaccum.parallel.factory import ParallelChoice
+from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.world import gather_counts
-from ms_gradaccum.training.events import Observed
+from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 
@@ -148,12 +148,12 @@ class Accumulator(nn.Cell, Observed):
             )
             for _ in pairs
         ]
-        self._networks = [TrainedNetwork(*pair, each, self.config) for pair, each in zip(pairs, settings)]
+        self.events = Events(_OWNER)
+        self._networks = [TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)]
         for trained in self._networks:
             for each in trained.optimizers:
                 claim_optimizer(each, self)
-        self.window = LoopWindow(self.config, self._networks)
-        self.events = self.window.events
+        self.window = LoopWindow(self.config, self._networks, self.events)
         self.in_graph: Callable[..., tuple[Tensor, ...]] = self._window_in_graph()
 
     def _window_in_graph(self) -> GraphWindow | NoGraphWindow:

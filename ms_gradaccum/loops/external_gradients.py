@@ -5,53 +5,52 @@ from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.backend.kernels import ONE, as_dtype
-from ms_gradaccum.backend.tensors import chunk_of, scalar
-from ms_gradaccum.gradients.non_finite import KeepFinite
+from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.micro_step import AddMicroBatch, MicroTotals
 from ms_gradaccum.training.window_end import WindowEnd
 
-_times = ops.MultitypeFuncGraph("times")
+_none_of = ops.MultitypeFuncGraph("none_of")
 
 
-@_times.register("Tensor", "Tensor", "Tensor")
-def _times_one(empty: Tensor, factor: Tensor, grad: Tensor) -> Tensor:
-    grad = grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)
-    return ops.select(empty, ops.zeros_like(grad), grad * factor)
+@_none_of.register("Tensor", "Tensor")
+def _none_of_one(empty: Tensor, grad: Tensor) -> Tensor:
+    return ops.select(empty, ops.zeros_like(grad), grad)
 
 
-class AddGrads(nn.Cell):
-    """Add gradients that the caller has taken into the buffers."""
+class AddGrads(AddMicroBatch):
+    """Add gradients that the caller has taken into the buffers.
 
-    def __init__(self, reducers: Sequence[GradientReducer], drops: bool) -> None:
-        super().__init__(auto_prefix=False)
-        self.reducers = nn.CellList(reducers, auto_prefix=False)
-        self.keep = KeepFinite([parameter for each in reducers for parameter in each.parameters]) if drops else None
-        self.map = ops.HyperMap()
+    Args:
+        reducers: One per optimizer: its buffer, and what becomes of its gradients.
+        parameters: One per optimizer: the parameters that it updates.
+        drops: Whether gradients that are not finite are left out.
+    """
 
-    def construct(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, *grads: Tensor) -> Any:
-        """Add ``factor`` times the gradients, unless they are left out; nothing if it is 0, whatever they are."""
+    def __init__(self, reducers: Sequence[GradientReducer], parameters: Sequence[ParameterTuple], drops: bool) -> None:
+        super().__init__(reducers, parameters, MicroTotals(counts_rows=True, half=False), drops)
+        # The caller says one loss and one gradient.
+        self.terms, self.others = 1, 0
+
+    def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Add ``factor`` times the gradients, and the loss sum ``value``; nothing if it is 0, whatever they are.
+
+        Return what `added` returns.
+        """
         # A mean over nothing is 0 / 0.
         empty = factor == 0.0
-        done: Any = ()
-        if self.keep is not None:
-            # Not looking at the loss, which is NaN where the caller does not say it.
-            finite = ops.logical_or(empty, self.keep.is_finite(grads))
-            grads = self.keep.kept(finite, grads)
-            loss_sum, weight = self.keep.kept(finite, (loss_sum, weight))
-            for reducer in self.reducers:
-                done = reducer.buffer.count_dropped(ops.depend(finite, done))
-        begin = 0
-        loss_sum = ops.select(empty, ops.zeros_like(loss_sum), loss_sum)
-        for reducer in self.reducers:
-            end = begin + len(reducer.parameters)
-            own = self.map(ops.partial(_times, empty, factor), ops.depend(chunk_of(grads, begin, end), done))
-            done = reducer.buffer.first.add(loss_sum, weight, reducer.reduce_scatter_micro_batch(own), ONE)
-            begin = end
-        return done
+        value = ops.select(empty, ops.zeros_like(value), value)
+        grads = self.map(ops.partial(_none_of, empty), grads)
+        return self.added((value, weight), (factor,), (grads,), ())
+
+    def is_finite(self, values: tuple[Tensor, ...], grads: tuple[tuple[Any, ...], ...]) -> Tensor:
+        """Return whether the gradients are finite. The loss is NaN where the caller does not say it."""
+        finite: Tensor = self.keep.is_finite(grads[0])
+        return finite
 
 
 class GraphWindow(nn.Cell):
@@ -69,7 +68,7 @@ class GraphWindow(nn.Cell):
         weight = scalar(weight)
         factor = weight if reduction == "mean" else ONE
         loss = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
-        added = self.add_grads(loss * factor, weight, factor, *grads)
+        added = self.add_grads(factor, loss * factor, weight, *grads)
         batches = ops.depend(self.buffer.count_batch(), added)
         if batches == self.steps:
             output: tuple[Tensor, ...] = self.end(weight)

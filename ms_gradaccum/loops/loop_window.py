@@ -29,12 +29,10 @@ class LoopWindow:
         events: Who is told of what happens.
     """
 
-    def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork]) -> None:
+    def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events) -> None:
         self.networks = networks
         self.counter = WindowCounter(config)
-        self.events = Events(_OWNER)
-        for trained in networks:
-            trained.events = self.events
+        self.events = events
         self.passes = ActivePasses()
         self.schedulers: list[PreparedScheduler] = []
         # Weakly, since a program may prepare anew for each pass.

@@ -27,7 +27,8 @@ from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combi
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.loops.epoch import PassSteps, ResumingCallback
-from ms_gradaccum.parallel.factory import ParallelChoice, check_parallel
+from ms_gradaccum.parallel.factory import check_parallel
+from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell

@@ -15,8 +15,10 @@ from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 from ms_gradaccum.loops.external_gradients import AddGrads
 from ms_gradaccum.loops.schedule import AccumulationConfig
-from ms_gradaccum.parallel.data_parallel import DataParallel
+from ms_gradaccum.parallel.factory import build_reducers, check_parallel
+from ms_gradaccum.parallel.kinds import DataParallel
 from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.window import Window
@@ -32,6 +34,7 @@ class TrainedNetwork(Window):
         optimizers: The optimizers of its parameters.
         settings: What the Accumulator was told.
         config: What it was told of windows and ranks.
+        events: Who is told of what happens.
 
     Attributes:
         names: What the caller knows the network by.
@@ -43,10 +46,15 @@ class TrainedNetwork(Window):
     last_clip: nn.Cell | None = None
 
     def __init__(
-        self, network: Any, optimizers: Sequence[Any], settings: StepSettings, config: AccumulationConfig
+        self,
+        network: Any,
+        optimizers: Sequence[Any],
+        settings: StepSettings,
+        config: AccumulationConfig,
+        events: Events,
     ) -> None:
         _check_groups(settings.clip, optimizers)
-        kind = _with_sync(settings.kind_for(network), config.sync_each_batch)
+        kind = _with_sync(check_parallel(_OWNER, settings.parallel, network), config.sync_each_batch)
         network = as_grad_accumulation(_OWNER, network)
         for optimizer in optimizers:
             check_optimizer(_OWNER, optimizer, network)
@@ -54,9 +62,11 @@ class TrainedNetwork(Window):
         self.names = (network, network.network)
         self.is_open = self.has_batch = False
         network = network.in_precision(_OWNER, settings.precision)
-        super().__init__(network, optimizers, kind, settings, {"config": config.as_text()})
+        agreed = {**settings.agreed(), "config": config.as_text()}
+        reducers = build_reducers(_OWNER, kind, network, optimizers, agreed, **settings.of_sums())
+        super().__init__(network, optimizers, reducers, settings, events)
         self.network.adds_batches = config.accumulation_steps > 1 or config.schedule is not None or self.several
-        self.add_grads_cell = AddGrads(self.reducers, settings.drops)
+        self.add_grads_cell = AddGrads(self.reducers, self.micro_steps.parameters, settings.drops)
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
 
     def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -67,9 +77,9 @@ class TrainedNetwork(Window):
 
     def add_grads(self, grads: Any, weight: float, loss: Any, factor: float) -> None:
         """Add one batch of which the caller has taken the gradients."""
-        grads = _check_grads(grads, [parameter for group in self.parameters for parameter in group])
+        grads = _check_grads(grads, [parameter for group in self.micro_steps.parameters for parameter in group])
         loss = check_loss(_OWNER, loss)
-        self.run_add_grads(*(Tensor(number, ms.float32) for number in (loss * factor, weight, factor)), *grads)
+        self.run_add_grads(*(Tensor(number, ms.float32) for number in (factor, loss * factor, weight)), *grads)
         self.is_open = self.has_batch = True
 
     def join(self) -> None:

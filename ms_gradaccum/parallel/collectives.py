@@ -1,14 +1,24 @@
-"""Sums over groups of ranks in fused messages, with stand-ins where a device has no kernel."""
+"""Many tensors over groups of ranks in few messages, with stand-ins where a device has no collective operator."""
 
+from collections.abc import Sequence
+from itertools import accumulate, islice
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group
+from mindspore.ops.operations import Split
 
 from ms_gradaccum._checks import sentence
-from ms_gradaccum.backend.tensors import Done
-from ms_gradaccum.parallel.messages import Ranks
+from ms_gradaccum.backend.kernels import as_dtype
+from ms_gradaccum.backend.tensors import Done, pick
+from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
+from ms_gradaccum.parallel.layout import BucketLayout, Buckets, Cuts, Ranks
+
+# Parts of a message, or what they are for: those of one size together, in the order of the message.
+Runs = tuple[Any, ...]
+
+_map = ops.HyperMap()
 
 
 def check_sent(owner: str, dtype: Any) -> None:
@@ -85,3 +95,137 @@ class AllGather(nn.Cell):
 def after(values: Tensor, done: Done) -> Tensor:
     """Return ``values`` once ``done`` is there: all ranks must send their messages in one order."""
     return values if done is None else ops.depend(values, done)
+
+
+def in_buckets(parameters: Sequence[Parameter], buckets: Buckets) -> tuple[ParameterTuple, ...]:
+    """Return the parameters of each message. The compiler takes its time to look them up one by one in a graph."""
+    return tuple(ParameterTuple(parameters[i] for i in bucket) for bucket in buckets)
+
+
+def in_runs(parameters: Sequence[Parameter], buckets: Buckets, cuts: Sequence[Cuts]) -> tuple[Runs, ...]:
+    """Return the same, run by run: what `cut` returns goes there."""
+    bucketed = zip(in_buckets(parameters, buckets), cuts)
+    return tuple(tuple(map(ParameterTuple, runs_of(bucket, cut))) for bucket, cut in bucketed)
+
+
+def runs_of(bucket: Sequence[Any], cuts: Cuts) -> Runs:
+    """Return what a message is made of, run by run."""
+    each = iter(bucket)
+    return tuple(tuple(islice(each, count)) for count in cuts.counts)
+
+
+_run = ops.MultitypeFuncGraph("run")
+
+
+@_run.register("Tensor", "Number", "Number", "Number")
+def _run_of(rows: Tensor, begin: int, length: int, count: int) -> tuple[Tensor, ...]:
+    columns = rows if length == rows.shape[1] else ops.slice(rows, (0, begin), (rows.shape[0], length))
+    return (columns,) if count == 1 else Split(1, count)(columns)
+
+
+def cut(rows: Tensor, cuts: Cuts) -> Runs:
+    """Return the parts of a message, a tensor of shape (ranks, n). Each has that many rows."""
+    runs: Runs = _map(ops.partial(_run, rows), *cuts)
+    return runs
+
+
+_assign_part = ops.MultitypeFuncGraph("assign_part")
+
+
+@_assign_part.register("Tensor", "Tensor")
+def _assign_one_part(target: Parameter, part: Tensor) -> Tensor:
+    return ops.assign(target, as_dtype(part.reshape(target.shape), target.dtype))
+
+
+def assign_runs(targets: Runs, runs: Runs) -> Done:
+    """Assign parts of a message to parameters of their sizes."""
+    return _map(_assign_part, targets, runs)
+
+
+rounded = ops.MultitypeFuncGraph("rounded")
+
+
+@rounded.register("Tensor", "Tensor", "Tensor")
+def _rounded_one(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
+    return ops.cast(total * factor, like.dtype)
+
+
+_flat = ops.MultitypeFuncGraph("flat")
+
+
+@_flat.register("Tensor")
+def _flat_one(total: Tensor) -> Tensor:
+    return total.reshape(-1)
+
+
+class BucketedAllReduce(nn.Cell):
+    """Add the buffer's loss and weight and some of its sums over all ranks, in place.
+
+    Args:
+        buffer: Whose sums.
+        layout: Which of them, and in which messages.
+        rank: Number of this rank.
+    """
+
+    def __init__(self, buffer: GradientBuffer, layout: BucketLayout, rank: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.buffer = buffer
+        self.totals = ParameterTuple(buffer.totals())
+        # Where each of them begins in what is sent of all.
+        self.total_begins = tuple(accumulate([value.size for value in self.totals[:-1]], initial=0))
+        # As its own, because a graph knows the attributes of a cell alone.
+        self.buckets, self.cuts, self.ends = layout.buckets, layout.cuts, layout.ends
+        self.sums = in_buckets(buffer.sums, layout.buckets)
+        self.targets = in_runs(buffer.sums, layout.buckets, layout.cuts)
+        self.all_reduce = AllReduce(Group(layout.world, rank))
+        self.like = Tensor(0.0, layout.dtype)
+        self.in_float32 = layout.in_float32
+        self.map = ops.HyperMap()
+
+    def construct(self, added: Any = ()) -> Done:
+        """Add them up, with what the buffer's `add` has returned if that is part of the same graph."""
+        done: Done = ()
+        last: Done = None
+        factor = weight = Tensor(1.0, ms.float32)
+        if not self.in_float32:
+            # The weight must be exact, and a sum over many rows can be no 16-bit number where its mean is one.
+            done = self._put_totals(self.all_reduce(self._flat_totals(added)), 0)
+            last = weight = ops.depend(self.buffer.weight + 0.0, done)
+            factor = reciprocal(weight)
+        for number, bucket in enumerate(self.buckets):
+            # They go with the first message, so that they cost none of their own.
+            with_totals = number == 0 and self.in_float32
+            sums = tuple(self.sums[number]) if len(added) == 0 else pick(added[0], bucket)
+            flat = self.map(_flat, sums)
+            if not self.in_float32:
+                flat = self.map(ops.partial(rounded, factor, self.like), flat)
+            if with_totals:
+                flat += (self._flat_totals(added),)
+            if len(flat) > 0:
+                # After the last message, but not after what has come of it is in its place.
+                last = self.all_reduce(after(ops.concat(flat), last))
+                done += self._put(number, last, weight, with_totals)
+        return done
+
+    def _put(self, number: int, total: Tensor, weight: Tensor, with_totals: bool) -> Done:
+        """Assign what has come of a message."""
+        if not self.in_float32:
+            total = ops.cast(total, ms.float32) * weight
+        done: Done = ()
+        if len(self.buckets[number]) > 0:
+            done = assign_runs(self.targets[number], cut(total.reshape(1, -1), self.cuts[number]))
+        return done + self._put_totals(total, self.ends[number]) if with_totals else done
+
+    def _flat_totals(self, added: Any) -> Tensor:
+        flat: tuple[Tensor, ...] = ()
+        for i, value in enumerate(self.totals):
+            # Of the loss and the weight there is a newer value.
+            flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(-1),)
+        return ops.concat(flat)
+
+    def _put_totals(self, total: Tensor, begin: int) -> Done:
+        done: Done = ()
+        for i, value in enumerate(self.totals):
+            place = begin + self.total_begins[i]
+            done += (ops.assign(value, total[place : place + value.size].reshape(value.shape)),)
+        return done

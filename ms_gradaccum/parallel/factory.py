@@ -1,31 +1,24 @@
 """From the setting ``parallel`` and the world to what reduces the sums of a window."""
 
-import math
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import mindspore as ms
 from mindspore import nn
-from mindspore.ops.operations import SparseGatherV2
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
-from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES
-from ms_gradaccum.gradients.buffer import GradientBuffer
-from ms_gradaccum.gradients.non_finite import check_dense
+from ms_gradaccum.gradients.buffer import GradientBuffer, sparse_lookup
+from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel.collectives import check_sent
-from ms_gradaccum.parallel.data_parallel import DataParallel, DataParallelReducer, ShardedBufferReducer
-from ms_gradaccum.parallel.hsdp import HSDP, HSDPReducer, check_shardable
-from ms_gradaccum.parallel.layout import ReducerLayout, backwards, bucket_layout, shard_layout
-from ms_gradaccum.parallel.messages import Ranks
-from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.parallel.hsdp import HSDPReducer, check_shardable
+from ms_gradaccum.parallel.kinds import HSDP, DataParallel, check_kind, choose_kind
+from ms_gradaccum.parallel.layout import Ranks, ReducerLayout, reducer_layout
+from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
-from ms_gradaccum.parallel.shards import Shards
+from ms_gradaccum.parallel.shards import ShardedBufferReducer, Shards
 from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world
-
-# What a face takes as `parallel`.
-ParallelChoice = Literal["auto"] | DataParallel | HSDP
-_REMEDY = "'auto' looks at the number of processes."
 
 
 def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
@@ -41,26 +34,6 @@ def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
         if parallel == "auto":
             parallel = _settings_of(network)
     return choose_kind(owner, parallel, world.size)
-
-
-def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
-    """Return the kind of parallelism of so many ranks, or None for a single one."""
-    check_kind(owner, parallel)
-    if ranks == 1:
-        return None
-    if isinstance(parallel, HSDP) and parallel.shard_size > 0 and ranks % parallel.shard_size:
-        rule = f"a divisor of the {ranks} processes"
-        raise ValueError(sentence("HSDP", "shard_size", rule, parallel.shard_size, "-1 means all processes."))
-    return DataParallel() if parallel == "auto" else parallel
-
-
-def check_kind(owner: str, parallel: Any) -> Any:
-    """Return what a caller says of several processes, if it is one of the things to say."""
-    # Of a tensor or an array, '==' would not be a bool.
-    is_auto = isinstance(parallel, str) and parallel == "auto"
-    if not is_auto and not isinstance(parallel, (DataParallel, HSDP)):
-        raise TypeError(sentence(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), _REMEDY))
-    return parallel
 
 
 def _compilers_own(owner: str, parallel: Any, network: nn.Cell) -> SemiAuto:
@@ -84,49 +57,67 @@ def _settings_of(network: AutoParallel) -> Any:
     return HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
 
 
-def build_reducer(
+def build_reducers(
     owner: str,
     kind: Any,
-    optimizer: nn.Cell,
     network: Any,
-    settings: dict[str, Any],
+    optimizers: Sequence[nn.Cell],
+    agreed: dict[str, Any],
     drops: bool = False,
     dtype: Any = ms.float32,
     notes_squares: bool = False,
-) -> GradientReducer:
-    """Return the buffer and what becomes of it in this world. All ranks start with the same weights. Collective.
+) -> list[GradientReducer]:
+    """Return, per optimizer, its buffer and what becomes of it in this world. All ranks start alike. Collective.
 
-    ``drops`` is whether micro batches can be left out, ``dtype`` that in which the ranks add up gradients,
-    ``notes_squares`` whether the squares of the gradients of micro batches are noted.
+    Args:
+        owner: Whose name errors begin with.
+        kind: The kind of parallelism, or None for one process.
+        network: The GradAccumulation.
+        optimizers: The optimizers of its parameters.
+        agreed: What all ranks must have been told alike.
+        drops: Whether micro batches can be left out.
+        dtype: In which the ranks add up gradients.
+        notes_squares: Whether the squares of the gradients of micro batches are noted.
     """
     if notes_squares:
         check_noise_scale(owner, network, kind)
-    parameters, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
-    reports_others = network.losses is not None
     if drops:
-        check_dense(owner, sparse_lookup(network))
-    kept = network.terms, drops, reports_others, notes_squares
+        check_can_drop(owner, network)
+    kept = network.terms, drops, network.other_losses, notes_squares
     if kind is None:
-        return GradientReducer(parameters, GradientBuffer(parameters, dense_only, None, *kept))
+        return [GradientReducer(each.parameters, _buffer_of(each, None, *kept)) for each in optimizers]
+    # The loss and the weight, the squares, the number of micro batches that were left out, and the further losses.
+    numbers = 2 + 2 * notes_squares + drops + 2 * network.other_losses
+    world = current_world(owner)
+    ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
+    reducers = []
+    for optimizer in optimizers:
+        _agree(owner, kind, network, optimizer, agreed, dtype)
+        layout = reducer_layout(kind, optimizer.parameters, ranks, numbers, dtype, network.terms)
+        if layout.every_batch:
+            _check_shared_dense(owner, network)
+        buffer = _buffer_of(optimizer, layout.buffer_shapes, *kept)
+        reducers.append(_choose_reducer(owner, kind, optimizer, buffer, layout, world.rank))
+    return reducers
+
+
+def _buffer_of(optimizer: nn.Cell, shapes: Any, *kept: Any) -> GradientBuffer:
+    return GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), shapes, *kept)
+
+
+def _agree(owner: str, kind: Any, network: Any, optimizer: nn.Cell, agreed: dict[str, Any], dtype: Any) -> None:
+    """Raise where the ranks cannot train together, and let all of them start alike. Collective."""
+    parameters = optimizer.parameters
     shapes = [(parameter.name, tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
     check_sent(owner, dtype)
     check_parameters_sent(owner, parameters)
-    check_agreement(owner, {**settings, "parallel": repr(kind), "the optimizer's parameters": shapes})
+    check_agreement(owner, {**agreed, "parallel": repr(kind), "the optimizer's parameters": shapes})
     if isinstance(kind, HSDP):
         check_shardable(optimizer)
     elif kind.overlap and network.terms > 1:
         remedy = "Each term is divided by its weight over all ranks before the terms are added up."
         raise ValueError(sentence(owner, "parallel", "one without overlap for several terms", repr(kind), remedy))
     _start_alike(owner, network, optimizer)
-    world = current_world(owner)
-    ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
-    # The loss and the weight, the squares, the number of micro batches that were left out, and the further losses.
-    numbers = 2 + 2 * notes_squares + drops + 2 * MOST_OTHER_LOSSES * reports_others
-    layout = reducer_layout(kind, parameters, ranks, numbers, dtype, network.terms)
-    if layout.every_batch:
-        _check_shared_dense(owner, network)
-    buffer = GradientBuffer(parameters, dense_only, layout.buffer_shapes, *kept)
-    return _choose_reducer(owner, kind, optimizer, buffer, layout, world.rank)
 
 
 def check_noise_scale(owner: str, network: Any, kind: Any) -> None:
@@ -137,7 +128,6 @@ def check_noise_scale(owner: str, network: Any, kind: Any) -> None:
         "for a GradCacheLoss, whose rows depend on each other": network.is_cached,
         "for several terms": network.terms > 1,
         f"with a sparse lookup in {lookup}": lookup is not None,
-        "in semi-auto-parallel": isinstance(kind, SemiAuto),
         "where the ranks share the gradients of each micro batch": getattr(kind, "sync_each_batch", False),
     }
     for reason, holds in reasons.items():
@@ -154,36 +144,6 @@ def check_parameters_sent(owner: str, parameters: Any) -> None:
             raise ValueError(sentence(owner, "network", rule, got, remedy))
 
 
-def reducer_layout(
-    kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32, terms: int = 1
-) -> ReducerLayout:
-    """Return what the ranks keep and send of the gradients of ``tensors``, of which `shape` and `itemsize` are read.
-
-    Args:
-        kind: The kind of parallelism, None for one process.
-        tensors: What the gradients belong to.
-        world: All ranks.
-        scalars: Numbers that are added up beside the sums: the loss, the weight.
-        dtype: In which the ranks add up gradients.
-        terms: Number of terms of the loss.
-    """
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    # Sums are float32, or float64 for float64 weights.
-    itemsizes = tuple(max(4, tensor.itemsize) for tensor in tensors)
-    sizes = [math.prod(shape) for shape in shapes]
-    if isinstance(kind, HSDP):
-        size = world.size if kind.shard_size == -1 else kind.shard_size
-        shards = shard_layout(tensors, world, size, kind.threshold, dtype)
-    elif kind is not None and kind.sync_each_batch:
-        shards = shard_layout(tensors, world, world.size, 0, dtype)
-    else:
-        all_reduced = bucket_layout(backwards(range(len(sizes))), sizes, world, scalars, dtype)
-        return ReducerLayout(shapes, itemsizes, all_reduced, terms=terms)
-    all_reduced = bucket_layout(shards.kept, sizes, world, scalars, dtype)
-    every_batch = kind.sync_each_batch
-    return ReducerLayout(shards.shapes if every_batch else shapes, itemsizes, all_reduced, shards, every_batch, terms)
-
-
 def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     for cell in (network, optimizer):
         cell.init_parameters_data()
@@ -193,14 +153,6 @@ def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
             f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
             f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint.",
         )
-
-
-def sparse_lookup(network: nn.Cell) -> str | None:
-    """Return the name of a cell whose gradient is sparse, or None."""
-    for _, cell in network.cells_and_names():
-        if any(isinstance(operator, SparseGatherV2) for operator in vars(cell).values()):
-            return str(cell.cls_name)
-    return None
 
 
 def _check_shared_dense(owner: str, network: nn.Cell) -> None:

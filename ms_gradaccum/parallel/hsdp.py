@@ -1,84 +1,17 @@
-"""HSDP: optimizer state and reduced gradients exist once per shard group, replicated over groups.
+"""HSDP: optimizer state and reduced gradients exist once per shard group, replicated over groups."""
 
-The name and the arguments are those of ``AutoParallel.hsdp``; the idea is that of ZeRO (Rajbhandari et al., 2020),
-stage 1, with the hybrid groups of PyTorch's HSDP.
-"""
-
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
-from ms_gradaccum._checks import check_bool, check_choice, sentence, typed
+from ms_gradaccum._checks import sentence
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
+from ms_gradaccum.parallel.kinds import HSDP
 from ms_gradaccum.parallel.layout import ReducerLayout
 from ms_gradaccum.parallel.shards import ShardedReducer, Shards
 
 _OWNER = "HSDP"
-_Level = Literal["level1", "level2", "level3"]
-
-
-@dataclass(frozen=True)
-class HSDP:
-    """Hybrid sharded data parallelism: each rank of a shard group keeps and updates its rows of every parameter.
-
-    ==========  ===============  ===================  ====================
-    level       optimizer state  sums of a window     weights
-    ==========  ===============  ===================  ====================
-    ``level1``  sharded          whole, then sharded  whole
-    ``level2``  sharded          sharded              whole
-    ``level3``  sharded          sharded              whole (with a warning)
-    ==========  ===============  ===================  ====================
-
-    Shards are rows of axis 0. With ``level1`` micro batches communicate nothing; an update costs a reduce-scatter of
-    the sums and an all-gather of the weights inside each group and, if there are several groups, an all-reduce of
-    the shards across them. With ``level2`` each micro batch costs the reduce-scatter, and no rank ever holds the
-    whole sums. Sharding the weights too (``level3``) takes the compiler's HSDP, inside ``AutoParallel`` on Ascend or
-    GPU.
-
-    Args:
-        shard_size (int): Number of ranks that share one copy. It divides the number of ranks. ``-1``: all ranks.
-            Default: ``-1``.
-        threshold (int): Parameters smaller than this stay whole on each rank. Unit: KB. Default: ``64``.
-        optimizer_level (str): ``"level1"``, ``"level2"`` or ``"level3"``. Default: ``"level1"``.
-        check_weights (bool): Whether to compare a hash of the weights over the ranks after each update and raise a
-            RuntimeError if they differ; for debugging. Default: ``False``.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range.
-
-    Supported Platforms:
-        ``Ascend`` ``GPU`` ``CPU``
-
-    Examples:
-        >>> from ms_gradaccum import HSDP
-        >>> print(HSDP(shard_size=2, threshold=0).optimizer_level)
-        level1
-    """
-
-    shard_size: int = -1
-    threshold: int = 64
-    optimizer_level: _Level = "level1"
-    check_weights: bool = False
-
-    def __post_init__(self) -> None:
-        for name, lowest, remedy in (("shard_size", 1, "-1 means all ranks."), ("threshold", 0, "It is in KB.")):
-            value = getattr(self, name)
-            rule = f"an int of at least {lowest}" + (" or -1" if name == "shard_size" else "")
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(sentence(_OWNER, name, rule, typed(value), remedy))
-            if value < lowest and not (name == "shard_size" and value == -1):
-                raise ValueError(sentence(_OWNER, name, rule, value, remedy))
-        remedy = "Higher levels shard more and communicate more."
-        check_choice(_OWNER, "optimizer_level", self.optimizer_level, get_args(_Level), remedy)
-        check_bool(_OWNER, "check_weights", self.check_weights, "True is for debugging.")
-
-    @property
-    def sync_each_batch(self) -> bool:
-        """Whether the ranks add up the gradients of each micro batch, and keep nothing but their shards."""
-        return self.optimizer_level != "level1"
 
 
 class HSDPReducer(ShardedReducer):

@@ -1,7 +1,7 @@
 """Which tensors are sharded, which go together in a message, and so what is sent. Nothing here communicates.
 
-The cells that communicate are built of these objects. Since they need no processes, `TrainingPlan` builds them too,
-and reads the same messages from them.
+The cells that communicate are built of these layouts. A layout needs no processes, so `TrainingPlan` builds it too and
+reads the same messages from it.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mindspore as ms
 
 from ms_gradaccum.backend.tensors import fill_buckets
-from ms_gradaccum.parallel.messages import Messages, Ranks, Traffic
+from ms_gradaccum.parallel.kinds import HSDP
 
 # Elements of one message: fewer messages cost less latency, larger ones more memory for the copy.
 BUCKET_SIZE = 4 * 1024 * 1024
@@ -22,6 +22,87 @@ _FLOAT = 4
 
 Buckets = tuple[tuple[int, ...], ...]
 Shapes = tuple[tuple[int, ...], ...]
+
+
+class Message(NamedTuple):
+    """One collective operator.
+
+    Attributes:
+        operator: Its class in ``mindspore.ops``: ``"AllReduce"``, ``"ReduceScatter"`` or ``"AllGather"``.
+        ranks: Number of ranks that take part.
+        nbytes: Size of the tensor that each of them hands in. Unit: bytes.
+    """
+
+    operator: str
+    ranks: int
+    nbytes: int
+
+
+Messages = tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The messages that each rank sends, in their order.
+
+    Attributes:
+        per_micro_batch: Of each micro batch: gradients, if the ranks share the sums.
+        per_batch: Of each batch, before its micro batches: their number, if they communicate.
+        per_update: At the end of the window.
+    """
+
+    per_micro_batch: Messages = ()
+    per_batch: Messages = ()
+    per_update: Messages = ()
+
+    def of_window(self, batches: int, micro_batches: int) -> Messages:
+        """Return the messages of a window of so many batches and, all together, micro batches."""
+        return batches * self.per_batch + micro_batches * self.per_micro_batch + self.per_update
+
+
+class Ranks(NamedTuple):
+    """Some ranks of a job, as far as their messages depend on them.
+
+    Attributes:
+        size: Number of these ranks. One alone sends nothing.
+        world_size: Number of all ranks of the job.
+        device_target: Their kind of device. One that lacks an operator has another in its place.
+    """
+
+    size: int
+    world_size: int
+    device_target: str
+
+    @property
+    def is_world(self) -> bool:
+        """Whether these are all ranks."""
+        return self.size == self.world_size
+
+    @property
+    def reduce_scatter_operator(self) -> str:
+        """What adds up a part for each rank: CPU has to add up all of it everywhere."""
+        return "AllReduce" if self.device_target == "CPU" else "ReduceScatter"
+
+    @property
+    def all_gather_operator(self) -> str:
+        """What gathers: CPU does so over all ranks only, elsewhere it adds up what each rank has put in its place."""
+        return "AllReduce" if self.device_target == "CPU" and not self.is_world else "AllGather"
+
+    def all_reduce(self, nbytes: int) -> Messages:
+        """Return what it takes to add up tensors of so many bytes."""
+        return self._send("AllReduce", nbytes)
+
+    def reduce_scatter(self, nbytes: int) -> Messages:
+        """Return what it takes to give each rank its part of such a sum."""
+        return self._send(self.reduce_scatter_operator, nbytes)
+
+    def all_gather(self, nbytes: int) -> Messages:
+        """Return what it takes to give each rank the parts of all, of so many bytes each."""
+        operator = self.all_gather_operator
+        return self._send(operator, nbytes if operator == "AllGather" else nbytes * self.size)
+
+    def _send(self, operator: str, nbytes: int) -> Messages:
+        return (Message(operator, self.size, nbytes),) if self.size > 1 else ()
 
 
 class Cuts(NamedTuple):
@@ -165,6 +246,36 @@ class ReducerLayout:
         # Before the micro batches of a batch, their number.
         count = self.shards.world.all_gather(_FLOAT)
         return Traffic(self.terms * scattered, count, reduced + norms + gathered)
+
+
+def reducer_layout(
+    kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32, terms: int = 1
+) -> ReducerLayout:
+    """Return what the ranks keep and send of the gradients of ``tensors``, of which `shape` and `itemsize` are read.
+
+    Args:
+        kind: The kind of parallelism, None for one process.
+        tensors: What the gradients belong to.
+        world: All ranks.
+        scalars: Numbers that are added up beside the sums: the loss, the weight.
+        dtype: In which the ranks add up gradients.
+        terms: Number of terms of the loss.
+    """
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    # Sums are float32, or float64 for float64 weights.
+    itemsizes = tuple(max(4, tensor.itemsize) for tensor in tensors)
+    sizes = [math.prod(shape) for shape in shapes]
+    if isinstance(kind, HSDP):
+        size = world.size if kind.shard_size == -1 else kind.shard_size
+        shards = shard_layout(tensors, world, size, kind.threshold, dtype)
+    elif kind is not None and kind.sync_each_batch:
+        shards = shard_layout(tensors, world, world.size, 0, dtype)
+    else:
+        all_reduced = bucket_layout(backwards(range(len(sizes))), sizes, world, scalars, dtype)
+        return ReducerLayout(shapes, itemsizes, all_reduced, terms=terms)
+    all_reduced = bucket_layout(shards.kept, sizes, world, scalars, dtype)
+    every_batch = kind.sync_each_batch
+    return ReducerLayout(shards.shapes if every_batch else shapes, itemsizes, all_reduced, shards, every_batch, terms)
 
 
 def bucket_layout(indices: Any, sizes: Any, world: Ranks, scalars: int, dtype: Any) -> BucketLayout:

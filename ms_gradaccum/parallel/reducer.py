@@ -8,10 +8,9 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
-from ms_gradaccum.parallel.buckets import BucketedAllReduce
-from ms_gradaccum.parallel.collectives import AllReduce, Group
-from ms_gradaccum.parallel.layout import ReducerLayout
-from ms_gradaccum.parallel.messages import Traffic
+from ms_gradaccum.parallel.collectives import AllReduce, BucketedAllReduce, Group
+from ms_gradaccum.parallel.kinds import DataParallel
+from ms_gradaccum.parallel.layout import ReducerLayout, Traffic
 from ms_gradaccum.parallel.world import check_equal
 
 
@@ -106,8 +105,8 @@ class GradientReducer(nn.Cell):
         return parameter
 
 
-class CollectiveReducer(GradientReducer):
-    """Each rank has a replica of the weights.
+class DataParallelReducer(GradientReducer):
+    """Each rank has a replica of the parameters, and all add up all sums at the end of a window.
 
     Args:
         parameters: What the optimizer updates.
@@ -129,6 +128,7 @@ class CollectiveReducer(GradientReducer):
         self.all_reduce_world = AllReduce(Group(layout.all_reduced.world, rank))
         self.every_batch = layout.every_batch
         self.check_weights = settings.check_weights
+        self.overlaps = isinstance(settings, DataParallel) and settings.overlap
         self.no_squares = Tensor([0.0] * len(parameters), ms.float32)
 
     def messages(self, norm_passes: int = 1) -> Traffic:
@@ -136,6 +136,9 @@ class CollectiveReducer(GradientReducer):
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
         return self.all_reduce_world(values)
+
+    def reduce(self, added: Any = ()) -> Done:
+        return self.bucketed_all_reduce(added)
 
     def send_again(self, done: Done) -> Done:
         reduced = ops.depend(self.reduce(), done)

@@ -36,32 +36,36 @@ class SemiAuto:
         self.auto_parallel = network if isinstance(network, AutoParallel) else None
 
     def check(
-        self, accumulation_steps: int, network: Any, optimizer: nn.Cell, drops: bool, clip: Any, dtype: Any
+        self,
+        network: Any,
+        optimizer: nn.Cell,
+        *,
+        accumulation_steps: int = 1,
+        clip: Any = None,
+        drops: bool = False,
+        dtype: Any = ms.float32,
+        notes_squares: bool = False,
     ) -> None:
         """Raise for settings with which the mean over all rows would be wrong, or nothing could work."""
-        terms = network.terms
         _check_settings(self._settings())
-        if accumulation_steps > 1:
-            remedy = "Give larger batches and a larger micro_size: the compiler accumulates inside one call."
-            rule = "1 in semi-auto-parallel"
-            raise ValueError(sentence(_OWNER, "accumulation_steps", rule, accumulation_steps, remedy))
-        if terms > 1:
-            remedy = "The compiler takes one gradient of the whole batch: return one (loss_sum, weight)."
-            raise ValueError(sentence("GradAccumulation", "terms", "1 in semi-auto-parallel", terms, remedy))
-        if network.is_cached:
-            rule, got = "a sum over rows in semi-auto-parallel", "a GradCacheLoss, which takes two passes"
-            remedy = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
-            raise ValueError(sentence("GradAccumulation", "network", rule, got, remedy))
-        if drops:
-            remedy = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
-            rule = "'skip_window' in semi-auto-parallel"
-            raise ValueError(sentence(_OWNER, "bad_micro_batch", rule, "'drop'", remedy))
-        if isinstance(clip, ClipByGroupNorm):
-            rule, remedy = "one for all in semi-auto-parallel", "Use ClipByGlobalNorm or ClipByValue."
-            raise ValueError(sentence(_OWNER, "clip", rule, repr(clip), remedy))
-        if dtype != ms.float32:
-            rule, remedy = "one of float32 messages in semi-auto-parallel", "The compiler chooses what it sends."
-            raise ValueError(sentence(_OWNER, "mixed_precision", rule, f"reduce_dtype={dtype}", remedy))
+        one_gradient = "The compiler takes one gradient of the whole batch"
+        larger = "Give larger batches and a larger micro_size: the compiler accumulates inside one call."
+        apart = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
+        for_all, by_group = "Use ClipByGlobalNorm or ClipByValue.", isinstance(clip, ClipByGroupNorm)
+        messages = "one of float32 messages", f"reduce_dtype={dtype}", "The compiler chooses what it sends."
+        # What is refused, the argument, and what its error says.
+        for is_refused, name, rule, got, remedy in (
+            (accumulation_steps > 1, "accumulation_steps", "1", accumulation_steps, larger),
+            (network.terms > 1, "terms", "1", network.terms, f"{one_gradient}: return one (loss_sum, weight)."),
+            (network.is_cached, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
+            (notes_squares, "noise_scale", "False", True, "Leave noise_scale out."),
+            (drops, "bad_micro_batch", "'skip_window'", "'drop'", f"{one_gradient}, so it cannot leave out a part."),
+            (by_group, "clip", "one for all", repr(clip), for_all),
+            (dtype != ms.float32, "mixed_precision", *messages),
+        ):
+            if is_refused:
+                owner = "GradAccumulation" if name in ("terms", "network") else _OWNER
+                raise ValueError(sentence(owner, name, f"{rule} in semi-auto-parallel", got, remedy))
         if network.micro_size > 1:
             _check_all_are_trained(network, optimizer)
         if network.micro_size > 1 and network.loss_reason:

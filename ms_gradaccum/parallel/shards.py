@@ -10,10 +10,22 @@ from mindspore.nn.utils import no_init_parameters
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.tensors import Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal, zeros
-from ms_gradaccum.parallel.buckets import Runs, assign_runs, cut, in_buckets, in_runs, rounded, runs_of
-from ms_gradaccum.parallel.collectives import AllGather, AllReduce, Group, ReduceScatter, after
+from ms_gradaccum.parallel.collectives import (
+    AllGather,
+    AllReduce,
+    Group,
+    ReduceScatter,
+    Runs,
+    after,
+    assign_runs,
+    cut,
+    in_buckets,
+    in_runs,
+    rounded,
+    runs_of,
+)
 from ms_gradaccum.parallel.layout import ReducerLayout, ShardLayout
-from ms_gradaccum.parallel.reducer import CollectiveReducer
+from ms_gradaccum.parallel.reducer import DataParallelReducer
 from ms_gradaccum.parallel.world import gather_counts
 
 
@@ -206,12 +218,12 @@ def _assign_rows_of_one(index: int, shard: Parameter, whole: Tensor) -> Tensor:
     return ops.assign(shard, whole[index * rows : (index + 1) * rows])
 
 
-class ShardedReducer(CollectiveReducer):
+class ShardedReducer(DataParallelReducer):
     """A window whose reduced sums are sharded, either when it ends or (``every_batch``) all the time.
 
     Args:
         shards: What shards them.
-        parameters, buffer, layout, rank, settings: See `CollectiveReducer`.
+        parameters, buffer, layout, rank, settings: See `DataParallelReducer`.
     """
 
     def __init__(
@@ -266,3 +278,12 @@ class ShardedReducer(CollectiveReducer):
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
         return self.shards.all_reduce_squares(squares)
+
+
+class ShardedBufferReducer(ShardedReducer):
+    """Data parallelism with ``sync_each_batch``: only the buffer is sharded."""
+
+    takes_sums = False
+
+    def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.shards.all_gather(grads, tuple(self.parameters))

@@ -306,12 +306,7 @@ def _rows_to(axis: int | None, tensor: Tensor) -> Tensor:
 
 
 def first_pass_of(
-    owner: str, network: Any, like: nn.Cell, updated: Sequence[Parameter], several: bool, drops: bool, half: bool
+    owner: str, network: Any, like: nn.Cell, updated: Sequence[Parameter], several: bool, half: bool
 ) -> NoFirstPass:
     """Return what comes before the micro steps of a network."""
-    if not network.is_cached:
-        return NoFirstPass()
-    if drops:
-        remedy = "Its loss has seen all micro batches before one can be left out."
-        raise ValueError(sentence(owner, "bad_micro_batch", "'skip_window' for a GradCacheLoss", "'drop'", remedy))
-    return FirstPass(owner, network, like, updated, several, half)
+    return FirstPass(owner, network, like, updated, several, half) if network.is_cached else NoFirstPass()

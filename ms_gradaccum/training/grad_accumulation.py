@@ -21,13 +21,23 @@ from ms_gradaccum._checks import (
 )
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
 from ms_gradaccum.batch.loss_kind import loss_warning
-from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes
-from ms_gradaccum.batch.weighted_loss import OwnWeight, OwnWeights, RowWeight, WeightedLoss
+from ms_gradaccum.batch.split import (
+    BatchAxis,
+    SplitBatch,
+    ambiguous_inputs,
+    check_batch_axis,
+    split_batch,
+    split_shapes,
+    spread_axes,
+)
+from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, OwnWeight, OwnWeights, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.convert_network import in_precision
 from ms_gradaccum.gradients.mixed_precision import Precision
 
 _OWNER = "GradAccumulation"
+# How errors begin that have said what is wrong.
+_SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
 # What becomes of several losses that a network returns.
 _Losses = Literal["sum", "first"]
 
@@ -130,6 +140,8 @@ class GradAccumulation(nn.Cell):
             remedy = "Return ((sum_1, weight_1), (sum_2, weight_2), ...) and set weighted=True."
             raise ValueError(sentence(_OWNER, "weighted", f"True with {terms} terms", weighted, remedy))
         self.losses = _check_losses(losses, self.weighted)
+        # How many further losses a report has room for.
+        self.other_losses = 0 if self.losses is None else MOST_OTHER_LOSSES
         # Whether the loss looks at all rows together, and its micro batches take a pass before.
         self.is_cached = isinstance(network, GradCacheLoss)
         _check_cached(network, self.weighted, losses)
@@ -163,6 +175,35 @@ class GradAccumulation(nn.Cell):
         """Return a cell with these settings around another network."""
         settings: dict[str, Any] = {"weighted": self.weighted, "terms": self.terms, "losses": self.losses}
         return type(self)(network, self.micro_size, batch_axis=batch_axis, **settings)
+
+    def without_split(self, place: int, inputs: tuple[Any, ...]) -> "GradAccumulation":
+        """Return this cell with one of its inputs going whole into each micro batch."""
+        axes = spread_axes(self.batch_axis, inputs)
+        return self.around(self.network, (*axes[:place], None, *axes[place + 1 :]))
+
+    def name_of_input(self, place: int) -> str:
+        """Return the name of an input: that of the network's argument if it has one of its own."""
+        arguments = list(self._signature.parameters.values())
+        named = place < len(arguments) and arguments[place].kind is not inspect.Parameter.VAR_POSITIONAL
+        return f"'{arguments[place].name}'" if named else f"input[{place}]"
+
+    def explain_split(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add to an error of a micro batch, after its first line, which inputs may be split by mistake."""
+        if self.micro_size == 1 or not error.args or not isinstance(error.args[0], str):
+            return
+        if error.args[0].startswith(_SAY_IT_THEMSELVES):
+            return
+        inputs: tuple[Any, ...] = self.positional(args, kwargs)
+        places = ambiguous_inputs(inputs, self.batch_axis)
+        if not places:
+            return
+        shapes = ", ".join(f"{self.name_of_input(place)} of shape {tuple(inputs[place].shape)}" for place in places)
+        hint = (
+            f"For '{_OWNER}', the split may be at fault, where no shape shows what the batch is: {shapes}. "
+            f"What is no batch needs None in batch_axis."
+        )
+        first, _, rest = error.args[0].partition("\n")
+        error.args = ("\n".join((first, hint, rest)).rstrip("\n"), *error.args[1:])
 
     def in_precision(self, owner: str, precision: Precision) -> "GradAccumulation":
         """Return this cell around a network that computes in half precision, with the same parameters."""

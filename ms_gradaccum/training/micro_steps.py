@@ -14,14 +14,21 @@ from ms_gradaccum.batch.loss_kind import divides_by_first_rows, rows_warning
 from ms_gradaccum.batch.nested_inputs import why_no_graph
 from ms_gradaccum.batch.split import MicroBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
-from ms_gradaccum.gradients.mixed_precision import Precision
-from ms_gradaccum.parallel.factory import sparse_lookup
+from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.ambiguous_inputs import explain_split
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import first_pass_of
-from ms_gradaccum.training.micro_loss import MicroLoss, is_half, pace_of
-from ms_gradaccum.training.micro_step import AddMicroBatch, EagerMicroStep, EmptyStep, MicroStep, build_micro_step
+from ms_gradaccum.training.micro_step import (
+    AddMicroBatch,
+    EagerMicroStep,
+    EmptyStep,
+    MicroLoss,
+    MicroStep,
+    build_micro_step,
+    is_half,
+    pace_of,
+)
+from ms_gradaccum.training.settings import StepSettings
 
 _MANY_STRUCTURES = 8
 _LOGGER = logging.getLogger("ms_gradaccum")
@@ -33,38 +40,28 @@ class MicroSteps:
     """The micro steps of the batches of a network.
 
     Args:
-        owner: Whose name errors begin with.
         network: The GradAccumulation.
         reducers: One per optimizer.
-        parameters: One per optimizer: the parameters that it updates.
-        precision: What computes in 16 bits, and the loss scale.
-        drops: Whether a micro batch that is not finite is left out.
-        compiles: Whether the network is compiled in PYNATIVE mode too.
+        settings: What the training step was told.
+        events: Who is told of each micro batch.
     """
 
     def __init__(
-        self,
-        owner: str,
-        network: Any,
-        reducers: Sequence[GradientReducer],
-        parameters: Sequence[ParameterTuple],
-        precision: Precision,
-        drops: bool,
-        compiles: bool = False,
+        self, network: Any, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
     ) -> None:
+        self.owner = owner = settings.owner
         warn_of_slow_convolutions(owner, network)
-        self.owner = owner
-        self.precision = precision
-        self.drops = drops
-        self.compiles = compiles
+        self.settings = settings
+        self.events = events
         self.network = network
         self.reducers = reducers
-        self.parameters = parameters
+        # One per optimizer: the parameters that it updates, all of each.
+        self.parameters = [ParameterTuple(reducer.replicas()) for reducer in reducers]
         # For a larger graph, which takes inputs as they are.
         self.cell = self._build(network.weighted_loss)
         # What comes before them, for a loss of the whole batch.
         self.first_pass = first_pass_of(
-            owner, network, self.cell, self.cell.parameters, reducers[0].several, drops, self.cell.micro_loss.half
+            owner, network, self.cell, self.cell.parameters, reducers[0].several, self.cell.micro_loss.half
         )
         # One per structure of the inputs, nearly always one, and per whether the sums are reduced with it.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
@@ -79,8 +76,6 @@ class MicroSteps:
         self.looks_at_rows = divides_by_first_rows(network)
         # Whether the last batch may have added something before it failed.
         self.has_added = False
-        # Who is told of each micro batch.
-        self.events = Events(owner)
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
@@ -115,7 +110,7 @@ class MicroSteps:
             self.has_added = bool(outputs) or micro_step.has_run
             self.events.micro_batches = done
             if isinstance(error, Exception):
-                explain_split(self.network, error, args, kwargs)
+                self.network.explain_split(error, args, kwargs)
             raise
         self._add_nothing(rounds - len(outputs))
         return outputs
@@ -145,11 +140,11 @@ class MicroSteps:
         return step, step.pace
 
     def _runs_eagerly(self) -> bool:
-        if not runs_eagerly(self.compiles):
+        if not runs_eagerly(self.settings.compiles):
             return False
         if self.network.terms == 1:
             return True
-        if ms.get_context("mode") == ms.PYNATIVE_MODE and not self.compiles:
+        if ms.get_context("mode") == ms.PYNATIVE_MODE and not self.settings.compiles:
             got = "a loss of several terms, each of which needs a backward pass of the same forward pass"
             remedy = "Give compile=True, or set GRAPH mode."
             raise ValueError(sentence(self.owner, "network", "one of a single term in PYNATIVE mode", got, remedy))
@@ -168,9 +163,10 @@ class MicroSteps:
                 self.owner,
             )
         loss = self.network.weighted_loss
-        half = is_half(loss, self.precision)
-        micro_loss = MicroLoss(loss, half, self.precision.loss_scale)
-        adding = AddMicroBatch(self.reducers, self.parameters, micro_loss.totals(), self.drops, reduces)
+        precision, drops = self.settings.precision, self.settings.drops
+        half = is_half(loss, precision)
+        micro_loss = MicroLoss(loss, half, precision.loss_scale)
+        adding = AddMicroBatch(self.reducers, self.parameters, micro_loss.totals(), drops, reduces)
         return EagerMicroStep(self.owner, micro_loss, self.parameters, adding, pace_of(loss, half, eager=True))
 
     def _is_for_thread_pool(self, micro_batches: list[MicroBatch]) -> bool:
@@ -204,7 +200,8 @@ class MicroSteps:
         return lambda: self._build(self.network.loss_of(structure), pooled, reduces)
 
     def _build(self, weighted_loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
-        cell = build_micro_step(weighted_loss, self.reducers, self.parameters, self.precision, self.drops, reduces)
+        precision, drops = self.settings.precision, self.settings.drops
+        cell = build_micro_step(weighted_loss, self.reducers, self.parameters, precision, drops, reduces)
         cell.in_thread_pool = pooled
         if hasattr(self, "cell"):
             follow_mode(cell, self.cell)

@@ -1,22 +1,38 @@
-"""The body of a training step in semi-auto-parallel, which the compiler partitions over the devices as a whole."""
+"""The body of a training step in semi-auto-parallel, on Ascend and GPU: the compiler partitions it over the devices.
+
+The compiler recognises accumulation by its parts. The slice that cuts a micro batch carries the attribute
+``grad_accu_num``; a parameter cloned from each weight and named after it, ``accu_grads.`` before, takes its sums;
+and one gradient is taken of the whole unrolled forward. Each device then adds up, and there is one reduction per
+parameter and window; without these parts there would be one per micro batch, with all activations alive.
+
+What stands in `construct` is about the whole batch of all devices: the compiler does the dividing.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mindspore import Parameter, Tensor, nn
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common.initializer import initializer
+from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.compiled import graph_mode
-from ms_gradaccum.parallel.factory import check_noise_scale
-from ms_gradaccum.parallel.partitioned import PartitionedWindow
-from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
+from ms_gradaccum.backend.optimizers import LearningRate, scale_for
+from ms_gradaccum.backend.tensors import scale
+from ms_gradaccum.batch.split import split_shapes
+from ms_gradaccum.gradients.buffer import reciprocal
+from ms_gradaccum.gradients.clipping import ClipByValue
+from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling, gradient_is_returned
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 
+_NO_NORM = Tensor(0.0, ms.float32)
+
 
 class PartitionedStep(nn.Cell):
-    """One batch, one window, one update. It has the methods of a HostDrivenStep.
+    """One batch, one window, one update, in one graph. It has the methods of a HostDrivenStep.
 
     Args:
         network: The GradAccumulation.
@@ -34,17 +50,25 @@ class PartitionedStep(nn.Cell):
         self, network: Any, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings, events: Events
     ) -> None:
         super().__init__(auto_prefix=False)
-        dtype = settings.precision.reduce_dtype
-        if settings.notes_squares:
-            check_noise_scale(settings.owner, network, kind)
-        kind.check(settings.accumulation_steps, network, optimizer, settings.drops, settings.clip, dtype)
+        sums = settings.of_sums()
+        kind.check(network, optimizer, accumulation_steps=settings.accumulation_steps, clip=settings.clip, **sums)
         self.network = network
         self.optimizers = [optimizer]
         self.reducers: list[Any] = []
         self.semi_auto = kind
         self.events = events
+        self.sums = BatchSums(network)
+        self.micro_size = network.micro_size
+        self.optimizer = optimizer
+        self.parameters = optimizer.parameters
+        self.accumulators = ParameterTuple(_accumulator_of(parameter) for parameter in self.parameters)
+        self.clip = settings.clip
+        self.clips_by_value = isinstance(settings.clip, ClipByValue)
+        self.learning_rate = LearningRate(optimizer)
         self.loss_scale = settings.precision.loss_scale
-        self.partitioned = PartitionedWindow(network, optimizer, settings.clip, self.loss_scale)
+        self.handed_scale = scale_for(settings.owner, optimizer, self.loss_scale)
+        self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.map = ops.HyperMap()
 
     @property
     def window(self) -> "PartitionedStep":
@@ -94,5 +118,198 @@ class PartitionedStep(nn.Cell):
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
         """The whole window as one graph. Return the items of a StepOutput."""
         check_compiling(True)
-        output: tuple[Tensor, ...] = self.partitioned(*inputs)
-        return output
+        sums = self.sums(*inputs)
+        # Of the loss sum alone; the weight beside it has no gradient.
+        loss_scale = self.loss_scale.value()
+        grads = self.grad(self.sums, self.parameters)(*inputs, loss_scale * Tensor([1.0, 0.0], ms.float32))
+        weight = sums[1]
+        factor = reciprocal(weight)
+        mean = self.mean_of(grads, self.loss_scale.unscaled(factor))
+        if self.clips_by_value:
+            # It needs no norm. Both norms go in one message.
+            norm, clipped_norm = partitioned_norms(mean, self.clip(mean, _NO_NORM))
+        else:
+            norm = partitioned_norm(mean)
+            clipped_norm = self.clip.norm_after(norm)
+        overflow = ops.logical_not(ops.isfinite(norm))
+        # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
+        updated = ops.greater(weight, 0.0)
+        if self.loss_scale.skips_overflow:
+            updated = ops.logical_and(updated, ops.logical_not(overflow))
+        learning_rate = self.learning_rate()
+        mean = self.clip(mean, norm)
+        if self.handed_scale != 1.0:
+            mean = self.map(ops.partial(scale, Tensor(self.handed_scale, ms.float32)), mean)
+        report: tuple[Tensor, ...] = (
+            sums[0] * factor,
+            overflow,
+            loss_scale,
+            updated,
+            norm,
+            clipped_norm,
+            learning_rate,
+            weight,
+        )
+        if updated:
+            report = ops.depend(report, self.optimizer(mean))
+        report = ops.depend(report, self.clear(report))
+        report = ops.depend(report, self.loss_scale(updated, overflow, report))
+        return report
+
+    def mean_of(self, grads: tuple[Tensor, ...], factor: Tensor) -> tuple[Tensor, ...]:
+        """Return the window's mean gradient in the dtype of each weight, on each device its part of it."""
+        sums = grads if gradient_is_returned(self.micro_size) else ops.depend(self.accumulators, grads)
+        mean: tuple[Tensor, ...] = self.map(ops.partial(_mean_like, factor), sums, self.parameters)
+        return mean
+
+    def clear(self, done: Any) -> Any:
+        """Assign zeros, after ``done``; a product with 0 would keep NaN and Inf for ever."""
+        return self.map(_clear, ops.depend(self.accumulators, done))
+
+
+class BatchSums(nn.Cell):
+    """The loss sum and the weight of a batch, micro batch by micro batch, as one tensor of two elements.
+
+    One tensor, since the compiler follows one output of the forward. Of two, it would leave the nodes of the second
+    whole on each device.
+    """
+
+    def __init__(self, network: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.micro_size = network.micro_size
+        self.batch_axis = network.batch_axis
+        self.weighted_loss = network.loss_of()
+        # The compiler follows one output, see above.
+        self.weighted_loss.reports = False
+        # One primitive per micro batch, or the compiler would take them for one.
+        self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
+        # Where a micro batch ends. Without it the compiler does not tell the backward passes apart of a network whose
+        # forward is one function for all of them (`lazy_inline`) up to the loss.
+        self.joins = [_join(i, self.micro_size) for i in range(self.micro_size)]
+        # Not left to the compiler, which would put one element on each of two devices.
+        self.at_place = ops.Mul().shard(((), (1,)))
+        self.add_places = ops.Add().shard(((1,), (1,)))
+        self._get_attr_from_cell(network)
+
+    def construct(self, *inputs: Any) -> Tensor:
+        shapes: tuple[Any, ...] = ()
+        for item in inputs:
+            shapes += (item.shape if isinstance(item, Tensor) else None,)
+        rows, bounds = _cut_bounds(shapes, self.batch_axis, self.micro_size)
+        loss_sum: Any = Tensor(0.0, ms.float32)
+        weight: Any = None
+        for i, cut in enumerate(self.cuts):
+            part: tuple[Any, ...] = (Tensor(rows, ms.float32),)
+            for item, bound in zip(inputs, bounds[i]):
+                part += (item if bound is None else cut(item, *bound),)
+            part_sum, part_weight = self.weighted_loss(*part)
+            loss_sum = self.joins[i](loss_sum, part_sum)
+            weight = part_weight if weight is None else weight + part_weight
+        first = self.at_place(loss_sum, Tensor([1.0, 0.0], ms.float32))
+        return self.add_places(first, self.at_place(weight, Tensor([0.0, 1.0], ms.float32)))
+
+
+def _join(number: int, micro_size: int) -> ops.Primitive:
+    return ops.Add() if micro_size == 1 else ops.Add().add_prim_attr("forward_end", number)
+
+
+# A loop over the parameters would nest in the compiler, so what follows are functions for maps.
+
+_mean_like = ops.MultitypeFuncGraph("mean_like")
+
+
+@_mean_like.register("Tensor", "Tensor", "Tensor")
+def _mean_like_one(factor: Tensor, total: Tensor, weight: Parameter) -> Tensor:
+    return ops.cast(ops.cast(total, ms.float32) * factor, weight.dtype)
+
+
+_clear = ops.MultitypeFuncGraph("clear")
+
+
+@_clear.register("Tensor")
+def _clear_one(accumulator: Parameter) -> Tensor:
+    return ops.assign(accumulator, ops.zeros_like(accumulator))
+
+
+# The global norm of gradients of which each device has a part, or a copy, or a part shared with some: the compiler
+# looks for square, sum and an ExpandDims with the attribute ``grad_scale`` on the way from a gradient to a square root.
+# It divides each sum by the number of devices that have it too and adds all up over the devices.
+_mark = ops.ExpandDims().add_prim_attr("grad_scale", True)
+# Over all axes, by no shape: each device will have another one than this graph.
+_reduce_sum = ops.ReduceSum()
+_map = ops.HyperMap()
+
+
+def _sum_of_squares(grad: Tensor) -> Tensor:
+    return _reduce_sum(ops.square(ops.cast(grad, ms.float32)), ())
+
+
+_marked_square = ops.MultitypeFuncGraph("marked_square")
+
+
+@_marked_square.register("Tensor")
+def _marked_square_of_one(grad: Tensor) -> Tensor:
+    return _mark(_sum_of_squares(grad), 0)
+
+
+@_marked_square.register("Tensor", "Tensor")
+def _marked_squares_of_two(before: Tensor, after: Tensor) -> Tensor:
+    total = _sum_of_squares(before)
+    both = ops.stack((total, _sum_of_squares(after)))
+    # The way from the gradient, which the stack hides.
+    return _mark(ops.depend(both, total), 0)
+
+
+def partitioned_norm(grads: tuple[Tensor, ...]) -> Tensor:
+    """Return the global norm over all devices, in a graph that the compiler partitions."""
+    return ops.sqrt(ops.addn(_map(_marked_square, grads)))[0]
+
+
+def partitioned_norms(grads: tuple[Tensor, ...], clipped: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Return the norms of both, where ``clipped`` was made of ``grads``, in one message."""
+    norms = ops.sqrt(ops.addn(_map(_marked_square, grads, clipped)))
+    return norms[0, 0], norms[0, 1]
+
+
+def _accumulator_of(weight: Parameter) -> Parameter:
+    """Return zeros that the compiler knows for the sums of ``weight``'s gradient: it is named after a clone.
+
+    Not ``weight.clone()``: that keeps the weight's dtype, and takes the initial values from a weight that has not got
+    them yet. Float32, since 16-bit sums lose the small addends of a long window.
+    """
+    name = f"accu_grads.{weight.name}"
+    accumulator = Parameter(initializer("zeros", weight.shape, ms.float32), name)
+    info = weight.param_info.clone()
+    info.obj = accumulator
+    accumulator.param_info = info
+    accumulator.name = name
+    return accumulator
+
+
+@_primexpr
+def _cut_bounds(shapes: tuple[Any, ...], batch_axis: Any, micro_size: int) -> tuple[Any, ...]:
+    """Return the rows of a micro batch, and for each the begin, end and step of each input (None: not cut)."""
+    axes, rows = split_shapes(shapes, batch_axis, micro_size)
+    for axis, shape in zip(axes, shapes):
+        if axis is not None and axis % len(shape) != 0:
+            raise ValueError(
+                f"For 'GradAccumulation', the argument 'batch_axis' must be 0 or None for each input in "
+                f"semi-auto-parallel, but got {axis}. Transpose that input."
+            )
+    count = rows[-1][1]
+    if len(rows) != micro_size or count % micro_size != 0:
+        raise ValueError(
+            f"For 'GradAccumulation', the argument 'micro_size' must divide the {count} rows of the batch of all "
+            f"devices in semi-auto-parallel, but got {micro_size}. Choose another one, or drop the last rows."
+        )
+    bounds: tuple[Any, ...] = ()
+    for begin, end in rows:
+        bounds += (tuple(_bound(shape, axis, begin, end, micro_size) for shape, axis in zip(shapes, axes)),)
+    return count // micro_size, bounds
+
+
+def _bound(shape: Any, axis: int | None, begin: int, end: int, micro_size: int) -> Any:
+    if axis is None or micro_size == 1:
+        return None
+    rest = tuple(shape[1:])
+    return (begin, *[0] * len(rest)), (end, *rest), (1,) * len(shape)

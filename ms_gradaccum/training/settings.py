@@ -10,7 +10,7 @@ from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.gradients.clipping import check_clip
 from ms_gradaccum.gradients.mixed_precision import Precision, check_precision
 from ms_gradaccum.gradients.non_finite import check_bad_micro_batch
-from ms_gradaccum.parallel.factory import check_kind, check_parallel
+from ms_gradaccum.parallel.kinds import check_kind
 
 # For those who have overridden `construct` of MindSpore's cell.
 STEP_REMEDY = (
@@ -67,9 +67,9 @@ class StepSettings:
             check_bool(owner, "noise_scale", noise_scale, "True reports how noisy the gradient is."),
         )
 
-    def kind_for(self, network: nn.Cell) -> Any:
-        """Return the kind of parallelism for a network as the user gave it, or None for one process."""
-        return check_parallel(self.owner, self.parallel, network)
+    def of_sums(self) -> dict[str, Any]:
+        """Return the arguments of `build_reducers` that are settings."""
+        return {"drops": self.drops, "dtype": self.precision.reduce_dtype, "notes_squares": self.notes_squares}
 
     def agreed(self) -> dict[str, Any]:
         """Return what all ranks must have been told alike."""

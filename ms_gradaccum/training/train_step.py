@@ -1,26 +1,149 @@
 """The training step: the micro batches of one batch, and an update at the end of the window."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from mindspore import JitConfig, Parameter, Tensor, nn
+import mindspore as ms
+from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import check_construct
 from ms_gradaccum.backend.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
-from ms_gradaccum.parallel.factory import ParallelChoice
-from ms_gradaccum.parallel.semi_auto import SemiAuto
+from ms_gradaccum.parallel.factory import build_reducers, check_parallel
+from ms_gradaccum.parallel.kinds import ParallelChoice
+from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
+from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
-from ms_gradaccum.training.host_driven import HostDrivenStep
 from ms_gradaccum.training.partitioned_step import PartitionedStep
 from ms_gradaccum.training.settings import STEP_REMEDY, StepSettings, check_stock_arguments
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window
 
 _OWNER = "TrainOneStepCell"
+# Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a reshape.
+_ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
+
+
+class HostDrivenStep(nn.Cell):
+    """One call per batch, one update per window of batches. Inside a larger graph it is part of that graph.
+
+    Args:
+        network: The GradAccumulation.
+        optimizer: Its optimizer.
+        kind: The kind of parallelism, or None for one process.
+        settings: What the step was told.
+        events: Who is told of what happens.
+    """
+
+    def __init__(self, network: Any, optimizer: nn.Cell, kind: Any, settings: StepSettings, events: Events) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.events = events
+        self.accumulation_steps = settings.accumulation_steps
+        agreed = {**settings.agreed(), "micro_size": network.micro_size}
+        reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
+        self.window = Window(network, [optimizer], reducers, settings, events)
+        network.adds_batches = self.accumulation_steps > 1 or self.window.several
+        # As parts of a larger graph.
+        (self.reducer,), (self.end,) = self.window.reducers, self.window.ends
+        self.buffer = self.reducer.buffer
+        self.loss_scale = settings.precision.loss_scale
+        self.micro_step = self.window.micro_steps.cell
+
+    def attach_to(self, step: nn.Cell) -> None:
+        """Let MindSpore's saving, which asks ``step`` for the whole of a parameter, know how to gather one."""
+        step.parameter_layout_dict = dict.fromkeys(self.reducer.gathers, _ANY_LAYOUT)
+        step.parallel_parameter_merge_net_dict = self.reducer.gathers
+
+    def saved(self, parameter: Parameter) -> Parameter | None:
+        """Return what a checkpoint holds for ``parameter``; None for nothing."""
+        return self.reducer.saved(parameter)
+
+    def compiled_cells(self) -> list[Any]:
+        """Return what has a mode and settings of its own."""
+        return self.window.compiled_cells()
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Enclose the compilation of the whole window as one graph."""
+        return nullcontext()
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], as_graph: Callable[..., Any]) -> StepOutput:
+        """Add one batch, and end the window if it is the last one."""
+        batches = self.open_batches()
+        try:
+            self.window.add(args, kwargs, is_last=batches + 1 == self.accumulation_steps)
+        except BaseException:
+            self.events.batches -= 1
+            raise
+        return self._end_batch(batches)
+
+    def join(self) -> StepOutput:
+        """Count a batch of the window to which this process adds nothing."""
+        self.window.join()
+        return self._end_batch(self.open_batches())
+
+    def _end_batch(self, batches: int) -> StepOutput:
+        """Count a batch after so many, and end the window if it is the last one."""
+        if batches + 1 == self.accumulation_steps:
+            return self._close()
+        self.window.set_count(batches + 1)
+        return self.window.so_far()
+
+    def _close(self) -> StepOutput:
+        try:
+            self.events.update_begin()
+        except BaseException:
+            # As after a failure in the update itself: its rows would be in the next window too.
+            self.window.discard()
+            raise
+        output = self.window.close()
+        self.events.update_end(output)
+        return output
+
+    def open_batches(self) -> int:
+        """Return the number of batches in the unfinished window; 0 right after an update."""
+        return 0 if self.accumulation_steps == 1 else self.window.count()
+
+    def flush(self) -> StepOutput | None:
+        """Apply an unfinished window, divided by its true weight. Return None if no process has one."""
+        batches = self.open_batches()
+        if (max(gather_counts(batches)) if self.window.several else batches) == 0:
+            return None
+        output = self._close()
+        return output if output.updated.asnumpy() or output.overflow.asnumpy() else None
+
+    def drop(self) -> int:
+        """Throw an unfinished window away and return the number of batches that it had."""
+        batches = self.open_batches()
+        if batches:
+            self.window.discard()
+        return batches
+
+    def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """The whole window as part of one graph. Return the items of a StepOutput."""
+        check_compiling(False)
+        parts = self.network.split_in_graph(inputs)
+        batch_rows = Tensor(0.0, ms.float32)
+        for part in parts:
+            batch_rows = batch_rows + part[0]
+        done = Tensor(0.0, ms.float32)
+        for part in parts:
+            share, factor = self.micro_step.share_and_factor(part[0], batch_rows)
+            done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
+        if self.accumulation_steps == 1:
+            output: tuple[Tensor, ...] = self.end(done)
+            return output
+        # The counter includes this batch, so that the update is made at the last batch of the window.
+        batches = self.buffer.count_batch()
+        if batches == self.accumulation_steps:
+            output = self.end(done)
+        else:
+            output = self.end.open(done)
+        return output
 
 
 class TrainOneStepCell(nn.TrainOneStepCell, Observed):
@@ -131,7 +254,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             compile=compile,
             noise_scale=noise_scale,
         )
-        kind = settings.kind_for(network)
+        kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)

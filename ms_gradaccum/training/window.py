@@ -10,7 +10,7 @@ from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn_of_dropped
 from ms_gradaccum.gradients.clipping import ClipByValue
-from ms_gradaccum.parallel.factory import build_reducer
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
@@ -30,17 +30,18 @@ class Window:
     Args:
         network: The GradAccumulation, converted to the precision of the settings.
         optimizers: The optimizers of its parameters.
-        kind: The kind of parallelism, or None for one process.
+        reducers: One per optimizer: its buffer, and what becomes of it at the end of the window.
         settings: What the training step was told.
-        agreed: What all ranks must have been told alike, beside the settings.
+        events: Who is told of each micro batch.
 
     Attributes:
-        reducers: One per optimizer: its buffer, and what becomes of it at the end of the window.
         ends: One per optimizer: the order of its update.
         overflows_in_a_row: Windows that were skipped one after the other, the last one included.
     """
 
-    # What the end of the window has measured, per optimizer; what replaces its clip.
+    # Whether the sums are those of all ranks already; what the end of the window has measured, per optimizer; what
+    # replaces its clip.
+    is_reduced = False
     outputs: list[StepOutput] | None = None
     clip: nn.Cell | None = None
 
@@ -48,46 +49,22 @@ class Window:
         self,
         network: Any,
         optimizers: Sequence[Any],
-        kind: Any,
+        reducers: Sequence[GradientReducer],
         settings: StepSettings,
-        agreed: dict[str, Any],
+        events: Events,
     ) -> None:
         self.owner = settings.owner
         self.network = network
         self.optimizers = list(optimizers)
         self.loss_scale = settings.precision.loss_scale
-        self.parameters = [optimizer.parameters for optimizer in optimizers]
-        agreed, dtype = {**settings.agreed(), **agreed}, settings.precision.reduce_dtype
-        self.reducers = [
-            build_reducer(
-                self.owner, kind, each, network, agreed, settings.drops, dtype, notes_squares=settings.notes_squares
-            )
-            for each in optimizers
-        ]
+        self.reducers = list(reducers)
         self.several = self.reducers[0].several
-        self.micro_steps = MicroSteps(
-            self.owner,
-            network,
-            self.reducers,
-            self.parameters,
-            settings.precision,
-            settings.drops,
-            settings.compiles,
-        )
+        self.micro_steps = MicroSteps(network, self.reducers, settings, events)
         self.ends = [
             WindowEnd(self.owner, optimizer, settings.clip, each, self.loss_scale, settings.compiles)
             for optimizer, each in zip(optimizers, self.reducers)
         ]
         self.overflows_in_a_row = 0
-
-    @property
-    def events(self) -> Events:
-        """Who is told of each micro batch."""
-        return self.micro_steps.events
-
-    @events.setter
-    def events(self, events: Events) -> None:
-        self.micro_steps.events = events
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
@@ -118,16 +95,19 @@ class Window:
         self.set_count(counts["batches"])
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
-    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
-        """Add one batch and return what its micro steps returned; the last one may add up the sums over the ranks."""
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool = False) -> list[Any]:
+        """Add one batch and return what its micro steps returned. Those of the last one may reduce the sums, too."""
+        reduces = is_last and self.reducers[0].overlaps
         try:
-            return self.micro_steps.run(args, kwargs, reduces)
+            outputs = self.micro_steps.run(args, kwargs, reduces)
         except BaseException:
             if self.micro_steps.has_added:
                 batches = self.count()
                 self.discard()
                 warn_of_dropped(self.owner, batches)
             raise
+        self.is_reduced = reduces
+        return outputs
 
     def join(self) -> None:
         """Take part in a batch of the other processes without one: this process has run out of data."""
@@ -137,22 +117,19 @@ class Window:
         """Report on the window that goes on."""
         return self.ends[0].so_far()
 
-    def measure(self, reduced: bool = False) -> StepOutput:
-        """Return the report on the full window, before clipping and update.
-
-        ``reduced`` is whether the sums are those of all ranks already.
-        """
+    def measure(self) -> StepOutput:
+        """Return the report on the full window, before clipping and update."""
         if self.outputs is None:
             try:
-                self.outputs = _as_one_gradient([end.measure(reduced) for end in self.ends])
+                self.outputs = _as_one_gradient([end.measure(self.is_reduced) for end in self.ends])
             except BaseException:
                 self.discard()
                 raise
         return self.outputs[0]
 
-    def close(self, reduced: bool = False) -> StepOutput:
+    def close(self) -> StepOutput:
         """Update, empty the buffers and return the report; the decision whether to update is made in Python."""
-        self.measure(reduced)
+        self.measure()
         outputs, clip = self.outputs or [], self.clip
         try:
             outputs = [end.finish(output, clip) for end, output in zip(self.ends, outputs)]
@@ -172,7 +149,7 @@ class Window:
 
     def reset(self) -> None:
         """Forget what was measured, and the clip of the window that has ended."""
-        self.outputs = self.clip = None
+        self.is_reduced, self.outputs, self.clip = False, None, None
 
     def _count_overflow(self, output: StepOutput) -> None:
         """Stop a training that skips all its updates: no scale is small enough for a gradient that is broken."""

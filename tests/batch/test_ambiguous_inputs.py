@@ -8,7 +8,7 @@ from mindspore import COOTensor, CSRTensor, Parameter, Tensor, nn, ops
 from step_probe import KeepGradients, keeping_step, number, tensors
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell, verify
-from ms_gradaccum.training.ambiguous_inputs import ambiguous_inputs
+from ms_gradaccum.batch.split import ambiguous_inputs
 
 RANDOM = np.random.default_rng(3)
 X, Y = RANDOM.normal(size=(4, 3)).astype(np.float32), RANDOM.normal(size=(4, 1)).astype(np.float32)

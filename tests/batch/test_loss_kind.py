@@ -155,7 +155,7 @@ def test_semi_auto_parallel_warns_of_what_shows_without_labels():
     """What a step that the compiler partitions is told while it is built."""
     loss_cell = GradAccumulation(labels_loss(nn.CrossEntropyLoss(weight=Tensor(np.float32([1, 2, 3])))), 2)
     with pytest.warns(UserWarning, match="divides by the sum of the class weights of its labels"):
-        SemiAuto(loss_cell).check(1, loss_cell, sgd(loss_cell), False, None, ms.float32)
+        SemiAuto(loss_cell).check(loss_cell, sgd(loss_cell))
 
 
 def bce_gradient(rows):

@@ -327,4 +327,4 @@ def test_semi_auto_parallel_says_that_it_reports_none():
     )
     loss_cell = GradAccumulation(Losses(), 2, losses="first")
     with pytest.warns(UserWarning, match=whole(text)):
-        SemiAuto(loss_cell).check(1, loss_cell, sgd(loss_cell), False, None, ms.float32)
+        SemiAuto(loss_cell).check(loss_cell, sgd(loss_cell))

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
 
-from ms_gradaccum.parallel.buckets import assign_runs, cut, in_buckets, in_runs
-from ms_gradaccum.parallel.layout import BUCKET_SIZE, bucket_layout, shard_layout
-from ms_gradaccum.parallel.messages import Ranks
+from ms_gradaccum.parallel.collectives import assign_runs, cut, in_buckets, in_runs
+from ms_gradaccum.parallel.layout import BUCKET_SIZE, Ranks, bucket_layout, shard_layout
 
 ONE = Ranks(1, 1, "CPU")
 

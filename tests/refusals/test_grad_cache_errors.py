@@ -11,7 +11,6 @@ from step_probe import Around
 from whole_batch_losses import Clip, Correlation, OrdinaryLoss, Tower, Towers, batch, parts_of
 
 from ms_gradaccum import GradAccumulation, GradCacheLoss, TrainOneStepCell, verify
-from ms_gradaccum.gradients.clipping import NoClip
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.first_pass import FirstPass
 
@@ -123,7 +122,7 @@ def test_the_compilers_own_parallelism_is_refused(monkeypatch):
         "AutoParallel."
     )
     with raises(ValueError, sentence):
-        kind.check(1, GradAccumulation(network := cell(), 2), sgd(network), False, NoClip(), ms.float32)
+        kind.check(GradAccumulation(network := cell(), 2), sgd(network))
 
 
 def test_inputs_that_are_labels_alone_are_refused():

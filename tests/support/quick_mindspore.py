@@ -13,6 +13,8 @@ from unittest import mock
 
 import mindspore as ms
 import mindspore.dataset as ds
+from mindspore._c_expression import RuntimeConf
+from mindspore.device_context.cpu.op_tuning import threads_num
 
 try:
     from mindspore.graph import api
@@ -50,6 +52,9 @@ def install():
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     # Otherwise threads hand each operator on to one another and spin meanwhile: an eager step takes 7 times as long.
     ms.runtime.launch_blocking()
+    # Each operator would try whether two threads are faster, and the second one looks for work all the time between.
+    if not RuntimeConf.get_instance().is_op_threads_num_configured():
+        threads_num(1)
     # The compiler reads the source of a function once, not in each compilation: an eighth of its time.
     inspect.getsourcelines = _read_once
     parser.Parser.get_jit_comments = _comments_if_any

@@ -16,7 +16,7 @@ from ms_gradaccum._checks import (
     sentence,
 )
 from ms_gradaccum.gradients.clipping import check_clip
-from ms_gradaccum.parallel.factory import choose_kind
+from ms_gradaccum.parallel.kinds import choose_kind
 from ms_gradaccum.tools.planning.windows import share_rows
 
 # What can be counted batch by batch.

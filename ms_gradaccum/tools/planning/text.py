@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ms_gradaccum.parallel.messages import Message
+from ms_gradaccum.parallel.layout import Message
 from ms_gradaccum.tools.planning.rates import rates_at
 
 

@@ -11,8 +11,7 @@ from ms_gradaccum.backend.device import multiply
 from ms_gradaccum.checkpoint.load import load_state
 from ms_gradaccum.checkpoint.save import save_state
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.parallel.data_parallel import DataParallel
-from ms_gradaccum.parallel.hsdp import HSDP
+from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.tools.self_test.networks import WORKLOADS
 from ms_gradaccum.tools.self_test.tolerances import TOY_TOLERANCE, TOY_WEIGHT
 from ms_gradaccum.tools.self_test.training import (

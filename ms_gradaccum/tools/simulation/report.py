@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ms_gradaccum.backend.plain_state import Json
-from ms_gradaccum.parallel.messages import Message, Traffic
+from ms_gradaccum.parallel.layout import Message, Traffic
 from ms_gradaccum.tools.probing.memory import as_text
 from ms_gradaccum.tools.reporting.figures import new_figure
 

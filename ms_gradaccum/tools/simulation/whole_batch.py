@@ -18,7 +18,7 @@ class WholeBatch(nn.Cell):
         self.weighted = step.network.weighted
         self.losses = step.network.losses
         self.optimizer = step.optimizer
-        clip = step.body.partitioned.clip
+        clip = step.body.clip
         self.max_norm: Any = getattr(clip, "max_norm", None)
         self.limit: Any = getattr(clip, "limit", None)
         self.value_and_grad = ops.value_and_grad(self.loss, None, self.optimizer.parameters)

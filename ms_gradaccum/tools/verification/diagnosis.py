@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from mindspore import nn
 
+from ms_gradaccum.batch.split import ambiguous_inputs
 from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, misfit, misfits, norm
 from ms_gradaccum.tools.verification.experiment import Experiment
 from ms_gradaccum.tools.verification.loss_search import WRONG_REDUCTIONS, LossSearch
-from ms_gradaccum.training.ambiguous_inputs import ambiguous_inputs, name_of
 
 # How often the same batch is run to see whether it gives the same.
 _REPEATS = 2
@@ -157,7 +157,7 @@ class Diagnosis:
             except Exception:
                 continue  # It has rows, and the network cannot do without their split.
             if is_finite(window) and max(misfits(window, self.whole)) <= self.rtol:
-                name, shape = name_of(experiment.network, place), tuple(experiment.inputs[place].shape)
+                name, shape = experiment.network.name_of_input(place), tuple(experiment.inputs[place].shape)
                 self.causes.append(_NO_BATCH.format(name=name, shape=shape))
                 return True
         return False

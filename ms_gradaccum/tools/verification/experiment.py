@@ -17,11 +17,9 @@ from ms_gradaccum.gradients.mixed_precision import check_precision
 from ms_gradaccum.loops import random_state
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.verification.comparison import Run
-from ms_gradaccum.training.ambiguous_inputs import without_split
 from ms_gradaccum.training.first_pass import first_pass_of
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.micro_loss import MicroLoss, Pace
-from ms_gradaccum.training.micro_step import AddMicroBatch, EagerMicroStep, build_micro_step
+from ms_gradaccum.training.micro_step import AddMicroBatch, EagerMicroStep, MicroLoss, Pace, build_micro_step
 
 _OWNER = "verify"
 # What BatchNorm of mindspore.nn goes by before its mode: whether it takes the statistics of its batch. None: the mode.
@@ -109,14 +107,12 @@ class Experiment:
         self.structure, self.micro_batches = split_batch(inputs, network.micro_size, network.batch_axis)
         self.batch = split_batch(inputs, 1, network.batch_axis).micro_batches[0]
         self.axes = leaf_axes(inputs, network.batch_axis)
-        buffer = GradientBuffer(self.parameters, terms=network.terms, reports_others=network.losses is not None)
+        buffer = GradientBuffer(self.parameters, terms=network.terms, other_losses=network.other_losses)
         self.reducer = GradientReducer(self.parameters, buffer)
         # As in training, but for a loss scale: gradients are compared as they are.
         self.precision = check_precision(_OWNER, None)
         self._steps: dict[Any, Any] = {}
-        self.first_pass = first_pass_of(
-            _OWNER, network, network, self.parameters, several=False, drops=False, half=False
-        )
+        self.first_pass = first_pass_of(_OWNER, network, network, self.parameters, several=False, half=False)
         # Of what the micro steps are given.
         self.micro_structure = self.structure
 
@@ -126,7 +122,7 @@ class Experiment:
 
     def unsplit(self, place: int) -> "Experiment":
         """Return the same experiment with one input of the network going whole into each micro batch."""
-        network = without_split(self.network, place, self.inputs)
+        network = self.network.without_split(place, self.inputs)
         return Experiment(network, self.inputs, self.reference, self.start, self.frozen, self.compiles)
 
     def rows_of(self, micro_batch: int) -> list[int]:

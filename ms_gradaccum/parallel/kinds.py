@@ -1,0 +1,143 @@
+"""What a user says of several processes: how they share the work of a training."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ms_gradaccum._checks import check_bool, check_choice, sentence, typed
+
+_HSDP = "HSDP"
+_Level = Literal["level1", "level2", "level3"]
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Data parallelism over all processes. ``parallel="auto"`` chooses it when there are several.
+
+    The sums of a window and its weight are added over the ranks in a few fused messages, once per update; micro
+    batches in between communicate nothing.
+
+    Args:
+        sync_each_batch (bool): Whether to add up the gradients of each micro batch over the ranks instead. Each rank
+            then keeps 1 / ranks of the sums, in exchange for a message per micro batch. The name is that of Hugging
+            Face Accelerate's ``GradientAccumulationPlugin``. Default: ``False``.
+        overlap (bool): Whether the last micro batch of a window adds up its gradients over the ranks while its backward
+            pass goes on, as PyTorch's DistributedDataParallel does, where a device computes and communicates at a
+            time. That takes one more graph of the network to be compiled; where PYNATIVE mode runs the network op by
+            op, the messages follow the backward pass. Default: ``False``.
+        check_weights (bool): Whether to compare a hash of the weights over the ranks after each update and raise a
+            RuntimeError if they differ; for debugging. Default: ``False``.
+
+    Raises:
+        TypeError: If an argument is not a bool.
+        ValueError: If `overlap` is set together with `sync_each_batch`; later, if the loss has several terms, or an
+            :class:`Accumulator` gets it, which adds up in `step()`.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from ms_gradaccum import DataParallel
+        >>> print(DataParallel(sync_each_batch=True))
+        DataParallel(sync_each_batch=True, overlap=False, check_weights=False)
+    """
+
+    sync_each_batch: bool = False
+    overlap: bool = False
+    check_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("sync_each_batch", "overlap", "check_weights"):
+            check_bool("DataParallel", name, getattr(self, name), "The default is False.")
+        if self.sync_each_batch and self.overlap:
+            remedy = "Each micro batch sends its gradients already."
+            raise ValueError(sentence("DataParallel", "overlap", "False with sync_each_batch", True, remedy))
+
+
+@dataclass(frozen=True)
+class HSDP:
+    """Hybrid sharded data parallelism: each rank of a shard group keeps and updates its rows of every parameter.
+
+    The name and the arguments are those of ``AutoParallel.hsdp``; the idea is that of ZeRO (Rajbhandari et al., 2020),
+    stage 1, with the hybrid groups of PyTorch's HSDP.
+
+    ==========  ===============  ===================  ====================
+    level       optimizer state  sums of a window     weights
+    ==========  ===============  ===================  ====================
+    ``level1``  sharded          whole, then sharded  whole
+    ``level2``  sharded          sharded              whole
+    ``level3``  sharded          sharded              whole (with a warning)
+    ==========  ===============  ===================  ====================
+
+    Shards are rows of axis 0. With ``level1`` micro batches communicate nothing; an update costs a reduce-scatter of
+    the sums and an all-gather of the weights inside each group and, if there are several groups, an all-reduce of
+    the shards across them. With ``level2`` each micro batch costs the reduce-scatter, and no rank ever holds the
+    whole sums. Sharding the weights too (``level3``) takes the compiler's HSDP, inside ``AutoParallel`` on Ascend or
+    GPU.
+
+    Args:
+        shard_size (int): Number of ranks that share one copy. It divides the number of ranks. ``-1``: all ranks.
+            Default: ``-1``.
+        threshold (int): Parameters smaller than this stay whole on each rank. Unit: KB. Default: ``64``.
+        optimizer_level (str): ``"level1"``, ``"level2"`` or ``"level3"``. Default: ``"level1"``.
+        check_weights (bool): Whether to compare a hash of the weights over the ranks after each update and raise a
+            RuntimeError if they differ; for debugging. Default: ``False``.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from ms_gradaccum import HSDP
+        >>> print(HSDP(shard_size=2, threshold=0).optimizer_level)
+        level1
+    """
+
+    shard_size: int = -1
+    threshold: int = 64
+    optimizer_level: _Level = "level1"
+    check_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name, lowest, remedy in (("shard_size", 1, "-1 means all ranks."), ("threshold", 0, "It is in KB.")):
+            value = getattr(self, name)
+            rule = f"an int of at least {lowest}" + (" or -1" if name == "shard_size" else "")
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(sentence(_HSDP, name, rule, typed(value), remedy))
+            if value < lowest and not (name == "shard_size" and value == -1):
+                raise ValueError(sentence(_HSDP, name, rule, value, remedy))
+        remedy = "Higher levels shard more and communicate more."
+        check_choice(_HSDP, "optimizer_level", self.optimizer_level, get_args(_Level), remedy)
+        check_bool(_HSDP, "check_weights", self.check_weights, "True is for debugging.")
+
+    @property
+    def sync_each_batch(self) -> bool:
+        """Whether the ranks add up the gradients of each micro batch, and keep nothing but their shards."""
+        return self.optimizer_level != "level1"
+
+
+# What a face takes as `parallel`.
+ParallelChoice = Literal["auto"] | DataParallel | HSDP
+
+
+def check_kind(owner: str, parallel: Any) -> Any:
+    """Return what a caller says of several processes, if it is one of the things to say."""
+    # Of a tensor or an array, '==' would not be a bool.
+    is_auto = isinstance(parallel, str) and parallel == "auto"
+    if not is_auto and not isinstance(parallel, (DataParallel, HSDP)):
+        remedy = "'auto' looks at the number of processes."
+        raise TypeError(sentence(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), remedy))
+    return parallel
+
+
+def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
+    """Return the kind of parallelism of so many ranks, or None for a single one."""
+    check_kind(owner, parallel)
+    if ranks == 1:
+        return None
+    if isinstance(parallel, HSDP) and parallel.shard_size > 0 and ranks % parallel.shard_size:
+        rule = f"a divisor of the {ranks} processes"
+        raise ValueError(sentence(_HSDP, "shard_size", rule, parallel.shard_size, "-1 means all processes."))
+    return DataParallel() if parallel == "auto" else parallel
