@@ -3,7 +3,8 @@
 // AssignAdd writes each sum twice and is not vectorized. A product, a zero tensor or squares that are then assigned or
 // summed go through memory twice as often as need be, and take another tensor of it.
 //
-// A kernel is given its inputs and its result, and returns 0 if it could use them. MindSpore asks for the shape and the
+// A kernel is given its inputs and its result, and returns 0 if it could use them. Numbers that are the same for many
+// tensors come first, so that a graph can map the rest over these tensors. MindSpore asks for the shape and the
 // type of the result by the name of the kernel and "InferShape" or "InferType", also while it runs a graph whose shapes
 // or types it does not know before.
 
@@ -26,16 +27,16 @@ static int64_t elements_of(int dimensions, const int64_t *shape) {
   return elements;
 }
 
-// total += part * factor
-KERNEL(add_scaled_in_place) {
-  if (count != 4 || !std::equal(shapes[0], shapes[0] + dimensions[0], shapes[1], shapes[1] + dimensions[1]) ||
-      elements_of(dimensions[2], shapes[2]) != 1) {
+// In place of the total: total + part * factor
+KERNEL(scaled_add_in_place) {
+  if (count != 4 || elements_of(dimensions[0], shapes[0]) != 1 ||
+      !std::equal(shapes[1], shapes[1] + dimensions[1], shapes[2], shapes[2] + dimensions[2])) {
     return 1;
   }
-  const int64_t elements = elements_of(dimensions[0], shapes[0]);
-  float *total = static_cast<float *>(tensors[0]);
-  const float *part = static_cast<const float *>(tensors[1]);
-  const float factor = *static_cast<const float *>(tensors[2]);
+  const int64_t elements = elements_of(dimensions[1], shapes[1]);
+  const float factor = *static_cast<const float *>(tensors[0]);
+  float *total = static_cast<float *>(tensors[1]);
+  const float *part = static_cast<const float *>(tensors[2]);
   for (int64_t i = 0; i < elements; i++) {
     total[i] += part[i] * factor;
   }
@@ -46,16 +47,16 @@ KERNEL(add_scaled_in_place) {
 static double squares_of(const float *values, int64_t elements);
 
 // The same, and noise[0] += share * (the sum of the squares of part), while part is near.
-KERNEL(add_noted_in_place) {
-  if (count != 6 || !std::equal(shapes[0], shapes[0] + dimensions[0], shapes[1], shapes[1] + dimensions[1]) ||
-      elements_of(dimensions[2], shapes[2]) != 1 || elements_of(dimensions[3], shapes[3]) != 1) {
+KERNEL(noted_add_in_place) {
+  if (count != 6 || elements_of(dimensions[0], shapes[0]) != 1 || elements_of(dimensions[1], shapes[1]) != 1 ||
+      !std::equal(shapes[3], shapes[3] + dimensions[3], shapes[4], shapes[4] + dimensions[4])) {
     return 1;
   }
   constexpr int64_t kBlock = 4096;
-  const int64_t elements = elements_of(dimensions[0], shapes[0]);
-  float *total = static_cast<float *>(tensors[0]);
-  const float *part = static_cast<const float *>(tensors[1]);
-  const float factor = *static_cast<const float *>(tensors[2]);
+  const int64_t elements = elements_of(dimensions[3], shapes[3]);
+  const float factor = *static_cast<const float *>(tensors[0]);
+  float *total = static_cast<float *>(tensors[3]);
+  const float *part = static_cast<const float *>(tensors[4]);
   double squares = 0;
   for (int64_t begin = 0; begin < elements; begin += kBlock) {
     const int64_t end = std::min(begin + kBlock, elements);
@@ -64,19 +65,19 @@ KERNEL(add_noted_in_place) {
     }
     squares += squares_of(part + begin, end - begin);
   }
-  *static_cast<float *>(tensors[4]) += static_cast<float>(squares * *static_cast<const float *>(tensors[3]));
+  *static_cast<float *>(tensors[2]) += static_cast<float>(squares * *static_cast<const float *>(tensors[1]));
   *static_cast<float *>(tensors[5]) = 0;
   return 0;
 }
 
-// total *= factor
-KERNEL(scale_in_place) {
-  if (count != 3 || elements_of(dimensions[1], shapes[1]) != 1) {
+// In place of the total: total * factor
+KERNEL(scaled_in_place) {
+  if (count != 3 || elements_of(dimensions[0], shapes[0]) != 1) {
     return 1;
   }
-  const int64_t elements = elements_of(dimensions[0], shapes[0]);
-  float *total = static_cast<float *>(tensors[0]);
-  const float factor = *static_cast<const float *>(tensors[1]);
+  const int64_t elements = elements_of(dimensions[1], shapes[1]);
+  const float factor = *static_cast<const float *>(tensors[0]);
+  float *total = static_cast<float *>(tensors[1]);
   for (int64_t i = 0; i < elements; i++) {
     total[i] *= factor;
   }
@@ -84,13 +85,13 @@ KERNEL(scale_in_place) {
   return 0;
 }
 
-// total = number, everywhere
-KERNEL(fill_in_place) {
-  if (count != 3 || elements_of(dimensions[1], shapes[1]) != 1) {
+// In place of the total: a number, everywhere
+KERNEL(filled_in_place) {
+  if (count != 3 || elements_of(dimensions[0], shapes[0]) != 1) {
     return 1;
   }
-  float *total = static_cast<float *>(tensors[0]);
-  std::fill(total, total + elements_of(dimensions[0], shapes[0]), *static_cast<const float *>(tensors[1]));
+  float *total = static_cast<float *>(tensors[1]);
+  std::fill(total, total + elements_of(dimensions[1], shapes[1]), *static_cast<const float *>(tensors[0]));
   *static_cast<float *>(tensors[2]) = 0;
   return 0;
 }

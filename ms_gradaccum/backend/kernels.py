@@ -2,13 +2,14 @@
 
 import ctypes
 import os
+import re
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
-from mindspore.ops.primitive import _primexpr
+from mindspore.ops.primitive import Primitive, _primexpr
 
 # Built of kernels.cc where there was a C++ compiler. A library of functions, not a module.
 LIBRARY = Path(__file__).with_name(f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
@@ -56,12 +57,12 @@ def _make_kernels() -> tuple[Any, ...]:
     return tuple(kernels)
 
 
-_NAMES = "add_scaled_in_place add_noted_in_place scale_in_place fill_in_place sum_of_squares replay_mask".split()
+_NAMES = "scaled_add_in_place noted_add_in_place scaled_in_place filled_in_place sum_of_squares replay_mask".split()
 (
-    _add_scaled_in_place,
-    _add_noted_in_place,
-    _scale_in_place,
-    _fill_in_place,
+    _scaled_add_in_place,
+    _noted_add_in_place,
+    _scaled_in_place,
+    _filled_in_place,
     _sum_of_squares,
     _replay_mask,
 ) = _make_kernels()
@@ -69,7 +70,7 @@ _NAMES = "add_scaled_in_place add_noted_in_place scale_in_place fill_in_place su
 
 def has_kernels() -> bool:
     """Return whether the kernels of this package are used."""
-    return _add_scaled_in_place is not None
+    return _scaled_add_in_place is not None
 
 
 @_primexpr
@@ -86,7 +87,7 @@ def add_in_place(total: Parameter, part: Tensor, factor: Tensor = ONE) -> Tensor
     """Add ``part * factor`` to a parameter and return the parameter after it."""
     part = as_dtype(part, total.dtype)
     if _fit(total.dtype, factor.dtype):
-        return ops.depend(total, _add_scaled_in_place(total, part, factor))
+        return ops.depend(total, _scaled_add_in_place(factor, total, part))
     return ops.assign_add(total, part * factor)
 
 
@@ -94,7 +95,7 @@ def add_noted_in_place(total: Parameter, part: Tensor, factor: Tensor, share: Te
     """Do the same, and add ``share`` times the squares of ``part`` to the first number of ``noise``."""
     part = as_dtype(part, total.dtype)
     if _fit(total.dtype, factor.dtype, share.dtype, noise.dtype):
-        return ops.depend(total, _add_noted_in_place(total, part, factor, share, noise))
+        return ops.depend(total, _noted_add_in_place(factor, share, noise, total, part))
     squares = as_dtype(sum_of_squares(part), noise.dtype) * share
     noted = ops.assign_add(noise, ops.stack((squares, ops.zeros_like(squares))))
     return ops.depend(add_in_place(total, part, factor), noted)
@@ -103,14 +104,14 @@ def add_noted_in_place(total: Parameter, part: Tensor, factor: Tensor, share: Te
 def scale_in_place(total: Parameter, factor: Tensor) -> Tensor:
     """Multiply a parameter by a number and return the parameter after it."""
     if _fit(total.dtype, factor.dtype):
-        return ops.depend(total, _scale_in_place(total, factor))
+        return ops.depend(total, _scaled_in_place(factor, total))
     return ops.assign(total, as_dtype(total * factor, total.dtype))
 
 
 def fill_in_place(total: Parameter, number: Tensor) -> Tensor:
     """Make a parameter a number everywhere and return the parameter after it."""
     if _fit(total.dtype, number.dtype):
-        return ops.depend(total, _fill_in_place(total, number))
+        return ops.depend(total, _filled_in_place(number, total))
     return ops.assign(total, spread(number, total))
 
 
@@ -150,3 +151,119 @@ def on_cpu() -> bool:
 
 
 _on_cpu = _primexpr(on_cpu)
+
+
+# The same for many tensors at a time. A function that is mapped over tensors the compiler reads anew for each of their
+# shapes, which takes it 10 times as long as an operator. So what fits a kernel is mapped with that itself.
+
+
+class _TypeOf(Primitive):
+    """The compiler's operator that returns the type of a value. It looks at a tuple once, however long that is."""
+
+    def __init__(self) -> None:
+        super().__init__("typeof")
+
+    def __call__(self, value: Any) -> str:
+        return ""  # Op by op there is nothing to be gained.
+
+
+_type_of = _TypeOf()
+_map, _map_backwards = ops.HyperMap(), ops.HyperMap(reverse=True)
+_WORDS_OF_FLOAT32 = {"Tuple", "Ref", "Tensor", "Float32"}
+
+
+@_primexpr
+def _all_float32(*types: Any) -> bool:
+    """Return whether these are types of float32 tensors or tuples of them, none of them sparse."""
+    words = {word for each in types for word in re.findall(r"[A-Za-z]\w*", str(each))}
+    return "Float32" in words and words <= _WORDS_OF_FLOAT32
+
+
+@_primexpr
+def _all_fit(*types: Any) -> bool:
+    """Return whether the kernels take tensors of these types."""
+    return bool(_all_float32(*types) and has_kernels() and on_cpu())
+
+
+add_dense = ops.MultitypeFuncGraph("add_in_place")
+
+
+@add_dense.register("Tensor", "Tensor", "Tensor")
+def _add_one(factor: Tensor, total: Parameter, part: Tensor) -> Tensor:
+    return add_in_place(total, part, factor)
+
+
+def add_each_in_place(otherwise: Any, factor: Tensor, totals: Any, parts: Any) -> Any:
+    """Add ``parts`` times ``factor`` to parameters and return these after it, the last one first.
+
+    Where no kernel fits, ``otherwise`` does so for each parameter, given the factor, the parameter and the part.
+    """
+    if _all_fit(_type_of(factor), _type_of(totals), _type_of(parts)):
+        return _map(ops.depend, totals, _map_backwards(ops.partial(_scaled_add_in_place, factor), totals, parts))
+    return _map_backwards(ops.partial(otherwise, factor), totals, parts)
+
+
+def add_each_noted_in_place(
+    otherwise: Any, factor: Tensor, share: Tensor, noise: Parameter, totals: Any, parts: Any
+) -> Any:
+    """Do the same, and add ``share`` times the squares of the parts to the first number of ``noise``."""
+    if _all_fit(_type_of(factor), _type_of(share), _type_of(noise), _type_of(totals), _type_of(parts)):
+        add = ops.partial(_noted_add_in_place, factor, share, noise)
+        return _map(ops.depend, totals, _map_backwards(add, totals, parts))
+    return _map_backwards(ops.partial(otherwise, factor, share, noise), totals, parts)
+
+
+_scale_each = ops.MultitypeFuncGraph("scale_in_place")
+
+
+@_scale_each.register("Tensor", "Tensor")
+def _scale_one(factor: Tensor, total: Parameter) -> Tensor:
+    return scale_in_place(total, factor)
+
+
+def scale_each_in_place(factor: Tensor, totals: Any) -> Any:
+    """Multiply parameters by a number and return them after it."""
+    if _all_fit(_type_of(factor), _type_of(totals)):
+        return _map(ops.depend, totals, _map(ops.partial(_scaled_in_place, factor), totals))
+    return _map(ops.partial(_scale_each, factor), totals)
+
+
+_fill_each = ops.MultitypeFuncGraph("fill_in_place")
+
+
+@_fill_each.register("Tensor", "Tensor")
+def _fill_one(number: Tensor, total: Parameter) -> Tensor:
+    return fill_in_place(total, number)
+
+
+def fill_each_in_place(number: Tensor, totals: Any) -> Any:
+    """Make parameters a number everywhere and return what is there after it."""
+    if _all_fit(_type_of(number), _type_of(totals)):
+        return _map(ops.partial(_filled_in_place, number), totals)
+    return _map(ops.partial(_fill_each, number), totals)
+
+
+_squares_each = ops.MultitypeFuncGraph("sum_of_squares")
+
+
+@_squares_each.register("Tensor")
+def _squares_of_one(value: Tensor) -> Tensor:
+    return sum_of_squares(as_dtype(value, ms.float32)).reshape(1)
+
+
+def squares_of_each(values: Any) -> Any:
+    """Return the sum of the squares of each tensor, a float32 tensor of one element."""
+    return _map(_sum_of_squares, values) if _all_fit(_type_of(values)) else _map(_squares_each, values)
+
+
+_cast_each = ops.MultitypeFuncGraph("cast_like")
+
+
+@_cast_each.register("Tensor", "Tensor")
+def _cast_one(value: Tensor, like: Tensor) -> Tensor:
+    return as_dtype(value, like.dtype)
+
+
+def cast_each_like(values: Any, likes: Any) -> Any:
+    """Return tensors in the dtypes of others."""
+    return values if _all_float32(_type_of(values), _type_of(likes)) else _map(_cast_each, values, tuple(likes))

@@ -10,9 +10,9 @@ from math import isqrt
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, ops
+from mindspore import Tensor, ops
 
-from ms_gradaccum.backend.kernels import add_in_place, as_dtype, scale_in_place
+from ms_gradaccum.backend.kernels import as_dtype
 
 # Each run takes the compiler time, so there are not many more,
 _MOST_CHUNKS = 32
@@ -112,30 +112,6 @@ scale_wide = ops.MultitypeFuncGraph("scale_wide")
 @scale_wide.register("Tensor", "Tensor")
 def _scale_one_wide(factor: Tensor, grad: Tensor) -> Tensor:
     return _wide(grad) * factor
-
-
-scale_each_in_place = ops.MultitypeFuncGraph("scale_each_in_place")
-
-
-@scale_each_in_place.register("Tensor", "Tensor")
-def _scale_one_in_place(factor: Tensor, total: Parameter) -> Tensor:
-    return scale_in_place(total, factor)
-
-
-add_each_in_place = ops.MultitypeFuncGraph("add_each_in_place")
-
-
-@add_each_in_place.register("Tensor", "Tensor", "Tensor")
-def _add_one_in_place(factor: Tensor, total: Parameter, part: Tensor) -> Tensor:
-    return add_in_place(total, part, factor)
-
-
-cast_like = ops.MultitypeFuncGraph("cast_like")
-
-
-@cast_like.register("Tensor", "Tensor")
-def _cast_one_like(value: Tensor, like: Tensor) -> Tensor:
-    return as_dtype(value, like.dtype)
 
 
 def _wide(grad: Tensor) -> Tensor:

@@ -8,7 +8,15 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.operations import SparseGatherV2
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.backend.kernels import add_in_place, add_noted_in_place, as_dtype, fill_in_place, spread
+from ms_gradaccum.backend.kernels import (
+    add_each_in_place,
+    add_each_noted_in_place,
+    add_in_place,
+    add_noted_in_place,
+    as_dtype,
+    fill_each_in_place,
+    spread,
+)
 from ms_gradaccum.backend.tensors import chunk_of, chunks_of
 
 
@@ -30,18 +38,16 @@ class TermSums(nn.Cell):
         # The squares of the gradients of micro batches, each by its weight, and the number of these that have one.
         self.noise: Any = zeros(f"{names[0]}.window_noise", (2,), dtype) if notes_squares else None
         self.chunks = chunks_of([total.size for total in self.sums])
-        self.map = ops.HyperMap()
-        # The last gradient comes first out of a backward pass, and is let go once it is added.
-        self.map_backwards = ops.HyperMap(reverse=True)
         self.add_one = _add_dense_only if dense_only else _add
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...], factor: Tensor) -> Any:
         """Add one micro batch, its gradients times ``factor``. Return the sums, the loss and the weight with it."""
         if self.noise is None:
-            added = self.map_backwards(ops.partial(self.add_one, factor), self.sums, grads)
+            # The last gradient comes first out of a backward pass, and is let go once it is added.
+            added = add_each_in_place(self.add_one, factor, tuple(self.sums), grads)
         else:
             share = as_dtype(factor * factor * reciprocal(weight), self.noise.dtype)
-            added = self.map_backwards(ops.partial(_add_noted, factor, share, self.noise), self.sums, grads)
+            added = add_each_noted_in_place(_add_noted, factor, share, self.noise, tuple(self.sums), grads)
             counts = as_dtype(ops.greater(ops.stack((ops.zeros_like(weight), weight)), 0.0), self.noise.dtype)
             added = ops.depend(added, ops.assign_add(self.noise, counts))
         return added, _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
@@ -53,8 +59,7 @@ class TermSums(nn.Cell):
     def clear(self, done: Any) -> Any:
         """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
         for begin, end in self.chunks:
-            zero = zero_after(done, self.weight)
-            done = self.map(ops.partial(_fill, zero), chunk_of(self.sums, begin, end))
+            done = fill_each_in_place(zero_after(done, self.weight), chunk_of(tuple(self.sums), begin, end))
         if self.noise is not None:
             done = done, _assign_zero(self.noise)
         return done, _assign_zero(self.loss), _assign_zero(self.weight)
@@ -243,14 +248,6 @@ _spread = ops.MultitypeFuncGraph("spread")
 @_spread.register("Tensor", "Tensor")
 def _spread_one(number: Tensor, like: Parameter) -> Tensor:
     return spread(number, like)
-
-
-_fill = ops.MultitypeFuncGraph("fill")
-
-
-@_fill.register("Tensor", "Tensor")
-def _fill_one(value: Tensor, total: Parameter) -> Tensor:
-    return fill_in_place(total, value)
 
 
 def _assign_zero(scalar: Parameter) -> Tensor:

@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_positive_float32, sentence
-from ms_gradaccum.backend.kernels import as_dtype, sum_of_squares
+from ms_gradaccum.backend.kernels import as_dtype, squares_of_each
 from ms_gradaccum.backend.tensors import Chunks, chunk_of, copy_after, scale
 
 Grads = tuple[Tensor, ...]
@@ -17,23 +17,15 @@ Grads = tuple[Tensor, ...]
 _map = ops.HyperMap()
 
 
-_squares_after = ops.MultitypeFuncGraph("squares_after")
-
-
-@_squares_after.register("Tensor", "Tensor")
-def _squares_of_one(done: Tensor, grad: Tensor) -> Tensor:
-    return sum_of_squares(as_dtype(ops.depend(grad, done), ms.float32))
-
-
 def squares_of(grads: Grads, chunks: Chunks) -> Tensor:
     """Return the sum of the squares of each gradient: a float32 tensor, as long as ``grads``."""
-    done = Tensor(0.0, ms.float32)
     squares: tuple[Tensor, ...] = ()
+    done: Any = ()
     for begin, end in chunks:
-        some = _map(ops.partial(_squares_after, done), chunk_of(grads, begin, end))
+        some = squares_of_each(ops.depend(chunk_of(grads, begin, end), done))
         squares += some
-        done = copy_after(done, some)
-    return ops.stack(squares)
+        done = copy_after(some[0], some)
+    return ops.concat(squares)
 
 
 def global_norm(tensors: Grads, chunks: Chunks) -> Tensor:

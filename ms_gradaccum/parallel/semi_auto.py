@@ -68,15 +68,7 @@ class SemiAuto:
                 raise ValueError(sentence(owner, name, f"{rule} in semi-auto-parallel", got, remedy))
         if network.micro_size > 1:
             _check_all_are_trained(network, optimizer)
-        if network.micro_size > 1 and network.loss_reason:
-            warn(network.loss_reason)
-        if network.losses is not None:
-            # The compiler follows one output of the forward, and the loss is that.
-            warn(
-                f"For 'GradAccumulation', losses={network.losses!r} trains in semi-auto-parallel as elsewhere, but "
-                f"StepOutput.other_losses stays empty there. To see the further losses, evaluate the network on a "
-                f"batch, or let it print them with ops.Print."
-            )
+        _warn_of_loss(network)
 
     def _settings(self) -> _Settings:
         cell = self.auto_parallel
@@ -100,6 +92,19 @@ class SemiAuto:
             if outside:
                 _clear_auto_parallel_context(self.auto_parallel)
             forget_accumulation()
+
+
+def _warn_of_loss(network: Any) -> None:
+    """Warn of a loss that is no mean over rows, and of losses that are not reported."""
+    if network.micro_size > 1 and network.loss_reason:
+        warn(network.loss_reason)
+    if network.losses is not None:
+        # The compiler follows one output of the forward, and the loss is that.
+        warn(
+            f"For 'GradAccumulation', losses={network.losses!r} trains in semi-auto-parallel as elsewhere, but "
+            f"StepOutput.other_losses stays empty there. To see the further losses, evaluate the network on a batch, "
+            f"or let it print them with ops.Print."
+        )
 
 
 def _check_all_are_trained(network: nn.Cell, optimizer: nn.Cell) -> None:

@@ -140,8 +140,6 @@ class GradAccumulation(nn.Cell):
             remedy = "Return ((sum_1, weight_1), (sum_2, weight_2), ...) and set weighted=True."
             raise ValueError(sentence(_OWNER, "weighted", f"True with {terms} terms", weighted, remedy))
         self.losses = _check_losses(losses, self.weighted)
-        # How many further losses a report has room for.
-        self.other_losses = 0 if self.losses is None else MOST_OTHER_LOSSES
         # Whether the loss looks at all rows together, and its micro batches take a pass before.
         self.is_cached = isinstance(network, GradCacheLoss)
         _check_cached(network, self.weighted, losses)
@@ -153,6 +151,11 @@ class GradAccumulation(nn.Cell):
         # Why its loss is no mean over rows, as far as it shows without labels: for graphs, which see none.
         self.loss_reason = "" if self.weighted or self.is_cached else loss_warning(network, [])
         self._get_attr_from_cell(network)
+
+    @property
+    def other_losses(self) -> int:
+        """How many further losses a report has room for."""
+        return 0 if self.losses is None else MOST_OTHER_LOSSES
 
     def loss_of(self, structure: Hashable = None) -> WeightedLoss:
         """Return the loss of a micro batch as (sum, weight), for inputs of this structure."""
@@ -176,7 +179,7 @@ class GradAccumulation(nn.Cell):
         settings: dict[str, Any] = {"weighted": self.weighted, "terms": self.terms, "losses": self.losses}
         return type(self)(network, self.micro_size, batch_axis=batch_axis, **settings)
 
-    def without_split(self, place: int, inputs: tuple[Any, ...]) -> "GradAccumulation":
+    def without_split(self, place: int, inputs: tuple[object, ...]) -> "GradAccumulation":
         """Return this cell with one of its inputs going whole into each micro batch."""
         axes = spread_axes(self.batch_axis, inputs)
         return self.around(self.network, (*axes[:place], None, *axes[place + 1 :]))
@@ -187,7 +190,7 @@ class GradAccumulation(nn.Cell):
         named = place < len(arguments) and arguments[place].kind is not inspect.Parameter.VAR_POSITIONAL
         return f"'{arguments[place].name}'" if named else f"input[{place}]"
 
-    def explain_split(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def explain_split(self, error: Exception, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Add to an error of a micro batch, after its first line, which inputs may be split by mistake."""
         if self.micro_size == 1 or not error.args or not isinstance(error.args[0], str):
             return

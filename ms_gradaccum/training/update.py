@@ -12,9 +12,9 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, op_by_op
-from ms_gradaccum.backend.kernels import on_cpu
+from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale_each_in_place
 from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches
-from ms_gradaccum.backend.tensors import cast_like, chunk_of, copy_after, scale, scale_each_in_place
+from ms_gradaccum.backend.tensors import chunk_of, copy_after, scale
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, Grads, NoClip
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -85,7 +85,7 @@ class Means(EachClip):
     """Divide the sums in place, and clip nothing."""
 
     def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
-        stored: Grads = self.map(ops.partial(scale_each_in_place, factor), sums)
+        stored: Grads = scale_each_in_place(factor, tuple(sums))
         return stored
 
 
@@ -178,8 +178,8 @@ class MeanGradients(nn.Cell):
             clipped_norm = self.reducer.norm(grads)
         if self.handed_scale != 1.0:
             factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, grads))
-            grads = self.map(ops.partial(scale_each_in_place, factor), tuple(self.reducer.sums))
-        ready = self.map(cast_like, self.reducer.for_optimizer(grads), self.reducer.parameters)
+            grads = scale_each_in_place(factor, tuple(self.reducer.sums))
+        ready = cast_each_like(self.reducer.for_optimizer(grads), self.reducer.parameters)
         return clipped_norm, ops.depend(ready, self.reducer.before_update())
 
 

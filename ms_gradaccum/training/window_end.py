@@ -8,8 +8,9 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
+from ms_gradaccum.backend.kernels import add_dense, add_each_in_place
 from ms_gradaccum.backend.optimizers import LearningRate, UnknownRate, compiles_itself, scale_for
-from ms_gradaccum.backend.tensors import add_each_in_place, chunk_of, copy_after
+from ms_gradaccum.backend.tensors import chunk_of, copy_after
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -43,11 +44,8 @@ class FoldTerms(nn.Cell):
             factor = reciprocal(totals[i + 1]) * scale
             for begin, end in buffer.chunks:
                 factor = copy_after(factor, done)
-                done = self.map(
-                    ops.partial(add_each_in_place, factor),
-                    chunk_of(buffer.sums, begin, end),
-                    chunk_of(other.sums, begin, end),
-                )
+                sums, others = chunk_of(tuple(buffer.sums), begin, end), chunk_of(tuple(other.sums), begin, end)
+                done = add_each_in_place(add_dense, factor, sums, others)
             done = ops.assign_add(buffer.loss, other.loss * copy_after(factor, done))
             done = other.clear(done)
         # One process stands in for the missing weight.

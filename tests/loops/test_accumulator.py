@@ -6,12 +6,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import ALL, descend, line, sgd, weight_of
-from loop_toy import FOUR, batch, global_step, optimizer_of, toy_loop, train, updates_of
+from loop_toy import FOUR, batch, global_step, optimizer_of, renew, toy_loop, train, updates_of
 from mindspore import Tensor, nn, ops
 from step_probe import compilations, number
 
 from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput
-from ms_gradaccum.loops.loop_window import LoopWindow
 
 PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))
 
@@ -211,8 +210,7 @@ def compiled_step():
 
 
 def start(network, accumulator):
-    accumulator.drop()
-    accumulator.window = LoopWindow(accumulator.config, accumulator._networks)
+    renew(accumulator)
     # Not set_data: a function compiled by ms.jit goes on with the storage that it knows, with a stock optimizer too.
     ops.assign(network.weight, ops.zeros_like(network.weight))
 

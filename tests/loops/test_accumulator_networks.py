@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from loop_toy import batch
+from loop_toy import batch, renew
 from mindspore import Parameter, Tensor, nn, ops
 from step_probe import number
 
 from ms_gradaccum import Accumulator
-from ms_gradaccum.loops.loop_window import LoopWindow
 
 # What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = [pytest.mark.usefixtures("eager"), pytest.mark.filterwarnings("error:.*runs eagerly")]
@@ -77,8 +76,7 @@ def gan():
 @pytest.fixture
 def new_gan(gan):
     critic_loss, generator_loss, accumulator = gan
-    accumulator.drop()
-    accumulator.window = LoopWindow(accumulator.config, accumulator._networks)
+    renew(accumulator)
     critic_loss.weight.set_data(Tensor(np.float32([1.0])))
     generator_loss.generator.weight.set_data(Tensor(np.float32([0.0])))
     return gan
@@ -211,8 +209,7 @@ def parted():
 
 
 def run(network, accumulator, batches, clip=None):
-    accumulator.drop()
-    accumulator.window = LoopWindow(accumulator.config, accumulator._networks)
+    renew(accumulator)
     for parameter in network.trainable_params():
         parameter.set_data(ops.zeros_like(parameter))
     for each in batches:

@@ -229,8 +229,8 @@ def record_updates(model):
     outputs, window = [], model.train_network.body.window
     close = window.close
 
-    def recorded_close(reduced):
-        outputs.append(close(reduced))
+    def recorded_close():
+        outputs.append(close())
         assert outputs[-1].updated.asnumpy()
         return outputs[-1]
 

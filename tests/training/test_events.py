@@ -83,7 +83,7 @@ def built():
 @pytest.fixture
 def step(built):
     """A step that has done nothing yet and that nobody listens to. Compiled once."""
-    built.events = built.body.events = built.body.window.events = Events("TrainOneStepCell")
+    built.events = built.body.events = built.body.window.micro_steps.events = Events("TrainOneStepCell")
     return built
 
 
