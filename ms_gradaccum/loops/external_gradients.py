@@ -60,7 +60,6 @@ class GraphWindow(nn.Cell):
         super().__init__(auto_prefix=False)
         self.add_grads = add_grads
         self.end = end
-        self.buffer = end.buffer
         self.steps = steps
 
     def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> tuple[Tensor, ...]:
@@ -69,11 +68,7 @@ class GraphWindow(nn.Cell):
         factor = weight if reduction == "mean" else ONE
         loss = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
         added = self.add_grads(factor, loss * factor, weight, *grads)
-        batches = ops.depend(self.buffer.count_batch(), added)
-        if batches == self.steps:
-            output: tuple[Tensor, ...] = self.end(weight)
-        else:
-            output = self.end.open(batches)
+        output: tuple[Tensor, ...] = self.end.after_batch(added, self.steps)
         return output
 
 

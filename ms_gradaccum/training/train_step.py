@@ -136,13 +136,8 @@ class HostDrivenStep(nn.Cell):
             done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
         if self.accumulation_steps == 1:
             output: tuple[Tensor, ...] = self.end(done)
-            return output
-        # The counter includes this batch, so that the update is made at the last batch of the window.
-        batches = self.buffer.count_batch()
-        if batches == self.accumulation_steps:
-            output = self.end(done)
         else:
-            output = self.end.open(done)
+            output = self.end.after_batch(done, self.accumulation_steps)
         return output
 
 

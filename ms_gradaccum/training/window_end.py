@@ -214,7 +214,22 @@ class WindowEnd(nn.Cell):
             self.updates[key] = build_update(self.owner, update, eager)
         return self.updates[key]
 
+    def after_batch(self, done: Any, batches_of_window: int) -> tuple[Tensor, ...]:
+        """Count a batch as part of a graph, after ``done``, and end the window if it has so many of them now.
+
+        Return the items of a StepOutput.
+        """
+        batches = ops.depend(self.buffer.count_batch(), done)
+        if batches == batches_of_window:
+            output = self.ended(batches)
+        else:
+            output = self.open(batches)
+        return output
+
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
+        return self.ended(done)
+
+    def ended(self, done: Any) -> tuple[Tensor, ...]:
         """End the window as part of a graph, after ``done``. Return the items of a StepOutput.
 
         A plain tuple: strict graph syntax knows no NamedTuple.
