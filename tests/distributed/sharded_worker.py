@@ -1,6 +1,5 @@
 """What each process of `test_sharded_operators.py` does: compile, run, compare with one process."""
 
-import gc
 import time
 from typing import Any
 
@@ -13,8 +12,6 @@ from sharded_cells import ROWS, UPDATES, Llama, Sharded, batch_of, our_step, who
 
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values
 from ms_gradaccum.tools.simulation.partition import connect, gpu_target, partition
-
-gc.freeze()
 
 _SMALL = Llama(layers=1)
 

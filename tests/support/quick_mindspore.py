@@ -58,8 +58,10 @@ def install():
     # The compiler reads the source of a function once, not in each compilation: an eighth of its time.
     inspect.getsourcelines = _read_once
     parser.Parser.get_jit_comments = _comments_if_any
-    # Each compilation collects garbage. What is young is enough; Python itself looks at the rest now and then.
+    # Each compilation collects garbage. What is young is enough; Python itself looks at the rest now and then, but not
+    # at what is imported.
     api.gc = SimpleNamespace(collect=lambda: gc.collect(1))
+    gc.freeze()
 
 
 @contextmanager
