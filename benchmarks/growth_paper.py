@@ -4,7 +4,8 @@ import math
 from typing import Any, NamedTuple
 
 from ms_gradaccum import HSDP, DataParallel, TrainingPlan
-from ms_gradaccum.parallel.layout import Message, Ranks, reducer_layout
+from ms_gradaccum.parallel.factory import reducer_layout
+from ms_gradaccum.parallel.layout import Message, Ranks
 from ms_gradaccum.tools.planning.settings import Weight
 
 DEVICES, MICRO_SIZE = 1000, 8

@@ -267,3 +267,26 @@ def _cast_one(value: Tensor, like: Tensor) -> Tensor:
 def cast_each_like(values: Any, likes: Any) -> Any:
     """Return tensors in the dtypes of others."""
     return values if _all_float32(_type_of(values), _type_of(likes)) else _map(_cast_each, values, tuple(likes))
+
+
+# Functions of one tensor, for maps over a chunk of them.
+
+scale = ops.MultitypeFuncGraph("scale")
+
+
+@scale.register("Tensor", "Tensor")
+def _scaled(factor: Tensor, grad: Tensor) -> Tensor:
+    # Not in 16 bits, where a small factor may be no number.
+    return as_dtype(_wide(grad) * factor, grad.dtype)
+
+
+scale_wide = ops.MultitypeFuncGraph("scale_wide")
+
+
+@scale_wide.register("Tensor", "Tensor")
+def _scaled_wide(factor: Tensor, grad: Tensor) -> Tensor:
+    return _wide(grad) * factor
+
+
+def _wide(grad: Tensor) -> Tensor:
+    return grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)

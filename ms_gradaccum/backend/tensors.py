@@ -12,8 +12,6 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from ms_gradaccum.backend.kernels import as_dtype
-
 # Each run takes the compiler time, so there are not many more,
 _MOST_CHUNKS = 32
 # and some 2 MB of memory: as much as this many elements.
@@ -93,26 +91,3 @@ def fill_buckets(indices: Any, sizes: Sequence[int], limit: int) -> tuple[tuple[
         buckets[-1].append(i)
         filled += sizes[i]
     return tuple(tuple(bucket) for bucket in buckets)
-
-
-# Functions of one tensor, for maps over a chunk of them.
-
-scale = ops.MultitypeFuncGraph("scale")
-
-
-@scale.register("Tensor", "Tensor")
-def _scale_one(factor: Tensor, grad: Tensor) -> Tensor:
-    # Not in 16 bits, where a small factor may be no number.
-    return as_dtype(_wide(grad) * factor, grad.dtype)
-
-
-scale_wide = ops.MultitypeFuncGraph("scale_wide")
-
-
-@scale_wide.register("Tensor", "Tensor")
-def _scale_one_wide(factor: Tensor, grad: Tensor) -> Tensor:
-    return _wide(grad) * factor
-
-
-def _wide(grad: Tensor) -> Tensor:
-    return grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)

@@ -9,8 +9,8 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import check_positive_float32, sentence
-from ms_gradaccum.backend.kernels import as_dtype, squares_of_each
-from ms_gradaccum.backend.tensors import Chunks, chunk_of, copy_after, scale
+from ms_gradaccum.backend.kernels import as_dtype, scale, squares_of_each
+from ms_gradaccum.backend.tensors import Chunks, chunk_of, copy_after
 
 Grads = tuple[Tensor, ...]
 

@@ -1,4 +1,4 @@
-"""Networks that compute in 16 bits: which do, and how one is converted."""
+"""Networks are converted to compute in 16 bits."""
 
 import atexit
 import functools
@@ -6,33 +6,18 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, amp, nn
+from mindspore import amp, nn
 from mindspore.ops import functional as F
 
 from ms_gradaccum._checks import sentence
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
-from ms_gradaccum.gradients.mixed_precision import Precision
-
-
-def levels_of(cells: Iterable[nn.Cell]) -> set[str]:
-    """Return the levels of mixed precision that ``amp.auto_mixed_precision`` has converted cells to."""
-    return {getattr(cell, "_amp_level", None) or "O0" for cell in cells} - {"O0"}
-
-
-def computes_in_16_bits(parameters: Iterable[Parameter], cells: Iterable[nn.Cell]) -> bool:
-    """Return whether there are 16-bit weights, or cells that were told to compute in 16 bits."""
-    cells = list(cells)
-    return (
-        any(parameter.dtype in (ms.float16, ms.bfloat16) for parameter in parameters)
-        or bool(levels_of(cells))
-        or any(cell.get_flags().get("fp16") or cell.get_flags().get("bf16") for cell in cells)
-    )
+from ms_gradaccum.gradients.mixed_precision import Precision, levels_of
 
 
 @contextmanager

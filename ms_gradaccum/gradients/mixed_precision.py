@@ -1,11 +1,11 @@
 """Mixed precision: what computes in 16 bits, and the loss scale that goes with it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import mindspore as ms
-from mindspore import amp
+from mindspore import Parameter, amp, nn
 
 from ms_gradaccum._checks import check_choice, check_positive_float32, check_positive_int, sentence
 from ms_gradaccum.backend.device import multiply, stands_in
@@ -156,6 +156,21 @@ class Precision(NamedTuple):
     def is_full(self) -> bool:
         """Whether nothing is converted and nothing scaled."""
         return self.level == "O0" and type(self.loss_scale) is NoLossScale
+
+
+def levels_of(cells: Iterable[nn.Cell]) -> set[str]:
+    """Return the levels of mixed precision that ``amp.auto_mixed_precision`` has converted cells to."""
+    return {getattr(cell, "_amp_level", None) or "O0" for cell in cells} - {"O0"}
+
+
+def computes_in_16_bits(parameters: Iterable[Parameter], cells: Iterable[nn.Cell]) -> bool:
+    """Return whether there are 16-bit weights, or cells that were told to compute in 16 bits."""
+    cells = list(cells)
+    return (
+        any(parameter.dtype in (ms.float16, ms.bfloat16) for parameter in parameters)
+        or bool(levels_of(cells))
+        or any(cell.get_flags().get("fp16") or cell.get_flags().get("bf16") for cell in cells)
+    )
 
 
 def combined(owner: str, mixed_precision: Any, amp_level: Any, loss_scale_manager: Any) -> MixedPrecision | None:

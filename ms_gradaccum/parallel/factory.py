@@ -1,5 +1,6 @@
 """From the setting ``parallel`` and the world to what reduces the sums of a window."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.hsdp import HSDPReducer, check_shardable
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, check_kind, choose_kind
-from ms_gradaccum.parallel.layout import Ranks, ReducerLayout, reducer_layout
+from ms_gradaccum.parallel.layout import Ranks, ReducerLayout, backwards, bucket_layout, shard_layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.shards import ShardedBufferReducer, Shards
@@ -161,6 +162,36 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
         remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
         rule = "one of dense gradients where the ranks share them in each micro batch"
         raise ValueError(sentence(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
+
+
+def reducer_layout(
+    kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32, terms: int = 1
+) -> ReducerLayout:
+    """Return what the ranks keep and send of the gradients of ``tensors``, of which `shape` and `itemsize` are read.
+
+    Args:
+        kind: The kind of parallelism, None for one process.
+        tensors: What the gradients belong to.
+        world: All ranks.
+        scalars: Numbers that are added up beside the sums: the loss, the weight.
+        dtype: In which the ranks add up gradients.
+        terms: Number of terms of the loss.
+    """
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    # Sums are float32, or float64 for float64 weights.
+    itemsizes = tuple(max(4, tensor.itemsize) for tensor in tensors)
+    sizes = [math.prod(shape) for shape in shapes]
+    if isinstance(kind, HSDP):
+        size = world.size if kind.shard_size == -1 else kind.shard_size
+        shards = shard_layout(tensors, world, size, kind.threshold, dtype)
+    elif kind is not None and kind.sync_each_batch:
+        shards = shard_layout(tensors, world, world.size, 0, dtype)
+    else:
+        all_reduced = bucket_layout(backwards(range(len(sizes))), sizes, world, scalars, dtype)
+        return ReducerLayout(shapes, itemsizes, all_reduced, terms=terms)
+    all_reduced = bucket_layout(shards.kept, sizes, world, scalars, dtype)
+    every_batch = kind.sync_each_batch
+    return ReducerLayout(shards.shapes if every_batch else shapes, itemsizes, all_reduced, shards, every_batch, terms)
 
 
 def _choose_reducer(

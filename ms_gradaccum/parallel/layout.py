@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import mindspore as ms
 
 from ms_gradaccum.backend.tensors import fill_buckets
-from ms_gradaccum.parallel.kinds import HSDP
 
 # Elements of one message: fewer messages cost less latency, larger ones more memory for the copy.
 BUCKET_SIZE = 4 * 1024 * 1024
@@ -246,36 +245,6 @@ class ReducerLayout:
         # Before the micro batches of a batch, their number.
         count = self.shards.world.all_gather(_FLOAT)
         return Traffic(self.terms * scattered, count, reduced + norms + gathered)
-
-
-def reducer_layout(
-    kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32, terms: int = 1
-) -> ReducerLayout:
-    """Return what the ranks keep and send of the gradients of ``tensors``, of which `shape` and `itemsize` are read.
-
-    Args:
-        kind: The kind of parallelism, None for one process.
-        tensors: What the gradients belong to.
-        world: All ranks.
-        scalars: Numbers that are added up beside the sums: the loss, the weight.
-        dtype: In which the ranks add up gradients.
-        terms: Number of terms of the loss.
-    """
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    # Sums are float32, or float64 for float64 weights.
-    itemsizes = tuple(max(4, tensor.itemsize) for tensor in tensors)
-    sizes = [math.prod(shape) for shape in shapes]
-    if isinstance(kind, HSDP):
-        size = world.size if kind.shard_size == -1 else kind.shard_size
-        shards = shard_layout(tensors, world, size, kind.threshold, dtype)
-    elif kind is not None and kind.sync_each_batch:
-        shards = shard_layout(tensors, world, world.size, 0, dtype)
-    else:
-        all_reduced = bucket_layout(backwards(range(len(sizes))), sizes, world, scalars, dtype)
-        return ReducerLayout(shapes, itemsizes, all_reduced, terms=terms)
-    all_reduced = bucket_layout(shards.kept, sizes, world, scalars, dtype)
-    every_batch = kind.sync_each_batch
-    return ReducerLayout(shards.shapes if every_batch else shapes, itemsizes, all_reduced, shards, every_batch, terms)
 
 
 def bucket_layout(indices: Any, sizes: Any, world: Ranks, scalars: int, dtype: Any) -> BucketLayout:

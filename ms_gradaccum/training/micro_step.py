@@ -12,13 +12,12 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.backend.compiled import Compiled, op_by_op
 from ms_gradaccum.backend.cpu import with_condition
-from ms_gradaccum.backend.kernels import ONE
-from ms_gradaccum.backend.tensors import chunk_of, scale_wide
+from ms_gradaccum.backend.kernels import ONE, scale_wide
+from ms_gradaccum.backend.tensors import chunk_of
 from ms_gradaccum.batch.nested_inputs import rebuilt
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
-from ms_gradaccum.gradients.convert_network import computes_in_16_bits
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
-from ms_gradaccum.gradients.mixed_precision import Precision
+from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bits
 from ms_gradaccum.gradients.non_finite import KeepFinite
 from ms_gradaccum.parallel.reducer import GradientReducer
 

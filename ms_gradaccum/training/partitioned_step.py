@@ -18,8 +18,8 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.compiled import graph_mode
+from ms_gradaccum.backend.kernels import scale
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
-from ms_gradaccum.backend.tensors import scale
 from ms_gradaccum.batch.split import split_shapes
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByValue

@@ -12,9 +12,9 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, op_by_op
-from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale_each_in_place
+from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale, scale_each_in_place
 from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches
-from ms_gradaccum.backend.tensors import chunk_of, copy_after, scale
+from ms_gradaccum.backend.tensors import chunk_of, copy_after
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, Grads, NoClip
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer

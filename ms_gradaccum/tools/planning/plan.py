@@ -10,8 +10,9 @@ from mindspore import Parameter
 
 from ms_gradaccum._checks import LastWindow
 from ms_gradaccum.gradients.clipping import Clip, check_clip
+from ms_gradaccum.parallel.factory import reducer_layout
 from ms_gradaccum.parallel.kinds import ParallelChoice, choose_kind
-from ms_gradaccum.parallel.layout import Message, Ranks, Traffic, reducer_layout
+from ms_gradaccum.parallel.layout import Message, Ranks, Traffic
 from ms_gradaccum.tools.planning.rates import LearningRate, check_learning_rate, rates_at
 from ms_gradaccum.tools.planning.settings import check_dataset_size, check_parameters, check_settings, window_batches
 from ms_gradaccum.tools.planning.text import describe

@@ -11,7 +11,7 @@ from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, c
 from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
-from ms_gradaccum.gradients.convert_network import computes_in_16_bits
+from ms_gradaccum.gradients.mixed_precision import computes_in_16_bits
 from ms_gradaccum.tools.verification.compiled_run import CompiledSearch
 from ms_gradaccum.tools.verification.eager_and_compiled import EagerAndCompiled
 from ms_gradaccum.tools.verification.experiment import Experiment, Start
