@@ -147,10 +147,16 @@ class GradAccumulation(nn.Cell):
         self.network = network
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
-        self._has_looked_at_loss = False
-        # Why its loss is no mean over rows, as far as it shows without labels: for graphs, which see none.
-        self.loss_reason = "" if self.weighted or self.is_cached else loss_warning(network, [])
+        # Whether its loss should be a mean over rows, and the labels of a first batch have still to be looked at.
+        self._looks_at_loss = not (self.weighted or self.is_cached)
+        # Why it is none, as far as it shows without labels: for graphs, which see none.
+        self.loss_reason = loss_warning(network, []) if self._looks_at_loss else ""
         self._get_attr_from_cell(network)
+
+    @property
+    def adds_parts(self) -> bool:
+        """Whether a window has more than one micro batch."""
+        return self.micro_size > 1 or self.adds_batches
 
     @property
     def other_losses(self) -> int:
@@ -228,10 +234,8 @@ class GradAccumulation(nn.Cell):
         inputs = self.positional(args, kwargs)
         batch = split_batch(inputs, self.micro_size, self.batch_axis)
         self.bind(inputs, {})
-        if not (self._has_looked_at_loss or self.weighted or self.is_cached) and (
-            self.micro_size > 1 or self.adds_batches
-        ):
-            self._has_looked_at_loss = True
+        if self._looks_at_loss and self.adds_parts:
+            self._looks_at_loss = False
             message = loss_warning(self.network, (part.tensors for part in batch.micro_batches))
             if message:
                 warn(message)
@@ -293,7 +297,7 @@ class GradAccumulation(nn.Cell):
             if isinstance(item, Tensor) and not F.isconstant(item.shape):
                 _refuse_unknown_rows()
             shapes += (item.shape if isinstance(item, Tensor) else None,)
-        if self.loss_reason and (self.micro_size > 1 or self.adds_batches):
+        if self.loss_reason and self.adds_parts:
             _warn_in_graph(self.loss_reason)
         axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
         parts: tuple[Any, ...] = ()
