@@ -22,7 +22,7 @@ LONGEST = [
 ]
 LONGEST += ["test_micro_size_finder", "test_failures", "test_sample", "test_optimizers"]
 LONGEST += ["test_optimizers_and_schedules", "test_grad_cache_windows", "test_tutorial", "test_docs"]
-LONGEST += ["test_micro_size_of_ranks", "test_packaging", "test_frozen", "test_python_decides"]
+LONGEST += ["test_packaging", "test_frozen", "test_python_decides"]
 
 
 @functools.cache
@@ -65,6 +65,19 @@ def mode(request, monkeypatch):
     ms.set_context(mode=request.param)
     yield request.param
     ms.set_context(mode=before)
+
+
+@pytest.fixture(params=[ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["GRAPH", "PYNATIVE"])
+def network_mode(request, monkeypatch):
+    """Run the test compiled and op by op, for what the network and its loss alone decide.
+
+    What the package compiles around them in PYNATIVE mode is the same for all; tests of `mode` have it.
+    """
+    if request.param == ms.PYNATIVE_MODE:
+        monkeypatch.setenv("MS_JIT", "0")
+    else:
+        monkeypatch.delenv("MS_JIT", raising=False)
+    ms.set_context(mode=request.param)
 
 
 @pytest.fixture(autouse=True)

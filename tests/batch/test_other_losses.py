@@ -114,7 +114,7 @@ def check_window(losses, compile):
     check(step(*tensors(*SECOND)), means(SECOND))
 
 
-def test_a_network_of_one_loss_and_a_cell_without_the_word_report_none(mode):
+def test_a_network_of_one_loss_and_a_cell_without_the_word_report_none(network_mode):
     class One(Losses):
         def construct(self, x, y):
             return ops.square(ops.matmul(x, self.weight) - y).mean(), x
@@ -126,7 +126,7 @@ def test_a_network_of_one_loss_and_a_cell_without_the_word_report_none(mode):
         assert ("accu_grads.weight.window_other_losses" in step.parameters_dict()) == (losses is not None)
 
 
-def test_with_a_weight_of_their_own_they_count_as_the_loss_does(mode):
+def test_with_a_weight_of_their_own_they_count_as_the_loss_does(network_mode):
     expected = means(*halves(*FIRST), weigh=lambda x, y: y.sum())
     assert abs(expected - means(FIRST)).min() > 0.01
     check(step_of(Pairs(), weighted=True)(*tensors(*FIRST)), expected)
@@ -267,7 +267,7 @@ def test_a_state_of_another_word_is_refused(tmp_path, eager):
         load_state(step_of(One(), accumulation_steps=2), tmp_path)
 
 
-def test_more_than_a_report_has_room_for_are_refused(mode):
+def test_more_than_a_report_has_room_for_are_refused(network_mode):
     class Many(Losses):
         def construct(self, x, y):
             out = ops.matmul(x, self.weight)

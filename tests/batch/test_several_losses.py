@@ -1,10 +1,13 @@
 """Networks that return several losses: the user says what becomes of all but the first."""
 
+import functools
+
 import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import whole
 from mindspore import Parameter, Tensor, nn, ops
+from quick_mindspore import eagerly
 from step_probe import KeepGradients, keeping_step, number, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell, verify
@@ -64,10 +67,12 @@ def number_per_row(lm, mtp, aux, logits):
     return lm, logits.reshape(-1)
 
 
+@functools.cache
 def by_mindspore(form, count):
     network = Losses(form)
     optimizer = KeepGradients(network.trainable_params())
-    loss = nn.TrainOneStepCell(Only(network, count), optimizer)(*tensors(X, Y))
+    with eagerly():
+        loss = nn.TrainOneStepCell(Only(network, count), optimizer)(*tensors(X, Y))
     return number(loss), optimizer.gradients()
 
 
@@ -83,7 +88,7 @@ def check_trains(form, losses, expected, micro_size):
 
 
 @pytest.mark.parametrize("form", [three, logits_between])
-def test_a_sum_trains_all_losses_and_first_the_first(form, mode):
+def test_a_sum_trains_all_losses_and_first_the_first(form, network_mode):
     first, total = by_mindspore(three, 1), by_mindspore(three, 3)
     assert abs(first[0] - total[0]) > 1  # the first alone is another training
     check_trains(form, "sum", total, 2)
@@ -91,14 +96,14 @@ def test_a_sum_trains_all_losses_and_first_the_first(form, mode):
 
 
 @pytest.mark.parametrize("losses", [None, "sum", "first"])
-def test_further_outputs_that_are_no_losses_need_no_word(losses, mode):
+def test_further_outputs_that_are_no_losses_need_no_word(losses, network_mode):
     # Micro batches of one row: what has a number per row has one element, and is no loss all the same.
     check_trains(logits_alone, losses, by_mindspore(three, 1), 5)
     check_trains(number_per_row, losses, by_mindspore(three, 1), 5)
 
 
 @pytest.mark.parametrize(("form", "count"), [(three, "2 further scalars"), (logits_between, "2 further scalars")])
-def test_several_losses_without_a_word_are_refused(form, count, mode):
+def test_several_losses_without_a_word_are_refused(form, count, network_mode):
     text = whole(
         "For 'GradAccumulation', the argument 'losses' must say what becomes of all losses that 'network' returns, but "
         f"got None with {count} after the first loss. {REMEDY}"

@@ -1,19 +1,6 @@
 """`find_micro_size` on several processes: one answer, and one error."""
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launch import launch  # noqa: E402
-
-WORKER = Path(__file__).with_name("micro_size_worker.py")
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launch(WORKER, 2, tmp_path_factory.mktemp("micro_size"))
+PART, SIZES = "micro_size_worker", (2,)
 
 
 def test_the_ranks_have_the_largest_of_their_answers(two):

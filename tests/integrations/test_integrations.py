@@ -18,6 +18,8 @@ from ms_gradaccum import ClipByGlobalNorm
 from ms_gradaccum.integrations.mindcv import create_trainer
 from ms_gradaccum.integrations.mindone import ModelLoss, train_step
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 BATCH = (Tensor(X), Tensor(2 * X))
 # What mindformers' trainer gives to each wrapper beside the network and the optimizer.
 TRAINER = {
@@ -117,9 +119,7 @@ def loss_cell(network):
     return nn.WithLossCell(network, nn.MSELoss())
 
 
-@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
 def test_a_step_of_mindformers_trains_like_the_whole_batch_and_its_monitors_read_it(mindformers, mode):
-    ms.set_context(mode=mode)
     network = line()
     step = mindformers.step(loss_cell(network), sgd(network), micro_size=4, **TRAINER)
     seen = Seen()
@@ -131,8 +131,9 @@ def test_a_step_of_mindformers_trains_like_the_whole_batch_and_its_monitors_read
 
 
 @pytest.mark.parametrize("groups", [False, True])
-def test_a_step_of_mindformers_inside_a_larger_graph_is_read_too(mindformers, groups):
+def test_a_step_of_mindformers_inside_a_larger_graph_is_read_too(mindformers, groups, monkeypatch):
     """As in data sink mode, which CPU lacks. The second batch overflows, so that the scale after it is less."""
+    monkeypatch.delenv("MS_JIT")
     ms.set_context(mode=ms.GRAPH_MODE)
     network = line()
     weights = network.trainable_params()
@@ -327,10 +328,8 @@ class ReturnsADict(nn.Cell):
         return {"loss": loss} if return_dict else (loss, outputs)
 
 
-@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
 @pytest.mark.parametrize(("calls", "settings"), [(1, {"micro_size": 4}), (4, {"gradient_accumulation_steps": 4})])
 def test_a_step_of_mindone_trains_like_the_whole_batch(mode, calls, settings):
-    ms.set_context(mode=mode)
     network = line()
     step = train_step(ModelLoss(ReturnsADict(network), ("labels", "inputs")), sgd(network), 1024.0, **settings)
     step.set_train()

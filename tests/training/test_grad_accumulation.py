@@ -14,6 +14,7 @@ from step_probe import keeping_step, number, tensors
 from ms_gradaccum import GradAccumulation
 
 # What the compiler makes of it is tested where a test asks for a mode.
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 class Regression(nn.Cell):

@@ -8,6 +8,8 @@ import pytest
 from mindspore import Parameter, Tensor, mutable, nn, ops
 from step_probe import keeping_step, number
 
+pytestmark = pytest.mark.usefixtures("eager")
+
 X = np.float32([1, 2, 3, 4, 5])
 Y = 2 * X
 # The weight is 1, so x * weight - y = -x: the loss is mean(x^2) = 11 and its gradient -2 mean(x^2) = -22.
@@ -104,8 +106,9 @@ def test_nested_inputs(loss_cell, inputs):
     assert_sums(open_step(loss_cell()), inputs)
 
 
-def test_a_named_tuple_keeps_its_names_where_python_runs_the_network():
+def test_a_named_tuple_keeps_its_names_where_python_runs_the_network(monkeypatch):
     assert_sums(open_step(TakesBatch()), Batch(Tensor(X), Tensor(Y)))
+    monkeypatch.delenv("MS_JIT")
     reason = "its inputs hold Batch, a NamedTuple, which loses its gradient in a graph"
     with pytest.raises(ValueError, match=f"'compile' must be None for inputs that no graph takes, but got {reason}"):
         open_step(TakesBatch(), compile=True)(Batch(Tensor(X), Tensor(Y)))
@@ -198,12 +201,13 @@ NETWORKS = {"lookup": Lookup, "sparse lookup": Lookup, "convolution": Convolutio
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_small_real_networks_have_the_gradient_of_the_whole_batch(name):
+def test_small_real_networks_have_the_gradient_of_the_whole_batch(name, monkeypatch):
     ids, labels = Tensor([0, 3, 3, 5, 1, 0, 2], ms.int32), Tensor([0, 1, 2, 2, 1, 0, 1], ms.int32)
     twin = NETWORKS[name]()
     network, compile = NETWORKS[name](), None
     if name == "sparse lookup":
         network, compile = Lookup(sparse=True), True
+        monkeypatch.delenv("MS_JIT")
         with pytest.raises(
             ValueError, match="one of dense gradients in PYNATIVE mode, .* a sparse lookup in Embedding"
         ):
