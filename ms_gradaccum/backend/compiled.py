@@ -302,3 +302,9 @@ def _place_of(text: str, code: nn.Cell | None) -> str:
     if code is None or source is None or source.startswith(LIBRARIES):
         return ""
     return f"in {type(code).__name__} at {source}:{inspect.getsourcelines(type(code).construct)[1]}: "
+
+
+def program_of(cell: nn.Cell) -> bytes:
+    """Return what a cell was compiled to last, as MindIR."""
+    program: bytes = _cell_graph_executor._get_func_graph_proto(cell, cell.current_phase, "mind_ir")
+    return program

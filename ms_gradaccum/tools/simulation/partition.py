@@ -8,10 +8,9 @@ import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore._c_expression import MSContext, ms_ctx_param
 from mindspore.communication import create_group, get_group_size, get_rank, init
-from mindspore.graph.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2
 
-from ms_gradaccum.backend.compiled import graph_mode
+from ms_gradaccum.backend.compiled import graph_mode, program_of
 from ms_gradaccum.tools.simulation.inlining import inlined
 
 WORLD_GROUP = "nccl_world_group"
@@ -44,5 +43,5 @@ def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
     with graph_mode():
         cell.compile(*inputs)
     model = mind_ir_pb2.ModelProto()
-    model.ParseFromString(_cell_graph_executor._get_func_graph_proto(cell, cell.current_phase, "mind_ir"))
+    model.ParseFromString(program_of(cell))
     return inlined(model)
