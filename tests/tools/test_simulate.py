@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import mindspore
 import pytest
 import simulated_programs as programs
 from simulated_programs import HIDDEN, INSIDE, OUTSIDE, fails, halves, hangs, sharded
@@ -22,7 +23,7 @@ from ms_gradaccum.__main__ import main
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.jobs import Meeting
 from ms_gradaccum.tools.simulation import simulate as simulate_module
-from ms_gradaccum.tools.simulation.cuda_stubs import why_not
+from ms_gradaccum.tools.simulation.cuda_stubs import environment, why_not
 from ms_gradaccum.tools.simulation.job import IN_JOB, Job
 from ms_gradaccum.tools.simulation.report import Program
 from ms_gradaccum.tools.simulation.worker import _Rank
@@ -192,3 +193,14 @@ def test_messages_of_one_kind_are_added_up():
     first, second = program.messages
     assert (first.operator, first.size, first.ranks, first.count, first.nbytes) == ("AllReduce", 2, (0, 2), 3, 116)
     assert (second.size, second.ranks, second.count, second.nbytes) == (4, (0, 1, 2, 3), 2, 10)
+
+
+@pytest.mark.parametrize(
+    ("generated", "fast"), [("_builder.BuildMessageAndEnumDescriptors()", True), ("_CHECKPOINT = 1", False)]
+)
+def test_a_mindspore_whose_code_is_of_an_older_protobuf_reads_it_as_it_can(generated, fast, tmp_path, monkeypatch):
+    """With the fast one MindSpore 2.7 to 2.9 would not be imported."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "checkpoint_pb2.py").write_text(generated)
+    monkeypatch.setattr(mindspore, "__file__", str(tmp_path / "__init__.py"))
+    assert ("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION" in environment(tmp_path)) == fast

@@ -66,16 +66,18 @@ def build_cuda_home(home: Path) -> Path:
 
 
 def environment(cuda_home: Path) -> dict[str, str]:
-    """Return the environment in which a process finds the stand-ins for CUDA, and reads programs fast."""
-    # The folder of this very package, wherever another one may be installed.
-    package = Path(__file__).parents[3]
-    return {
+    """Return the environment in which a process finds the stand-ins for CUDA, and reads programs fast if it can."""
+    found = {
         "CUDA_HOME": str(cuda_home),
         "LD_LIBRARY_PATH": str(cuda_home / "lib64"),
-        "PYTHONPATH": str(package),
-        # For large checkpoints MindSpore takes the one in Python, which reads and writes ten times as slowly.
-        "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "upb",
+        # The folder of this very package, wherever another one may be installed.
+        "PYTHONPATH": str(Path(__file__).parents[3]),
     }
+    if "builder" in (Path(mindspore.__file__).parent / "train" / "checkpoint_pb2.py").read_text():
+        # For large checkpoints MindSpore takes the one in Python, which reads and writes ten times as slowly. It takes
+        # code that was generated in the old way, as that of MindSpore before 2.10 was.
+        found["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "upb"
+    return found
 
 
 def _wanted_symbols() -> dict[str, set[str]]:
