@@ -185,14 +185,6 @@ def _all_fit(*types: Any) -> bool:
     return bool(_all_float32(*types) and has_kernels() and on_cpu())
 
 
-add_dense = ops.MultitypeFuncGraph("add_in_place")
-
-
-@add_dense.register("Tensor", "Tensor", "Tensor")
-def _add_one(factor: Tensor, total: Parameter, part: Tensor) -> Tensor:
-    return add_in_place(total, part, factor)
-
-
 def add_each_in_place(otherwise: Any, factor: Tensor, totals: Any, parts: Any) -> Any:
     """Add ``parts`` times ``factor`` to parameters and return these after it, the last one first.
 

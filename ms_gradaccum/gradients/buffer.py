@@ -173,9 +173,11 @@ class GradientBuffer(nn.Cell):
 
 
 _add = ops.MultitypeFuncGraph("add_gradient")
+_add_dense_only = ops.MultitypeFuncGraph("add_dense_gradient")
 
 
 @_add.register("Tensor", "Tensor", "Tensor")
+@_add_dense_only.register("Tensor", "Tensor", "Tensor")
 def _add_dense(factor: Tensor, total: Parameter, grad: Tensor) -> Tensor:
     return add_in_place(total, grad, factor)
 
@@ -184,14 +186,6 @@ def _add_dense(factor: Tensor, total: Parameter, grad: Tensor) -> Tensor:
 def _add_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
     # A sparse lookup has a gradient for the rows that it read; a row can be there more than once.
     return ops.scatter_add(total, grad.indices, as_dtype(grad.values, total.dtype) * factor)
-
-
-_add_dense_only = ops.MultitypeFuncGraph("add_dense_gradient")
-
-
-@_add_dense_only.register("Tensor", "Tensor", "Tensor")
-def _add_dense_alone(factor: Tensor, total: Parameter, grad: Tensor) -> Tensor:
-    return add_in_place(total, grad, factor)
 
 
 @_add_dense_only.register("Tensor", "Tensor", "RowTensor")

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
-from ms_gradaccum.backend.kernels import add_dense, add_each_in_place
+from ms_gradaccum.backend.kernels import add_each_in_place
 from ms_gradaccum.backend.optimizers import LearningRate, UnknownRate, compiles_itself, scale_for
 from ms_gradaccum.backend.tensors import chunk_of, copy_after
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
@@ -45,7 +45,7 @@ class FoldTerms(nn.Cell):
             for begin, end in buffer.chunks:
                 factor = copy_after(factor, done)
                 sums, others = chunk_of(tuple(buffer.sums), begin, end), chunk_of(tuple(other.sums), begin, end)
-                done = add_each_in_place(add_dense, factor, sums, others)
+                done = add_each_in_place(buffer.first.add_one, factor, sums, others)
             done = ops.assign_add(buffer.loss, other.loss * copy_after(factor, done))
             done = other.clear(done)
         # One process stands in for the missing weight.
