@@ -61,23 +61,19 @@ def pytest_collection_finish(session):
 def mode(request, monkeypatch):
     """Run the test in both execution modes, compiled even in a file that otherwise compiles nothing."""
     monkeypatch.delenv("MS_JIT", raising=False)
-    before = ms.get_context("mode")
     ms.set_context(mode=request.param)
-    yield request.param
-    ms.set_context(mode=before)
+    return request.param
 
 
-@pytest.fixture(params=[ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["GRAPH", "PYNATIVE"])
-def network_mode(request, monkeypatch):
+@pytest.fixture
+def network_mode(mode, monkeypatch):
     """Run the test compiled and op by op, for what the network and its loss alone decide.
 
     What the package compiles around them in PYNATIVE mode is the same for all; tests of `mode` have it.
     """
-    if request.param == ms.PYNATIVE_MODE:
+    if mode == ms.PYNATIVE_MODE:
         monkeypatch.setenv("MS_JIT", "0")
-    else:
-        monkeypatch.delenv("MS_JIT", raising=False)
-    ms.set_context(mode=request.param)
+    return mode
 
 
 @pytest.fixture(autouse=True)

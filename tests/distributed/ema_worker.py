@@ -1,6 +1,5 @@
 """What each process of `test_ema_of_ranks.py` does: average while it trains in shards, and save in mid-window."""
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from state_scenarios import FIRST, LAST  # noqa: E402
 
 from ms_gradaccum import EMA, HSDP, save_state  # noqa: E402
 
-gc.freeze()
 init()
 rank, size = get_rank(), get_group_size()
 # Op by op, for which nothing is compiled.

@@ -1,6 +1,5 @@
 """What each process of `test_grad_cache_of_ranks.py` does: losses over the rows of all ranks, which are uneven."""
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -33,7 +32,6 @@ from ms_gradaccum import (  # noqa: E402
 )
 from ms_gradaccum.parallel.world import gather_rows  # noqa: E402
 
-gc.freeze()
 init()
 rank, size = get_rank(), get_group_size()
 KINDS = {

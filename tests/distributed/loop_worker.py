@@ -1,6 +1,5 @@
 """What each process of `test_loops.py` does."""
 
-import gc
 import os
 import sys
 import time
@@ -24,8 +23,6 @@ from scenarios import batch, build_network, share, uneven_data, weights_of  # no
 
 from ms_gradaccum import HSDP, AccumulationConfig, Accumulator, DataParallel, TokenMeanLoss  # noqa: E402
 
-# Each compilation collects garbage, which takes longest in the modules that never become any.
-gc.freeze()
 init()
 rank, size = get_rank(), get_group_size()
 results = {}

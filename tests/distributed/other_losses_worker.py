@@ -1,6 +1,5 @@
 """What each process of `test_other_losses_of_ranks.py` does: windows of several losses, on uneven rows."""
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from scenarios import batch, build_network, share  # noqa: E402
 
 from ms_gradaccum import HSDP, DataParallel, GradAccumulation, MixedPrecision, TrainOneStepCell  # noqa: E402
 
-gc.freeze()
 init()
 rank, size = get_rank(), get_group_size()
 KINDS = {

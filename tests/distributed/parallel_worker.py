@@ -1,6 +1,5 @@
 """What each process of `test_parallel.py` does."""
 
-import gc
 import os
 import sys
 import time
@@ -52,8 +51,6 @@ from ms_gradaccum.gradients.clipping import check_clip  # noqa: E402
 from ms_gradaccum.parallel import world  # noqa: E402
 from ms_gradaccum.tools.reporting.step_costs import UpdateMessages  # noqa: E402
 
-# Each compilation collects garbage, which takes longest in the modules that never become any.
-gc.freeze()
 init()
 rank, size = get_rank(), get_group_size()
 results = {}

@@ -1,6 +1,5 @@
 """What each process of `test_parallel_precision.py` does."""
 
-import gc
 import os
 import sys
 import time
@@ -14,8 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launch import report  # noqa: E402
 from precision_scenarios import compiled_trainings, eager_trainings  # noqa: E402
 
-# Each compilation collects garbage, which takes longest in the modules that never become any.
-gc.freeze()
 ms.set_context(mode=ms.PYNATIVE_MODE)
 init()
 rank, size = get_rank(), get_group_size()

@@ -1,6 +1,5 @@
 """What each process of `test_report.py` does: train with a logger that measures everything, and without one."""
 
-import gc
 import os
 import sys
 from contextlib import redirect_stdout
@@ -18,7 +17,6 @@ from scenarios import build_network, fingerprint, uneven_data  # noqa: E402
 
 from ms_gradaccum import HSDP, DataParallel, MetricsLogger, Model, ProgressBar  # noqa: E402
 
-gc.freeze()
 init()
 rank, size = get_rank(), get_group_size()
 folder = Path(os.environ["REPORT_FOLDER"])

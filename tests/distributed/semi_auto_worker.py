@@ -1,6 +1,5 @@
 """What each process of the semi-auto-parallel tests does: compile, count, run, report."""
 
-import gc
 import time
 import traceback
 from collections import Counter
@@ -17,9 +16,6 @@ from semi_auto_contracts import refusals, ways
 from ms_gradaccum.tools.simulation.collectives import collectives_of, count_operators
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, differences, whole_values
 from ms_gradaccum.tools.simulation.partition import connect, gpu_target, partition
-
-# Each compilation collects garbage, which takes longest in the modules that never become any.
-gc.freeze()
 
 # Where numbers are compared; each names what it adds to the plain path.
 NUMBERS = {

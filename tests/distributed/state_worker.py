@@ -1,7 +1,6 @@
 """What each process of `test_states_of_ranks.py` does: save states, lose some, and go on from them."""
 
 import errno
-import gc
 import os
 import signal
 import sys
@@ -30,7 +29,6 @@ from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Contents
 from ms_gradaccum.parallel import factory
 
-gc.freeze()
 init()
 rank, size = get_rank(), get_group_size()
 STATES = Path(os.environ["STATES"])
