@@ -142,8 +142,8 @@ class LearningRate(nn.Cell):
     """Learning rate of the next update: a float32 scalar, or one entry per parameter if groups differ.
 
     It is computed as ``nn.Optimizer.get_lr`` does, and that is not called: optimizers override it and count their
-    updates in it. A schedule that is not one of MindSpore's may have effects too. So in PYNATIVE mode what the
-    optimizer asks for itself is `recorded`, and in a graph a schedule with parameters of its own is left alone.
+    updates in it. A schedule that is not one of MindSpore's may have effects too. So in a graph a schedule with
+    parameters of its own is left alone, and of an optimizer that runs op by op there is an `EagerRate`.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:
@@ -181,18 +181,49 @@ class LearningRate(nn.Cell):
                 rates = self.optimizer.learning_rate(self.optimizer.global_step)
         return rates
 
-    def eagerly(self) -> Tensor:
-        """Return the rate before an update that runs op by op; NaN if only that will tell."""
-        if self.is_recorded:
-            return Tensor(math.nan, ms.float32)
-        with op_by_op():
-            return self()
+    def in_graph(self) -> nn.Cell:
+        """Return what a graph that reports computes as the rate."""
+        return self
+
+    def before_update(self, reported: Tensor) -> Tensor:
+        """Return the rate of the next update, of which a graph has ``reported`` this."""
+        return reported
 
     @contextmanager
-    def recording(self) -> Iterator[Callable[[], Tensor] | None]:
-        """Record the rate that the optimizer asks for inside; give what returns it, or None if it is known before."""
-        if not self.is_recorded:
-            yield None
+    def recording(self, known: Tensor) -> Iterator[Callable[[], Tensor]]:
+        """Give what returns the rate of an update inside, of which this was ``known`` before."""
+        yield lambda: known
+
+
+class _UnknownRate(nn.Cell):
+    def construct(self) -> Tensor:
+        return Tensor(math.nan, ms.float32)
+
+
+class EagerRate:
+    """The same where the optimizer runs op by op. What it alone will tell is recorded when it asks for it itself."""
+
+    def __init__(self, rate: LearningRate) -> None:
+        self.rate = rate
+        self.optimizer = rate.optimizer
+
+    def in_graph(self) -> nn.Cell:
+        """Return what says NaN: a schedule is code of the user's, which no graph runs then."""
+        return _UnknownRate()
+
+    def before_update(self, reported: Tensor) -> Tensor:
+        """Return the rate of the next update; NaN, as ``reported``, if only that will tell."""
+        if self.rate.is_recorded:
+            return reported
+        with op_by_op():
+            rate: Tensor = self.rate()
+        return rate
+
+    @contextmanager
+    def recording(self, known: Tensor) -> Iterator[Callable[[], Tensor]]:
+        """Give what returns the rate of an update inside: the one it asks for, or the one that was ``known`` before."""
+        if not self.rate.is_recorded:
+            yield lambda: known
             return
         rates: list[Any] = []
         get_lr = self.optimizer.get_lr
@@ -206,13 +237,6 @@ class LearningRate(nn.Cell):
             yield lambda: _as_rate(rates)
         finally:
             del vars(self.optimizer)["get_lr"]
-
-
-class UnknownRate(nn.Cell):
-    """Stands for the rate in a graph that is not to compute it."""
-
-    def construct(self) -> Tensor:
-        return Tensor(math.nan, ms.float32)
 
 
 def _as_rate(rates: list[Any]) -> Tensor:

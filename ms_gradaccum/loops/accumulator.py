@@ -17,7 +17,6 @@ from ms_gradaccum.loops.loop_window import LoopWindow
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, pair_networks
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.kinds import ParallelChoice
-from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -339,9 +338,7 @@ class Accumulator(nn.Cell, Observed):
         Of several processes all must call it.
         """
         found = self.window.is_open or any(trained.count() for trained in self._networks)
-        if self._networks[0].several:
-            found = max(gather_counts(found)) > 0
-        if found:
+        if self._networks[0].reducers[0].most(found):
             return _one_or_all(self.window.flush())
         return None
 

@@ -13,12 +13,20 @@ from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradientBuffer, sparse_lookup
 from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel.collectives import check_sent
-from ms_gradaccum.parallel.hsdp import HSDPReducer, check_shardable
+from ms_gradaccum.parallel.hsdp import HSDPReducer, SharedSumsHSDPReducer, check_shardable
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, check_kind, choose_kind
-from ms_gradaccum.parallel.layout import Ranks, ReducerLayout, backwards, bucket_layout, shard_layout
+from ms_gradaccum.parallel.layout import (
+    Ranks,
+    ReducerLayout,
+    ShardedLayout,
+    SharedSumsLayout,
+    backwards,
+    bucket_layout,
+    shard_layout,
+)
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
-from ms_gradaccum.parallel.shards import ShardedBufferReducer, Shards
+from ms_gradaccum.parallel.shards import Shards, SharedSumsReducer
 from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world
 
 
@@ -95,10 +103,8 @@ def build_reducers(
     for optimizer in optimizers:
         _agree(owner, kind, network, optimizer, agreed, dtype)
         layout = reducer_layout(kind, optimizer.parameters, ranks, numbers, dtype, network.terms)
-        if layout.every_batch:
-            _check_shared_dense(owner, network)
         buffer = _buffer_of(optimizer, layout.buffer_shapes, *kept)
-        reducers.append(_choose_reducer(owner, kind, optimizer, buffer, layout, world.rank))
+        reducers.append(_build_reducer(kind, optimizer, buffer, layout, world.rank))
     return reducers
 
 
@@ -113,12 +119,23 @@ def _agree(owner: str, kind: Any, network: Any, optimizer: nn.Cell, agreed: dict
     check_sent(owner, dtype)
     check_parameters_sent(owner, parameters)
     check_agreement(owner, {**agreed, "parallel": repr(kind), "the optimizer's parameters": shapes})
+    if kind.sync_each_batch:
+        _check_shared_dense(owner, network)
     if isinstance(kind, HSDP):
-        check_shardable(optimizer)
+        _check_hsdp(owner, kind, optimizer)
     elif kind.overlap and network.terms > 1:
         remedy = "Each term is divided by its weight over all ranks before the terms are added up."
         raise ValueError(sentence(owner, "parallel", "one without overlap for several terms", repr(kind), remedy))
     _start_alike(owner, network, optimizer)
+
+
+def _check_hsdp(owner: str, kind: HSDP, optimizer: nn.Cell) -> None:
+    check_shardable(optimizer)
+    if kind.optimizer_level == "level3":
+        warn(
+            f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
+            f"takes the compiler, inside AutoParallel on Ascend or GPU.",
+        )
 
 
 def check_noise_scale(owner: str, network: Any, kind: Any) -> None:
@@ -177,34 +194,36 @@ def reducer_layout(
         dtype: In which the ranks add up gradients.
         terms: Number of terms of the loss.
     """
+    kind = DataParallel() if kind is None else kind
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     # Sums are float32, or float64 for float64 weights.
     itemsizes = tuple(max(4, tensor.itemsize) for tensor in tensors)
     sizes = [math.prod(shape) for shape in shapes]
-    if isinstance(kind, HSDP):
-        size = world.size if kind.shard_size == -1 else kind.shard_size
-        shards = shard_layout(tensors, world, size, kind.threshold, dtype)
-    elif kind is not None and kind.sync_each_batch:
-        shards = shard_layout(tensors, world, world.size, 0, dtype)
-    else:
+    layout, _ = _parts_of(kind)
+    if layout is ReducerLayout:
         all_reduced = bucket_layout(backwards(range(len(sizes))), sizes, world, scalars, dtype)
-        return ReducerLayout(shapes, itemsizes, all_reduced, terms=terms)
+        return ReducerLayout(shapes, itemsizes, terms, all_reduced)
+    size = world.size if kind.shard_size == -1 else kind.shard_size
+    shards = shard_layout(tensors, world, size, kind.threshold, dtype)
     all_reduced = bucket_layout(shards.kept, sizes, world, scalars, dtype)
-    every_batch = kind.sync_each_batch
-    return ReducerLayout(shards.shapes if every_batch else shapes, itemsizes, all_reduced, shards, every_batch, terms)
+    sharded: ReducerLayout = layout(shapes, itemsizes, terms, all_reduced, shards)
+    return sharded
 
 
-def _choose_reducer(
-    owner: str, kind: Any, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int
+def _parts_of(kind: Any) -> tuple[Any, Any]:
+    """Return the classes of the layout and of the reducer of a kind of parallelism."""
+    return {
+        (False, False): (ReducerLayout, DataParallelReducer),
+        (False, True): (SharedSumsLayout, SharedSumsReducer),
+        (True, False): (ShardedLayout, HSDPReducer),
+        (True, True): (SharedSumsLayout, SharedSumsHSDPReducer),
+    }[isinstance(kind, HSDP), kind.sync_each_batch]
+
+
+def _build_reducer(
+    kind: Any, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int
 ) -> GradientReducer:
-    if layout.shards is None:
-        return DataParallelReducer(optimizer.parameters, buffer, layout, rank, kind)
-    shards = Shards(layout.shards, rank)
-    if isinstance(kind, DataParallel):
-        return ShardedBufferReducer(shards, optimizer.parameters, buffer, layout, rank, kind)
-    if kind.optimizer_level == "level3":
-        warn(
-            f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
-            f"takes the compiler, inside AutoParallel on Ascend or GPU.",
-        )
-    return HSDPReducer(shards, optimizer, buffer, layout, rank, kind)
+    _, reducer = _parts_of(kind)
+    shards = [Shards(layout.shards, rank)] if isinstance(layout, ShardedLayout) else []
+    built: GradientReducer = reducer(*shards, optimizer, buffer, layout, rank, kind)
+    return built

@@ -9,13 +9,13 @@ from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.kinds import HSDP
 from ms_gradaccum.parallel.layout import ReducerLayout
-from ms_gradaccum.parallel.shards import ShardedReducer, Shards
+from ms_gradaccum.parallel.shards import ShardedReducer, Shards, SharedSums
 
 _OWNER = "HSDP"
 
 
 class HSDPReducer(ShardedReducer):
-    """HSDP: the optimizer and its state are sharded too. It was built for whole parameters and is taken over."""
+    """``level1``: the optimizer and its state are sharded too. It was built for whole parameters and is taken over."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class HSDPReducer(ShardedReducer):
     ) -> None:
         whole = tuple(optimizer.parameters)
         state = shard_optimizer(optimizer, shards)
-        super().__init__(shards, optimizer.parameters, buffer, layout, rank, settings)
+        super().__init__(shards, optimizer, buffer, layout, rank, settings)
         self.whole = ParameterTuple(whole)
         self.own = ParameterTuple(self.parameters[i] for i in shards.sharded)
         self.wholes = ParameterTuple(whole[i] for i in shards.sharded)
@@ -47,6 +47,10 @@ class HSDPReducer(ShardedReducer):
 
     def after_update(self, updated: Done) -> Done:
         return self.shards.all_gather_into(self.wholes_in_runs, self.own_in_buckets, updated), updated
+
+
+class SharedSumsHSDPReducer(SharedSums, HSDPReducer):
+    """``level2`` and above: the buffer is sharded as well."""
 
 
 def check_shardable(optimizer: nn.Cell) -> None:

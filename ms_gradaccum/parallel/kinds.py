@@ -1,7 +1,7 @@
 """What a user says of several processes: how they share the work of a training."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from ms_gradaccum._checks import check_bool, check_choice, sentence, typed
 
@@ -44,6 +44,9 @@ class DataParallel:
     sync_each_batch: bool = False
     overlap: bool = False
     check_weights: bool = False
+    # With `sync_each_batch`: all ranks share the sums, of whatever size.
+    shard_size: ClassVar[int] = -1
+    threshold: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         for name in ("sync_each_batch", "overlap", "check_weights"):

@@ -206,45 +206,85 @@ class ShardLayout(NamedTuple):
 class ReducerLayout:
     """What a `GradientReducer` keeps and sends. It knows nothing of the gradients but their shapes.
 
+    This one is for sums that all ranks have whole.
+
     Attributes:
-        buffer_shapes: Shapes of the sums into which micro batches are added.
+        shapes: Shapes of the whole sums.
         itemsizes: Bytes of an element of each of these.
-        all_reduced: What is added up over all ranks and stays whole.
-        shards: What is sharded, or None.
-        every_batch: Whether the ranks reduce each micro batch, so that the buffer has nothing but their shards.
         terms: Number of terms of the loss that have sums of their own.
+        all_reduced: What is added up over all ranks and stays whole.
     """
 
-    buffer_shapes: Shapes
+    shapes: Shapes
     itemsizes: tuple[int, ...]
+    terms: int
     all_reduced: BucketLayout
-    shards: ShardLayout | None = None
-    every_batch: bool = False
-    terms: int = 1
+
+    @property
+    def buffer_shapes(self) -> Shapes:
+        """Shapes of the sums into which micro batches are added."""
+        return self.shapes
 
     @property
     def sum_bytes(self) -> int:
         """The memory of the sums on each rank: those of the buffer and, beside it, shards of their total."""
-        counts = [self.terms * math.prod(shape) for shape in self.buffer_shapes]
-        if self.shards is not None and not self.every_batch:
-            for i in self.shards.sharded:
-                counts[i] += math.prod(self.shards.shapes[i])
+        counts = [self.terms * math.prod(shape) + own for shape, own in zip(self.buffer_shapes, self._own_sizes())]
         return sum(itemsize * count for itemsize, count in zip(self.itemsizes, counts))
+
+    def _own_sizes(self) -> list[int]:
+        return [0] * len(self.shapes)
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         """Return what is sent by a window whose gradients' norms are taken so many times."""
+        return Traffic(per_update=self._all_reduced_messages())
+
+    def _all_reduced_messages(self) -> Messages:
         # The weights of all terms come first: each term is divided by its own before they are added up.
-        reduced = self.all_reduced.world.all_reduce(_FLOAT * self.terms) if self.terms > 1 else ()
-        reduced += self.all_reduced.messages()
-        if self.shards is None:
-            return Traffic(per_update=reduced)
-        scattered, gathered = self.shards.reduce_scatter_messages(), self.shards.all_gather_messages()
-        norms = norm_passes * self.shards.squares_messages()
-        if not self.every_batch:
-            return Traffic(per_update=reduced + scattered + norms + gathered)
-        # Before the micro batches of a batch, their number.
-        count = self.shards.world.all_gather(_FLOAT)
-        return Traffic(self.terms * scattered, count, reduced + norms + gathered)
+        weights = self.all_reduced.world.all_reduce(_FLOAT * self.terms) if self.terms > 1 else ()
+        return weights + self.all_reduced.messages()
+
+
+@dataclass(frozen=True)
+class ShardedLayout(ReducerLayout):
+    """The same for sums that are whole on each rank until the window ends, and sharded then.
+
+    Attributes:
+        shards: What is sharded.
+    """
+
+    shards: ShardLayout
+
+    def _own_sizes(self) -> list[int]:
+        return [part * math.prod(shape) for part, shape in zip(self.shards.is_sharded, self.shards.shapes)]
+
+    def messages(self, norm_passes: int = 1) -> Traffic:
+        scattered = self.shards.reduce_scatter_messages()
+        return Traffic(per_update=self._all_reduced_messages() + scattered + self._later_messages(norm_passes))
+
+    def _later_messages(self, norm_passes: int) -> Messages:
+        """Return what is sent of the shards once they are there: squares for the norms, then the whole tensors."""
+        return norm_passes * self.shards.squares_messages() + self.shards.all_gather_messages()
+
+
+@dataclass(frozen=True)
+class SharedSumsLayout(ShardedLayout):
+    """The same where the ranks reduce each micro batch, so that the buffer has nothing but their shards."""
+
+    @property
+    def buffer_shapes(self) -> Shapes:
+        """Shapes of the sums into which micro batches are added."""
+        return self.shards.shapes
+
+    def _own_sizes(self) -> list[int]:
+        return [0] * len(self.shapes)
+
+    def messages(self, norm_passes: int = 1) -> Traffic:
+        return Traffic(
+            per_micro_batch=self.terms * self.shards.reduce_scatter_messages(),
+            # Of each batch the number of its micro batches.
+            per_batch=self.shards.world.all_gather(_FLOAT),
+            per_update=self._all_reduced_messages() + self._later_messages(norm_passes),
+        )
 
 
 def bucket_layout(indices: Any, sizes: Any, world: Ranks, scalars: int, dtype: Any) -> BucketLayout:

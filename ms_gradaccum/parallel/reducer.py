@@ -11,7 +11,7 @@ from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.parallel.collectives import AllReduce, BucketedAllReduce, Group
 from ms_gradaccum.parallel.kinds import DataParallel
 from ms_gradaccum.parallel.layout import ReducerLayout, Traffic
-from ms_gradaccum.parallel.world import check_equal
+from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
 
 
 class GradientReducer(nn.Cell):
@@ -42,6 +42,14 @@ class GradientReducer(nn.Cell):
     def messages(self, norm_passes: int = 1) -> Traffic:
         """Return what this rank sends, if the norms of the window's gradients are taken so many times."""
         return Traffic()
+
+    def most(self, count: int) -> int:
+        """Return the largest of the ranks' counts. Called by the host."""
+        return count
+
+    def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
+        """Return where this rank's rows begin in those of all, how many these are, and the tensors of all of them."""
+        return 0, rows, tensors
 
     def max_micro_batches(self, micro_batches: int) -> int:
         """Return how many micro batches the rank with the most of them has in this batch. Called by the host."""
@@ -109,7 +117,7 @@ class DataParallelReducer(GradientReducer):
     """Each rank has a replica of the parameters, and all add up all sums at the end of a window.
 
     Args:
-        parameters: What the optimizer updates.
+        optimizer: What updates the parameters.
         buffer: The sums of their gradients on this rank.
         layout: What is sent, and in which messages.
         rank: Number of this rank.
@@ -119,20 +127,26 @@ class DataParallelReducer(GradientReducer):
     several = True
 
     def __init__(
-        self, parameters: ParameterTuple, buffer: GradientBuffer, layout: ReducerLayout, rank: int, settings: Any
+        self, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int, settings: Any
     ) -> None:
-        super().__init__(parameters, buffer)
+        super().__init__(optimizer.parameters, buffer)
         self.layout = layout
         self.is_first = float(rank == 0)
         self.bucketed_all_reduce = BucketedAllReduce(buffer, layout.all_reduced, rank)
         self.all_reduce_world = AllReduce(Group(layout.all_reduced.world, rank))
-        self.every_batch = layout.every_batch
         self.check_weights = settings.check_weights
         self.overlaps = isinstance(settings, DataParallel) and settings.overlap
-        self.no_squares = Tensor([0.0] * len(parameters), ms.float32)
+        self.no_squares = Tensor([0.0] * len(self.parameters), ms.float32)
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         return self.layout.messages(norm_passes)
+
+    def most(self, count: int) -> int:
+        return max(gather_counts(count))
+
+    def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
+        begin, total, arrays = gather_rows("GradCacheLoss", [tensor.asnumpy() for tensor in tensors])
+        return begin, total, [Tensor(array) for array in arrays]
 
     def all_reduce_scalars(self, values: Tensor) -> Tensor:
         return self.all_reduce_world(values)

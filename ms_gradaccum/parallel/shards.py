@@ -26,7 +26,6 @@ from ms_gradaccum.parallel.collectives import (
 )
 from ms_gradaccum.parallel.layout import ReducerLayout, ShardLayout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
-from ms_gradaccum.parallel.world import gather_counts
 
 
 class Shards(nn.Cell):
@@ -219,33 +218,32 @@ def _assign_rows_of_one(index: int, shard: Parameter, whole: Tensor) -> Tensor:
 
 
 class ShardedReducer(DataParallelReducer):
-    """A window whose reduced sums are sharded, either when it ends or (``every_batch``) all the time.
+    """A window whose sums are whole on each rank until it ends, and sharded then.
 
     Args:
         shards: What shards them.
-        parameters, buffer, layout, rank, settings: See `DataParallelReducer`.
+        optimizer, buffer, layout, rank, settings: See `DataParallelReducer`.
     """
 
     def __init__(
         self,
         shards: Shards,
-        parameters: ParameterTuple,
+        optimizer: nn.Cell,
         buffer: GradientBuffer,
         layout: ReducerLayout,
         rank: int,
         settings: Any,
     ) -> None:
-        super().__init__(parameters, buffer, layout, rank, settings)
+        super().__init__(optimizer, buffer, layout, rank, settings)
         self.shards = shards
         # What a checkpoint sees in place of a parameter, by its id, and what it does not see.
         self.views: dict[int, Parameter] = {}
         self.hidden: set[int] = set()
-        if self.every_batch:
-            for term in buffer.terms:
-                for i in shards.sharded:
-                    self.show_whole(term.sums[i])
-            return
-        # Where the sums of the sharded gradients go; those of the others stay where they are.
+        self.place_sums()
+
+    def place_sums(self) -> None:
+        """Say where the sums go: those of sharded gradients to shards of their own, the others stay where they are."""
+        buffer, shards = self.buffer, self.shards
         self.sums = ParameterTuple(
             zeros(f"accu_grads.shard.{total.name}", shards.shapes[i]) if shards.is_sharded[i] else total
             for i, total in enumerate(buffer.sums)
@@ -261,29 +259,47 @@ class ShardedReducer(DataParallelReducer):
     def saved(self, parameter: Parameter) -> Parameter | None:
         return None if id(parameter) in self.hidden else self.views.get(id(parameter), parameter)
 
-    def max_micro_batches(self, micro_batches: int) -> int:
-        return max(gather_counts(micro_batches)) if self.every_batch else micro_batches
-
-    def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.every_batch:
-            grads = self.shards.reduce_scatter(grads, tuple(self.buffer.sums))
-        return grads
-
     def reduce(self, added: Any = ()) -> Done:
         done = self.bucketed_all_reduce()
-        if not self.every_batch:
-            weight = ops.depend(self.buffer.weight + 0.0, done)
-            done += self.shards.reduce_scatter_into(self.shards_in_runs, self.sums_in_buckets, weight, done)
-        return done
+        weight = ops.depend(self.buffer.weight + 0.0, done)
+        return done + self.shards.reduce_scatter_into(self.shards_in_runs, self.sums_in_buckets, weight, done)
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
         return self.shards.all_reduce_squares(squares)
 
 
-class ShardedBufferReducer(ShardedReducer):
+class SharedSums:
+    """Mixed into a `ShardedReducer`: the ranks reduce each micro batch, and the buffer has nothing but their shards."""
+
+    every_batch = True
+    buffer: Any
+    shards: Any
+    most: Any
+    show_whole: Any
+    bucketed_all_reduce: Any
+
+    def place_sums(self) -> None:
+        for term in self.buffer.terms:
+            for i in self.shards.sharded:
+                self.show_whole(term.sums[i])
+
+    def max_micro_batches(self, micro_batches: int) -> int:
+        return int(self.most(micro_batches))
+
+    def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        shards: tuple[Any, ...] = self.shards.reduce_scatter(grads, tuple(self.buffer.sums))
+        return shards
+
+    def reduce(self, added: Any = ()) -> Done:
+        done: Done = self.bucketed_all_reduce()
+        return done
+
+
+class SharedSumsReducer(SharedSums, ShardedReducer):
     """Data parallelism with ``sync_each_batch``: only the buffer is sharded."""
 
     takes_sums = False
 
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.shards.all_gather(grads, tuple(self.parameters))
+        wholes: tuple[Tensor, ...] = self.shards.all_gather(grads, tuple(self.parameters))
+        return wholes

@@ -13,7 +13,7 @@ from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
 from ms_gradaccum.batch.nested_inputs import rebuilder, rebuilt, take_apart
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch, cut, leaf_axes
 from ms_gradaccum.batch.weighted_loss import RowWeight
-from ms_gradaccum.parallel.world import gather_rows
+from ms_gradaccum.parallel.reducer import GradientReducer
 
 # How much the second pass may differ from the first one, by the largest output: what rounding makes, in 16 bits too.
 _ROUNDING, _ROUNDING_16_BIT = 1e-4, 2e-2
@@ -46,14 +46,20 @@ class FirstPass(NoFirstPass):
         network: The GradAccumulation.
         like: The cell whose mode and settings those that are compiled follow.
         updated: The parameters that an optimizer updates; a forward pass may change the others.
-        several: Whether there are several processes.
+        reducer: What gathers rows over the processes.
         half: Whether the network computes in 16 bits.
     """
 
     def __init__(
-        self, owner: str, network: Any, like: nn.Cell, updated: Sequence[Parameter], several: bool, half: bool
+        self,
+        owner: str,
+        network: Any,
+        like: nn.Cell,
+        updated: Sequence[Parameter],
+        reducer: GradientReducer,
+        half: bool,
     ) -> None:
-        self.owner, self.like, self.several = owner, like, several
+        self.owner, self.like, self.reducer = owner, like, reducer
         self.network: GradCacheLoss = network.network
         self.batch_axis = network.batch_axis
         self.tolerance = _ROUNDING_16_BIT if half else _ROUNDING
@@ -64,8 +70,8 @@ class FirstPass(NoFirstPass):
         # By the structure of what they are given.
         self.forwards: dict[Any, Compiled] = {}
         self.losses: dict[Any, Compiled] = {}
-        drawn = random_cells(self.network.loss_fn) if several else ""
-        if drawn:
+        drawn = random_cells(self.network.loss_fn)
+        if drawn and reducer.several:
             rule, got = "a loss that is the same on all processes", f"one that draws random numbers: {drawn}"
             raise ValueError(sentence("GradCacheLoss", "loss_fn", rule, got, "Draw them in the backbone."))
 
@@ -88,7 +94,8 @@ class FirstPass(NoFirstPass):
             rule, remedy = "a network that returns a floating-point tensor", "There is no gradient without one."
             raise ValueError(sentence("GradCacheLoss", "backbone", rule, got, remedy))
         split = [axis is not None for axis in axes]
-        begin, rows, whole = self._gathered(sum(counts), [*outputs, *(x for x, s in zip(leaves, split) if s)])
+        own_rows = [*outputs, *(leaf for leaf, is_split in zip(leaves, split) if is_split)]
+        begin, rows, whole = self.reducer.gather_rows(sum(counts), own_rows)
         # Labels that are split are those of all processes, the others this one's own.
         gathered = iter(whole[len(outputs) :])
         leaves = [next(gathered) if s else leaf for leaf, s in zip(leaves, split)]
@@ -106,8 +113,7 @@ class FirstPass(NoFirstPass):
         return SplitBatch(structure, parts), rows
 
     def join(self) -> None:
-        if self.several:
-            gather_rows("GradCacheLoss", [])
+        self.reducer.gather_rows(0, [])
 
     def check(self, outputs: Sequence[Any]) -> None:
         for difference, size in (pair for output in outputs for pair in output[3].asnumpy().T):
@@ -146,20 +152,13 @@ class FirstPass(NoFirstPass):
         outputs = []
         try:
             for rows, tensors in micro_batches:
-                outputs.append(_eagerly(run.cell, tensors) if eager else run(*tensors))
+                outputs.append(_called(run, tensors, eager))
                 for output in outputs[-1]:
                     check_output(tuple(output.shape), rows)
         finally:
             if self.keep is not None:
                 self.put_back(*kept)
         return outputs
-
-    def _gathered(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
-        """Return where the rows of this process begin in those of all, how many these are, and all of them."""
-        if not self.several:
-            return 0, rows, tensors
-        begin, total, arrays = gather_rows("GradCacheLoss", [tensor.asnumpy() for tensor in tensors])
-        return begin, total, [Tensor(array) for array in arrays]
 
     def _loss(
         self, labels: Any, outputs: list[Tensor], floats: list[int], leaves: list[Tensor], eager: bool
@@ -176,7 +175,7 @@ class FirstPass(NoFirstPass):
             needs_fixed=True,
         )
         tensors = (*outputs, *leaves)
-        loss, grads = _eagerly(run.cell, tensors) if eager else run(*tensors)
+        loss, grads = _called(run, tensors, eager)
         cache, own = grads if run.cell.has_own else (grads, ())
         # Of one output MindSpore returns the gradient alone.
         cache = cache if isinstance(cache, tuple) else (cache,)
@@ -288,9 +287,11 @@ def random_cells(network: nn.Cell) -> str:
     return ", ".join(found[:5])
 
 
-def _eagerly(cell: nn.Cell, tensors: Sequence[Tensor]) -> Any:
+def _called(run: Compiled, tensors: Sequence[Tensor], eager: bool) -> Any:
+    if not eager:
+        return run(*tensors)
     with op_by_op():
-        return cell(*tensors)
+        return run.cell(*tensors)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -306,7 +307,7 @@ def _rows_to(axis: int | None, tensor: Tensor) -> Tensor:
 
 
 def first_pass_of(
-    owner: str, network: Any, like: nn.Cell, updated: Sequence[Parameter], several: bool, half: bool
+    owner: str, network: Any, like: nn.Cell, updated: Sequence[Parameter], reducer: GradientReducer, half: bool
 ) -> NoFirstPass:
     """Return what comes before the micro steps of a network."""
-    return FirstPass(owner, network, like, updated, several, half) if network.is_cached else NoFirstPass()
+    return FirstPass(owner, network, like, updated, reducer, half) if network.is_cached else NoFirstPass()

@@ -113,7 +113,11 @@ class MicroTotals(nn.Cell):
         """Return the three, from what `MicroLoss` returns and the factor of its pace."""
         if self.counts_rows:
             return value * factor, weight * factor, factor
-        return value, weight, ops.maximum(weight, ONE) if self.half else ONE
+        return value, weight, self.divisor(weight)
+
+    def divisor(self, weight: Tensor) -> Tensor:
+        """Return by what a sum that has a weight of its own is divided before the backward pass."""
+        return ops.maximum(weight, ONE) if self.half else ONE
 
 
 def is_half(weighted_loss: WeightedLoss, precision: Precision) -> bool:
@@ -284,8 +288,7 @@ class TermsMicroStep(MicroStep):
         factors: tuple[Tensor, ...] = ()
         grads: tuple[Any, ...] = ()
         for term in range(self.adding.terms):
-            weight = values[2 * term + 1]
-            own = ops.maximum(weight, ONE) if self.micro_loss.half else ops.ones_like(weight)
+            own = self.adding.totals.divisor(values[2 * term + 1])
             start: tuple[Tensor, ...] = ()
             for i, value in enumerate(values):
                 scale = self.micro_loss.loss_scale.value()

@@ -61,7 +61,7 @@ class MicroSteps:
         self.cell = self._build(network.weighted_loss)
         # What comes before them, for a loss of the whole batch.
         self.first_pass = first_pass_of(
-            owner, network, self.cell, self.cell.parameters, reducers[0].several, self.cell.micro_loss.half
+            owner, network, self.cell, self.cell.parameters, reducers[0], self.cell.micro_loss.half
         )
         # One per structure of the inputs, nearly always one, and per whether the sums are reduced with it.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
@@ -96,18 +96,18 @@ class MicroSteps:
         rounds = self.reducers[0].max_micro_batches(len(micro_batches))
         outputs: list[Any] = []
         done = self.events.micro_batches
+        last, _ = self._micro_step(structure, micro_batches, reduces)
+        steps = [micro_step] * (len(micro_batches) - 1) + [last]
         # A callback may raise before its first run.
-        micro_step.has_run = False
+        steps[0].has_run = False
         try:
-            for index, (rows, tensors) in enumerate(micro_batches):
+            for index, (step, (rows, tensors)) in enumerate(zip(steps, micro_batches)):
                 self.events.micro_batch_begin(index, rows)
-                if reduces and index == len(micro_batches) - 1:
-                    micro_step, _ = self._micro_step(structure, micro_batches, reduces)
-                outputs.append(micro_step(*starts[rows], *tensors))
+                outputs.append(step(*starts[rows], *tensors))
                 self.events.micro_batch_end(index, rows)
             self.first_pass.check(outputs)
         except BaseException as error:
-            self.has_added = bool(outputs) or micro_step.has_run
+            self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
             if isinstance(error, Exception):
                 self.network.explain_split(error, args, kwargs)
@@ -156,7 +156,7 @@ class MicroSteps:
             rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
             remedy = "Use nn.Embedding, or give compile=True."
             raise ValueError(sentence(self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
-        if not reduces:
+        if not self.eager:
             _LOGGER.warning(
                 "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
                 "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",

@@ -15,7 +15,6 @@ from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
-from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.partitioned_step import PartitionedStep
@@ -111,7 +110,7 @@ class HostDrivenStep(nn.Cell):
     def flush(self) -> StepOutput | None:
         """Apply an unfinished window, divided by its true weight. Return None if no process has one."""
         batches = self.open_batches()
-        if (max(gather_counts(batches)) if self.window.several else batches) == 0:
+        if self.reducer.most(batches) == 0:
             return None
         output = self._close()
         return output if output.updated.asnumpy() or output.overflow.asnumpy() else None

@@ -1,7 +1,6 @@
 """The order of an update. No other file knows it."""
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import mindspore as ms
@@ -9,7 +8,7 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.backend.kernels import add_each_in_place
-from ms_gradaccum.backend.optimizers import LearningRate, UnknownRate, compiles_itself, scale_for
+from ms_gradaccum.backend.optimizers import EagerRate, LearningRate, compiles_itself, scale_for
 from ms_gradaccum.backend.tensors import chunk_of, copy_after
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
@@ -135,8 +134,10 @@ class WindowEnd(nn.Cell):
         # Whether the optimizer is compiled in PYNATIVE mode too.
         self.compiles = compiles or compiles_itself(optimizer)
         self.handed_scale = scale_for(owner, optimizer, loss_scale)
-        self.learning_rate = LearningRate(optimizer)
-        self.report = Report(self.learning_rate, reducer, loss_scale)
+        # By whether the optimizer runs op by op.
+        rate = LearningRate(optimizer)
+        self.rates: dict[bool, Any] = {False: rate, True: EagerRate(rate)}
+        self.report = Report(rate, reducer, loss_scale)
         self.update = Update(optimizer, MeanGradients(clip, reducer, loss_scale, self.handed_scale))
         self.open = OpenWindow(reducer.buffer, loss_scale)
         self.run_open = Compiled(lambda: self.open, owner, "the report on an open window")
@@ -164,8 +165,8 @@ class WindowEnd(nn.Cell):
         """
         eager = runs_eagerly(self.compiles)
         items = self._report(reduced, eager)(NOTHING)
-        rate = self.learning_rate.eagerly() if eager else items[5]
-        loss, overflow, scale, updated, norm, _, weight, self.is_bad, *others = items
+        loss, overflow, scale, updated, norm, rate, weight, self.is_bad, *others = items
+        rate = self.rates[eager].before_update(rate)
         output = StepOutput(loss, overflow, scale, updated, norm, norm, rate, weight, *others)
         if self.buffer.noise is None:
             return output
@@ -176,8 +177,7 @@ class WindowEnd(nn.Cell):
     def _report(self, reduced: bool, eager: bool) -> Compiled:
         key = reduced, eager
         if key not in self.reports:
-            rate = UnknownRate() if eager else self.learning_rate
-            report = Report(rate, self.reducer, self.loss_scale, not reduced)
+            report = Report(self.rates[eager].in_graph(), self.reducer, self.loss_scale, not reduced)
             follow_mode(report, self.report)
             report._get_attr_from_cell(self.report)
             self.reports[key] = Compiled(lambda: report, self.owner, "the report")
@@ -190,11 +190,10 @@ class WindowEnd(nn.Cell):
             return output
         limit = () if clip is None else (clip.as_tensor(),)
         eager = runs_eagerly(self.compiles)
-        with self.learning_rate.recording() if eager else nullcontext() as recorded:
+        with self.rates[eager].recording(output.learning_rate) as rate:
             clipped_norm = self._update(clip, eager)(output.grad_norm, *limit)
         self.reducer.check_replicas()
-        rate = recorded() if recorded else output.learning_rate
-        return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
+        return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate())
 
     def adjust(self, output: StepOutput) -> None:
         """Choose the loss scale of the next window, after ``output`` of this one."""

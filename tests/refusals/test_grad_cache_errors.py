@@ -1,5 +1,7 @@
 """What a GradCacheLoss cannot be trained with is refused in a sentence, mostly before anything is trained."""
 
+from types import SimpleNamespace
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -147,17 +149,18 @@ def test_verify_names_it_where_rows_depend_on_each_other_and_finds_it_equal():
 
 
 def test_a_loss_that_draws_is_refused_on_several_processes():
+    alone, several = SimpleNamespace(several=False), SimpleNamespace(several=True)
     network = GradAccumulation(GradCacheLoss(Tower(), Drawing(), labels=1).set_train(), 2)
     sentence = (
         "For 'GradCacheLoss', the argument 'loss_fn' must be a loss that is the same on all processes, but got one "
         "that draws random numbers: Dropout 'drop'. Draw them in the backbone."
     )
     with raises(ValueError, sentence):
-        FirstPass("TrainOneStepCell", network, network, [], several=True, half=False)
-    FirstPass("TrainOneStepCell", network, network, [], several=False, half=False)
+        FirstPass("TrainOneStepCell", network, network, [], several, half=False)
+    FirstPass("TrainOneStepCell", network, network, [], alone, half=False)
     # In evaluation mode it draws nothing.
     network.set_train(False)
-    FirstPass("TrainOneStepCell", network, network, [], several=True, half=False)
+    FirstPass("TrainOneStepCell", network, network, [], several, half=False)
 
 
 class TwoNumbers(nn.Cell):

@@ -11,7 +11,6 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled
 from ms_gradaccum.backend.tensors import Done, chunks_of
 from ms_gradaccum.gradients.clipping import global_norm
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.parallel.world import gather_counts
 from ms_gradaccum.training.micro_step import EmptyStep
 
 _OWNER = "StepReporter"
@@ -66,10 +65,9 @@ class CommunicationTime:
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         # With one process there is nobody to talk to.
-        self.several = reducers[0].several
-        self.every_batch = self.several and reducers[0].every_batch
+        self.several, self.most = reducers[0].several, reducers[0].most
         self.runs = [_compile(UpdateMessages(reducers))] if self.several else []
-        if self.every_batch:
+        if reducers[0].every_batch:
             self.runs.append(_compile(MicroBatchMessages(reducers)))
         self.is_warm = False
 
@@ -84,8 +82,8 @@ class CommunicationTime:
 
     def _measure(self, micro_batches: int) -> float:
         # The answer comes when all ranks are here, so that nobody's lateness is taken for a slow message.
-        most = max(gather_counts(micro_batches))
-        return sum(times * _seconds_of(run) for times, run in zip((1, most), self.runs))
+        times = 1, self.most(micro_batches)
+        return sum(count * _seconds_of(run) for count, run in zip(times, self.runs))
 
 
 def _compile(cell: nn.Cell) -> Compiled:

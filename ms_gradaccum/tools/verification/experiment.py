@@ -112,7 +112,7 @@ class Experiment:
         # As in training, but for a loss scale: gradients are compared as they are.
         self.precision = check_precision(_OWNER, None)
         self._steps: dict[Any, Any] = {}
-        self.first_pass = first_pass_of(_OWNER, network, network, self.parameters, several=False, half=False)
+        self.first_pass = first_pass_of(_OWNER, network, network, self.parameters, self.reducer, half=False)
         # Of what the micro steps are given.
         self.micro_structure = self.structure
 
