@@ -56,10 +56,10 @@ def make_plan(kind: Any, weights: Any, devices: int, micro_size: int, device_tar
 def held(plan: TrainingPlan) -> Held:
     """Return what each device keeps; the optimizer is Adam, with two numbers per weight."""
     weights, world = plan.parameters, Ranks(plan.ranks, plan.ranks, plan.device_target or "")
-    layout = reducer_layout(plan.parallel, weights, world).shards
     whole = 4 * sum(math.prod(weight.shape) for weight in weights)
     if not isinstance(plan.parallel, HSDP):
         return Held(whole, 2 * whole, plan.buffer_bytes or 0)
+    layout = reducer_layout(plan.parallel, weights, world).shards
     # The sharded optimizer updates slices of its own, from which the whole weights are gathered.
     slices = 4 * sum(math.prod(layout.shapes[i]) for i in layout.sharded)
     parts = 4 * sum(math.prod(shape) for shape in layout.shapes)

@@ -12,14 +12,7 @@ import quick_mindspore
 quick_mindspore.install()
 
 # The files that take longest, or the job that some of them share.
-LONGEST = [
-    "ranks",
-    "test_self_test",
-    "test_semi_auto_parallel",
-    "test_sharded_operators",
-    "test_simulate",
-    "test_faults",
-]
+LONGEST = ["ranks", "test_self_test", "test_simulate", "test_faults"]
 LONGEST += ["test_micro_size_finder", "test_failures", "test_sample", "test_optimizers"]
 LONGEST += ["test_optimizers_and_schedules", "test_grad_cache_windows", "test_tutorial", "test_docs"]
 LONGEST += ["test_packaging", "test_frozen", "test_python_decides"]
@@ -69,11 +62,14 @@ def mode(request, monkeypatch):
 def network_mode(mode, monkeypatch):
     """Run the test compiled and op by op, for what the network and its loss alone decide.
 
-    What the package compiles around them in PYNATIVE mode is the same for all; tests of `mode` have it.
+    What the package compiles around them is the same for all; tests of `mode` have it.
     """
     if mode == ms.PYNATIVE_MODE:
         monkeypatch.setenv("MS_JIT", "0")
-    return mode
+        yield mode
+        return
+    with quick_mindspore.compiling("the network"):
+        yield mode
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from quick_mindspore import compiling
 from step_probe import Weights, operators
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
@@ -278,10 +279,11 @@ def test_each_gradient_is_added_by_it_however_rows_change(columns, operator, mod
     step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
     expected = np.zeros(columns)
     # From the third on in a graph that does not know the gradient's shape.
-    for rows in (8, 6, 5, 3):
-        x = numbers((rows, columns), rows)
-        step(Tensor(x))
-        expected -= x.mean(0)
+    with compiling("the network", "the sum of the gradients"):
+        for rows in (8, 6, 5, 3):
+            x = numbers((rows, columns), rows)
+            step(Tensor(x))
+            expected -= x.mean(0)
     np.testing.assert_allclose(network.weight.asnumpy(), expected, rtol=1e-5)
     steps = step.body.window.micro_steps
     (compiled,) = [each.adding for each in steps.eager.values()] or steps.by_structure.values()

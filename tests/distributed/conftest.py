@@ -8,6 +8,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch  # noqa: E402
 
+from ms_gradaccum.tools.simulation.cuda_stubs import build_cuda_home, environment  # noqa: E402
+
 collect_ignore_glob = ["*_worker.py", "many_parts.py"]
 PARTS = Path(__file__).with_name("many_parts.py")
 
@@ -18,15 +20,27 @@ def root(tmp_path_factory):
 
 
 def run_parts(request, processes, root, extra):
-    """Run the workers of all files that are collected, in one job: PART names a file's worker, SIZES its jobs."""
+    """Run the workers of all files that are collected, in one job: PART names a file's worker, SIZES its jobs.
+
+    Those that compile for GPU, as `FOR_GPU` says, come last.
+    """
     modules = {getattr(item, "module", None) for item in request.session.items}
     modules = [module for module in modules if processes in getattr(module, "SIZES", ())]
+    for_gpu = [module for module in modules if getattr(module, "FOR_GPU", False)]
     folder = root / f"of{processes}"
     folder.mkdir()
     extra |= {"STATES": str(root / "states")}
+    if for_gpu:
+        extra |= environment(request.getfixturevalue("cuda_home"))
     # As the files are called, so that it is always the same order.
-    parts = [module.PART for module in sorted(modules, key=lambda module: module.__name__)]
+    parts = [module.PART for module in sorted(modules, key=lambda module: (module in for_gpu, module.__name__))]
     return launch(PARTS, processes, folder, limit=900, extra=extra, arguments=parts)
+
+
+@pytest.fixture(scope="session")
+def cuda_home(tmp_path_factory):
+    """Stand-ins for CUDA, with which MindSpore compiles for GPU."""
+    return build_cuda_home(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture(scope="session")

@@ -1,29 +1,19 @@
 """Operators that are sharded over dp x mp devices: what the partitioned step computes, beside one whole batch."""
 
-from pathlib import Path
-
 import pytest
-from launch import launch
 from sharded_worker import VARIANTS
 
-from ms_gradaccum.tools.simulation.cuda_stubs import build_cuda_home, environment, why_not
+from ms_gradaccum.tools.simulation.cuda_stubs import why_not
 
+PART, SIZES = "sharded_worker", (4,) if why_not() is None else ()
+FOR_GPU = True
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"cannot compile for GPU here: {why_not()}")
-
-_WORKER = Path(__file__).parent / "sharded_worker.py"
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """Return what each of 4 ranks reported, all variants in one launch."""
-    extra = environment(build_cuda_home(tmp_path_factory.mktemp("cuda")))
-    return launch(_WORKER, 4, tmp_path_factory.mktemp("of4"), extra=extra)
 
 
 @pytest.fixture(params=list(VARIANTS))
-def ranks(request, reports):
+def ranks(request, four):
     """Return a variant and what each rank reported of it."""
-    results = [report[request.param] for report in reports]
+    results = [report[request.param] for report in four]
     assert "error" not in results[0], results[0]["error"]
     return VARIANTS[request.param], results
 

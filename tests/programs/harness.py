@@ -5,6 +5,7 @@ MindSpore's own step, or its own `Model`, leaves, or say in a warning or an erro
 state: weights that differ without a word fail. The own step runs in the same mode where the mode makes a difference.
 
 Nearly all the time of these tests is compiling. So the faces take turns: of each program one is compiled in GRAPH mode.
+Of programs that differ in their network or batches alone, the report and the update are compiled with one of each face.
 In PYNATIVE mode the network runs op by op and the package compiles its sums and its update alone: one face is compiled
 of programs that differ in these, and of those that differ in their network or batches one of each face. The other faces
 run too, with ``MS_JIT=0``, which compiles nothing.
@@ -15,7 +16,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common.api import _pynative_executor
 from mindspore.dataset import GeneratorDataset
 from optimizer_parity import parameters_of, values_of
-from quick_mindspore import eagerly
+from quick_mindspore import compiling, eagerly
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell, verify
 from ms_gradaccum.backend.compiled import graph_mode
@@ -294,12 +295,12 @@ def deviations(found: Outcome, expected: Outcome) -> dict[str, float]:
 
 def check(program: Program, mode: str, face: str) -> None:
     """Check one cell of the table: equal to MindSpore's own training, or named."""
-    mode, _, setting = mode.partition(", ")
+    mode, _, way = mode.partition(", ")
     ms.set_context(mode=MODES[mode])
     if program.nature and face != "step 1" and verify_names(program, program.nature):
         return
     named = program.named if face != "step 1" or program.names_whole else None
-    with warnings.catch_warnings(record=True) as caught, environment(setting):
+    with warnings.catch_warnings(record=True) as caught, compiled_as(way):
         warnings.simplefilter("always")
         try:
             found = outcome(program, train_ours, face)
@@ -319,11 +320,11 @@ def check(program: Program, mode: str, face: str) -> None:
 
 
 @contextmanager
-def environment(setting: str) -> Iterator[None]:
-    """Set a variable meanwhile, if there is a setting such as "MS_JIT=0"."""
-    with pytest.MonkeyPatch.context() as patch:
-        if setting:
-            patch.setenv(*setting.split("="))
+def compiled_as(way: str) -> Iterator[None]:
+    """Compile meanwhile all that the mode compiles, the network alone, or nothing."""
+    with pytest.MonkeyPatch.context() as patch, compiling("the network") if way == "network" else nullcontext():
+        if way == "MS_JIT=0":
+            patch.setenv("MS_JIT", "0")
         yield
 
 
@@ -372,15 +373,17 @@ def rows(programs: dict[str, Program]) -> list[Any]:
         for turn, name in enumerate(name for name, each in programs.items() if mode in each.modes):
             program = programs[name]
             for way, face in runs_of(program, mode, turn):
-                if way == "PYNATIVE" and (face, *outside_of(program)) in compiled:
-                    way = "PYNATIVE, MS_JIT=0"
-                compiled.add((face, *outside_of(program)) if way == "PYNATIVE" else None)
+                outside = (way, face, *outside_of(program))
+                if outside in compiled:
+                    way = {"PYNATIVE": "PYNATIVE, MS_JIT=0", "GRAPH": "GRAPH, network"}[way]
+                elif way in MODES:
+                    compiled.add(outside)
                 table.append(pytest.param(program, way, face, id=f"{name}-{way}-{face}".replace(" ", "_")))
     return table
 
 
 def outside_of(program: Program) -> tuple[Any, ...]:
-    """Return what of a program is in the graphs that the package compiles in PYNATIVE mode: all but the network."""
+    """Return what of a program is in the graphs that the package compiles beside the network."""
     changes = program.prepare, program.built, program.between
     return program.optimizer, *changes, repr(program.step), program.settings.get("terms"), program.nature
 

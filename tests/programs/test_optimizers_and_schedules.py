@@ -6,6 +6,7 @@ import pytest
 from harness import UPDATES, Program, check, checks_of, rows
 from mindspore import Tensor, amp, nn, ops
 from optimizers_tried import OPTIMIZERS
+from quick_mindspore import compiling
 
 RATES = [0.1, 0.05, 0.02]
 assert len(RATES) == UPDATES
@@ -157,7 +158,8 @@ SCHEDULES |= {name: with_scheduler(i, name) for i, name in enumerate(MOVED)}
 
 @pytest.mark.parametrize("program,mode,face", rows(SCHEDULES))
 def test_each_optimizer_with_a_schedule(program, mode, face):
-    check(program, mode, face)
+    with compiling("the report", "the optimizer"):
+        check(program, mode, face)
 
 
 test_equal_or_named, test_lost_rows_would_be_seen = checks_of(PROGRAMS)

@@ -6,10 +6,12 @@ lie far from the predictions, so no entry is a difference of large numbers, and 
 optimizers see a gradient that turns.
 """
 
+from contextlib import nullcontext
+
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from quick_mindspore import eagerly
+from quick_mindspore import compiling, eagerly
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend.compiled import execution_mode
@@ -161,8 +163,8 @@ def accumulate(make_network, make_optimizer, micro_size, modes, data=None, compi
     """Train with micro batches in each mode, from the same start; return {mode: (outputs, all parameters)}.
 
     The result "loaded" is of the first mode, after the start was loaded like a checkpoint. GRAPH mode comes first:
-    MindSpore compiles no optimizer with a @jit of its own that has run in PYNATIVE mode before. In that mode, what
-    the package compiles around the optimizer is one for all of them, and only done if ``compiled`` is set.
+    MindSpore compiles no optimizer with a @jit of its own that has run in PYNATIVE mode before. What the package
+    compiles beside network and update, or around them in PYNATIVE mode, is one for all: only if ``compiled`` is set.
     """
     data = batches() if data is None else data
     network = make_network()
@@ -171,14 +173,15 @@ def accumulate(make_network, make_optimizer, micro_size, modes, data=None, compi
     start = values_of(parameters)
     step = accumulated_step(network, optimizer, micro_size)
     results = {}
-    for mode in modes:
-        is_compiled = compiled or mode == ms.GRAPH_MODE or needs_graph(optimizer)
-        with execution_mode(mode) if is_compiled else eagerly():
-            restore(parameters, start)
-            results[mode] = train(step, data), values_of(parameters)
-    ms.set_context(mode=modes[0])
-    load(parameters, start)
-    results["loaded"] = train(step, data), values_of(parameters)
+    with nullcontext() if compiled else compiling("the network", "the optimizer"):
+        for mode in modes:
+            is_compiled = compiled or mode == ms.GRAPH_MODE or needs_graph(optimizer)
+            with execution_mode(mode) if is_compiled else eagerly():
+                restore(parameters, start)
+                results[mode] = train(step, data), values_of(parameters)
+        ms.set_context(mode=modes[0])
+        load(parameters, start)
+        results["loaded"] = train(step, data), values_of(parameters)
     return results
 
 
