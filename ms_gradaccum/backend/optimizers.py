@@ -9,6 +9,7 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
 from ms_gradaccum._checks import LIBRARIES, sentence, warn
@@ -31,6 +32,11 @@ def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
         got = "thor, which keeps statistics of the last forward pass"
         remedy = "Those of one micro batch are not those of the batch; choose another optimizer."
         raise ValueError(sentence(owner, "optimizer", "one that needs gradients only", got, remedy))
+    for parameter in optimizer.parameters:
+        if parameter.dtype in mstype.complex_type:
+            rule, got = "one over parameters of real numbers", f"{parameter.name!r} of {parameter.dtype}"
+            remedy = "Have two real parameters, and make the complex number of them in the network."
+            raise ValueError(sentence(owner, "optimizer", rule, got, remedy))
     known = {id(parameter) for parameter in network.get_parameters()}
     strangers = [parameter.name for parameter in optimizer.parameters if id(parameter) not in known]
     if strangers:

@@ -1,13 +1,13 @@
 """One batch of inputs into micro batches."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import COOTensor, CSRTensor, Tensor
 
-from ms_gradaccum._checks import sentence, typed
+from ms_gradaccum._checks import sentence, typed, warn
 from ms_gradaccum.batch.nested_inputs import take_apart
 
 # One axis for all inputs, or a tree with one entry per input (None: the input is not split).
@@ -80,9 +80,24 @@ def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis)
     bounds = split_rows(leaves, micro_size)
     if len(bounds) == 1:
         return SplitBatch(structure, [MicroBatch(bounds[0][1], tuple(tensors))])
+    _refuse_other_mappings(inputs)
     columns = [cut(tensor, leaf.axis, bounds) for tensor, leaf in zip(tensors, leaves)]
     parts = [MicroBatch(end - begin, part) for (begin, end), part in zip(bounds, zip(*columns))]
     return SplitBatch(structure, parts)
+
+
+def _refuse_other_mappings(items: Iterable[Any]) -> None:
+    """Raise for what is like a dict and is none: its tensors would go whole into each micro batch."""
+    for item in items:
+        if isinstance(item, (tuple, list)):
+            _refuse_other_mappings(item)
+        elif isinstance(item, dict):
+            _refuse_other_mappings(item.values())
+        elif isinstance(item, Mapping):
+            got, remedy = f"a {type(item).__name__}, whose tensors nobody would split", "Give dict(batch)."
+            raise TypeError(
+                f"For '{_OWNER}', the inputs must be tensors, tuples, lists and dicts, but got {got}. {remedy}"
+            )
 
 
 def leaf_axes(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> list[int | None]:
@@ -224,3 +239,32 @@ def ambiguous_inputs(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> list[int
         if rows > 1 and (rows in others if others else "float" in str(item.dtype).lower()):
             found.append(i)
     return found if places > 1 else []  # Something must be the batch.
+
+
+def warn_of_split(
+    inputs: tuple[Any, ...],
+    micro_batches: Sequence[MicroBatch],
+    batch_axis: BatchAxis,
+    name_of_input: Callable[[int], str],
+) -> None:
+    """Warn of inputs that may be split by mistake, or not split, where no error shows it.
+
+    That is a list of numbers or texts, as long as the batch, that goes whole into each micro batch, and a square matrix
+    that may be a mask and is cut into single rows, which fit any shape.
+    """
+    rows = sum(part.rows for part in micro_batches)
+    for place, item in enumerate(inputs):
+        if isinstance(item, list) and len(item) == rows and all(isinstance(each, (int, float, str)) for each in item):
+            warn(
+                f"For '{_OWNER}', the input {name_of_input(place)} should be a tensor if it has something of each row, "
+                f"but got a list of {rows}, which goes whole into each micro batch. Give a tensor, or else a tuple."
+            )
+    if len(micro_batches) < rows or isinstance(batch_axis, tuple):
+        return
+    places = [place for place in ambiguous_inputs(inputs, batch_axis) if inputs[place].shape == (rows, rows)]
+    shapes = ", ".join(f"{name_of_input(place)} of shape {tuple(inputs[place].shape)}" for place in places)
+    if shapes:
+        warn(
+            f"For '{_OWNER}', the inputs that are cut into single rows, which fit any shape, should be batches, but "
+            f"got {shapes}. Give batch_axis an entry per input, None for a mask and what else is no batch."
+        )

@@ -5,7 +5,7 @@ of Python and NumPy. Both are noted when a pass begins; a resumed pass begins wi
 """
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -130,24 +130,25 @@ def _is_python(operation: Any) -> bool:
     return not hasattr(operation, "parse") or getattr(operation, "implementation", None) == Implementation.PY
 
 
-def rest_of(data: Any, batches: int) -> Iterable[Any]:
-    """Return what is left of a pass over ``data`` after so many batches."""
+def tuples_of(data: Dataset) -> Iterable[Any]:
+    """Return one pass over a pipeline, whose batches are tuples."""
+    batches: Iterable[Any] = data.create_tuple_iterator(num_epochs=1)
+    return batches
+
+
+def rest_of(data: Any, batches: int, passed: Callable[[Dataset], Iterable[Any]] = tuples_of) -> Iterable[Any]:
+    """Return what is left of a pass over ``data`` after so many batches; ``passed`` makes a pass over a pipeline."""
     if isinstance(data, Dataset):
         if batches == 0:
-            return _tuples(data)
+            return passed(data)
         if batches >= data.get_dataset_size():
             return ()
         with skipping(data, batches):
-            return _tuples(data)
+            return passed(data)
     iterator: Iterator[Any] = iter(data)
     for _ in range(batches):
         next(iterator, None)
     return iterator
-
-
-def _tuples(data: Dataset) -> Iterable[Any]:
-    batches: Iterable[Any] = data.create_tuple_iterator(num_epochs=1)
-    return batches
 
 
 class PassPlace(NamedTuple):

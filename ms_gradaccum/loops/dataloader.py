@@ -1,7 +1,8 @@
 """Datasets and schedulers that know where their window stands."""
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mindspore import nn
@@ -10,7 +11,7 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPla
 
 from ms_gradaccum._checks import check_saved, is_flag, sentence, typed
 from ms_gradaccum.backend import plain_state
-from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of
+from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of, tuples_of
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
 _OWNER = "Accumulator"
@@ -75,16 +76,38 @@ class PreparedDataset:
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # Of a copy that is being made.
             raise AttributeError(name)
-        return getattr(self.dataset, name)
+        value = getattr(self.dataset, name)
+        return _of_whole(value) if isinstance(self.dataset, Dataset) and callable(value) else value
+
+    def create_tuple_iterator(
+        self, columns: Any = None, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = False
+    ) -> "PreparedIterator":
+        """Return passes over a pipeline of MindSpore's whose batches are lists."""
+        return self._iterator("create_tuple_iterator", columns=columns, output_numpy=output_numpy, do_copy=do_copy)
+
+    def create_dict_iterator(
+        self, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = False
+    ) -> "PreparedIterator":
+        """Return passes over a pipeline of MindSpore's whose batches are dicts."""
+        return self._iterator("create_dict_iterator", output_numpy=output_numpy, do_copy=do_copy)
+
+    def _iterator(self, name: str, **settings: Any) -> "PreparedIterator":
+        if not isinstance(self.dataset, Dataset):
+            raise AttributeError(f"{type(self.dataset).__name__!r} object has no attribute {name!r}")
+        return PreparedIterator(self, lambda data: getattr(data, name)(num_epochs=1, **settings))
 
     def __iter__(self) -> Iterator[Any]:
+        return self.passed(tuples_of)
+
+    def passed(self, iterate: Callable[[Dataset], Iterable[Any]]) -> Iterator[Any]:
+        """Yield the batches of one pass; ``iterate`` makes them of a pipeline of MindSpore's."""
         begin = self._begin()
         passes = self.window.passes
         lengths = gather_counts(self._length() - self.batches) if self.several else [0]
         missing = max(lengths) - (self._length() - self.batches) if self.several else 0
         self.common = self.batches + min(lengths)
         try:
-            for batch, is_last in _look_ahead(self._batches(*begin)):
+            for batch, is_last in _look_ahead(self._batches(*begin, iterate)):
                 self.at_end = is_last and missing == 0
                 self.batches += 1
                 self.rows = _rows_of(batch)
@@ -113,9 +136,11 @@ class PreparedDataset:
             self.sources = Sources.now(current_world(_OWNER).size)
         return self.sources, random_now
 
-    def _batches(self, sources: Sources, random_now: dict[str, Any] | None) -> Iterator[Any]:
+    def _batches(
+        self, sources: Sources, random_now: dict[str, Any] | None, iterate: Callable[[Dataset], Iterable[Any]]
+    ) -> Iterator[Any]:
         with sources.begun(self.dataset, random_now):
-            batches = iter(rest_of(self.dataset, self.batches))
+            batches = iter(rest_of(self.dataset, self.batches, iterate))
             first = list(itertools.islice(batches, 1))
         yield from first
         yield from batches
@@ -137,6 +162,52 @@ class PreparedDataset:
             )
         self.sources.check_known(self.dataset, ranks)
         return PassPlace(self.epoch, self.batches, length, self.sources, ranks)
+
+
+class PreparedIterator:
+    """An iterator over a prepared dataset. Each loop to its end is a pass, as with an iterator of MindSpore's.
+
+    Args:
+        dataset: The prepared dataset.
+        iterate: Makes the batches of one pass of a pipeline of MindSpore's.
+    """
+
+    def __init__(self, dataset: PreparedDataset, iterate: Callable[[Dataset], Iterable[Any]]) -> None:
+        self.dataset = dataset
+        self.iterate = iterate
+        self.current: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.current is None:
+            self.current = self.dataset.passed(self.iterate)
+        try:
+            return next(self.current)
+        except BaseException:
+            self.current = None
+            raise
+
+
+def _of_whole(method: Any) -> Any:
+    """Return a method of a pipeline that refuses to make another one of it, which nobody would have prepared."""
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if isinstance(result, Dataset):
+            got, remedy = (
+                f"{method.__name__}() of a prepared one",
+                "Prepare what the loop goes through, as the last step.",
+            )
+            raise TypeError(sentence(_OWNER, "dataset", "prepared when it is complete", got, remedy))
+        return result
+
+    return checked
 
 
 def _rows_of(batch: Any) -> int | None:

@@ -65,7 +65,8 @@ class TrainedNetwork(Window):
         agreed = {**settings.agreed(), "config": config.as_text()}
         reducers = build_reducers(_OWNER, kind, network, optimizers, agreed, **settings.of_sums())
         super().__init__(network, optimizers, reducers, settings, events)
-        self.network.adds_batches = config.accumulation_steps > 1 or config.schedule is not None or self.several
+        self.network.adds_batches = config.accumulation_steps > 1 or config.schedule is not None
+        self.network.adds_ranks = self.several
         self.add_grads_cell = AddGrads(self.reducers, self.micro_steps.parameters, settings.drops)
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
 

@@ -17,6 +17,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 
 _OWNER = "TrainOneStepCell"
@@ -69,6 +70,11 @@ class SemiAuto:
         if network.micro_size > 1:
             _check_all_are_trained(network, optimizer)
         _warn_of_loss(network)
+        if NetworkCode(network.network).has_own_backward():
+            warn(
+                "For 'TrainOneStepCell', what the network does in the backward pass (a bprop, a hook) must be linear "
+                "in the gradient in semi-auto-parallel: it gets the gradient of a sum over rows, not that of a mean."
+            )
 
     def _settings(self) -> _Settings:
         cell = self.auto_parallel

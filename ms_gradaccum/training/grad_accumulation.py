@@ -20,7 +20,7 @@ from ms_gradaccum._checks import (
     warn,
 )
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
-from ms_gradaccum.batch.loss_kind import loss_warning
+from ms_gradaccum.batch.loss_kind import LossKind
 from ms_gradaccum.batch.split import (
     BatchAxis,
     SplitBatch,
@@ -29,6 +29,7 @@ from ms_gradaccum.batch.split import (
     split_batch,
     split_shapes,
     spread_axes,
+    warn_of_split,
 )
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, OwnWeight, OwnWeights, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -108,8 +109,10 @@ class GradAccumulation(nn.Cell):
         >>> model = Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 1e-2))
     """
 
-    # Whether a window has more batches than one, of this process or of others.
-    adds_batches = False
+    # Whether a window has more batches than one, and whether other processes add theirs.
+    adds_batches = adds_ranks = False
+    # Whether a batch that is split has still to be looked at.
+    _looks_at_split = True
     __call__: Callable[..., Tensor | tuple[Tensor, ...]]
 
     def __init__(
@@ -125,9 +128,8 @@ class GradAccumulation(nn.Cell):
         super().__init__(auto_prefix=False)
         remedy = "Put what it does into the construct of network, the loss cell."
         check_construct(_OWNER, type(self), GradAccumulation, remedy)
-        network = check_cell(
-            _OWNER, "network", network, "Wrap the network and its loss, for example in nn.WithLossCell."
-        )
+        remedy = "Wrap the network and its loss, for example in nn.WithLossCell."
+        network = check_cell(_OWNER, "network", network, remedy)
         if any(isinstance(cell, GradAccumulation) for _, cell in network.cells_and_names()):
             remedy = "Use one, with the product of the two micro_size."
             raise ValueError(sentence(_OWNER, "network", "a network without GradAccumulation", "one inside", remedy))
@@ -147,16 +149,15 @@ class GradAccumulation(nn.Cell):
         self.network = network
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
-        # Whether its loss should be a mean over rows, and the labels of a first batch have still to be looked at.
-        self._looks_at_loss = not (self.weighted or self.is_cached)
-        # Why it is none, as far as it shows without labels: for graphs, which see none.
-        self.loss_reason = loss_warning(network, []) if self._looks_at_loss else ""
+        self._loss_kind = LossKind(network, should_be_mean=not (self.weighted or self.is_cached))
+        # Why its loss is no mean over rows, as far as it shows without labels: for graphs, which see none.
+        self.loss_reason = self._loss_kind.reason
         self._get_attr_from_cell(network)
 
     @property
     def adds_parts(self) -> bool:
         """Whether a window has more than one micro batch."""
-        return self.micro_size > 1 or self.adds_batches
+        return self.micro_size > 1 or self.adds_batches or self.adds_ranks
 
     @property
     def other_losses(self) -> int:
@@ -234,11 +235,12 @@ class GradAccumulation(nn.Cell):
         inputs = self.positional(args, kwargs)
         batch = split_batch(inputs, self.micro_size, self.batch_axis)
         self.bind(inputs, {})
-        if self._looks_at_loss and self.adds_parts:
-            self._looks_at_loss = False
-            message = loss_warning(self.network, (part.tensors for part in batch.micro_batches))
-            if message:
-                warn(message)
+        if self._looks_at_split and len(batch.micro_batches) > 1:
+            self._looks_at_split = False
+            warn_of_split(inputs, batch.micro_batches, self.batch_axis, self.name_of_input)
+        if self.adds_parts:
+            # Any batch may be the first one with a label that is ignored.
+            self._loss_kind.look_at(part.tensors for part in batch.micro_batches)
         return batch
 
     def bind(self, args: tuple[object, ...], kwargs: dict[str, object]) -> inspect.BoundArguments:

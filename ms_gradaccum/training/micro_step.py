@@ -13,6 +13,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from ms_gradaccum.backend.compiled import Compiled, op_by_op
 from ms_gradaccum.backend.cpu import with_condition
 from ms_gradaccum.backend.kernels import ONE, scale_wide
+from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import chunk_of
 from ms_gradaccum.batch.nested_inputs import rebuilt
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
@@ -44,23 +45,11 @@ class Pace(Enum):
 
 def pace_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> Pace:
     """Return the pace of a network that is run op by op (``eager``) or compiled, in half precision or not."""
-    if weighted_loss.is_cached or has_own_backward(weighted_loss.network):
+    if weighted_loss.is_cached or NetworkCode(weighted_loss.network).has_own_backward():
         return Pace.BATCH
     if half:
         return Pace.MEAN
     return Pace.BATCH if eager else Pace.SUM
-
-
-def has_own_backward(network: nn.Cell) -> bool:
-    """Return whether some cell says itself what its backward pass is, which then need not be linear."""
-    operators = (ops.InsertGradientOf, ops.HookBackward)
-    return any(
-        cell.has_bprop
-        or cell._backward_hook
-        or cell._backward_pre_hook
-        or any(isinstance(each, operators) for each in vars(cell).values())
-        for _, cell in network.cells_and_names()
-    )
 
 
 class MicroLoss(nn.Cell):

@@ -1,15 +1,16 @@
 """The micro steps of a network's batches, one after the other: compiled, or op by op, as MindSpore's mode says."""
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
+from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.batch.loss_kind import divides_by_first_rows, rows_warning
 from ms_gradaccum.batch.nested_inputs import why_no_graph
 from ms_gradaccum.batch.split import MicroBatch
@@ -87,6 +88,7 @@ class MicroSteps:
         if not self.has_begun:
             self.has_begun = True
             _tell_of_evaluation_mode(self.owner, self.network.network)
+            _tell_of_own_backward(self.owner, self.network, self.cell.parameters)
         batch = self.network.split(*args, **kwargs)
         (structure, micro_batches), batch_rows = self.first_pass.run(batch, self._runs_eagerly())
         micro_step, pace = self._micro_step(structure, micro_batches)
@@ -219,4 +221,21 @@ def _tell_of_evaluation_mode(owner: str, network: nn.Cell) -> None:
         warn(
             f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "
             f"training. Call set_train() of the training step or of the network before the first batch."
+        )
+
+
+def _tell_of_own_backward(owner: str, network: Any, parameters: Iterable[Parameter]) -> None:
+    """Warn of code in the backward pass that gets another gradient than MindSpore's step would hand to it."""
+    hooked = next((parameter.name for parameter in parameters if parameter.hooks()), None)
+    if hooked is not None and (network.micro_size > 1 or network.adds_batches):
+        warn(
+            f"For '{owner}', the hook of the parameter {hooked!r} must be linear, such as a mask or a factor: it gets "
+            f"the gradient of each micro batch, and not that of the whole batch. Clip with clip=ClipByGlobalNorm(1.0) "
+            f"or clip=ClipByValue(-1.0, 1.0), for example."
+        )
+    if network.adds_batches and NetworkCode(network.network).has_own_backward():
+        warn(
+            f"For '{owner}', what the network does in the backward pass (a bprop, a hook) must be linear in the "
+            f"gradient: in a window of several batches it gets the gradient of each batch, and not that of the window. "
+            f"Else give whole batches to GradAccumulation, which splits them."
         )

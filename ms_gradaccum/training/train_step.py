@@ -7,7 +7,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import check_construct
+from ms_gradaccum._checks import check_construct, sentence
 from ms_gradaccum.backend.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
@@ -23,6 +23,10 @@ from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window
 
 _OWNER = "TrainOneStepCell"
+# What a step is built of.
+_READ_ONCE = frozenset(
+    ("network", "optimizer", "clip", "mixed_precision", "parallel", "bad_micro_batch", "noise_scale")
+)
 # Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a reshape.
 _ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 
@@ -46,7 +50,7 @@ class HostDrivenStep(nn.Cell):
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, events)
-        network.adds_batches = self.accumulation_steps > 1 or self.window.several
+        network.adds_batches, network.adds_ranks = self.accumulation_steps > 1, self.window.several
         # As parts of a larger graph.
         (self.reducer,), (self.end,) = self.window.reducers, self.window.ends
         self.buffer = self.reducer.buffer
@@ -259,6 +263,14 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         self.body.attach_to(self)
         self._shows_whole = True
         claim_optimizer(optimizer, self)
+        self._is_built = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what would change nothing: MindSpore's own cell reads its network and its optimizer in each call."""
+        if name in _READ_ONCE and "_is_built" in vars(self) and value is not getattr(self, name, None):
+            remedy = "Build a new step; two steps cannot share an optimizer."
+            raise ValueError(sentence(_OWNER, name, "the one that the step was built with", "another one", remedy))
+        super().__setattr__(name, value)
 
     @property
     def windows(self) -> list[Window | PartitionedStep]:

@@ -13,6 +13,7 @@ from mindspore import Tensor, nn, ops
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, op_by_op
 from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale, scale_each_in_place
+from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches
 from ms_gradaccum.backend.tensors import chunk_of, copy_after
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, Grads, NoClip
@@ -245,6 +246,7 @@ class EagerUpdate:
     def __init__(self, owner: str, update: Update) -> None:
         self.optimizer = update.optimizer
         self.sums = update.gradients.reducer.sums
+        self.copies = is_user(type(self.optimizer))
         self.put_gradients = Compiled(lambda: PutMeanGradients(update.gradients), owner, "the mean gradient")
         self.end = Compiled(lambda: update.end, owner, "the end of the update")
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
@@ -258,10 +260,13 @@ class EagerUpdate:
         """Update, and return the norm after clipping."""
         clipped_norm, grads = self.put_gradients(*norm_and_limit)
         with op_by_op():
-            # The parameters themselves, of which value() would be a copy.
-            self.optimizer(grads or tuple(self.sums))
+            self.optimizer(grads or self._sums())
         self.end(NOTHING)
         return clipped_norm
+
+    def _sums(self) -> tuple[Tensor, ...]:
+        """Return the sums as they are, or copies of them for a user's optimizer, which may keep what it is given."""
+        return tuple(total.value() for total in self.sums) if self.copies else tuple(self.sums)
 
 
 def build_update(owner: str, update: Update, eager: bool) -> Any:

@@ -12,7 +12,7 @@ from step_probe import Around, KeepGradients, tensors
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
 from ms_gradaccum.batch import loss_kind
-from ms_gradaccum.batch.loss_kind import divides_by_first_rows, loss_warning
+from ms_gradaccum.batch.loss_kind import LossKind, divides_by_first_rows
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -49,11 +49,13 @@ def test_labels_that_are_ignored_are_warned_of_once(kind):
     assert said_of(labels_loss(kind()), TOKENS, abs(PADDED) % 3) == []
 
 
+@pytest.mark.filterwarnings("error:For 'GradAccumulation'")
 @pytest.mark.parametrize("kind", [mint.nn.CrossEntropyLoss, mint.nn.NLLLoss])
 def test_labels_of_losses_of_mint_are_looked_at(kind):
     """This device has no kernel for them."""
-    said = [loss_warning(labels_loss(kind()), [tensors(TOKENS, labels)]) for labels in (PADDED, abs(PADDED) % 3)]
-    assert said[0].startswith(f"{START}{kind.__name__} divides by the number of labels other than ") and not said[1]
+    LossKind(labels_loss(kind())).look_at([tensors(TOKENS, abs(PADDED) % 3)])
+    with pytest.warns(UserWarning, match=f"{START}{kind.__name__} divides by the number of labels other than "):
+        LossKind(labels_loss(kind())).look_at([tensors(TOKENS, PADDED)])
 
 
 def test_the_warning_is_right(mode):
@@ -106,9 +108,9 @@ def test_every_loss_of_mindspore_that_adds_up_is_known(kind):
     expected = (
         f"{START}{kind.__name__} adds up its rows with reduction='sum', {BY_ROWS} Give it reduction='mean', or {PAIR}"
     )
-    assert loss_warning(nn.WithLossCell(line(), kind(reduction="sum")), []) == expected
+    assert LossKind(nn.WithLossCell(line(), kind(reduction="sum"))).reason == expected
     for reduction in ("mean", "none"):
-        assert loss_warning(nn.WithLossCell(line(), kind(reduction=reduction)), []) == ""
+        assert LossKind(nn.WithLossCell(line(), kind(reduction=reduction))).reason == ""
 
 
 def test_a_function_of_the_whole_batch_is_warned_of():
@@ -158,6 +160,24 @@ def test_semi_auto_parallel_warns_of_what_shows_without_labels():
         SemiAuto(loss_cell).check(loss_cell, sgd(loss_cell))
 
 
+class Rounded(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense = line()
+
+    def construct(self, x, y):
+        return ops.square(self.dense(x) - y).mean()
+
+    def bprop(self, x, y, out, dout):
+        return dout * x, dout * y
+
+
+def test_semi_auto_parallel_warns_of_what_need_not_be_linear():
+    loss_cell = GradAccumulation(Rounded(), 2)
+    with pytest.warns(UserWarning, match="does in the backward pass .* must be linear in the gradient in semi-auto"):
+        SemiAuto(loss_cell).check(loss_cell, sgd(loss_cell))
+
+
 def bce_gradient(rows):
     """What MindSpore says that the gradient of a mean over so many rows is, and what it is."""
     x = np.linspace(-1, 2, rows, dtype=np.float32).reshape(rows, 1)
@@ -172,6 +192,13 @@ def test_mindspore_divides_by_the_rows_of_the_first_batch_of_the_process():
     assert any(found != pytest.approx(right, rel=0.1) for found, right in map(bce_gradient, (2, 4)))
 
 
+class CalledLoss(nn.Cell):
+    """The function without its cell."""
+
+    def construct(self, logits, y):
+        return ops.binary_cross_entropy_with_logits(logits, y, ops.ones_like(y), ops.ones_like(y), "mean")
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -180,6 +207,7 @@ def test_mindspore_divides_by_the_rows_of_the_first_batch_of_the_process():
         (lambda: nn.BCEWithLogitsLoss(reduction="none"), False),
         (lambda: mint.nn.BCEWithLogitsLoss(reduction="sum"), False),
         (nn.MSELoss, False),
+        (CalledLoss, True),
     ],
 )
 def test_a_loss_that_divides_by_them_is_known(make, expected):

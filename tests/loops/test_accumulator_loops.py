@@ -94,6 +94,43 @@ def test_batches_by_keyword():
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["create_tuple_iterator", "create_dict_iterator"])
+def test_iterators_of_a_prepared_dataset_end_their_windows(name):
+    """As MindSpore's: one iterator gives pass after pass, and goes on where a loop was left."""
+    network, accumulator = toy_loop(3)
+    dataset = NumpySlicesDataset({"data": X, "label": 2 * X}, shuffle=False).batch(2)
+    iterator = getattr(accumulator.prepare(dataset), name)(num_epochs=2)
+
+    def ends(batches):
+        return updates_of(accumulator, (list(each.values()) if isinstance(each, dict) else each for each in batches))
+
+    assert ends(iterator) == [False, False, True, True]
+    assert weight_of(network) == pytest.approx(LAST[True], rel=1e-6)
+    assert ends(itertools.islice(iterator, 2)) == [False, False] and ends(iterator) == [True, True]
+    assert len(iterator) == 4
+
+
+def test_an_iterator_gives_what_it_is_told():
+    _, accumulator = toy_loop(3)
+    dataset = accumulator.prepare(NumpySlicesDataset({"data": X, "label": 2 * X}, shuffle=False).batch(2))
+    for (label,) in dataset.create_tuple_iterator(["label"], output_numpy=True):
+        assert isinstance(label, np.ndarray) and label[0] % 2 == 0
+    for each in dataset.create_dict_iterator(output_numpy=True):
+        assert list(each) == ["data", "label"] and isinstance(each["data"], np.ndarray)
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'create_dict_iterator'"):
+        accumulator.prepare(FOUR).create_dict_iterator()
+
+
+def test_another_pipeline_of_a_prepared_one_is_refused():
+    """Nobody would have prepared it, so its last window would stay open."""
+    _, accumulator = toy_loop(3)
+    dataset = accumulator.prepare(NumpySlicesDataset({"data": X}, shuffle=False))
+    assert dataset.get_dataset_size() == len(X)
+    for make in (lambda: dataset.batch(2), lambda: dataset.repeat(2), lambda: dataset.take(1)):
+        with pytest.raises(TypeError, match="the argument 'dataset' must be prepared when it is complete, but got"):
+            make()
+
+
 def test_breaking_out_of_a_loop_keeps_the_window():
     network, accumulator = toy_loop(4)
     dataset = accumulator.prepare(FOUR)

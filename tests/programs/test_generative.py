@@ -144,15 +144,18 @@ class Around(nn.Cell):
         return ops.square(self.second(self.middle(self.first(x))) - y).mean()
 
 
+# In a window of several batches it gets the gradient of each batch.
+LINEAR = "does in the backward pass .* must be linear"
+
 PROGRAMS = {
     "VAE": Program(VAE, momentum, normal((6,), (2,))),
     "VAE, annealed": Program(VAE, momentum, normal((6,), (2,)), between=anneal),
     "diffusion": Program(UNet, momentum, diffusion, rtol=5e-5),
     "WGAN-GP": Program(Critic, momentum, normal((3,), (3,), (1,)), rtol=1e-4),
     "PINN in float64": Program(PINN, momentum, points),
-    "straight-through bprop": Program(lambda: Around(Straight), batches=regression),
+    "straight-through bprop": Program(lambda: Around(Straight), batches=regression, warned=LINEAR),
     # Where nothing is clipped it is linear; where something is, the gradient of a mean over fewer rows is larger.
-    "bprop that clips, out of reach": Program(lambda: Around(lambda: Clipped(10.0))),
+    "bprop that clips, out of reach": Program(lambda: Around(lambda: Clipped(10.0)), warned=LINEAR),
     "bprop that clips": Program(lambda: Around(lambda: Clipped(0.02)), nature="bprop|depend on each other"),
 }
 

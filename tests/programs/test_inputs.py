@@ -1,8 +1,11 @@
 """Inputs as programs give them: dicts, tuples, what has no rows, and numbers of other types."""
 
+from collections import UserDict
+
+import mindspore as ms
 import numpy as np
 from harness import ROWS, UPDATES, Program, checks_of, regression
-from mindspore import nn, ops
+from mindspore import Tensor, nn, ops
 
 LOOPS = ("step 1", "step 4", "Accumulator")
 # A loop of one's own cuts what has rows, and nothing else.
@@ -117,6 +120,41 @@ class Scaled(nn.Cell):
         return ops.square(self.layer(x) * scale - y).mean()
 
 
+class WeightedRows(OfDict):
+    """Takes a Python number per row, of which it makes a tensor."""
+
+    def construct(self, x, y, weights):
+        out = self.second(ops.tanh(self.first(x)))
+        return (ops.square(out - y) * Tensor(weights, ms.float32).reshape(-1, 1)).mean()
+
+
+def with_list():
+    return [(x, y, [1.0 + i for i in range(ROWS)]) for x, y in regression()]
+
+
+def tokens():
+    numbers = np.random.default_rng(6)
+    return [
+        (
+            numbers.normal(size=(ROWS, 3, 4)).astype(np.float32),
+            numbers.normal(size=(ROWS, 3, 1)).astype(np.float32),
+            UserDict(mask=np.triu(np.full((3, 3), -1e4, np.float32), 1)),
+        )
+        for _ in range(UPDATES)
+    ]
+
+
+class OfMapping(nn.Cell):
+    """Takes tensors in what is like a dict and is none, as the tokenizers of language models give them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, 1)
+
+    def construct(self, x, y, masks):
+        return ops.square(ops.matmul(ops.softmax(Tensor(masks["mask"])), self.layer(x)) - y).mean()
+
+
 def as_dicts():
     return [({"x": x, "labels": y},) for x, y in regression()]
 
@@ -137,6 +175,13 @@ PROGRAMS = {
     "mask as large as the rows, batch_axis": Program(Masked, batches=causal(ROWS), settings=SHARED),
     "vector as long as the rows": Program(Prior, batches=with_prior, named=NOT_A_BATCH, faces=SPLIT),
     "vector as long as the rows, batch_axis": Program(Prior, batches=with_prior, settings=SHARED),
+    "mask in single rows": Program(Masked, batches=causal(ROWS), parts=ROWS, named=NOT_A_BATCH, faces=SPLIT),
+    "number per row in a list": Program(
+        WeightedRows, batches=with_list, parts=ROWS, named="'weights' should be a tensor", faces=SPLIT
+    ),
+    "tensors in a UserDict": Program(
+        OfMapping, batches=tokens, named="got a UserDict", faces=("step 1", "step 4"), modes=("PYNATIVE",)
+    ),
     "rows on axis 1": Program(OnAxisOne, batches=time_first, settings={"batch_axis": (1, 0)}),
     "no rows": Program(
         Scaled, batches=lambda: [(x, y, np.array(0.5 + i, np.float32)) for i, (x, y) in enumerate(regression())]

@@ -111,12 +111,50 @@ def counted():
     return [(x, y, tokens) for x, y in regression()]
 
 
+def ignored_later():
+    """Batches of which the first has no label that is ignored."""
+    return [labelled()[0], *with_ignored()[1:]]
+
+
+class Smooth(nn.LossBase):
+    """A cross-entropy as collections of vision models have it."""
+
+    def __init__(self, weight=None):
+        super().__init__()
+        self.reduction, self.weight = "mean", weight
+
+    def construct(self, logits, labels):
+        return ops.cross_entropy(logits, labels, weight=self.weight, label_smoothing=0.1)
+
+
+class Called(nn.Cell):
+    """A loss cell that calls the function."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, CLASSES)
+
+    def construct(self, x, labels):
+        return ops.cross_entropy(self.layer(x), labels)
+
+
 PROGRAMS = {
     "mean cross-entropy": Program(classifier(), batches=labelled),
     "ignore_index without such labels": Program(classifier(ignore_index=-100), batches=labelled),
     "ignore_index": Program(classifier(ignore_index=-100), batches=with_ignored, named="ignore_index"),
     "ignore_index, rows of padding": Program(classifier(ignore_index=-100), batches=with_padding, named="ignore_index"),
+    "ignore_index, from a later batch on": Program(
+        classifier(ignore_index=-100), batches=ignored_later, named="ignore_index"
+    ),
+    "cross_entropy() of ignored labels": Program(Called, batches=with_ignored, named="cross_entropy divides by"),
+    "cross_entropy() without such labels": Program(Called, batches=labelled),
     "class weights": Program(classifier(weight=CLASS_WEIGHTS), batches=labelled, named="weight"),
+    "class weights of a loss of one's own": Program(
+        lambda: nn.WithLossCell(nn.Dense(4, CLASSES), Smooth(CLASS_WEIGHTS)), batches=labelled, named="class weights"
+    ),
+    "a loss of one's own without them": Program(
+        lambda: nn.WithLossCell(nn.Dense(4, CLASSES), Smooth()), batches=labelled
+    ),
     "reduction='sum'": Program(classifier(reduction="sum"), batches=labelled, named="(?i)sum"),
     "sum, square error": Program(lambda: nn.WithLossCell(nn.Dense(4, 1), nn.MSELoss(reduction="sum")), named="(?i)sum"),
     "sum by hand": Program(HandWrittenSum, nature="(?i)sum"),

@@ -81,6 +81,20 @@ def adjustable(optimizer, **settings):
     return lambda cell: optimizer(cell.trainable_params(), **settings)
 
 
+class Optimistic(nn.Optimizer):
+    """Keeps the gradients of the last update, as methods that look ahead do."""
+
+    def __init__(self, params):
+        super().__init__(0.1, params)
+        self.previous = None
+
+    def construct(self, gradients):
+        previous, self.previous = self.previous or gradients, gradients
+        for parameter, gradient, before in zip(self.parameters, gradients, previous):
+            ops.assign_add(parameter, -0.1 * (2 * gradient - before))
+        return True
+
+
 class OneCycle:
     """A scheduler of the experimental optimizers, which belongs to the optimizer that it was built for."""
 
@@ -116,6 +130,7 @@ PROGRAMS = {
     "cosine decay": Program(
         Net, lambda net: nn.Adam(net.trainable_params(), nn.CosineDecayLR(0.01, 0.1, UPDATES), eps=0.1)
     ),
+    "gradients that are kept": Program(Net, lambda net: Optimistic(net.trainable_params()), modes=("PYNATIVE",)),
     "scheduler of an experimental optimizer": Program(
         Net, adjustable(experimental.AdamW, lr=0.1, eps=0.1), built=OneCycle.built, between=OneCycle.between
     ),

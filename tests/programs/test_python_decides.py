@@ -252,6 +252,72 @@ def set_learning_rate(i, cell, optimizer):
     ops.assign(optimizer.learning_rate, Tensor(0.1 / (i + 2), ms.float32))
 
 
+def clipped(grad):
+    return ops.clip_by_value(grad, -0.01, 0.01)
+
+
+CLIP = ops.InsertGradientOf(clipped)
+
+
+class HookedTensor(Net):
+    """Clips what comes back to a tensor, which is not linear."""
+
+    def construct(self, x, y):
+        hidden = ops.tanh(self.first(x))
+        hidden.register_hook(clipped)
+        return ops.square(self.second(hidden) - y).mean()
+
+
+class ByGlobal(Net):
+    """The same by an operator that no cell has."""
+
+    def construct(self, x, y):
+        return ops.square(self.second(CLIP(ops.tanh(self.first(x)))) - y).mean()
+
+
+class ByList(Net):
+    """The same by an operator in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.clips = [ops.InsertGradientOf(clipped)]
+
+    def construct(self, x, y):
+        return ops.square(self.second(self.clips[0](ops.tanh(self.first(x)))) - y).mean()
+
+
+class Clip(nn.Cell):
+    """The same by a backward pass of its own."""
+
+    def construct(self, x):
+        return x * 1.0
+
+    def bprop(self, x, out, grad):
+        return (clipped(grad),)
+
+
+class ByHiddenCell(Net):
+    """The same by a cell in a list, which is none of this one's cells."""
+
+    def __init__(self):
+        super().__init__()
+        self.clips = [Clip()]
+
+    def construct(self, x, y):
+        return ops.square(self.second(self.clips[0](ops.tanh(self.first(x)))) - y).mean()
+
+
+def clip_parameter(cell, optimizer):
+    cell.second.weight.register_hook(clipped)
+
+
+# A hook of a parameter gets the gradient of each micro batch.
+HOOKED = "hook of the parameter 'second.weight' must be linear"
+
+# And in a window of several batches, all that is called in the backward pass gets that of each batch.
+BACKWARD = "does in the backward pass .* must be linear"
+WHOLE = {"faces": ("step 1", "step 4", "Model")}
+
 ONLY_EAGER = {"modes": ("PYNATIVE",)}
 
 PROGRAMS = {
@@ -262,7 +328,7 @@ PROGRAMS = {
     "requires_grad=False in mid-training": Program(Net, between=freeze_first),
     "random in construct": Program(NoisyByPython, parts=1, **ONLY_EAGER),
     "np.random in construct": Program(NoisyByNumpy, parts=1, **ONLY_EAGER),
-    "gradient reversal": Program(Reversed, **ONLY_EAGER),
+    "gradient reversal": Program(Reversed, warned=BACKWARD, **ONLY_EAGER),
     "in place on an alias": Program(InPlace, **ONLY_EAGER),
     "self.last": Program(Remembers, watch=lambda cell: [cell.last.asnumpy()], **ONLY_EAGER),
     "list and dict that grow": Program(Grows, parts=1, watch=lambda cell: cell.history, **ONLY_EAGER),
@@ -274,10 +340,16 @@ PROGRAMS = {
     "numpy beside the loss, compiled": Program(
         NumpyBeside, modes=("GRAPH",), named="but got no tensor but a Python object", names_whole=True
     ),
-    "backward hook of a cell": Program(Net, prepare=hook_cell, **ONLY_EAGER),
+    "backward hook of a cell": Program(Net, prepare=hook_cell, warned=BACKWARD, **ONLY_EAGER),
     "forward hook of a cell": Program(Net, prepare=hook_forward, **ONLY_EAGER),
     "forward hook in mid-training": Program(Net, between=hook_later, **ONLY_EAGER),
-    "hook of a parameter": Program(Net, prepare=hook_parameter, **ONLY_EAGER),
+    "hook of a parameter": Program(Net, prepare=hook_parameter, warned=HOOKED, **ONLY_EAGER),
+    "hook of a parameter that clips": Program(Net, prepare=clip_parameter, named=HOOKED),
+    "hook of a tensor that clips": Program(HookedTensor, **WHOLE),
+    "operator that clips, a global": Program(ByGlobal, **WHOLE),
+    "operator that clips, in a list": Program(ByList, **WHOLE),
+    "bprop that clips, in a list": Program(ByHiddenCell, **WHOLE),
+    "bprop that clips, batch by batch": Program(ByHiddenCell, named=BACKWARD, faces=("Accumulator",)),
     "optimizer's attribute": Program(Net, lambda net: PythonSGD(net.trainable_params()), between=change_factor),
     "learning rate by hand": Program(Net, between=set_learning_rate),
 }

@@ -2,13 +2,14 @@
 
 import re
 import warnings
+from collections import UserDict
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, batches, line, sgd
-from mindspore import Tensor, amp, mint, nn, ops
+from mindspore import Parameter, Tensor, amp, mint, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import LossMonitor
 from refusal import loss_cell
@@ -69,6 +70,25 @@ class Returning(nn.Cell):
 @says("For 'TrainOneStepCell', the argument 'optimizer' must be one over parameters of the network")
 def another_networks_optimizer(*_):
     TrainOneStepCell(loss_cell(), sgd(line()))
+
+
+class Complex(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([1j], ms.complex64), "weight")
+
+
+@says("For 'TrainOneStepCell', the argument 'optimizer' must be one over parameters of real numbers")
+def a_complex_parameter(*_):
+    step_of(Complex())
+
+
+@says("For 'TrainOneStepCell', the argument 'optimizer' must be the one that the step was built with")
+def another_optimizer_for_a_built_step(*_):
+    cell = loss_cell()
+    step = step_of(cell)
+    step.optimizer = step.optimizer
+    step.optimizer = sgd(cell)
 
 
 @says("For 'TrainOneStepCell', the argument 'network' must be a GradAccumulation or a loss cell")
@@ -185,6 +205,39 @@ def a_sum_over_rows(*_):
     step_of(GradAccumulation(nn.WithLossCell(line(), nn.MSELoss(reduction="sum")), 2))(*LINES)
 
 
+@says("For 'GradAccumulation', the inputs must be tensors, tuples, lists and dicts")
+def what_is_like_a_dict(*_):
+    step_of(GradAccumulation(Returning(lambda loss: loss), 2))(*LINES[:1], UserDict(y=LINES[1]))
+
+
+@says("For 'GradAccumulation', the input 'y' should be a tensor")
+def a_number_per_row_in_a_list(*_):
+    class OfList(Returning):
+        def construct(self, x, y):
+            return self.cell(x, x * sum(y))
+
+    step_of(GradAccumulation(OfList(None), 2))(LINES[0], [1.0] * 8)
+
+
+@says("For 'GradAccumulation', the inputs that are cut into single rows")
+def a_mask_that_is_as_long_as_the_batch(*_):
+    step_of(GradAccumulation(Returning(lambda loss: loss), 8))(LINES[0], ops.ones((8, 8)))
+
+
+@says("For 'TrainOneStepCell', the hook of the parameter")
+def a_hook_of_a_parameter(*_):
+    cell = loss_cell()
+    cell.trainable_params()[0].register_hook(lambda gradient: gradient.clip(-1.0, 1.0))
+    step_of(GradAccumulation(cell, 2))(*LINES)
+
+
+@says("For 'TrainOneStepCell', what the network does in the backward pass")
+def a_hook_in_a_window_of_several_batches(*_):
+    cell = loss_cell()
+    cell.register_backward_hook(lambda hooked, grad_input, grad_output: None)
+    step_of(cell, accumulation_steps=2)(*LINES)
+
+
 @says("For 'GradAccumulation', the train cell around it is not one of ms_gradaccum")
 def mindspores_own_step(*_):
     cell = loss_cell()
@@ -232,6 +285,11 @@ def no_step(*_):
     for _ in range(2):
         with accumulator.accumulate():
             accumulator.backward(*LINES)
+
+
+@says("For 'Accumulator', the argument 'dataset' must be prepared when it is complete")
+def batches_of_a_prepared_dataset(*_):
+    accumulator_of().prepare(NumpySlicesDataset(X)).batch(2)
 
 
 @says("For 'Accumulator', a network must have one backward pass in accumulate()")

@@ -2,17 +2,14 @@
 
 import dis
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 from mindspore import nn, ops
 
-# Whose code is taken for what it is: nobody changes it between two steps.
-_LIBRARIES = ("mindspore", "ms_gradaccum", "numpy")
-_STANDARD = (str(Path(dis.__file__).parent), "<frozen")
+from ms_gradaccum.backend.network_code import ClosureValues, NetworkCode, codes_of, is_user, names_in, unique
+
 # What every cell has of its own, whatever its class.
 _OF_ALL_CELLS = frozenset((*vars(nn.Cell()), "_cell_init_args", "_is_top_cell"))
 
@@ -67,43 +64,15 @@ class ClassValues:
         delattr(self.kind, name)
 
 
-class ClosureValues:
-    """The variables of outer functions that a function sees, as a mapping."""
-
-    def __init__(self, function: FunctionType) -> None:
-        self.cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-
-    def __contains__(self, name: object) -> bool:
-        try:
-            return name in self.cells and self[str(name)] is not self
-        except ValueError:  # It has no value yet.
-            return False
-
-    def __getitem__(self, name: str) -> Any:
-        return self.cells[name].cell_contents
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.cells[name].cell_contents
-
-
-class PythonReads:
-    """The code of a network's cells and of the functions that they call, and the spaces that it reads.
+class PythonReads(NetworkCode):
+    """The code of a network, and the spaces that it reads.
 
     Args:
         network: The network.
     """
 
     def __init__(self, network: nn.Cell) -> None:
-        self.cells = {name: cell for name, cell in network.cells_and_names()}
-        self.classes = _unique(kind for cell in self.cells.values() for kind in type(cell).__mro__ if _is_user(kind))
-        own = [function for kind in self.classes for function in _functions_of(kind)]
-        held = [value for cell in self.cells.values() for value in vars(cell).values() if _is_users_function(value)]
-        self.functions = _with_called([*own, *held])
-        self.codes = [code for function in self.functions for code in _codes(function.__code__)]
-        self.names = _names(self.codes)
+        super().__init__(network)
         self.spaces = [*self._of_cells(), *self._of_classes(), *self._of_functions()]
 
     def changes_in_place(self) -> bool:
@@ -124,8 +93,8 @@ class PythonReads:
         seen: set[int] = set()
         for name, cell in self.cells.items():
             kind, of = type(cell), f"of {name}" if name else "of the network"
-            own = _is_user(kind)
-            reads = self.names if own else self.names | _names(_codes_of_mro(kind))
+            own = is_user(kind)
+            reads = self.names if own else self.names | names_in(codes_of(kind))
             yield Space(f"the attribute {{}} {of}", kind.__qualname__, vars(cell), None, reads, own)
             yield Space(f"the cell {{}} {of}", kind.__qualname__, cell._cells, None, frozenset(), own)
             helpers = vars(cell).items() if own else ()
@@ -141,7 +110,7 @@ class PythonReads:
             yield Space(label, kind.__qualname__, ClassValues(kind), names, names)
 
     def _of_functions(self) -> Iterator[Space]:
-        for module in _unique(function.__module__ for function in self.functions):
+        for module in unique(function.__module__ for function in self.functions):
             values = vars(sys.modules[module]) if module in sys.modules else {}
             yield Space(f"the global {{}} of {module}", module, values, self.names, self.names)
         for function in self.functions:
@@ -151,71 +120,12 @@ class PythonReads:
                 yield Space(label, function.__qualname__, ClosureValues(function), names, names)
 
 
-def _is_user(kind: Any) -> bool:
-    return str(kind.__module__).split(".")[0] not in (*_LIBRARIES, "builtins")
-
-
 def _is_record(value: Any) -> bool:
     """Whether it is an object of plain attributes, such as a dataclass with settings."""
-    known = _is_user(type(value)) and not callable(value)
+    known = is_user(type(value)) and not callable(value)
     return known and hasattr(value, "__dict__") and not isinstance(value, nn.Cell)
-
-
-def _functions_of(kind: type) -> Iterator[FunctionType]:
-    for name, value in vars(kind).items():
-        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        if isinstance(value, FunctionType) and name != "__init__":
-            yield value
-
-
-def _with_called(functions: list[FunctionType]) -> list[FunctionType]:
-    """Return the functions and those of the user's that they name, and so on."""
-    found: dict[int, FunctionType] = {}
-    ahead = list(functions)
-    while ahead:
-        function = ahead.pop()
-        if id(function) in found:
-            continue
-        found[id(function)] = function
-        names = [name for code in _codes(function.__code__) for name in code.co_names]
-        values: list[Any] = [function.__globals__.get(name) for name in names]
-        closures = ClosureValues(function)
-        values += [closures[name] for name in closures.cells if name in closures]
-        ahead += [value for value in values if _is_users_function(value)]
-    return list(found.values())
-
-
-def _is_users_function(value: Any) -> bool:
-    is_function = isinstance(value, FunctionType) and _is_user(value)
-    return is_function and not value.__code__.co_filename.startswith(_STANDARD)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of those inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _codes_of_mro(kind: type) -> list[CodeType]:
-    kinds = [each for each in kind.__mro__ if each not in nn.Cell.__mro__]
-    return [code for each in kinds for function in _functions_of(each) for code in _codes(function.__code__)]
 
 
 def reads_mode(cell: nn.Cell) -> bool:
     """Whether the code of a cell asks whether it is in training."""
-    return "training" in _names(_codes_of_mro(type(cell)))
-
-
-def _names(codes: Iterable[CodeType]) -> frozenset[str]:
-    """Return the names that code uses, those in texts for `getattr` too."""
-    found: set[str] = set()
-    for code in codes:
-        found.update(code.co_names)
-        found.update(value for value in code.co_consts if isinstance(value, str) and value.isidentifier())
-    return frozenset(found)
-
-
-def _unique(items: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(items))
+    return "training" in names_in(codes_of(type(cell)))
