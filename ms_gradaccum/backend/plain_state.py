@@ -7,6 +7,7 @@ from mindspore import Parameter, Tensor
 from mindspore.experimental.optim.lr_scheduler import LRScheduler
 
 from ms_gradaccum._checks import DamagedState
+from ms_gradaccum.backend.compiled import assign_in_place
 
 # What JSON holds.
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
@@ -71,7 +72,7 @@ def _plan_inside(current: Any, saved: Any, what: str) -> _Steps:
     except (OverflowError, TypeError, ValueError, RuntimeError):
         raise DamagedState(f"{what} is no tensor") from None
     _check(tensor.shape == current.shape, what)
-    return [lambda: current.set_data(tensor)]
+    return [lambda: assign_in_place(current, tensor)]
 
 
 def _is_plain(value: Any) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from ms_gradaccum._checks import another_program, check_saved_list
+from ms_gradaccum.backend.compiled import assign_in_place
 from ms_gradaccum.backend.optimizers import all_parameters
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.averages import averages_of
@@ -185,4 +186,4 @@ def _sum(name: str, parts: list[Any], parameter: Parameter) -> Any:
 def assign(plan: Assignments) -> None:
     """Give each parameter its tensor."""
     for parameter, value in plan:
-        parameter.set_data(Tensor(value, parameter.dtype))
+        assign_in_place(parameter, Tensor(value, parameter.dtype))

@@ -34,7 +34,8 @@ from ms_gradaccum.training.settings import StepSettings
 _MANY_STRUCTURES = 8
 _LOGGER = logging.getLogger("ms_gradaccum")
 # What is random or counts in training, and does neither in evaluation.
-_TRAINS_ONLY = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_TRAINS_ONLY = (*_BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class MicroSteps:
@@ -87,7 +88,7 @@ class MicroSteps:
         self.has_added = False
         if not self.has_begun:
             self.has_begun = True
-            _tell_of_evaluation_mode(self.owner, self.network.network)
+            _tell_of_modes(self.owner, self.network)
             _tell_of_own_backward(self.owner, self.network, self.cell.parameters)
         batch = self.network.split(*args, **kwargs)
         (structure, micro_batches), batch_rows = self.first_pass.run(batch, self._runs_eagerly())
@@ -211,12 +212,21 @@ class MicroSteps:
         return cell
 
 
-def _tell_of_evaluation_mode(owner: str, network: nn.Cell) -> None:
-    """Warn of a network that is in evaluation mode as a whole. MindSpore's step leaves it there without a word."""
-    cells = [cell for _, cell in network.cells_and_names()]
-    idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY)]
+def _tell_of_modes(owner: str, network: Any) -> None:
+    """Warn of a network that is in evaluation mode as a whole, in which MindSpore's step leaves it without a word, and
+    of a BatchNorm in training."""
+    cells = [cell for _, cell in network.network.cells_and_names()]
     if any(cell.training for cell in cells):
+        norms = [each for each in cells if isinstance(each, _BATCH_NORMS) and each.training]
+        norms = [each for each in norms if each.use_batch_statistics is not False]
+        if norms and (network.micro_size > 1 or network.adds_batches):
+            warn(
+                f"For '{owner}', {norms[0].cls_name} takes the mean and the variance of each micro batch, and not "
+                f"those of the whole batch: that is another training. Use GroupNorm, or freeze its statistics with "
+                f"set_train(False)."
+            )
         return
+    idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY)]
     if idle:
         warn(
             f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "

@@ -249,6 +249,9 @@ class EagerUpdate:
         self.copies = is_user(type(self.optimizer))
         self.put_gradients = Compiled(lambda: PutMeanGradients(update.gradients), owner, "the mean gradient")
         self.end = Compiled(lambda: update.end, owner, "the end of the update")
+        self.owner = owner
+        # Where the parameters were when the optimizer had run last.
+        self.places: list[int] | None = None
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
             warn(
                 f"For '{owner}', {type(self.optimizer).__name__} of mindspore.mint changes nothing on CPU in PYNATIVE "
@@ -259,10 +262,22 @@ class EagerUpdate:
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
         """Update, and return the norm after clipping."""
         clipped_norm, grads = self.put_gradients(*norm_and_limit)
+        moved = self.places not in (None, self._places())
+        before = [parameter.asnumpy().copy() for parameter in self.optimizer.parameters] if moved else []
         with op_by_op():
             self.optimizer(grads or self._sums())
+        if moved and all(map(np.array_equal, before, (each.asnumpy() for each in self.optimizer.parameters))):
+            raise RuntimeError(
+                f"For '{self.owner}', the parameters of {type(self.optimizer).__name__} must keep their memory in "
+                f"PYNATIVE mode, where MindSpore compiles a part of it that goes on with the old one, but got new "
+                f"memory, as from load_param_into_net(). Use load_state(), or ops.assign(parameter, value)."
+            )
+        self.places = self._places()
         self.end(NOTHING)
         return clipped_norm
+
+    def _places(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.optimizer.parameters]
 
     def _sums(self) -> tuple[Tensor, ...]:
         """Return the sums as they are, or copies of them for a user's optimizer, which may keep what it is given."""

@@ -49,8 +49,10 @@ def test_a_step_goes_on_bit_for_bit(name, batches, tmp_path):
     assert bits_of(fresh) == end
 
 
-def test_a_used_compiled_step_goes_on_from_another_ones_state(tmp_path, mode):
-    step = new_step()
+@pytest.mark.parametrize("name", ["plain", "experimental"])
+def test_a_used_compiled_step_goes_on_from_another_ones_state(name, tmp_path, mode):
+    """Of the experimental one, MindSpore compiles a part in PYNATIVE mode that knows the parameters by their memory."""
+    step = new_step(**SETTINGS[name])
     train_step(step, BATCHES[:4])
     save_state(step, tmp_path)
     outputs, end = train_step(step, BATCHES[4:]), bits_of(step)

@@ -6,6 +6,7 @@ from collections import UserDict
 from pathlib import Path
 
 import mindspore as ms
+import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
 from linear_toy import X, batches, line, sgd
@@ -200,6 +201,12 @@ def dropout_in_evaluation_mode(*_):
     step_of(nn.WithLossCell(nn.SequentialCell(line(), nn.Dropout(p=0.5)), nn.MSELoss()))(*LINES)
 
 
+@says("For 'TrainOneStepCell', BatchNorm1d takes the mean and the variance of each micro batch")
+def batch_norm_in_training(*_):
+    cell = nn.WithLossCell(nn.SequentialCell(line(), nn.BatchNorm1d(1)), nn.MSELoss()).set_train()
+    step_of(GradAccumulation(cell, 2))(*LINES)
+
+
 @says("For 'GradAccumulation', the loss should be a mean over rows")
 def a_sum_over_rows(*_):
     step_of(GradAccumulation(nn.WithLossCell(line(), nn.MSELoss(reduction="sum")), 2))(*LINES)
@@ -266,6 +273,16 @@ def a_loss_monitor_at_a_nan(*_):
 def an_optimizer_of_mint(*_):
     cell = loss_cell()
     step_of(cell, optimizer=mint.optim.Adam(cell.trainable_params()))(*LINES)
+
+
+@says("For 'TrainOneStepCell', the parameters of Adam must keep their memory")
+def a_checkpoint_loaded_into_an_experimental_optimizer(monkeypatch, _):
+    monkeypatch.delenv("MS_JIT")
+    cell = nn.WithLossCell(nn.Dense(1, 1), nn.MSELoss())
+    step = step_of(cell, optimizer=experimental.Adam(cell.trainable_params()))
+    for _ in range(2):
+        step(*LINES)
+        ms.load_param_into_net(cell, {each.name: Parameter(each.asnumpy() + 1) for each in cell.trainable_params()})
 
 
 @says("For 'TrainOneStepCell', the inputs must keep their structure and Python values")
