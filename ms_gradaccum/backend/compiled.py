@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
-from mindspore import JitConfig, Parameter, Tensor, nn, ops
+from mindspore import JitConfig, Tensor, nn
 
 # A gradient in PYNATIVE mode sets a flag in it with which a graph takes no function that has a @jit of its own.
 from mindspore._c_expression import MSContext
@@ -221,19 +221,6 @@ def op_by_op() -> Iterator[None]:
             # After two errors inside a gradient MindSpore would not even index a tensor any more.
             _pynative_executor.clear_res()
             raise
-
-
-def assign_in_place(parameter: Parameter, value: Tensor) -> None:
-    """Give a parameter a value of its shape and dtype, in the memory that it has.
-
-    In PYNATIVE mode the parts of an optimizer that MindSpore compiles by itself go on with that memory when `set_data`
-    has given the parameter another one, in MindSpore's own step too.
-    """
-    if parameter.has_init:
-        parameter.set_data(value)
-        return
-    with op_by_op():
-        ops.assign(parameter, value)
 
 
 def graph_mode() -> Any:

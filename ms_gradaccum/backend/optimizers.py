@@ -187,19 +187,6 @@ class LearningRate(nn.Cell):
                 rates = self.optimizer.learning_rate(self.optimizer.global_step)
         return rates
 
-    def in_graph(self) -> nn.Cell:
-        """Return what a graph that reports computes as the rate."""
-        return self
-
-    def before_update(self, reported: Tensor) -> Tensor:
-        """Return the rate of the next update, of which a graph has ``reported`` this."""
-        return reported
-
-    @contextmanager
-    def recording(self, known: Tensor) -> Iterator[Callable[[], Tensor]]:
-        """Give what returns the rate of an update inside, of which this was ``known`` before."""
-        yield lambda: known
-
 
 class _UnknownRate(nn.Cell):
     def construct(self) -> Tensor:
@@ -212,10 +199,8 @@ class EagerRate:
     def __init__(self, rate: LearningRate) -> None:
         self.rate = rate
         self.optimizer = rate.optimizer
-
-    def in_graph(self) -> nn.Cell:
-        """Return what says NaN: a schedule is code of the user's, which no graph runs then."""
-        return _UnknownRate()
+        # In a graph it is NaN: a schedule is code of the user's, which no graph runs then.
+        self.cell = _UnknownRate()
 
     def before_update(self, reported: Tensor) -> Tensor:
         """Return the rate of the next update; NaN, as ``reported``, if only that will tell."""

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, ops
 from mindspore.experimental.optim.lr_scheduler import LRScheduler
 
 from ms_gradaccum._checks import DamagedState
-from ms_gradaccum.backend.compiled import assign_in_place
 
 # What JSON holds.
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
@@ -73,6 +72,18 @@ def _plan_inside(current: Any, saved: Any, what: str) -> _Steps:
         raise DamagedState(f"{what} is no tensor") from None
     _check(tensor.shape == current.shape, what)
     return [lambda: assign_in_place(current, tensor)]
+
+
+def assign_in_place(parameter: Parameter, value: Tensor) -> None:
+    """Give a parameter a value of its shape and dtype, in the memory that it has. Called by the host.
+
+    In PYNATIVE mode the parts of an optimizer that MindSpore compiles by itself go on with that memory when `set_data`
+    has given the parameter another one, in MindSpore's own step too.
+    """
+    if parameter.has_init:
+        parameter.set_data(value)
+    else:
+        ops.assign(parameter, value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -35,14 +35,15 @@ class LossKind:
     Attributes:
         reason: What to warn of; an empty string if no cell shows that it is none.
         ignoring: What divides by the labels other than one that is ignored, by its name, and which one that is.
+        is_settled: Whether no batch can show more.
     """
 
     def __init__(self, network: nn.Cell, should_be_mean: bool = True) -> None:
         self.begin = -1 if type(network) is nn.WithLossCell else 0  # Its last input has the labels.
         self.reason = ""
         self.ignoring: list[tuple[str, int]] = []
-        self.is_told = not should_be_mean
-        if self.is_told:
+        self.is_settled = not should_be_mean
+        if self.is_settled:
             return
         for _, cell in network.cells_and_names():
             kind = next((each.__name__ for each in type(cell).__mro__ if each.__module__.startswith(_MODULES)), "")
@@ -53,17 +54,16 @@ class LossKind:
             if kind and _is_mean(cell) and getattr(cell, "ignore_index", None) is not None:
                 self.ignoring.append((kind, cell.ignore_index))
         self.ignoring += [(function, _IGNORED) for function in _functions_of_labels(network)]
+        self.is_settled = not (self.reason or self.ignoring)
 
     def look_at(self, batches: Iterable[Sequence[Tensor]]) -> None:
         """Warn, once, of a loss that is none, or is none with the labels among the tensors of these batches."""
-        message = "" if self.is_told else self.reason or self._ignored_in(batches)
+        message = self.reason or self._ignored_in(batches)
         if message:
-            self.is_told = True
+            self.is_settled = True
             warn(message)
 
     def _ignored_in(self, batches: Iterable[Sequence[Tensor]]) -> str:
-        if not self.ignoring:
-            return ""
         tensors = [tensor for batch in batches for tensor in batch[self.begin :] if tensor.dtype in _INTS]
         for kind, ignored in self.ignoring:
             if any(np.any(tensor.asnumpy() == ignored) for tensor in tensors):

@@ -7,8 +7,8 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from ms_gradaccum._checks import another_program, check_saved_list
-from ms_gradaccum.backend.compiled import assign_in_place
 from ms_gradaccum.backend.optimizers import all_parameters
+from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.averages import averages_of
 from ms_gradaccum.parallel.reducer import GradientReducer

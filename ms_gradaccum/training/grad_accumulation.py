@@ -238,7 +238,7 @@ class GradAccumulation(nn.Cell):
         if self._looks_at_split and len(batch.micro_batches) > 1:
             self._looks_at_split = False
             warn_of_split(inputs, batch.micro_batches, self.batch_axis, self.name_of_input)
-        if self.adds_parts:
+        if self.adds_parts and not self._loss_kind.is_settled:
             # Any batch may be the first one with a label that is ignored.
             self._loss_kind.look_at(part.tensors for part in batch.micro_batches)
         return batch

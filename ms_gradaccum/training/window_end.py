@@ -1,6 +1,8 @@
 """The order of an update. No other file knows it."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
@@ -111,6 +113,22 @@ class OpenWindow(nn.Cell):
         return (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight, *others)
 
 
+class ReportedRate:
+    """The rate of an optimizer that is compiled, which the report knows before the update."""
+
+    def __init__(self, rate: LearningRate) -> None:
+        self.cell = rate
+
+    def before_update(self, reported: Tensor) -> Tensor:
+        """Return the rate of the next update, of which the report has this."""
+        return reported
+
+    @contextmanager
+    def recording(self, known: Tensor) -> Iterator[Callable[[], Tensor]]:
+        """Give what returns the rate of an update inside, of which this was ``known`` before."""
+        yield lambda: known
+
+
 class WindowEnd(nn.Cell):
     """The end of a window for one optimizer: one update from the sums in the buffer, then an empty buffer.
 
@@ -136,7 +154,7 @@ class WindowEnd(nn.Cell):
         self.handed_scale = scale_for(owner, optimizer, loss_scale)
         # By whether the optimizer runs op by op.
         rate = LearningRate(optimizer)
-        self.rates: dict[bool, Any] = {False: rate, True: EagerRate(rate)}
+        self.rates: dict[bool, Any] = {False: ReportedRate(rate), True: EagerRate(rate)}
         self.report = Report(rate, reducer, loss_scale)
         self.update = Update(optimizer, MeanGradients(clip, reducer, loss_scale, self.handed_scale))
         self.open = OpenWindow(reducer.buffer, loss_scale)
@@ -177,7 +195,7 @@ class WindowEnd(nn.Cell):
     def _report(self, reduced: bool, eager: bool) -> Compiled:
         key = reduced, eager
         if key not in self.reports:
-            report = Report(self.rates[eager].in_graph(), self.reducer, self.loss_scale, not reduced)
+            report = Report(self.rates[eager].cell, self.reducer, self.loss_scale, not reduced)
             follow_mode(report, self.report)
             report._get_attr_from_cell(self.report)
             self.reports[key] = Compiled(lambda: report, self.owner, "the report")
