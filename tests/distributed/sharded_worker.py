@@ -21,7 +21,6 @@ VARIANTS = {
     "2x2-one-tokens-clip-adam": Sharded(2, 2, micro_size=1, weighted=True, max_norm=0.3, adam=True),
     "1x4-tokens-scale": Sharded(1, 4, weighted=True, loss_scale=64.0),
     "1x4-level1-four-adam": Sharded(1, 4, micro_size=4, level="level1", adam=True),
-    "4x1-level1-one-tokens": Sharded(4, 1, micro_size=1, level="level1", weighted=True, max_norm=0.3),
     "2x2-level2-clip": Sharded(2, 2, level="level2", lazy=True, max_norm=0.3),
     "4x1-level3-tokens-adam": Sharded(4, 1, level="level3", lazy=True, weighted=True, adam=True),
     "llama-2x2-recompute": Sharded(2, 2, max_norm=0.3, llama=Llama(layers=1, recompute=True)),

@@ -212,6 +212,34 @@ MUTATIONS = (
         "        factor = reciprocal(weight + 1.0)\n",
         ("distributed/test_semi_auto_parallel.py",),
     ),
+    Mutation(
+        "what is called in the backward pass gets the gradient of a sum over rows",
+        "training/micro_step.py",
+        "weighted_loss.is_cached or NetworkCode(weighted_loss.network).has_own_backward()",
+        "weighted_loss.is_cached",
+        ("programs/test_python_decides.py",),
+    ),
+    Mutation(
+        "an optimizer that keeps its gradients is given the sums themselves",
+        "training/update.py",
+        "        self.copies = is_user(type(self.optimizer))\n",
+        "        self.copies = False\n",
+        ("programs/test_optimizers_and_schedules.py",),
+    ),
+    Mutation(
+        "a state is loaded into other memory than an optimizer knows",
+        "backend/plain_state.py",
+        "        ops.assign(parameter, value)\n",
+        "        parameter.set_data(value)\n",
+        STATES,
+    ),
+    Mutation(
+        "iterators of a prepared dataset do not know its last batch",
+        "loops/dataloader.py",
+        "return PreparedIterator(self, lambda data: getattr(data, name)(num_epochs=1, **settings))",
+        "return getattr(self.dataset, name)(num_epochs=-1, **settings)",
+        ("loops/test_accumulator_loops.py",),
+    ),
 )
 
 

@@ -162,7 +162,7 @@ class WholeBatch:
 def accumulate(make_network, make_optimizer, micro_size, modes, data=None, compiled=False):
     """Train with micro batches in each mode, from the same start; return {mode: (outputs, all parameters)}.
 
-    The result "loaded" is of the first mode, after the start was loaded like a checkpoint. GRAPH mode comes first:
+    The result "loaded" is of GRAPH mode, after the start was loaded like a checkpoint. That mode comes first:
     MindSpore compiles no optimizer with a @jit of its own that has run in PYNATIVE mode before. What the package
     compiles beside network and update, or around them in PYNATIVE mode, is one for all: only if ``compiled`` is set.
     """
@@ -179,9 +179,10 @@ def accumulate(make_network, make_optimizer, micro_size, modes, data=None, compi
             with execution_mode(mode) if is_compiled else eagerly():
                 restore(parameters, start)
                 results[mode] = train(step, data), values_of(parameters)
-        ms.set_context(mode=modes[0])
-        load(parameters, start)
-        results["loaded"] = train(step, data), values_of(parameters)
+        if modes[0] == ms.GRAPH_MODE:
+            ms.set_context(mode=ms.GRAPH_MODE)
+            load(parameters, start)
+            results["loaded"] = train(step, data), values_of(parameters)
     return results
 
 
