@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, mint, nn
 
 from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
@@ -33,8 +33,11 @@ from ms_gradaccum.training.settings import StepSettings
 
 _MANY_STRUCTURES = 8
 _LOGGER = logging.getLogger("ms_gradaccum")
-# What is random or counts in training, and does neither in evaluation.
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+# What is random or counts in training, and does neither in evaluation. nn.BatchNorm3d has a BatchNorm2d inside.
+_BATCH_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm),
+    *(mint.nn.BatchNorm1d, mint.nn.BatchNorm2d, mint.nn.BatchNorm3d, mint.nn.SyncBatchNorm),
+)
 _TRAINS_ONLY = (*_BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
@@ -216,22 +219,25 @@ def _tell_of_modes(owner: str, network: Any) -> None:
     """Warn of a network that is in evaluation mode as a whole, in which MindSpore's step leaves it without a word, and
     of a BatchNorm in training."""
     cells = [cell for _, cell in network.network.cells_and_names()]
-    if any(cell.training for cell in cells):
-        norms = [each for each in cells if isinstance(each, _BATCH_NORMS) and each.training]
-        norms = [each for each in norms if each.use_batch_statistics is not False]
-        if norms and (network.micro_size > 1 or network.adds_batches):
-            warn(
-                f"For '{owner}', {norms[0].cls_name} takes the mean and the variance of each micro batch, and not "
-                f"those of the whole batch: that is another training. Use GroupNorm, or freeze its statistics with "
-                f"set_train(False)."
-            )
-        return
+    norms = [cell for cell in cells if isinstance(cell, _BATCH_NORMS) and takes_batch_statistics(cell)]
+    if norms and (network.micro_size > 1 or network.adds_batches):
+        warn(
+            f"For '{owner}', {norms[0].cls_name} takes the mean and the variance of each micro batch, and not those of "
+            f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with set_train(False) "
+            f"or use_batch_statistics=False."
+        )
     idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY)]
-    if idle:
+    if idle and not any(cell.training for cell in cells):
         warn(
             f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "
             f"training. Call set_train() of the training step or of the network before the first batch."
         )
+
+
+def takes_batch_statistics(norm: nn.Cell) -> bool:
+    """Return whether a BatchNorm takes the statistics of its batch, which some are told apart from their mode."""
+    told = getattr(norm, "use_batch_statistics", None)
+    return bool(norm.training if told is None else told)
 
 
 def _tell_of_own_backward(owner: str, network: Any, parameters: Iterable[Parameter]) -> None:

@@ -8,6 +8,7 @@ from ms_gradaccum.batch.split import ambiguous_inputs
 from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, misfit, misfits, norm
 from ms_gradaccum.tools.verification.experiment import Experiment
 from ms_gradaccum.tools.verification.loss_search import WRONG_REDUCTIONS, LossSearch
+from ms_gradaccum.training.micro_steps import takes_batch_statistics
 
 # How often the same batch is run to see whether it gives the same.
 _REPEATS = 2
@@ -192,8 +193,7 @@ def _acts(cell: nn.Cell) -> bool:
     """Whether a Dropout draws masks, or a BatchNorm takes the statistics of its batch."""
     if getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1:
         return False
-    statistics = getattr(cell, "use_batch_statistics", None)
-    return bool(cell.training if statistics is None else statistics)
+    return takes_batch_statistics(cell)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,0 +1,72 @@
+"""BatchNorm in training: which classes are warned of, and when."""
+
+import warnings
+
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, mint, nn
+
+from ms_gradaccum import GradAccumulation, TrainOneStepCell
+
+SHAPES = {1: (4, 2), 2: (4, 2, 3, 3), 3: (4, 2, 2, 3, 3)}
+
+
+class Normalised(nn.Cell):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def construct(self, x):
+        return (self.norm(x) ** 2).sum() / x.shape[0]
+
+
+def warnings_of(norm, axes, micro_size=2, training=True, **settings):
+    """Return what is warned of in one window over ``norm``, and its step."""
+    cell = Normalised(norm).set_train(training)
+    step = TrainOneStepCell(GradAccumulation(cell, micro_size), nn.SGD(cell.trainable_params(), 0.1), **settings)
+    x = Tensor(np.random.default_rng(0).normal(size=SHAPES[axes]).astype(np.float32))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss = step(x).loss
+    assert np.isfinite(loss.asnumpy())
+    return [str(warning.message) for warning in caught if "takes the mean and the variance" in str(warning.message)]
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_each_batch_norm_of_mindspore_trains_and_is_warned_of(axes, eager):
+    build = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[axes - 1]
+    assert len(warnings_of(build(2), axes)) == 1
+    assert warnings_of(build(2, use_batch_statistics=False), axes) == []
+    assert warnings_of(build(2), axes, training=False) == []
+    assert len(warnings_of(build(2, use_batch_statistics=True), axes, training=False)) == 1
+
+
+def test_one_batch_that_is_whole_has_the_statistics_of_the_whole_batch(eager):
+    assert warnings_of(nn.BatchNorm1d(2), 1, micro_size=1) == []
+    assert len(warnings_of(nn.BatchNorm1d(2), 1, micro_size=1, accumulation_steps=2)) == 1
+
+
+class Frozen(nn.BatchNorm2d):
+    """As in detection: training or not, the statistics stay."""
+
+    def __init__(self, channels):
+        super().__init__(channels, use_batch_statistics=False)
+
+
+def test_a_subclass_goes_by_what_it_says(eager):
+    assert warnings_of(Frozen(2), 2) == []
+
+
+@pytest.mark.parametrize("kind", [mint.nn.BatchNorm2d, nn.SyncBatchNorm, mint.nn.SyncBatchNorm])
+def test_a_batch_norm_of_another_platform_is_one(kind, eager):
+    class Here(kind):
+        """What warns does not ask how it computes; its operators are of Ascend alone."""
+
+        def __init__(self):
+            nn.Cell.__init__(self)
+            self.factor = Parameter(Tensor(2.0))
+
+        def construct(self, x):
+            return self.factor * x
+
+    assert len(warnings_of(Here(), 2)) == 1
