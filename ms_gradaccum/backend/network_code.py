@@ -1,19 +1,24 @@
 """The Python code of a network: its cells, the functions that they call, and the names in these."""
 
-import dis
+import functools
+import sysconfig
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from mindspore import nn, ops
+import numpy as np
+from mindspore import Tensor, nn, ops
 
 # Whose code is taken for what it is: nobody changes it between two steps.
 _LIBRARIES = ("mindspore", "ms_gradaccum", "numpy")
-_STANDARD = (str(Path(dis.__file__).parent), "<frozen")
+_STANDARD = (sysconfig.get_path("stdlib"), "<frozen")
+# Where Python has no environment of its own, these are folders among the standard library.
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 # Operators with which a user says what a backward pass is, and what is called for that.
 _BACKWARD_OPERATORS = (ops.InsertGradientOf, ops.HookBackward, ops.Custom)
 _BACKWARD_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
+# What leads to no code, and can be there in large numbers.
+_PLAIN = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray)
 
 
 class NetworkCode:
@@ -33,10 +38,9 @@ class NetworkCode:
     def __init__(self, network: nn.Cell) -> None:
         self.cells = {name: cell for name, cell in network.cells_and_names()}
         self.classes = unique(kind for cell in self.cells.values() for kind in type(cell).__mro__ if is_user(kind))
-        own = [function for kind in self.classes for function in _functions_of(kind)]
-        held = [value for cell in self.cells.values() for value in vars(cell).values() if _is_users_function(value)]
-        self.functions = _with_called([*own, *held])
-        self.codes = [code for function in self.functions for code in _codes(function.__code__)]
+        self._reached = _reached_from([network])
+        self.functions = [value for value in self._reached if _is_a(value, FunctionType) and _is_users(value)]
+        self.codes = [code for function in self.functions for code in codes_in(function.__code__)]
         self.names = names_in(self.codes)
 
     def has_own_backward(self) -> bool:
@@ -45,34 +49,57 @@ class NetworkCode:
         That is a `bprop` or a hook of a cell, wherever the network has the cell, an operator that inserts a gradient,
         or a hook of a tensor.
         """
-        return bool(self.names & _BACKWARD_NAMES) or any(map(_has_own_backward, self._parts()))
-
-    def _parts(self) -> Iterator[Any]:
-        """Yield the cells, what else they have as attributes, and what the functions name."""
-        yield from self.cells.values()
-        held = [value for cell in self.cells.values() for value in vars(cell).values()]
-        named = [value for function in self.functions for value in _named_by(function)]
-        known = {id(cell) for cell in self.cells.values()}
-        for value in _items([*held, *named]):
-            if isinstance(value, nn.Cell) and id(value) not in known:
-                yield from (cell for _, cell in value.cells_and_names())
-            else:
-                yield value
+        return bool(self.names & _BACKWARD_NAMES) or any(map(_has_own_backward, self._reached))
 
 
 def _has_own_backward(value: Any) -> bool:
-    if isinstance(value, nn.Cell):
-        # Those of MindSpore, such as that of `recompute`, are linear.
-        return bool((value.has_bprop and is_user(type(value))) or value._backward_hook or value._backward_pre_hook)
-    return isinstance(value, _BACKWARD_OPERATORS)
+    if _is_a(value, nn.Cell):
+        return bool(value._backward_hook or value._backward_pre_hook)
+    if _is_a(value, type):
+        # A cell, or what MindSpore calls a function. Those of MindSpore, such as that of `recompute`, are linear.
+        bases = {kind.__name__ for kind in value.__mro__}
+        own = {name for kind in value.__mro__ if is_user(kind) for name in vars(kind)}
+        return ("Cell" in bases and "bprop" in own) or ("_Function" in bases and "backward" in own)
+    return _is_a(value, _BACKWARD_OPERATORS)
 
 
-def _items(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the values, and those in tuples, lists and dicts of them."""
-    for value in values:
-        yield value
-        if isinstance(value, (tuple, list, dict)):
-            yield from value.values() if isinstance(value, dict) else value
+def _reached_from(values: Iterable[Any]) -> list[Any]:
+    """Return the values and all that they lead to, each once."""
+    found: dict[int, Any] = {}
+    ahead = list(values)
+    while ahead:
+        value = ahead.pop()
+        if id(value) not in found:
+            found[id(value)] = value
+            ahead += (each for each in _leads_to(value) if not _is_a(each, _PLAIN))
+    return list(found.values())
+
+
+def _leads_to(value: Any) -> Iterable[Any]:
+    """Return what a value has, if it is of the user's or a collection, and what it calls."""
+    if _is_a(value, (tuple, list, set, frozenset)):
+        return [*value]
+    if _is_a(value, dict):
+        return dict.values(value)
+    if _is_a(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if _is_a(value, MethodType):
+        return (value.__func__, value.__self__)
+    if _is_a(value, functools._lru_cache_wrapper):
+        return (value.__wrapped__,)
+    if _is_a(value, FunctionType):
+        # One of a library may be around one of the user's.
+        return _named_by(value) if _is_users(value) else _around(value)
+    if _is_a(value, type):
+        return [function for kind in value.__mro__ if is_user(kind) for function in _functions_of(kind)]
+    if _is_a(value, nn.Cell) or (is_user(type(value)) and not _is_a(value, ModuleType)):
+        return (type(value), *(vars(value).values() if type(value).__dictoffset__ else ()))
+    return ()
+
+
+def _is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Whether a value is one of these, whatever it says itself that it is."""
+    return issubclass(type(value), kinds)
 
 
 class ClosureValues:
@@ -99,7 +126,11 @@ class ClosureValues:
 
 def is_user(kind: Any) -> bool:
     """Return whether a class or a function is none of a library's."""
-    return str(kind.__module__).split(".")[0] not in (*_LIBRARIES, "builtins")
+    return _is_user_module(str(kind.__module__))
+
+
+def _is_user_module(name: str) -> bool:
+    return name.split(".")[0] not in (*_LIBRARIES, "builtins")
 
 
 def _functions_of(kind: type) -> Iterator[FunctionType]:
@@ -110,42 +141,54 @@ def _functions_of(kind: type) -> Iterator[FunctionType]:
 
 
 def _named_by(function: FunctionType) -> list[Any]:
-    """Return the values of the globals and of the variables around it that a function names."""
-    names = [name for code in _codes(function.__code__) for name in code.co_names]
+    """Return the values that a function names: of globals, of variables around it, and in the user's modules."""
+    names = names_in(codes_in(function.__code__))
+    values = _around(function)
+    spaces = [function.__globals__]
+    for space in spaces:
+        named = [space[name] for name in names if name in space]
+        spaces += [vars(each) for each in named if isinstance(each, ModuleType) and _is_module_of_user(each, spaces)]
+        values += named
+    return values
+
+
+def _around(function: FunctionType) -> list[Any]:
+    """Return the values of the variables around a function."""
     closures = ClosureValues(function)
-    around = [closures[name] for name in closures.cells if name in closures]
-    return [function.__globals__.get(name) for name in names] + around
+    return [closures[name] for name in closures.cells if name in closures]
 
 
-def _with_called(functions: list[FunctionType]) -> list[FunctionType]:
-    """Return the functions and those of the user's that they name, and so on."""
-    found: dict[int, FunctionType] = {}
-    ahead = list(functions)
-    while ahead:
-        function = ahead.pop()
-        if id(function) not in found:
-            found[id(function)] = function
-            ahead += [value for value in _named_by(function) if _is_users_function(value)]
-    return list(found.values())
+def _is_module_of_user(module: ModuleType, known: list[dict[str, Any]]) -> bool:
+    file = vars(module).get("__file__")  # None for what is part of Python.
+    is_known = any(vars(module) is space for space in known)
+    return not is_known and _is_user_module(module.__name__) and file is not None and not _is_standard(file)
 
 
-def _is_users_function(value: Any) -> bool:
-    is_function = isinstance(value, FunctionType) and is_user(value)
-    return is_function and not value.__code__.co_filename.startswith(_STANDARD)
+def _is_users(function: FunctionType) -> bool:
+    return is_user(function) and not _is_standard(function.__code__.co_filename)
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def _is_standard(path: str) -> bool:
+    return path.startswith(_STANDARD) and not any(folder in path for folder in _INSTALLED)
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
     """Yield the code of a function and of those inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes_in(constant)
+
+
+def is_method_of(function: FunctionType, cell: nn.Cell) -> bool:
+    """Return whether a function is a method of the class of a cell."""
+    return any(each is function for kind in type(cell).__mro__ if is_user(kind) for each in _functions_of(kind))
 
 
 def codes_of(kind: type) -> list[CodeType]:
     """Return the code of the methods of a class of cells, with those that it inherits."""
     kinds = [each for each in kind.__mro__ if each not in nn.Cell.__mro__]
-    return [code for each in kinds for function in _functions_of(each) for code in _codes(function.__code__)]
+    return [code for each in kinds for function in _functions_of(each) for code in codes_in(function.__code__)]
 
 
 def names_in(codes: Iterable[CodeType]) -> frozenset[str]:

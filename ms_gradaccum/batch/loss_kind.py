@@ -5,22 +5,21 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.backend.network_code import NetworkCode, codes_of, names_in
+from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.batch.loss_calls import UNKNOWN, LossCall, loss_calls
 
 _INTS = (*mstype.int_type, *mstype.uint_type)
 _MODULES = ("mindspore.nn.loss.", "mindspore.mint.nn")
 # Functions of means: a root, a ratio.
 _WHOLE_BATCH = {"RMSELoss", "DiceLoss", "MultiClassDiceLoss"}
 _BEGIN = "For 'GradAccumulation', the loss should be a mean over rows, but"
-# Functions whose mean is one over labels, and the label that they ignore.
-_OF_LABELS = {"cross_entropy", "nll_loss"}
-_IGNORED = -100
 _BY_ROWS = "but a window counts its micro batches by their rows."
 _PAIR = "return (loss_sum, weight) with weighted=True."
+_BY_WEIGHTS = f"divides by the sum of the class weights of its labels, {_BY_ROWS} Rather {_PAIR}"
 # The rows of the first micro batch of this process whose loss `divides_by_first_rows`.
 _first_rows: list[int] = []
 
@@ -34,7 +33,7 @@ class LossKind:
 
     Attributes:
         reason: What to warn of; an empty string if no cell shows that it is none.
-        ignoring: What divides by the labels other than one that is ignored, by its name, and which one that is.
+        ignoring: What leaves a label out of its mean, by its name, and which one that is.
         is_settled: Whether no batch can show more.
     """
 
@@ -47,13 +46,17 @@ class LossKind:
             return
         for _, cell in network.cells_and_names():
             kind = next((each.__name__ for each in type(cell).__mro__ if each.__module__.startswith(_MODULES)), "")
-            kind = type(cell).__name__ if kind == "LossBase" else kind
             reason = _reason(kind, cell) if kind else ""
+            kind = type(cell).__name__ if kind == "LossBase" else kind
             if reason and not self.reason:
                 self.reason = f"{_BEGIN} {kind} {reason}"
             if kind and _is_mean(cell) and getattr(cell, "ignore_index", None) is not None:
                 self.ignoring.append((kind, cell.ignore_index))
-        self.ignoring += [(function, _IGNORED) for function in _functions_of_labels(network)]
+        for call in loss_calls(network):
+            reason = _reason_of_call(call)
+            if reason and not self.reason:
+                self.reason = f"{_BEGIN} {call.name} {reason}"
+            self.ignoring.append((call.name, call.ignored))
         self.is_settled = not (self.reason or self.ignoring)
 
     def look_at(self, batches: Iterable[Sequence[Tensor]]) -> None:
@@ -67,7 +70,7 @@ class LossKind:
         tensors = [tensor for batch in batches for tensor in batch[self.begin :] if tensor.dtype in _INTS]
         for kind, ignored in self.ignoring:
             if any(np.any(tensor.asnumpy() == ignored) for tensor in tensors):
-                got = f"divides by the number of labels other than ignore_index={ignored}"
+                got = f"leaves labels of {ignored} out of its mean"
                 return f"{_BEGIN} {kind} {got}, {_BY_ROWS} Use TokenMeanLoss, or {_PAIR}"
         return ""
 
@@ -80,28 +83,25 @@ def _reason(kind: str, cell: Any) -> str:
         )
     if _adds_up(cell):
         return f"adds up its rows with reduction='sum', {_BY_ROWS} Give it reduction='mean', or {_PAIR}"
-    takes_labels = hasattr(cell, "ignore_index") or bool(names_in(codes_of(type(cell))) & _OF_LABELS)
-    if takes_labels and _is_mean(cell) and getattr(cell, "weight", None) is not None:
-        return f"divides by the sum of the class weights of its labels, {_BY_ROWS} Rather {_PAIR}"
+    if hasattr(cell, "ignore_index") and _is_mean(cell) and getattr(cell, "weight", None) is not None:
+        return _BY_WEIGHTS
     return ""
+
+
+def _reason_of_call(call: LossCall) -> str:
+    if call.weight is UNKNOWN or call.ignored is UNKNOWN:
+        return f"may weigh its labels or leave some out of its mean, {_BY_ROWS} Use TokenMeanLoss, or {_PAIR}"
+    return "" if call.weight is None else _BY_WEIGHTS
 
 
 def _is_mean(cell: Any) -> bool:
     return bool(getattr(cell, "reduction", None) == "mean")
 
 
-def _functions_of_labels(network: nn.Cell) -> list[str]:
-    """Return the functions of MindSpore that the code of ``network`` calls and that are means over labels.
-
-    With reduction='none' it takes the mean itself, mostly that of all rows.
-    """
-    names = NetworkCode(network).names
-    return [] if "none" in names else sorted(names & _OF_LABELS)
-
-
 def _adds_up(cell: Any) -> bool:
     """Whether a loss was built with reduction='sum', wherever its class keeps that."""
-    if any(getattr(place, "reduction", None) == "sum" for place in (cell, *vars(cell).values())):
+    held = [value for value in vars(cell).values() if issubclass(type(value), (nn.Cell, ops.Primitive))]
+    if any(getattr(place, "reduction", None) == "sum" for place in (cell, *held)):
         return True
     # Those of LossBase keep two flags.
     return not hasattr(cell, "reduction") and bool(getattr(cell, "reduce", False) and not cell.average)

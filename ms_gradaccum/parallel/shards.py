@@ -8,6 +8,7 @@ from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
 from ms_gradaccum.backend.compiled import graph_mode
+from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal, zeros
 from ms_gradaccum.parallel.collectives import (
@@ -158,7 +159,7 @@ class Shards(nn.Cell):
             view = Parameter(zeros, shard.name, requires_grad=shard.requires_grad)
 
         def set_data(data: Tensor, slice_shape: bool = False) -> Parameter:
-            shard.set_data(Tensor(self.cut(data.asnumpy()), shard.dtype))
+            assign_in_place(shard, Tensor(self.cut(data.asnumpy()), shard.dtype))
             return view
 
         view.set_data = set_data

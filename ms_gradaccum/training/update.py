@@ -3,6 +3,7 @@
 What is done to the sums is done in place and chunk by chunk, so that no copy of all gradients is needed.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, G
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
 
+_phases = itertools.count()
 _look_at = ops.MultitypeFuncGraph("look_at")
 
 
@@ -246,12 +248,13 @@ class EagerUpdate:
     def __init__(self, owner: str, update: Update) -> None:
         self.optimizer = update.optimizer
         self.sums = update.gradients.reducer.sums
-        self.copies = is_user(type(self.optimizer))
+        self.is_users = is_user(type(self.optimizer))
         self.put_gradients = Compiled(lambda: PutMeanGradients(update.gradients), owner, "the mean gradient")
         self.end = Compiled(lambda: update.end, owner, "the end of the update")
-        self.owner = owner
-        # Where the parameters were when the optimizer had run last.
+        self.all_parameters = update.parameters
+        # Where these were when the optimizer began last, and the name of what MindSpore has compiled with that.
         self.places: list[int] | None = None
+        self.phase = ""
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
             warn(
                 f"For '{owner}', {type(self.optimizer).__name__} of mindspore.mint changes nothing on CPU in PYNATIVE "
@@ -262,26 +265,28 @@ class EagerUpdate:
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
         """Update, and return the norm after clipping."""
         clipped_norm, grads = self.put_gradients(*norm_and_limit)
-        moved = self.places not in (None, self._places())
-        before = [parameter.asnumpy().copy() for parameter in self.optimizer.parameters] if moved else []
+        if not self.is_users:
+            self._follow_memory()
         with op_by_op():
             self.optimizer(grads or self._sums())
-        if moved and all(map(np.array_equal, before, (each.asnumpy() for each in self.optimizer.parameters))):
-            raise RuntimeError(
-                f"For '{self.owner}', the parameters of {type(self.optimizer).__name__} must keep their memory in "
-                f"PYNATIVE mode, where MindSpore compiles a part of it that goes on with the old one, but got new "
-                f"memory, as from load_param_into_net(). Use load_state(), or ops.assign(parameter, value)."
-            )
-        self.places = self._places()
         self.end(NOTHING)
         return clipped_norm
 
-    def _places(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.optimizer.parameters]
+    def _follow_memory(self) -> None:
+        """Have MindSpore compile its part of the optimizer anew if something, such as a checkpoint, has moved.
+
+        Those of `mindspore.experimental` compile a part of themselves in PYNATIVE mode too, and MindSpore finds it by
+        its phase. It goes on with the memory that parameters and states had then, without a word in its own step.
+        """
+        places = [parameter.data_ptr() for parameter in self.all_parameters]
+        if places != self.places:
+            self.phase = f"update {next(_phases)}"
+        self.places = places
+        self.optimizer.phase = self.phase  # Also after `set_train`, which gives it another one.
 
     def _sums(self) -> tuple[Tensor, ...]:
         """Return the sums as they are, or copies of them for a user's optimizer, which may keep what it is given."""
-        return tuple(total.value() for total in self.sums) if self.copies else tuple(self.sums)
+        return tuple(total.value() for total in self.sums) if self.is_users else tuple(self.sums)
 
 
 def build_update(owner: str, update: Update, eager: bool) -> Any:

@@ -55,8 +55,8 @@ def test_micro_batches_leave_weights_and_state_of_the_whole_batch(name, mode):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_checkpoint_loaded_into_a_compiled_step_is_trained_on(name):
-    assert_like_whole_batch(whole_batch(name), *accumulated(name)["loaded"])
+def test_a_checkpoint_loaded_into_a_step_that_has_trained_is_trained_on(name, mode):
+    assert_like_whole_batch(whole_batch(name), *accumulated(name)["loaded", mode])
 
 
 @pytest.mark.parametrize("name", ["SGD, Nesterov", "experimental AdamW"])

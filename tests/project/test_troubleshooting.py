@@ -6,7 +6,6 @@ from collections import UserDict
 from pathlib import Path
 
 import mindspore as ms
-import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
 from linear_toy import X, batches, line, sgd
@@ -273,16 +272,6 @@ def a_loss_monitor_at_a_nan(*_):
 def an_optimizer_of_mint(*_):
     cell = loss_cell()
     step_of(cell, optimizer=mint.optim.Adam(cell.trainable_params()))(*LINES)
-
-
-@says("For 'TrainOneStepCell', the parameters of Adam must keep their memory")
-def a_checkpoint_loaded_into_an_experimental_optimizer(monkeypatch, _):
-    monkeypatch.delenv("MS_JIT")
-    cell = nn.WithLossCell(nn.Dense(1, 1), nn.MSELoss())
-    step = step_of(cell, optimizer=experimental.Adam(cell.trainable_params()))
-    for _ in range(2):
-        step(*LINES)
-        ms.load_param_into_net(cell, {each.name: Parameter(each.asnumpy() + 1) for each in cell.trainable_params()})
 
 
 @says("For 'TrainOneStepCell', the inputs must keep their structure and Python values")

@@ -162,8 +162,8 @@ class WholeBatch:
 def accumulate(make_network, make_optimizer, micro_size, modes, data=None, compiled=False):
     """Train with micro batches in each mode, from the same start; return {mode: (outputs, all parameters)}.
 
-    The result "loaded" is of GRAPH mode, after the start was loaded like a checkpoint. That mode comes first:
-    MindSpore compiles no optimizer with a @jit of its own that has run in PYNATIVE mode before. What the package
+    The results ("loaded", mode) are from the start again, loaded like a checkpoint. GRAPH mode comes first: MindSpore
+    compiles no optimizer with a @jit of its own that has run in PYNATIVE mode before. What the package
     compiles beside network and update, or around them in PYNATIVE mode, is one for all: only if ``compiled`` is set.
     """
     data = batches() if data is None else data
@@ -176,13 +176,10 @@ def accumulate(make_network, make_optimizer, micro_size, modes, data=None, compi
     with nullcontext() if compiled else compiling("the network", "the optimizer"):
         for mode in modes:
             is_compiled = compiled or mode == ms.GRAPH_MODE or needs_graph(optimizer)
-            with execution_mode(mode) if is_compiled else eagerly():
-                restore(parameters, start)
-                results[mode] = train(step, data), values_of(parameters)
-        if modes[0] == ms.GRAPH_MODE:
-            ms.set_context(mode=ms.GRAPH_MODE)
-            load(parameters, start)
-            results["loaded"] = train(step, data), values_of(parameters)
+            for key, begin in {mode: restore, ("loaded", mode): load}.items():
+                with execution_mode(mode) if is_compiled else eagerly():
+                    begin(parameters, start)
+                    results[key] = train(step, data), values_of(parameters)
     return results
 
 

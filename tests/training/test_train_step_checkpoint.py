@@ -1,10 +1,11 @@
 """Checkpoints of a training step in mid-window, with MindSpore's own functions."""
 
 import mindspore as ms
+import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
 from linear_toy import X
-from mindspore import nn
+from mindspore import nn, ops
 from step_probe import changed, number, tensors, values_of
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
@@ -72,3 +73,41 @@ def test_weights_that_are_changed_between_two_calls_are_the_ones_that_train(chan
     # y = 2x, so at weight 1 and bias 0 the error is -x.
     assert number(weight) == pytest.approx(1 + 0.02 * np.mean(x * x), rel=1e-6)
     assert number(bias) == pytest.approx(0.02 * np.mean(x), rel=1e-6)
+
+
+ADAM = {"lr": 0.1, "eps": 1.0}
+
+
+@pytest.mark.parametrize("part", ["weights", "states", "both, then another mode of training"])
+def test_an_optimizer_that_compiles_a_part_of_itself_goes_on_with_what_was_loaded(part):
+    """In PYNATIVE mode, where MindSpore's own step goes on with the old memory and does not train."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+    def trained(load):
+        ms.set_seed(0)
+        step = new_step(lambda p: experimental.Adam(p, **ADAM))
+        train(step, BATCHES[:3])
+        optimizer = step.optimizer
+        states = {each.name: each for each in (*optimizer.exp_avg, *optimizer.exp_avg_sq, optimizer.state_step)}
+        weights = {each.name: each for each in optimizer.parameters}
+        parts = {"weights": weights, "states": states}.get(part, weights | states)
+        load(
+            step,
+            parts,
+            {name: ms.Parameter(ms.Tensor(each.asnumpy() + 1, each.dtype), name=name) for name, each in parts.items()},
+        )
+        if "mode" in part:
+            step.set_train(False).set_train()
+        train(step, BATCHES[:6])
+        return {name: each.asnumpy() for name, each in (weights | states).items()}
+
+    def by_checkpoint(step, parts, values):
+        for name, each in parts.items():
+            each.set_data(values[name])  # What `load_param_into_net` does.
+
+    def in_place(step, parts, values):
+        for name, each in parts.items():
+            ops.assign(each, values[name])
+
+    found, expected = trained(by_checkpoint), trained(in_place)
+    assert not changed(expected, found)
