@@ -38,6 +38,13 @@ def take_apart(inputs: Any, leaves: list[Tensor]) -> Hashable:
     return ("value", type(inputs), _HashedByValue(inputs))
 
 
+def has_tensors(inputs: Any) -> bool:
+    """Return whether there is a tensor or an array in ``inputs``."""
+    leaves: list[Tensor] = []
+    take_apart(inputs, leaves)
+    return bool(leaves)
+
+
 def _tensor(array: Any) -> Tensor:
     try:
         return Tensor(array)

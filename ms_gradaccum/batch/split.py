@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import COOTensor, CSRTensor, Tensor
 
 from ms_gradaccum._checks import sentence, typed, warn
-from ms_gradaccum.batch.nested_inputs import take_apart
+from ms_gradaccum.batch.nested_inputs import has_tensors, take_apart
 
 # One axis for all inputs, or a tree with one entry per input (None: the input is not split).
 BatchAxis = int | None | Sequence["BatchAxis"] | Mapping[str, "BatchAxis"]
@@ -93,7 +93,7 @@ def _refuse_other_mappings(items: Iterable[Any]) -> None:
             _refuse_other_mappings(item)
         elif isinstance(item, dict):
             _refuse_other_mappings(item.values())
-        elif isinstance(item, Mapping):
+        elif isinstance(item, Mapping) and has_tensors(dict(item)):
             got, remedy = f"a {type(item).__name__}, whose tensors nobody would split", "Give dict(batch)."
             raise TypeError(
                 f"For '{_OWNER}', the inputs must be tensors, tuples, lists and dicts, but got {got}. {remedy}"
@@ -253,8 +253,10 @@ def warn_of_split(
     that may be a mask and is cut into single rows, which fit any shape.
     """
     rows = sum(part.rows for part in micro_batches)
-    for place, item in enumerate(inputs):
-        if isinstance(item, list) and len(item) == rows and all(isinstance(each, (int, float, str)) for each in item):
+    for place, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):
+        if axis is None or not isinstance(item, list):
+            continue
+        if len(item) == rows and all(isinstance(each, (int, float, str)) for each in item):
             warn(
                 f"For '{_OWNER}', the input {name_of_input(place)} should be a tensor if it has something of each row, "
                 f"but got a list of {rows}, which goes whole into each micro batch. Give a tensor, or else a tuple."

@@ -1,8 +1,9 @@
 """Datasets and schedulers that know where their window stands."""
 
 import functools
+import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from mindspore import nn
@@ -15,6 +16,7 @@ from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of, tuples
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
 _OWNER = "Accumulator"
+_ITERATORS = ("create_tuple_iterator", "create_dict_iterator")
 
 
 class ActivePasses:
@@ -77,29 +79,22 @@ class PreparedDataset:
         if name == "dataset":  # Of a copy that is being made.
             raise AttributeError(name)
         value = getattr(self.dataset, name)
+        if name in _ITERATORS:
+            return functools.partial(self._iterator, value)
         return _of_whole(value) if isinstance(self.dataset, Dataset) and callable(value) else value
 
-    def create_tuple_iterator(
-        self, columns: Any = None, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = False
-    ) -> "PreparedIterator":
-        """Return passes over a pipeline of MindSpore's whose batches are lists."""
-        return self._iterator("create_tuple_iterator", columns=columns, output_numpy=output_numpy, do_copy=do_copy)
-
-    def create_dict_iterator(
-        self, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = False
-    ) -> "PreparedIterator":
-        """Return passes over a pipeline of MindSpore's whose batches are dicts."""
-        return self._iterator("create_dict_iterator", output_numpy=output_numpy, do_copy=do_copy)
-
-    def _iterator(self, name: str, **settings: Any) -> "PreparedIterator":
+    def _iterator(self, create: Any, *args: Any, **kwargs: Any) -> "PreparedIterator":
+        """Return passes over a pipeline of MindSpore's with the batches that ``create`` makes, one of its methods."""
         if not isinstance(self.dataset, Dataset):
-            raise AttributeError(f"{type(self.dataset).__name__!r} object has no attribute {name!r}")
-        return PreparedIterator(self, lambda data: getattr(data, name)(num_epochs=1, **settings))
+            rule, got = f"a pipeline of MindSpore's for {create.__name__}()", type(self.dataset).__name__
+            raise TypeError(sentence(_OWNER, "dataset", rule, got, "Loop over what prepare() has returned."))
+        settings = inspect.signature(create).bind(*args, **kwargs).arguments | {"num_epochs": 1}
+        return PreparedIterator(self, lambda data: getattr(data, create.__name__)(**settings))
 
     def __iter__(self) -> Iterator[Any]:
         return self.passed(tuples_of)
 
-    def passed(self, iterate: Callable[[Dataset], Iterable[Any]]) -> Iterator[Any]:
+    def passed(self, iterate: Callable[[Dataset], Iterable[Any]]) -> Generator[Any, None, None]:
         """Yield the batches of one pass; ``iterate`` makes them of a pipeline of MindSpore's."""
         begin = self._begin()
         passes = self.window.passes
@@ -145,6 +140,10 @@ class PreparedDataset:
         yield from first
         yield from batches
 
+    def is_sent_elsewhere(self) -> bool:
+        """Return whether a state was loaded that says where the next pass goes on."""
+        return self.window.place_ahead(self.number) is not None
+
     def place(self) -> PassPlace:
         """Return where this process is in its data, between two batches."""
         known = isinstance(self.dataset, Dataset) or hasattr(self.dataset, "__len__")
@@ -175,7 +174,8 @@ class PreparedIterator:
     def __init__(self, dataset: PreparedDataset, iterate: Callable[[Dataset], Iterable[Any]]) -> None:
         self.dataset = dataset
         self.iterate = iterate
-        self.current: Iterator[Any] | None = None
+        self.current: Generator[Any, None, None] | None = None
+        self.is_stopped = False
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -184,6 +184,10 @@ class PreparedIterator:
         return self
 
     def __next__(self) -> Any:
+        if self.is_stopped:
+            raise RuntimeError(f"For '{_OWNER}', an iterator must not be used after stop(). Create another one.")
+        if self.dataset.is_sent_elsewhere():
+            self._leave()
         if self.current is None:
             self.current = self.dataset.passed(self.iterate)
         try:
@@ -191,6 +195,23 @@ class PreparedIterator:
         except BaseException:
             self.current = None
             raise
+
+    def get_col_names(self) -> list[str]:
+        """Return the names of the columns."""
+        names: list[str] = self.dataset.dataset.get_col_names()
+        return names
+
+    def stop(self) -> None:
+        """End the pass. There is no other one."""
+        self._leave()
+        self.is_stopped = True
+
+    release = stop
+
+    def _leave(self) -> None:
+        if self.current is not None:
+            self.current.close()
+            self.current = None
 
 
 def _of_whole(method: Any) -> Any:

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_toy import X, batches, descend, weight_of
 from loop_toy import FOUR, adjustable_sgd, batch, global_step, toy_loop, train, updates_of
+from mindspore import Tensor
 from mindspore.dataset import NumpySlicesDataset
 from step_probe import compilations, number
 
-from ms_gradaccum import AccumulationConfig
+from ms_gradaccum import AccumulationConfig, load_state, save_state
 from ms_gradaccum.loops.schedule import WindowCounter
 
 # What the compiler makes of it is tested where a test asks for a mode.
@@ -117,8 +118,53 @@ def test_an_iterator_gives_what_it_is_told():
         assert isinstance(label, np.ndarray) and label[0] % 2 == 0
     for each in dataset.create_dict_iterator(output_numpy=True):
         assert list(each) == ["data", "label"] and isinstance(each["data"], np.ndarray)
-    with pytest.raises(AttributeError, match="'list' object has no attribute 'create_dict_iterator'"):
-        accumulator.prepare(FOUR).create_dict_iterator()
+    assert dataset.create_dict_iterator().get_col_names() == ["data", "label"]
+    assert not hasattr(accumulator.prepare(FOUR), "create_dict_iterator")
+
+
+def test_data_with_an_iterator_of_its_own_of_that_name_is_refused():
+    class Loader(list):
+        def create_tuple_iterator(self, num_epochs=1):
+            return iter(self)
+
+    prepared = toy_loop(3)[1].prepare(Loader(FOUR))
+    rule = r"'dataset' must be a pipeline of MindSpore's for create_tuple_iterator\(\), but got Loader"
+    with pytest.raises(TypeError, match=rule):
+        prepared.create_tuple_iterator(num_epochs=1)
+
+
+def test_an_iterator_that_is_stopped_gives_nothing_more():
+    """As MindSpore's. Its pass is over, and what follows begins a window as after a break."""
+    _, accumulator = toy_loop(3)
+    dataset = accumulator.prepare(batches(2))
+    iterator = dataset.create_tuple_iterator()
+    assert updates_of(accumulator, itertools.islice(iterator, 3)) == [False, False, True]
+    iterator.stop()
+    iterator.release()
+    with pytest.raises(RuntimeError, match="an iterator must not be used after stop()"):
+        next(iterator)
+    assert updates_of(accumulator, dataset.create_tuple_iterator()) == [False, False, True, True]
+
+
+def test_an_iterator_goes_on_where_a_loaded_state_was_saved(tmp_path):
+    _, accumulator = toy_loop(3)
+    iterator = accumulator.prepare(batches(2)).create_tuple_iterator(output_numpy=True)
+
+    def first(count):
+        rows = []
+        for x, y in itertools.islice(iterator, count):
+            with accumulator.accumulate():
+                accumulator.backward(*map(Tensor, (x, y)))
+                accumulator.step()
+            rows.append(x.tolist())
+        return rows
+
+    assert first(1) == [[[1], [2]]]
+    save_state(accumulator, tmp_path)
+    assert first(2) == [[[3], [4]], [[5], [6]]]
+    load_state(accumulator, tmp_path)
+    assert first(3) == [[[3], [4]], [[5], [6]], [[7], [8]]]
+    assert first(1) == []
 
 
 def test_another_pipeline_of_a_prepared_one_is_refused():

@@ -128,6 +128,14 @@ class WeightedRows(OfDict):
         return (ops.square(out - y) * Tensor(weights, ms.float32).reshape(-1, 1)).mean()
 
 
+class WeightedColumns(WeightedRows):
+    """Takes a list that has nothing of the rows, and is as long by chance."""
+
+    def construct(self, x, y, weights):
+        out = self.second(ops.tanh(self.first(x)))
+        return (ops.square(out - y) * Tensor(weights, ms.float32).mean()).mean()
+
+
 def with_list():
     return [(x, y, [1.0 + i for i in range(ROWS)]) for x, y in regression()]
 
@@ -153,6 +161,21 @@ class OfMapping(nn.Cell):
 
     def construct(self, x, y, masks):
         return ops.square(ops.matmul(ops.softmax(Tensor(masks["mask"])), self.layer(x)) - y).mean()
+
+
+class WithSettings(nn.Cell):
+    """Takes settings in what is like a dict and is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(4, 1)
+
+    def construct(self, x, y, settings):
+        return settings["scale"] * ops.square(self.layer(x) - y).mean()
+
+
+def with_settings():
+    return [(x, y, UserDict(scale=2.0, names=["a"])) for x, y in regression()]
 
 
 def as_dicts():
@@ -181,6 +204,12 @@ PROGRAMS = {
     ),
     "tensors in a UserDict": Program(
         OfMapping, batches=tokens, named="got a UserDict", faces=("step 1", "step 4"), modes=("PYNATIVE",)
+    ),
+    "numbers in a UserDict": Program(
+        WithSettings, batches=with_settings, faces=("step 1", "step 4"), modes=("PYNATIVE",)
+    ),
+    "a number per column in a list, batch_axis": Program(
+        WeightedColumns, batches=with_list, settings=SHARED, faces=SPLIT, modes=("PYNATIVE",)
     ),
     "rows on axis 1": Program(OnAxisOne, batches=time_first, settings={"batch_axis": (1, 0)}),
     "no rows": Program(
