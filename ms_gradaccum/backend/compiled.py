@@ -219,8 +219,13 @@ def op_by_op() -> Iterator[None]:
             yield
         except BaseException:
             # After two errors inside a gradient MindSpore would not even index a tensor any more.
-            _pynative_executor.clear_res()
+            forget_passes()
             raise
+
+
+def forget_passes() -> None:
+    """Have MindSpore forget what it keeps of the passes that it has run op by op. Hooks stay."""
+    _pynative_executor.clear_res()
 
 
 def graph_mode() -> Any:

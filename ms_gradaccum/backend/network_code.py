@@ -30,16 +30,17 @@ class NetworkCode:
     Attributes:
         cells: Its cells by their names.
         classes: The user's classes of these.
-        functions: The methods of the classes, and what they call, as far as it is the user's.
-        codes: The code of all of these, with the functions inside them.
+        reached: The network and all that it leads to: cells, what they have, and what their code names.
+        functions: The user's functions among these.
+        codes: The code of these, with the functions inside them.
         names: The names that the code uses.
     """
 
     def __init__(self, network: nn.Cell) -> None:
         self.cells = {name: cell for name, cell in network.cells_and_names()}
         self.classes = unique(kind for cell in self.cells.values() for kind in type(cell).__mro__ if is_user(kind))
-        self._reached = _reached_from([network])
-        self.functions = [value for value in self._reached if _is_a(value, FunctionType) and _is_users(value)]
+        self.reached = _reached_from([network])
+        self.functions = [value for value in self.reached if _is_a(value, FunctionType) and _is_users(value)]
         self.codes = [code for function in self.functions for code in codes_in(function.__code__)]
         self.names = names_in(self.codes)
 
@@ -49,7 +50,7 @@ class NetworkCode:
         That is a `bprop` or a hook of a cell, wherever the network has the cell, an operator that inserts a gradient,
         or a hook of a tensor.
         """
-        return bool(self.names & _BACKWARD_NAMES) or any(map(_has_own_backward, self._reached))
+        return bool(self.names & _BACKWARD_NAMES) or any(map(_has_own_backward, self.reached))
 
 
 def _has_own_backward(value: Any) -> bool:

@@ -3,13 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.batch.loss_calls import UNKNOWN, LossCall, loss_calls
 
 _INTS = (*mstype.int_type, *mstype.uint_type)
@@ -20,8 +18,6 @@ _BEGIN = "For 'GradAccumulation', the loss should be a mean over rows, but"
 _BY_ROWS = "but a window counts its micro batches by their rows."
 _PAIR = "return (loss_sum, weight) with weighted=True."
 _BY_WEIGHTS = f"divides by the sum of the class weights of its labels, {_BY_ROWS} Rather {_PAIR}"
-# The rows of the first micro batch of this process whose loss `divides_by_first_rows`.
-_first_rows: list[int] = []
 
 
 class LossKind:
@@ -105,38 +101,3 @@ def _adds_up(cell: Any) -> bool:
         return True
     # Those of LossBase keep two flags.
     return not hasattr(cell, "reduction") and bool(getattr(cell, "reduce", False) and not cell.average)
-
-
-def divides_by_first_rows(network: nn.Cell) -> bool:
-    """Return whether ``network``, run op by op, has a gradient that MindSpore divides by the rows of another batch.
-
-    That of the mean of binary cross-entropies of logits it divides on CPU by the elements that its first batch had in
-    this process, whichever network that was of. The loss itself is right.
-    """
-    if ms.get_context("device_target") != "CPU":
-        return False
-    names = NetworkCode(network).names
-    by_function = "binary_cross_entropy_with_logits" in names and "none" not in names
-    return by_function or any(map(_is_mean_of_logits, (cell for _, cell in network.cells_and_names())))
-
-
-def _is_mean_of_logits(cell: Any) -> bool:
-    names = [kind.__name__ for kind in type(cell).__mro__ if kind.__module__.startswith(_MODULES)]
-    # The one of mint keeps it in its operator, as a number.
-    operator = getattr(cell, "bce_with_logits", None)
-    return "BCEWithLogitsLoss" in names and (cell if operator is None else operator).reduction in ("mean", 1)
-
-
-def rows_warning(rows: Iterable[int]) -> str:
-    """Return what to warn of if such a network has micro batches of these rows; an empty string if all are alike."""
-    for number in rows:
-        if not _first_rows:
-            _first_rows.append(number)
-        if number != _first_rows[0]:
-            return (
-                f"For 'GradAccumulation', BCEWithLogitsLoss must have as many rows in each micro batch in PYNATIVE "
-                f"mode on CPU, where MindSpore divides its gradient by those of its first one in the process, but got "
-                f"{number} after {_first_rows[0]}. Give it reduction='none' and take the mean of what it returns, or "
-                f"compile=True."
-            )
-    return ""

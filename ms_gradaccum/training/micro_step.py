@@ -313,8 +313,9 @@ class EagerMicroStep:
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
         self.micro_loss = micro_loss
         self.parameters = ParameterTuple(parameter for group in parameters for parameter in group)
-        # The inputs of the pass that is under way. They are no arguments of the function that is differentiated, which
-        # could not be any Python value then.
+        # The inputs of the pass that is under way. They are no arguments of the function that is differentiated: those
+        # could not be any Python value, and MindSpore divides the gradient of a BCEWithLogitsLoss by the rows of the
+        # first batch of the process that was an argument.
         self.inputs: tuple[Any, ...] = ()
 
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:

@@ -11,7 +11,6 @@ from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.batch.loss_kind import divides_by_first_rows, rows_warning
 from ms_gradaccum.batch.nested_inputs import why_no_graph
 from ms_gradaccum.batch.split import MicroBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
@@ -77,8 +76,6 @@ class MicroSteps:
         self.empty_step = EmptyStep(reducers)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         self.has_begun = False
-        # Whether micro batches of other rows have still to be warned of.
-        self.looks_at_rows = divides_by_first_rows(network)
         # Whether the last batch may have added something before it failed.
         self.has_added = False
 
@@ -139,10 +136,6 @@ class MicroSteps:
             self.eager[reduces] = self._build_eager(reduces)
         step = self.eager[reduces]
         step.structure = structure
-        message = rows_warning(part.rows for part in micro_batches) if self.looks_at_rows else ""
-        if message:
-            self.looks_at_rows = False
-            warn(message)
         return step, step.pace
 
     def _runs_eagerly(self) -> bool:

@@ -10,9 +10,8 @@ from linear_toy import X, line, sgd, whole
 from mindspore import Parameter, Tensor, mint, nn, ops
 from step_probe import Around, KeepGradients, tensors
 
-from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell
-from ms_gradaccum.batch import loss_kind
-from ms_gradaccum.batch.loss_kind import LossKind, divides_by_first_rows
+from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneStepCell, verify
+from ms_gradaccum.batch.loss_kind import LossKind
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -196,59 +195,23 @@ class CalledLoss(nn.Cell):
         return ops.binary_cross_entropy_with_logits(logits, y, ops.ones_like(y), ops.ones_like(y), "mean")
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (nn.BCEWithLogitsLoss, True),
-        (mint.nn.BCEWithLogitsLoss, True),
-        (lambda: nn.BCEWithLogitsLoss(reduction="none"), False),
-        (lambda: mint.nn.BCEWithLogitsLoss(reduction="sum"), False),
-        (nn.MSELoss, False),
-        (CalledLoss, True),
-    ],
-)
-def test_a_loss_that_divides_by_them_is_known(make, expected):
-    assert divides_by_first_rows(nn.WithLossCell(line(), make())) == expected
-
-
-def test_micro_batches_of_other_rows_are_warned_of_once_where_that_gradient_is_wrong(monkeypatch):
-    monkeypatch.setattr(loss_kind, "_first_rows", [])
-    expected = (
-        "For 'GradAccumulation', BCEWithLogitsLoss must have as many rows in each micro batch in PYNATIVE mode on CPU, "
-        "where MindSpore divides its gradient by those of its first one in the process, but got 2 after 3. Give it "
-        "reduction='none' and take the mean of what it returns, or compile=True."
-    )
-    even, uneven = X[:6], X[:5]
-    loss_cell = nn.WithLossCell(line(), nn.BCEWithLogitsLoss())
-    assert said_of(loss_cell, even, even) == []
-    assert said_of(loss_cell, uneven, uneven, calls=2) == [expected]
+@pytest.mark.parametrize("before", [2, 3, 7], ids=lambda rows: f"{rows} rows before")
+@pytest.mark.parametrize("make", [nn.BCEWithLogitsLoss, CalledLoss], ids=["a cell", "a function"])
+def test_its_gradient_is_right_whatever_batches_the_process_had(make, before, monkeypatch):
     monkeypatch.delenv("MS_JIT")
-    assert said_of(loss_cell, uneven, uneven, compile=True) == []
-    ms.set_context(mode=ms.GRAPH_MODE)
-    assert said_of(loss_cell, uneven, uneven) == []
-
-
-class MeanOfRows(nn.Cell):
-    """The way out."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense, self.loss_fn = line(), nn.BCEWithLogitsLoss(reduction="none")
-
-    def construct(self, x, y):
-        return self.loss_fn(self.dense(x), y).mean()
-
-
-@pytest.mark.parametrize("way", ["its own mean", "compile"])
-def test_the_ways_out_of_that_have_the_right_gradient(way, monkeypatch):
-    monkeypatch.delenv("MS_JIT")
-    loss_cell = MeanOfRows() if way == "its own mean" else nn.WithLossCell(line(), nn.BCEWithLogitsLoss())
+    bce_gradient(before)
+    loss_cell = nn.WithLossCell(line(), make())
     optimizer = KeepGradients(loss_cell.trainable_params())
-    TrainOneStepCell(GradAccumulation(loss_cell, 2), optimizer, compile=way == "compile" or None)(
-        *tensors(X[:5], np.float32(X[:5] > 2))
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        TrainOneStepCell(GradAccumulation(loss_cell, 2), optimizer)(*tensors(X[:5], np.float32(X[:5] > 2)))
     labels = (X[:5] > 2).astype(np.float64)
     np.testing.assert_allclose(optimizer.gradients()[0], [[np.mean(X[:5] * (0.5 - labels))]], rtol=1e-5)
+
+
+def test_verify_has_the_right_gradient_of_it():
+    loss_cell = nn.WithLossCell(line(), nn.BCEWithLogitsLoss())
+    assert verify(loss_cell, tuple(tensors(X[:5], np.float32(X[:5] > 2))), 2).equal
 
 
 def test_cells_of_the_user_are_not_judged():

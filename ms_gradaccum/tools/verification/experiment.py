@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common.seed import _KERNEL_SEED
 
-from ms_gradaccum.backend.compiled import Compiled, op_by_op, runs_eagerly
+from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op, runs_eagerly
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch, leaf_axes, split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
@@ -229,6 +229,8 @@ class EagerCell:
         self.cell = cell
 
     def __call__(self, *tensors: Tensor) -> Any:
+        # MindSpore divides the gradient of a BCEWithLogitsLoss by the rows of a pass before, if it knows one.
+        forget_passes()
         with op_by_op():
             return self.cell(*tensors)
 
