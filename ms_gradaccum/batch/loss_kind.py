@@ -66,7 +66,7 @@ class LossKind:
         tensors = [tensor for batch in batches for tensor in batch[self.begin :] if tensor.dtype in _INTS]
         for kind, ignored in self.ignoring:
             if any(np.any(tensor.asnumpy() == ignored) for tensor in tensors):
-                got = f"leaves labels of {ignored} out of its mean"
+                got = f"leaves labels of ignore_index={ignored} out of its mean"
                 return f"{_BEGIN} {kind} {got}, {_BY_ROWS} Use TokenMeanLoss, or {_PAIR}"
         return ""
 

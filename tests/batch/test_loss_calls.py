@@ -142,7 +142,10 @@ def test_the_label_that_it_leaves_out_is_known(kind):
     others = {-100, 0, 1, 2} - {IGNORING[kind]}
     assert said_of_labels(kind(), *others) == []
     (text,) = said_of_labels(kind(), *others, IGNORING[kind])
-    assert f"leaves labels of {IGNORING[kind]} out of its mean, but a window counts its micro batches by" in text
+    assert (
+        f"leaves labels of ignore_index={IGNORING[kind]} out of its mean, but a window counts its micro batches by"
+        in text
+    )
 
 
 class OfRows(Classifier):

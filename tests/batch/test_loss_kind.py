@@ -40,7 +40,7 @@ def said_of(loss_cell, *batch, micro_size=2, calls=1, **settings):
 
 @pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
 def test_labels_that_are_ignored_are_warned_of_once(kind):
-    text = f"{START}{kind.__name__} leaves labels of -100 out of its mean, {BY_ROWS} Use TokenMeanLoss, or {PAIR}"
+    text = f"{START}{kind.__name__} leaves labels of ignore_index=-100 out of its mean, {BY_ROWS} Use TokenMeanLoss, or {PAIR}"
     assert said_of(labels_loss(kind()), TOKENS, PADDED, calls=2) == [text]
     assert said_of(labels_loss(kind()), TOKENS, abs(PADDED) % 3) == []
 
@@ -50,7 +50,7 @@ def test_labels_that_are_ignored_are_warned_of_once(kind):
 def test_labels_of_losses_of_mint_are_looked_at(kind):
     """This device has no kernel for them."""
     LossKind(labels_loss(kind())).look_at([tensors(TOKENS, abs(PADDED) % 3)])
-    with pytest.warns(UserWarning, match=f"{START}{kind.__name__} leaves labels of -100 out of its mean"):
+    with pytest.warns(UserWarning, match=f"{START}{kind.__name__} leaves labels of ignore_index=-100 out of its mean"):
         LossKind(labels_loss(kind())).look_at([tensors(TOKENS, PADDED)])
 
 

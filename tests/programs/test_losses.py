@@ -138,6 +138,17 @@ class Called(nn.Cell):
         return ops.cross_entropy(self.layer(x), labels)
 
 
+class CalledWithWeights(Called):
+    """The same with class weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Tensor(np.float32([1, 2, 5]))
+
+    def construct(self, x, labels):
+        return ops.cross_entropy(self.layer(x), labels, self.weight)
+
+
 PROGRAMS = {
     "mean cross-entropy": Program(classifier(), batches=labelled),
     "ignore_index without such labels": Program(classifier(ignore_index=-100), batches=labelled),
@@ -146,8 +157,11 @@ PROGRAMS = {
     "ignore_index, from a later batch on": Program(
         classifier(ignore_index=-100), batches=ignored_later, named="ignore_index"
     ),
-    "cross_entropy() of ignored labels": Program(Called, batches=with_ignored, named="cross_entropy divides by"),
+    "cross_entropy() of ignored labels": Program(Called, batches=with_ignored, named="cross_entropy leaves labels"),
     "cross_entropy() without such labels": Program(Called, batches=labelled),
+    "cross_entropy() with class weights": Program(
+        CalledWithWeights, batches=labelled, named="cross_entropy divides by .* class weights"
+    ),
     "class weights": Program(classifier(weight=CLASS_WEIGHTS), batches=labelled, named="weight"),
     "class weights of a loss of one's own": Program(
         lambda: nn.WithLossCell(nn.Dense(4, CLASSES), Smooth(CLASS_WEIGHTS)), batches=labelled, named="class weights"
