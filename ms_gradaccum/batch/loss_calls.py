@@ -36,7 +36,8 @@ def loss_calls(network: nn.Cell) -> list[LossCall]:
     """Return such calls, wherever the network has them; not those with reduction='none', which take no mean."""
     code = NetworkCode(network)
     cells = list(code.cells.values())
-    held = {name for cell in cells for name, value in vars(cell).items() if _taken_apart(value)[0] in _NAMES}
+    attributes = (item for cell in cells for item in vars(cell).items() if type(item[1]) in (FunctionType, partial))
+    held = {name for name, value in attributes if _taken_apart(value)[0]}
     functions = [each for each in code.functions if not names_in(codes_in(each.__code__)).isdisjoint(_NAMES | held)]
     return [call for each in functions for call in _calls_in(each, cells)]
 
@@ -86,13 +87,13 @@ class _Values:
         named = {each.arg: self.of(each.value) for each in call.keywords if each.arg}
         if len(named) < len(call.keywords) or any(isinstance(each, ast.Starred) for each in call.args):
             # Those of * and ** can be any.
-            given = dict.fromkeys(signature.parameters, UNKNOWN) | named
-            bound = signature.bind(**given)
+            args, kwargs = (), dict.fromkeys(signature.parameters, UNKNOWN)
         else:
-            try:
-                bound = signature.bind(*args, *map(self.of, call.args), **{**kwargs, **named})
-            except TypeError:  # It fails when it runs.
-                return None
+            args = (*args, *map(self.of, call.args))
+        try:
+            bound = signature.bind(*args, **{**kwargs, **named})
+        except TypeError:  # It fails when it runs.
+            return None
         bound.apply_defaults()
         reduction = bound.arguments["reduction"]
         weight = None if reduction == "sum" else bound.arguments["weight"]

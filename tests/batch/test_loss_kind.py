@@ -40,7 +40,10 @@ def said_of(loss_cell, *batch, micro_size=2, calls=1, **settings):
 
 @pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
 def test_labels_that_are_ignored_are_warned_of_once(kind):
-    text = f"{START}{kind.__name__} leaves labels of ignore_index=-100 out of its mean, {BY_ROWS} Use TokenMeanLoss, or {PAIR}"
+    text = (
+        f"{START}{kind.__name__} leaves labels of ignore_index=-100 out of its mean, {BY_ROWS} Use TokenMeanLoss, or "
+        f"{PAIR}"
+    )
     assert said_of(labels_loss(kind()), TOKENS, PADDED, calls=2) == [text]
     assert said_of(labels_loss(kind()), TOKENS, abs(PADDED) % 3) == []
 
