@@ -1,9 +1,14 @@
 """The Python code of a network: its cells, the functions that they call, and the names in these."""
 
+import contextlib
+import dis
 import functools
+import itertools
+import sys
 import sysconfig
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +23,14 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 _BACKWARD_OPERATORS = (ops.InsertGradientOf, ops.HookBackward, ops.Custom)
 _BACKWARD_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
 # What leads to no code, and can be there in large numbers.
-_PLAIN = (type(None), bool, int, float, str, bytes, Tensor, np.ndarray)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, np.generic, np.ndarray, Tensor)
+_COLLECTIONS = (tuple, list, dict, set, frozenset)
+_RECORDS = (SimpleNamespace, Namespace)
+# So many items of a collection are looked at: what holds code holds less, and vocabularies and data hold more.
+_MANY_ITEMS = 1000
+# What is around a function in a class, and where it has it.
+_AROUND = {property: "fget", functools.cached_property: "func", functools.partialmethod: "func"}
+_AROUND |= {staticmethod: "__func__", classmethod: "__func__", functools.singledispatchmethod: "dispatcher"}
 
 
 class NetworkCode:
@@ -40,7 +52,7 @@ class NetworkCode:
         self.cells = {name: cell for name, cell in network.cells_and_names()}
         self.classes = unique(kind for cell in self.cells.values() for kind in type(cell).__mro__ if is_user(kind))
         self.reached = _reached_from([network])
-        self.functions = [value for value in self.reached if _is_a(value, FunctionType) and _is_users(value)]
+        self.functions = [value for value in self.reached if is_a(value, FunctionType) and is_users(value)]
         self.codes = [code for function in self.functions for code in codes_in(function.__code__)]
         self.names = names_in(self.codes)
 
@@ -54,14 +66,14 @@ class NetworkCode:
 
 
 def _has_own_backward(value: Any) -> bool:
-    if _is_a(value, nn.Cell):
-        return bool(value._backward_hook or value._backward_pre_hook)
-    if _is_a(value, type):
+    if is_a(value, nn.Cell):
+        return any(vars(value).get(name) for name in ("_lazy_backward_hook", "_lazy_backward_pre_hook"))
+    if is_a(value, type):
         # A cell, or what MindSpore calls a function. Those of MindSpore, such as that of `recompute`, are linear.
         bases = {kind.__name__ for kind in value.__mro__}
         own = {name for kind in value.__mro__ if is_user(kind) for name in vars(kind)}
         return ("Cell" in bases and "bprop" in own) or ("_Function" in bases and "backward" in own)
-    return _is_a(value, _BACKWARD_OPERATORS)
+    return is_a(value, _BACKWARD_OPERATORS)
 
 
 def _reached_from(values: Iterable[Any]) -> list[Any]:
@@ -72,35 +84,54 @@ def _reached_from(values: Iterable[Any]) -> list[Any]:
         value = ahead.pop()
         if id(value) not in found:
             found[id(value)] = value
-            ahead += (each for each in _leads_to(value) if not _is_a(each, _PLAIN))
+            try:
+                ahead += [each for each in _leads_to(value) if not is_a(each, _PLAIN)]
+            except Exception:  # Objects may do anything when they are looked at. This one leads nowhere.
+                continue
     return list(found.values())
 
 
 def _leads_to(value: Any) -> Iterable[Any]:
     """Return what a value has, if it is of the user's or a collection, and what it calls."""
-    if _is_a(value, (tuple, list, set, frozenset)):
-        return [*value]
-    if _is_a(value, dict):
-        return dict.values(value)
-    if _is_a(value, functools.partial):
+    if is_a(value, _COLLECTIONS):
+        return itertools.islice(value.values() if is_a(value, dict) else value, _MANY_ITEMS)
+    if is_a(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
-    if _is_a(value, MethodType):
+    if is_a(value, MethodType):
         return (value.__func__, value.__self__)
-    if _is_a(value, functools._lru_cache_wrapper):
+    if is_a(value, functools._lru_cache_wrapper):
         return (value.__wrapped__,)
-    if _is_a(value, FunctionType):
+    if is_a(value, FunctionType):
         # One of a library may be around one of the user's.
-        return _named_by(value) if _is_users(value) else _around(value)
-    if _is_a(value, type):
-        return [function for kind in value.__mro__ if is_user(kind) for function in _functions_of(kind)]
-    if _is_a(value, nn.Cell) or (is_user(type(value)) and not _is_a(value, ModuleType)):
-        return (type(value), *(vars(value).values() if type(value).__dictoffset__ else ()))
+        return _named_by(value) if is_users(value) else around(value)
+    if is_a(value, type):
+        own = [item for kind in value.__mro__ if is_user(kind) for item in vars(kind).items()]
+        return [unwrapped(each) for name, each in own if name != "__init__"]
+    if is_a(value, nn.Cell) or (is_user(type(value)) and not is_a(value, ModuleType)):
+        return (type(value), *attributes_of(value).values())
     return ()
 
 
-def _is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Whether a value is one of these, whatever it says itself that it is."""
+def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Return whether a value is one of these, whatever it says itself that it is."""
     return issubclass(type(value), kinds)
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the function of what is around one in a class, such as a property, and all else as it is."""
+    place = _AROUND.get(type(value))
+    return value if place is None else unwrapped(getattr(value, place))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object has itself, in slots too. No code of its class runs."""
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # It is empty.
+                    found[name] = slot.__get__(value)
+    return found | (object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else {})
 
 
 class ClosureValues:
@@ -126,46 +157,58 @@ class ClosureValues:
 
 
 def is_user(kind: Any) -> bool:
-    """Return whether a class or a function is none of a library's."""
-    return _is_user_module(str(kind.__module__))
+    """Return whether a class or a function is none of a library's; a plain record is the user's."""
+    return kind in _RECORDS or _is_user_module(str(kind.__module__))
 
 
 def _is_user_module(name: str) -> bool:
-    return name.split(".")[0] not in (*_LIBRARIES, "builtins")
+    package = name.split(".")[0]
+    return package not in _LIBRARIES and package not in sys.stdlib_module_names
 
 
 def _functions_of(kind: type) -> Iterator[FunctionType]:
     for name, value in vars(kind).items():
-        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        if isinstance(value, FunctionType) and name != "__init__":
+        value = unwrapped(value)
+        if is_a(value, FunctionType) and name != "__init__":
             yield value
 
 
 def _named_by(function: FunctionType) -> list[Any]:
-    """Return the values that a function names: of globals, of variables around it, and in the user's modules."""
-    names = names_in(codes_in(function.__code__))
-    values = _around(function)
-    spaces = [function.__globals__]
-    for space in spaces:
-        named = [space[name] for name in names if name in space]
-        spaces += [vars(each) for each in named if isinstance(each, ModuleType) and _is_module_of_user(each, spaces)]
-        values += named
-    return values
+    """Return the values that a function names: of globals, of variables around it, defaults, and in user's modules."""
+    codes = list(codes_in(function.__code__))
+    names = names_in(codes)
+    values = [*around(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    named = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    modules = {name: value for name, value in named.items() if _is_module_of_user(value)}
+    return values + list(named.values()) + ([*_named_in(modules, codes)] if modules else [])
 
 
-def _around(function: FunctionType) -> list[Any]:
+def _named_in(modules: dict[str, Any], codes: Iterable[CodeType]) -> Iterator[Any]:
+    """Yield what code takes of modules that it knows by these names, as attributes or by a text."""
+    for code in codes:
+        value = None
+        for each in dis.get_instructions(code):
+            if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                value = modules.get(each.argval)
+            elif value is not None and isinstance(each.argval, str):
+                found = vars(value).get(each.argval)
+                yield found
+                value = found if _is_module_of_user(found) else None
+
+
+def around(function: FunctionType) -> list[Any]:
     """Return the values of the variables around a function."""
     closures = ClosureValues(function)
     return [closures[name] for name in closures.cells if name in closures]
 
 
-def _is_module_of_user(module: ModuleType, known: list[dict[str, Any]]) -> bool:
-    file = vars(module).get("__file__")  # None for what is part of Python.
-    is_known = any(vars(module) is space for space in known)
-    return not is_known and _is_user_module(module.__name__) and file is not None and not _is_standard(file)
+def _is_module_of_user(value: Any) -> bool:
+    file = vars(value).get("__file__") if is_a(value, ModuleType) else None  # None for what is part of Python.
+    return file is not None and _is_user_module(value.__name__) and not _is_standard(file)
 
 
-def _is_users(function: FunctionType) -> bool:
+def is_users(function: FunctionType) -> bool:
+    """Return whether a function is the user's, and none of Python's."""
     return is_user(function) and not _is_standard(function.__code__.co_filename)
 
 
@@ -181,9 +224,12 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(constant)
 
 
-def is_method_of(function: FunctionType, cell: nn.Cell) -> bool:
-    """Return whether a function is a method of the class of a cell."""
-    return any(each is function for kind in type(cell).__mro__ if is_user(kind) for each in _functions_of(kind))
+def methods_of(kind: type) -> list[FunctionType]:
+    """Return the methods of a user's class, decorated ones too."""
+    found = [each for base in kind.__mro__ if is_user(base) for each in _functions_of(base)]
+    for each in found:
+        found += [value for value in around(each) if is_a(value, FunctionType) and value not in found]
+    return found
 
 
 def codes_of(kind: type) -> list[CodeType]:

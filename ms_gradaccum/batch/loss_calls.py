@@ -1,16 +1,27 @@
 """Calls of MindSpore's means over labels in the code of a network, with their arguments as far as it shows them."""
 
 import ast
+import functools
 import inspect
-import textwrap
-from collections.abc import Iterator, Sequence
+import linecache
+from collections.abc import Iterator
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from mindspore import mint, nn, ops
 
-from ms_gradaccum.backend.network_code import ClosureValues, NetworkCode, codes_in, is_method_of, names_in
+from ms_gradaccum.backend.network_code import (
+    ClosureValues,
+    NetworkCode,
+    attributes_of,
+    codes_in,
+    is_a,
+    is_user,
+    methods_of,
+    names_in,
+    unwrapped,
+)
 
 _NAMES = {"cross_entropy", "nll_loss"}
 _FUNCTIONS = [getattr(module, name) for module in (ops, mint.nn.functional) for name in sorted(_NAMES)]
@@ -25,96 +36,189 @@ class LossCall(NamedTuple):
         name: The function.
         weight: By which class weights it divides; None for none.
         ignored: The label that it leaves out.
+        is_sum: Whether the loss is the sum that it returns.
     """
 
     name: str
-    weight: Any
-    ignored: Any
+    weight: Any = None
+    ignored: Any = UNKNOWN
+    is_sum: bool = False
 
 
 def loss_calls(network: nn.Cell) -> list[LossCall]:
     """Return such calls, wherever the network has them; not those with reduction='none', which take no mean."""
     code = NetworkCode(network)
-    cells = list(code.cells.values())
-    attributes = (item for cell in cells for item in vars(cell).items() if type(item[1]) in (FunctionType, partial))
-    held = {name for name, value in attributes if _taken_apart(value)[0]}
-    functions = [each for each in code.functions if not names_in(codes_in(each.__code__)).isdisjoint(_NAMES | held)]
-    return [call for each in functions for call in _calls_in(each, cells)]
+    # What holds the functions under a name of the program's.
+    spaces = {id(each.__globals__): each.__globals__ for each in code.functions}
+    spaces |= {id(each): attributes_of(each) for each in code.reached if is_a(each, nn.Cell)}
+    names = _NAMES | {name for space in spaces.values() for name, value in space.items() if _taken_apart(value)[0]}
+    methods = {kind: methods_of(kind) for kind in set(map(type, code.reached)) if is_user(kind)}
+    found: list[LossCall] = []
+    for function in code.functions:
+        is_used = function.__name__ in code.names or function.__name__ in ("construct", "<lambda>")
+        if is_used and not names_in(codes_in(function.__code__)).isdisjoint(names):
+            for owner in [each for each in code.reached if function in methods.get(type(each), ())] or [UNKNOWN]:
+                found += _Calls(code, function, owner).found(names)
+    return found
 
 
-def _taken_apart(value: Any) -> tuple[str, Any, Sequence[Any], dict[str, Any]]:
+def _taken_apart(value: Any) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]]:
     """Return the name of such a function, "" for all else, the function, and what arguments it has been given."""
     args, kwargs = (value.args, value.keywords) if type(value) is partial else ((), {})
     function = value.func if type(value) is partial else value
-    is_one = any(function is each for each in _FUNCTIONS)
+    is_one = is_a(function, FunctionType) and function in _FUNCTIONS
     return function.__name__.removesuffix("_ext") if is_one else "", function, args, kwargs
 
 
-def _calls_in(function: FunctionType, cells: list[nn.Cell]) -> Iterator[LossCall]:
+@functools.lru_cache(maxsize=256)
+def _functions_in(file: str) -> dict[tuple[int, str], list[ast.AST]]:
+    """Return the functions in a source file by their first line, decorators included, and their name."""
+    found: dict[tuple[int, str], list[ast.AST]] = {}
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):  # There is no source, or only a part of a line.
-        yield LossCall("cross_entropy", None, UNKNOWN)
-        return
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    for owner in [cell for cell in cells if is_method_of(function, cell)] or [None]:
-        values = _Values(function, owner)
-        yield from (found for call in calls if (found := values.of_call(call)))
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return found
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            found.setdefault((first, node.name), []).append(node)
+        elif isinstance(node, ast.Lambda):
+            found.setdefault((node.lineno, "<lambda>"), []).append(node)
+    return found
 
 
-class _Values:
-    """What expressions in a function mean.
+def _nodes_of(function: FunctionType) -> list[ast.AST]:
+    """Return all that is in the source of a function; nothing if there is none."""
+    code = function.__code__
+    found = _functions_in(code.co_filename).get((code.co_firstlineno, code.co_name), [])
+    return [node for each in found for node in ast.walk(each)]
+
+
+def _name_of(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+class _Calls:
+    """The calls in a function.
 
     Args:
+        code: The code that has it.
         function: The function.
-        owner: The cell whose method it is, if it is one.
+        owner: The object whose method it is, `UNKNOWN` if it is none.
     """
 
-    def __init__(self, function: FunctionType, owner: nn.Cell | None) -> None:
-        parameters = inspect.signature(function).parameters
-        names = dict.fromkeys(function.__code__.co_varnames, UNKNOWN)
-        names |= {name: each.default for name, each in parameters.items() if each.default is not each.empty}
-        if owner is not None:
-            names[next(iter(parameters), "")] = owner
-        self.spaces = (names, ClosureValues(function), function.__globals__)
+    def __init__(self, code: NetworkCode, function: FunctionType, owner: Any) -> None:
+        self.code = code
+        self.function = function
+        self.nodes = _nodes_of(function)
+        codes = list(codes_in(function.__code__))
+        self.named = names_in(codes)
+        self.locals = {name: UNKNOWN for each in codes for name in (*each.co_varnames, *each.co_cellvars)}
+        stored = [each.id for each in self.nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+        for place, (name, each) in enumerate(parameters.items()):
+            if name == "self" and place == 0:
+                self.locals[name] = owner
+            elif each.default is not each.empty and name not in stored and not self._is_given(name, place):
+                self.locals[name] = each.default
+        # What is assigned once has that value.
+        for node in self.nodes:
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                name = _name_of(node.targets[0])
+                if stored.count(name) == 1 and name not in parameters:
+                    self.locals[name] = self.of(node.value)
 
-    def of_call(self, call: ast.Call) -> LossCall | None:
-        """Return what is known of a call, or None if it is none of these functions or takes no mean."""
-        name, function, args, kwargs = _taken_apart(self._function_of(call.func))
+    def _is_given(self, name: str, place: int) -> bool:
+        """Return whether some call of this function gives it the parameter that has a default."""
+        own = self.function.__name__
+        others = [each for each in self.code.functions if own in names_in(codes_in(each.__code__))]
+        calls = [node for each in others for node in _nodes_of(each) if isinstance(node, ast.Call)]
+        return any(
+            len(each.args) + isinstance(each.func, ast.Attribute) > place
+            or any(it.arg in (name, None) for it in each.keywords)
+            for each in calls
+            if _name_of(each.func) == own
+        )
+
+    def found(self, names: set[str]) -> Iterator[LossCall]:
+        """Yield the calls; and one of which nothing is known for each of the ``names`` that no call explains."""
+        returned = {id(each.value) for each in self.nodes if isinstance(each, ast.Return)}
+        unexplained = set(names & self.named)
+        for node in self.nodes:
+            if isinstance(node, ast.Call):
+                name, arguments = self._called(node)
+                if name is not UNKNOWN:
+                    unexplained -= {name, _name_of(node.func)}
+                if arguments and arguments["reduction"] != "none":
+                    is_sum = arguments["reduction"] == "sum"
+                    is_loss = id(node) in returned and self.function.__name__ == "construct"
+                    weight = None if is_sum else arguments["weight"]
+                    yield LossCall(name, weight, arguments["ignore_index"], is_sum and is_loss)
+        yield from (LossCall(name) for name in sorted(unexplained))
+
+    def _called(self, call: ast.Call) -> tuple[Any, dict[str, Any]]:
+        """Return the name of what is called, `UNKNOWN` if it may be anything, and the arguments of such a function."""
+        callee, last = self.of(call.func), _name_of(call.func)
+        is_own = isinstance(call.func, ast.Attribute) and _name_of(call.func.value) == "self"
+        if callee is UNKNOWN and last in _NAMES and not is_own:
+            callee = getattr(ops, last)  # As of a module that is imported inside.
+        name, function, args, kwargs = _taken_apart(callee)
         if not name:
-            return None
+            return UNKNOWN if callee is UNKNOWN else last, {}
         signature = inspect.signature(function)
-        named = {each.arg: self.of(each.value) for each in call.keywords if each.arg}
-        if len(named) < len(call.keywords) or any(isinstance(each, ast.Starred) for each in call.args):
-            # Those of * and ** can be any.
-            args, kwargs = (), dict.fromkeys(signature.parameters, UNKNOWN)
-        else:
-            args = (*args, *map(self.of, call.args))
+        is_open = any(isinstance(each, ast.Starred) for each in call.args)
+        args = () if is_open else (*args, *map(self.of, call.args))
+        others = dict.fromkeys([*signature.parameters][len(args) :], UNKNOWN)
+        given = others if is_open else kwargs
+        for each in call.keywords:
+            value = self.of(each.value)
+            given = given | ({each.arg: value} if each.arg else value if is_a(value, dict) else others)
         try:
-            bound = signature.bind(*args, **{**kwargs, **named})
+            bound = signature.bind(*args, **given)
         except TypeError:  # It fails when it runs.
-            return None
+            return name, {}
         bound.apply_defaults()
-        reduction = bound.arguments["reduction"]
-        weight = None if reduction == "sum" else bound.arguments["weight"]
-        return None if reduction == "none" else LossCall(name, weight, bound.arguments["ignore_index"])
+        return name, bound.arguments
 
-    def _function_of(self, node: ast.expr) -> Any:
-        """Return the value of what is called; where it is unknown its name decides."""
-        called = self.of(node)
-        name = getattr(node, "attr", getattr(node, "id", None))
-        return getattr(ops, name) if called is UNKNOWN and name in _NAMES else called
-
-    def of(self, node: ast.expr) -> Any:
-        """Return the value of an expression, or `UNKNOWN`."""
-        if isinstance(node, ast.Name):
-            return next((space[node.id] for space in self.spaces if node.id in space), UNKNOWN)
-        if isinstance(node, ast.Attribute):
-            base = self.of(node.value)
-            # What a property does is the user's.
-            is_property = isinstance(getattr(type(base), node.attr, None), property)
-            return UNKNOWN if is_property else getattr(base, node.attr, UNKNOWN)
+    def of(self, node: ast.AST) -> Any:
+        """Return the value of an expression, or `UNKNOWN`. No code of the program's runs."""
         try:
-            return ast.literal_eval(node)
-        except (TypeError, ValueError):
+            return self._of(node)
+        except Exception:  # Objects may do anything when they are looked at.
             return UNKNOWN
+
+    def _of(self, node: Any) -> Any:
+        if isinstance(node, ast.Name):
+            spaces = (self.locals, ClosureValues(self.function), self.function.__globals__)
+            return next((space[node.id] for space in spaces if node.id in space), UNKNOWN)
+        if isinstance(node, ast.Attribute):
+            return _attribute(self.of(node.value), node.attr)
+        if isinstance(node, ast.Subscript):
+            return _item(self.of(node.value), self.of(node.slice))
+        if isinstance(node, ast.IfExp):
+            test = self.of(node.test)
+            return UNKNOWN if test is UNKNOWN else self.of(node.body if test else node.orelse)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            found = _item(self.of(node.func.value), self.of(node.args[0]), missing=None)
+            return self.of(node.args[1]) if found is None and len(node.args) > 1 else found
+        if isinstance(node, ast.Call) and _name_of(node.func) in ("int", "float"):
+            return self.of(node.args[0])
+        return ast.literal_eval(node)
+
+
+def _attribute(base: Any, name: str) -> Any:
+    if is_a(base, ModuleType):
+        return vars(base).get(name, UNKNOWN)
+    own = attributes_of(base)
+    for space in (own, own.get("_cells"), own.get("_params"), base if is_a(base, dict) else None):
+        if space and name in space:
+            return space[name]
+    found = inspect.getattr_static(base if is_a(base, type) else type(base), name, UNKNOWN)
+    # What a property does is the user's.
+    return UNKNOWN if is_a(found, (property, functools.cached_property)) else unwrapped(found)
+
+
+def _item(base: Any, index: Any, missing: Any = UNKNOWN) -> Any:
+    if is_a(base, dict):
+        return dict.get(base, index, missing)
+    return base[index] if is_a(base, (tuple, list)) and is_a(index, int) else UNKNOWN

@@ -17,6 +17,7 @@ _WHOLE_BATCH = {"RMSELoss", "DiceLoss", "MultiClassDiceLoss"}
 _BEGIN = "For 'GradAccumulation', the loss should be a mean over rows, but"
 _BY_ROWS = "but a window counts its micro batches by their rows."
 _PAIR = "return (loss_sum, weight) with weighted=True."
+_ADDS_UP = f"adds up its rows with reduction='sum', {_BY_ROWS} Give it reduction='mean', or {_PAIR}"
 _BY_WEIGHTS = f"divides by the sum of the class weights of its labels, {_BY_ROWS} Rather {_PAIR}"
 
 
@@ -63,10 +64,17 @@ class LossKind:
             warn(message)
 
     def _ignored_in(self, batches: Iterable[Sequence[Tensor]]) -> str:
-        tensors = [tensor for batch in batches for tensor in batch[self.begin :] if tensor.dtype in _INTS]
+        each = [[tensor for tensor in batch[self.begin :] if tensor.dtype in _INTS] for batch in batches]
         for kind, ignored in self.ignoring:
-            if any(np.any(tensor.asnumpy() == ignored) for tensor in tensors):
-                got = f"leaves labels of ignore_index={ignored} out of its mean"
+            got = f"of ignore_index={ignored}"
+            if ignored is UNKNOWN:
+                has_one, got = any(np.any(tensor.asnumpy() < 0) for tensors in each for tensor in tensors), "below 0"
+            elif ignored < 0:
+                has_one = any(np.any(tensor.asnumpy() == ignored) for tensors in each for tensor in tensors)
+            else:  # Other integers may have that value too: the labels come last.
+                has_one = any(np.any(tensor.asnumpy() == ignored) for tensors in each for tensor in tensors[-1:])
+            if has_one:
+                got = f"leaves labels {got} out of its mean"
                 return f"{_BEGIN} {kind} {got}, {_BY_ROWS} Use TokenMeanLoss, or {_PAIR}"
         return ""
 
@@ -78,15 +86,17 @@ def _reason(kind: str, cell: Any) -> str:
             "do not split a batch of it."
         )
     if _adds_up(cell):
-        return f"adds up its rows with reduction='sum', {_BY_ROWS} Give it reduction='mean', or {_PAIR}"
+        return _ADDS_UP
     if hasattr(cell, "ignore_index") and _is_mean(cell) and getattr(cell, "weight", None) is not None:
         return _BY_WEIGHTS
     return ""
 
 
 def _reason_of_call(call: LossCall) -> str:
-    if call.weight is UNKNOWN or call.ignored is UNKNOWN:
-        return f"may weigh its labels or leave some out of its mean, {_BY_ROWS} Use TokenMeanLoss, or {_PAIR}"
+    if call.is_sum:
+        return _ADDS_UP
+    if call.weight is UNKNOWN:
+        return f"may divide by class weights of its labels, {_BY_ROWS} Rather {_PAIR}"
     return "" if call.weight is None else _BY_WEIGHTS
 
 

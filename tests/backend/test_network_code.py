@@ -8,7 +8,7 @@ import pytest
 from mindspore import nn, ops
 from mindspore.common._grad_function import _Function
 
-from ms_gradaccum.backend.network_code import NetworkCode, _is_standard, _is_users
+from ms_gradaccum.backend.network_code import NetworkCode, _is_standard, is_users
 
 
 class Net(nn.Cell):
@@ -62,6 +62,63 @@ class OfSlots:
         raise RuntimeError(name)
 
 
+class HeldInSlots:
+    __slots__ = ("function",)
+
+
+class Backward(nn.Cell):
+    def construct(self, x):
+        return x
+
+    def bprop(self, x, out, grad):
+        return (grad,)
+
+
+class WithCell:
+    """An object whose class has a cell."""
+
+    cell = Backward()
+
+
+class ByDescriptors:
+    """Methods that something is around."""
+
+    @functools.cached_property
+    def kept(self):
+        return hooking
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019
+    def cached(self, x):
+        return hooking(x)
+
+    @functools.singledispatchmethod
+    def dispatched(self, x):
+        return hooking(x)
+
+    @property
+    def read(self):
+        return hooking
+
+    @classmethod
+    def of_class(cls, x):
+        return hooking(x)
+
+    partial = functools.partialmethod(lambda self, x: hooking(x), 1)
+
+
+def only(name):
+    """Return an object that has one of these alone."""
+    return type(name, (), {name: vars(ByDescriptors)[name]})()
+
+
+def with_default(x, function=hooking):
+    return function(x)
+
+
+def with_keyword(x, *, function=hooking):
+    return function(x)
+
+
 class Odd:
     """Says that it is something else, and fails when asked what it has."""
 
@@ -76,14 +133,6 @@ class Odd:
         raise RuntimeError("no comparison")
 
     __hash__ = None
-
-
-class Backward(nn.Cell):
-    def construct(self, x):
-        return x
-
-    def bprop(self, x, out, grad):
-        return (grad,)
 
 
 class OwnFunction(_Function):
@@ -141,6 +190,11 @@ WITH_HOOK = {
     "a cell in a list": lambda: Net([Backward()]),
     "a cell in a helper": lambda: Net(types.SimpleNamespace(inner=[Net(), Backward()])),
     "a hook of a hidden cell": lambda: Net([hooked_cell()]),
+    "slots": lambda: Net([slots(HeldInSlots, hooking)]),
+    "a class's cell": lambda: Net(WithCell()),
+    "a default": lambda: calling("with_default(x)"),
+    "a default of a keyword": lambda: calling("with_keyword(x)"),
+    **{f"a method in {name}": lambda name=name: Net(only(name)) for name in vars(ByDescriptors) if name[0] != "_"},
 }
 
 
@@ -161,10 +215,49 @@ def recomputed():
     return cell
 
 
-def slots():
-    helper = OfSlots()
-    helper.function = doubled
+def slots(kind, function):
+    helper = kind()
+    helper.function = function
     return helper
+
+
+class Config(dict):
+    """Its attributes are its keys, and what it has not is a KeyError."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+def of_config():
+    return type("OfConfig", (), {"settings": Config(), "odd": Odd()})()
+
+
+class Endless(list):
+    def __iter__(self):
+        raise RuntimeError("no items")
+
+
+class NoDict:
+    @property
+    def __dict__(self):
+        raise RuntimeError("no dict")
+
+
+class Meta(type):
+    @property
+    def __module__(cls):
+        raise AttributeError("no module")
+
+
+def not_initialised():
+    return Net({"cell": nn.Cell.__new__(Net)})
+
+
+def module_of_both():
+    """A module has the name of a method, and something else of it is called."""
+    network = calling("self.hook_there(x) + MODULE.double_there(x)")
+    type(network).hook_there = lambda self, x: x
+    return network
 
 
 def endless():
@@ -179,7 +272,13 @@ WITHOUT = {
     "a helper's other function": lambda: Net(Helper.function),
     "MindSpore's own": recomputed,
     "odd attributes": lambda: Net({"odd": Odd(), "class": Odd, "in another": types.SimpleNamespace(odd=Odd())}),
-    "slots": lambda: Net([slots()]),
+    "slots of nothing": lambda: Net([slots(OfSlots, doubled)]),
+    "a name that is also in a module": module_of_both,
+    "a class with a dict that has attributes": lambda: Net(of_config()),
+    "a list that gives nothing": lambda: Net({"items": Endless([1])}),
+    "an object without a dict": lambda: Net(NoDict()),
+    "a class without a module": lambda: Net(Meta("OfMeta", (), {})()),
+    "a cell that was not initialised": not_initialised,
     "a list that has itself": lambda: Net(endless()),
 }
 
@@ -191,7 +290,7 @@ def test_where_there_is_none_there_is_none(name):
 
 def test_installed_packages_are_users_code_wherever_python_puts_them():
     library = functools.__file__.rpartition("/")[0]
-    assert _is_standard(f"{library}/functools.py") and not _is_users(functools.wraps)
+    assert _is_standard(f"{library}/functools.py") and not is_users(functools.wraps)
     assert not _is_standard(f"{library}/site-packages/layers/hooks.py")
     assert not _is_standard(f"{library}/dist-packages/layers/hooks.py")
 
@@ -200,3 +299,9 @@ def test_functions_of_the_standard_library_are_not_followed_but_what_they_are_gi
     code = NetworkCode(calling("json.dumps(x) and functools.reduce(doubled, x)"))
     assert doubled in code.functions
     assert not any(function.__globals__ is vars(json) for function in code.functions)
+
+
+def test_of_large_collections_only_the_first_items_are_looked_at():
+    words = {f"word {i}": [i] for i in range(100_000)}
+    code = NetworkCode(Net([words, [(i,) for i in range(100_000)], hooking]))
+    assert hooking in code.functions and len(code.reached) < 5_000

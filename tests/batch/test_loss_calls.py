@@ -4,6 +4,7 @@ import functools
 import types
 import warnings
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn, ops
@@ -226,12 +227,13 @@ def test_class_weights_are_warned_of(cell):
         step(Tensor(TOKENS), Tensor(np.int32([0, 1, 2, 0])))
 
 
-class OfArguments(Classifier):
+class OfSum(Classifier):
     def construct(self, x, y):
-        return ops.cross_entropy(self.dense(x), y, **self.arguments())
+        return ops.cross_entropy(self.dense(x), y, reduction="sum")
 
-    def arguments(self):
-        return {"ignore_index": 1}
+
+def test_a_sum_that_is_the_loss_is_warned_of():
+    assert "cross_entropy adds up its rows with reduction='sum'" in LossKind(OfSum()).reason
 
 
 class OfPair(Classifier):
@@ -247,13 +249,199 @@ class OfNewWeights(Classifier):
         return ops.cross_entropy(self.dense(x), y, weight=Tensor([1.0, 2.0, 3.0]))
 
 
-@pytest.mark.parametrize("kind", [OfArguments, OfPair, OfNewWeights], ids=lambda kind: kind.__name__)
-def test_what_only_running_shows_is_named(kind):
-    assert "may weigh its labels or leave some out of its mean" in LossKind(kind()).reason
+class OfWeightsOrNot(Classifier):
+    """A default that may be replaced."""
+
+    def construct(self, x, y):
+        return self.loss(self.dense(x), y)
+
+    def loss(self, logits, labels, weight=None):
+        if weight is None:
+            weight = self.class_weight
+        return ops.cross_entropy(logits, labels, weight)
 
 
-def test_code_without_a_source_is_named():
+class OfGivenWeights(OfWeightsOrNot):
+    """A default that is not used."""
+
+    def construct(self, x, y):
+        return self.loss(self.dense(x), y, self.class_weight)
+
+    def loss(self, logits, labels, weight=None):
+        return ops.cross_entropy(logits, labels, weight)
+
+
+class OfProperty(Classifier):
+    @property
+    def current(self):
+        raise RuntimeError("Only while it runs.")
+
+    def construct(self, x, y):
+        return ops.cross_entropy(self.dense(x), y, self.current)
+
+
+KINDS = [OfPair, OfNewWeights, OfWeightsOrNot, OfGivenWeights, OfProperty]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_class_weights_that_only_running_shows_are_named(kind):
+    assert "may divide by class weights of its labels" in LossKind(kind()).reason
+
+
+class ByAlias(Classifier):
+    def construct(self, x, y):
+        return self.apply(ops.cross_entropy, self.dense(x), y)
+
+    def apply(self, function, *args):
+        return function(*args)
+
+
+class ByText(Classifier):
+    def construct(self, x, y):
+        name = "cross_entropy"
+        return getattr(ops, name)(self.dense(x), y)
+
+
+class ByCallOfOptions(Classifier):
+    def construct(self, x, y):
+        return ops.cross_entropy(self.dense(x), y, ignore_index=self.option("ignore_index"))
+
+    def option(self, name):
+        return getattr(self.settings, name)
+
+
+def of_text():
     exec("def construct(self, x, y):\n    return ops.cross_entropy(self.dense(x), y)", globals(), space := {})
-    assert (
-        "may weigh its labels or leave some out of its mean" in LossKind(type("OfText", (Classifier,), space)()).reason
-    )
+    return type("OfText", (Classifier,), space)()
+
+
+@pytest.mark.parametrize("make", [ByAlias, ByText, ByCallOfOptions, of_text], ids=lambda make: make.__name__)
+def test_labels_below_0_are_warned_of_where_the_label_is_not_known(make):
+    assert said_of_labels(make(), 0, 1, 2) == []
+    assert "leaves labels below 0 out of its mean" in said_of_labels(make(), 0, -1)[0]
+
+
+class Config(dict):
+    """As programs have it: attributes are keys, and what it has not is a KeyError."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class OfConfig(Classifier):
+    config = Config(known=1)
+
+    def construct(self, x, y):
+        if "ignore_index" in self.config:
+            return ops.cross_entropy(self.dense(x), y, ignore_index=self.config.ignore_index)
+        return ops.cross_entropy(self.dense(x), y)
+
+
+class Helper:
+    """An object with a method of the name of the function, and one that calls it."""
+
+    def __init__(self):
+        self.weight = None
+
+    def cross_entropy(self, logits, labels, axis):
+        return ops.square(logits[:, 0] - labels).mean(axis)
+
+    def own(self, *args):
+        return self.cross_entropy(*args, axis=0)
+
+    def loss(self, logits, labels):
+        return ops.cross_entropy(logits, labels, self.weight)
+
+
+class ByHelper(Classifier):
+    def __init__(self, name):
+        super().__init__()
+        self.helper, self.name = Helper(), name
+
+    def construct(self, x, y):
+        return getattr(self.helper, self.name)(self.dense(x), y) + 0 * self.helper.own(self.dense(x), y)
+
+    def loss(self):
+        """It has the name of a method of the helper's."""
+
+
+class Unused(Classifier):
+    """Has methods of a base class that nothing calls."""
+
+    def construct(self, x, y):
+        return ops.square(self.dense(x)[:, 0] - y).mean()
+
+    def evaluate(self, logits, labels):
+        return ops.cross_entropy(logits, labels, self.class_weight)
+
+
+class WithComment(Classifier):
+    def construct(self, x, y):
+        # A comment in the first column.
+        return ops.cross_entropy(self.dense(x), y, self.no_weight)
+
+
+class ByLocals(Classifier):
+    def construct(self, x, y):
+        nothing = None
+        function = ops.cross_entropy
+        return function(self.dense(x), y, nothing, **self.arguments)
+
+    arguments = {"reduction": "mean"}
+
+
+class Chosen(Classifier):
+    weighs = False
+
+    def construct(self, x, y):
+        weight = self.class_weight if self.weighs else None
+        return ops.cross_entropy(self.dense(x), y, weight, int(self.settings.__dict__.get("label", -100)))
+
+
+class Compiled(Classifier):
+    @ms.jit
+    def construct(self, x, y):
+        return ops.cross_entropy(self.dense(x), y, self.no_weight, self.ignored)
+
+    ignored = -100
+
+
+def timed(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(Classifier):
+    @timed
+    def construct(self, x, y):
+        return ops.cross_entropy(self.dense(x), y, self.no_weight)
+
+
+class Inside(Classifier):
+    def construct(self, x, y):
+        def forward(weight):
+            return ops.cross_entropy(self.dense(x), y, weight=self.no_weight) * weight
+
+        return forward(1.0)
+
+
+QUIET = [OfConfig, lambda: ByHelper("loss"), Unused, WithComment, ByLocals, Chosen, Compiled, Decorated, Inside]
+
+
+@pytest.mark.parametrize("make", QUIET, ids=lambda make: make.__name__)
+def test_where_nothing_is_weighed_nothing_is_said(make):
+    cell = make()
+    assert LossKind(cell).reason == "" and said_of_labels(cell, 0, 1, 2) == []
+
+
+def test_another_input_that_has_the_label_is_none():
+    kind = LossKind(ByConstant())
+    words, labels = Tensor(np.int32([0, 1])), Tensor(np.int32([1, 2]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kind.look_at([(words, labels)])
+    with pytest.warns(UserWarning, match="leaves labels of ignore_index=0 out of its mean"):
+        kind.look_at([(labels, words)])
