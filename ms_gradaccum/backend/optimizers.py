@@ -14,6 +14,7 @@ from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
 from ms_gradaccum._checks import LIBRARIES, sentence, warn
 from ms_gradaccum.backend.compiled import op_by_op
+from ms_gradaccum.backend.network_code import NetworkCode, is_a
 from ms_gradaccum.backend.tensors import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
@@ -84,6 +85,11 @@ def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
             if isinstance(item, Parameter):
                 found.setdefault(item.name, item)
     return ParameterTuple(found.values())
+
+
+def optimizers_in(optimizer: nn.Cell) -> list[nn.Cell]:
+    """Return the optimizer and those that it has, wherever it has them."""
+    return [each for each in NetworkCode(optimizer).reached if is_a(each, (nn.Optimizer, ExperimentalOptimizer))]
 
 
 def may_have_branches(optimizer: nn.Cell) -> bool:

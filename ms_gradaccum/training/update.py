@@ -15,7 +15,7 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, op_by_op
 from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale, scale_each_in_place
 from ms_gradaccum.backend.network_code import is_user
-from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches
+from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches, optimizers_in
 from ms_gradaccum.backend.tensors import chunk_of, copy_after
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, Grads, NoClip
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
@@ -251,8 +251,10 @@ class EagerUpdate:
         self.is_users = is_user(type(self.optimizer))
         self.put_gradients = Compiled(lambda: PutMeanGradients(update.gradients), owner, "the mean gradient")
         self.end = Compiled(lambda: update.end, owner, "the end of the update")
-        self.all_parameters = update.parameters
-        # Where these were when the optimizer began last, and the name of what MindSpore has compiled with that.
+        # The optimizer and those inside of it, each of which may have parts that MindSpore compiles.
+        self.optimizers = optimizers_in(self.optimizer)
+        self.all_parameters = [each for optimizer in self.optimizers for each in all_parameters(optimizer)]
+        # Where these were when the optimizer ran last, and the name of what MindSpore has compiled with that.
         self.places: list[int] | None = None
         self.phase = ""
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
@@ -265,24 +267,29 @@ class EagerUpdate:
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
         """Update, and return the norm after clipping."""
         clipped_norm, grads = self.put_gradients(*norm_and_limit)
-        if not self.is_users:
-            self._follow_memory()
+        places = self._follow_memory()
         with op_by_op():
             self.optimizer(grads or self._sums())
+        # One of the user's may have moved them itself.
+        self.places = self._places() if self.is_users else places
         self.end(NOTHING)
         return clipped_norm
 
-    def _follow_memory(self) -> None:
-        """Have MindSpore compile its part of the optimizer anew if something, such as a checkpoint, has moved.
+    def _follow_memory(self) -> list[int]:
+        """Have MindSpore compile its parts of the optimizer anew if something, such as a checkpoint, has moved.
 
         Those of `mindspore.experimental` compile a part of themselves in PYNATIVE mode too, and MindSpore finds it by
-        its phase. It goes on with the memory that parameters and states had then, without a word in its own step.
+        the phase. It goes on with the memory that parameters and states had then, without a word in its own step.
         """
-        places = [parameter.data_ptr() for parameter in self.all_parameters]
+        places = self._places()
         if places != self.places:
             self.phase = f"update {next(_phases)}"
-        self.places = places
-        self.optimizer.phase = self.phase  # Also after `set_train`, which gives it another one.
+        for optimizer in self.optimizers:
+            optimizer.phase = self.phase  # Also after `set_train`, which gives it another one.
+        return places
+
+    def _places(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.all_parameters]
 
     def _sums(self) -> tuple[Tensor, ...]:
         """Return the sums as they are, or copies of them for a user's optimizer, which may keep what it is given."""

@@ -78,34 +78,57 @@ def test_weights_that_are_changed_between_two_calls_are_the_ones_that_train(chan
 ADAM = {"lr": 0.1, "eps": 1.0}
 
 
+class OwnAdam(experimental.Adam):
+    """A user's, which does something beside."""
+
+    def construct(self, gradients):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().construct(gradients)
+
+
+class Around(nn.Optimizer):
+    """A user's around another one, which it has in a list."""
+
+    def __init__(self, parameters):
+        super().__init__(0.1, parameters)
+        self.inner = [experimental.Adam(parameters, **ADAM)]
+
+    def construct(self, gradients):
+        return self.inner[0](gradients)
+
+
+OPTIMIZERS = {
+    "MindSpore's": lambda p: experimental.Adam(p, **ADAM),
+    "a user's": lambda p: OwnAdam(p, **ADAM),
+    "around one": Around,
+}
+
+
 @pytest.mark.parametrize("part", ["weights", "states", "both, then another mode of training"])
-def test_an_optimizer_that_compiles_a_part_of_itself_goes_on_with_what_was_loaded(part):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_compiles_a_part_of_itself_goes_on_with_what_was_loaded(name, part):
     """In PYNATIVE mode, where MindSpore's own step goes on with the old memory and does not train."""
     ms.set_context(mode=ms.PYNATIVE_MODE)
 
     def trained(load):
         ms.set_seed(0)
-        step = new_step(lambda p: experimental.Adam(p, **ADAM))
+        step = new_step(OPTIMIZERS[name])
         train(step, BATCHES[:3])
-        optimizer = step.optimizer
-        states = {each.name: each for each in (*optimizer.exp_avg, *optimizer.exp_avg_sq, optimizer.state_step)}
-        weights = {each.name: each for each in optimizer.parameters}
+        adam = step.optimizer.inner[0] if name == "around one" else step.optimizer
+        states = {each.name: each for each in (*adam.exp_avg, *adam.exp_avg_sq, adam.state_step)}
+        weights = {each.name: each for each in adam.parameters}
         parts = {"weights": weights, "states": states}.get(part, weights | states)
-        load(
-            step,
-            parts,
-            {name: ms.Parameter(ms.Tensor(each.asnumpy() + 1, each.dtype), name=name) for name, each in parts.items()},
-        )
+        load(parts, {name: ms.Tensor(each.asnumpy() + 1, each.dtype) for name, each in parts.items()})
         if "mode" in part:
             step.set_train(False).set_train()
         train(step, BATCHES[:6])
         return {name: each.asnumpy() for name, each in (weights | states).items()}
 
-    def by_checkpoint(step, parts, values):
+    def by_checkpoint(parts, values):
         for name, each in parts.items():
             each.set_data(values[name])  # What `load_param_into_net` does.
 
-    def in_place(step, parts, values):
+    def in_place(parts, values):
         for name, each in parts.items():
             ops.assign(each, values[name])
 
