@@ -39,10 +39,12 @@ def take_apart(inputs: Any, leaves: list[Tensor]) -> Hashable:
 
 
 def has_tensors(inputs: Any) -> bool:
-    """Return whether there is a tensor or an array in ``inputs``."""
-    leaves: list[Tensor] = []
-    take_apart(inputs, leaves)
-    return bool(leaves)
+    """Return whether there is a tensor or an array in ``inputs``, in what is like a dict too."""
+    if isinstance(inputs, (tuple, list)):
+        return any(map(has_tensors, inputs))
+    if isinstance(inputs, Mapping):
+        return any(map(has_tensors, inputs.values()))
+    return isinstance(inputs, (Tensor, np.ndarray))
 
 
 def _tensor(array: Any) -> Tensor:

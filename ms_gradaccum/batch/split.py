@@ -93,7 +93,7 @@ def _refuse_other_mappings(items: Iterable[Any]) -> None:
             _refuse_other_mappings(item)
         elif isinstance(item, dict):
             _refuse_other_mappings(item.values())
-        elif isinstance(item, Mapping) and has_tensors(dict(item)):
+        elif isinstance(item, Mapping) and has_tensors(item):
             got, remedy = f"a {type(item).__name__}, whose tensors nobody would split", "Give dict(batch)."
             raise TypeError(
                 f"For '{_OWNER}', the inputs must be tensors, tuples, lists and dicts, but got {got}. {remedy}"

@@ -79,15 +79,17 @@ class PreparedDataset:
         if name == "dataset":  # Of a copy that is being made.
             raise AttributeError(name)
         value = getattr(self.dataset, name)
+        if not isinstance(self.dataset, Dataset):
+            if name in _ITERATORS:
+                rule, got = f"a pipeline of MindSpore's for {name}()", type(self.dataset).__name__
+                raise AttributeError(sentence(_OWNER, "dataset", rule, got, "Loop over what prepare() has returned."))
+            return value
         if name in _ITERATORS:
             return functools.partial(self._iterator, value)
-        return _of_whole(value) if isinstance(self.dataset, Dataset) and callable(value) else value
+        return _of_whole(value) if callable(value) else value
 
     def _iterator(self, create: Any, *args: Any, **kwargs: Any) -> "PreparedIterator":
-        """Return passes over a pipeline of MindSpore's with the batches that ``create`` makes, one of its methods."""
-        if not isinstance(self.dataset, Dataset):
-            rule, got = f"a pipeline of MindSpore's for {create.__name__}()", type(self.dataset).__name__
-            raise TypeError(sentence(_OWNER, "dataset", rule, got, "Loop over what prepare() has returned."))
+        """Return passes with the batches that ``create`` makes, a method of the pipeline."""
         settings = inspect.signature(create).bind(*args, **kwargs).arguments | {"num_epochs": 1}
         return PreparedIterator(self, lambda data: getattr(data, create.__name__)(**settings))
 

@@ -219,7 +219,7 @@ def _tell_of_modes(owner: str, network: Any) -> None:
             f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with set_train(False) "
             f"or use_batch_statistics=False."
         )
-    idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY)]
+    idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY) and follows_mode(cell)]
     if idle and not any(cell.training for cell in cells):
         warn(
             f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "
@@ -227,10 +227,14 @@ def _tell_of_modes(owner: str, network: Any) -> None:
         )
 
 
+def follows_mode(cell: nn.Cell) -> bool:
+    """Return whether a cell does what its mode says: a BatchNorm may be told apart from it."""
+    return getattr(cell, "use_batch_statistics", None) is None
+
+
 def takes_batch_statistics(norm: nn.Cell) -> bool:
-    """Return whether a BatchNorm takes the statistics of its batch, which some are told apart from their mode."""
-    told = getattr(norm, "use_batch_statistics", None)
-    return bool(norm.training if told is None else told)
+    """Return whether a BatchNorm takes the statistics of its batch."""
+    return bool(norm.training if follows_mode(norm) else norm.use_batch_statistics)
 
 
 def _tell_of_own_backward(owner: str, network: Any, parameters: Iterable[Parameter]) -> None:

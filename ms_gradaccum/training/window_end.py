@@ -8,6 +8,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from ms_gradaccum._checks import sentence
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.backend.kernels import add_each_in_place
 from ms_gradaccum.backend.optimizers import EagerRate, LearningRate, compiles_itself, scale_for
@@ -181,6 +182,10 @@ class WindowEnd(nn.Cell):
 
         ``reduced`` is whether the sums are those of all ranks already.
         """
+        count, known = len(self.update.optimizer.parameters), len(self.reducer.parameters)
+        if count != known:
+            got, remedy = f"{count} where it had {known}", "Build a new step after add_param_group()."
+            raise ValueError(sentence(self.owner, "optimizer", "one whose parameters stay the same", got, remedy))
         eager = runs_eagerly(self.compiles)
         items = self._report(reduced, eager)(NOTHING)
         loss, overflow, scale, updated, norm, rate, weight, self.is_bad, *others = items

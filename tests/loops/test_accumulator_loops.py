@@ -128,8 +128,9 @@ def test_data_with_an_iterator_of_its_own_of_that_name_is_refused():
             return iter(self)
 
     prepared = toy_loop(3)[1].prepare(Loader(FOUR))
+    assert not hasattr(prepared, "create_tuple_iterator")
     rule = r"'dataset' must be a pipeline of MindSpore's for create_tuple_iterator\(\), but got Loader"
-    with pytest.raises(TypeError, match=rule):
+    with pytest.raises(AttributeError, match=rule):
         prepared.create_tuple_iterator(num_epochs=1)
 
 

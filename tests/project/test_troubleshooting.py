@@ -6,6 +6,7 @@ from collections import UserDict
 from pathlib import Path
 
 import mindspore as ms
+import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
 from linear_toy import X, batches, line, sgd
@@ -89,6 +90,16 @@ def another_optimizer_for_a_built_step(*_):
     step = step_of(cell)
     step.optimizer = step.optimizer
     step.optimizer = sgd(cell)
+
+
+@says("For 'TrainOneStepCell', the argument 'optimizer' must be one whose parameters stay the same")
+def a_group_that_is_added_to_a_built_step(*_):
+    network = nn.SequentialCell(line(), nn.Dense(1, 1))
+    optimizer = experimental.SGD(network[0].trainable_params(), 0.1)
+    step = step_of(nn.WithLossCell(network, nn.MSELoss()), optimizer=optimizer)
+    step(*LINES)
+    optimizer.add_param_group({"params": network[1].trainable_params()})
+    step(*LINES)
 
 
 @says("For 'TrainOneStepCell', the argument 'network' must be a GradAccumulation or a loss cell")
