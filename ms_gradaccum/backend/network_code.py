@@ -158,7 +158,7 @@ class ClosureValues:
 
 def is_user(kind: Any) -> bool:
     """Return whether a class or a function is none of a library's; a plain record is the user's."""
-    return kind in _RECORDS or _is_user_module(str(kind.__module__))
+    return kind in _RECORDS or _is_user_module(str(getattr(kind, "__module__", "")))
 
 
 def _is_user_module(name: str) -> bool:

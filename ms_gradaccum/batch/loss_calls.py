@@ -6,7 +6,7 @@ import inspect
 import linecache
 from collections.abc import Iterator
 from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from mindspore import mint, nn, ops
@@ -51,15 +51,29 @@ def loss_calls(network: nn.Cell) -> list[LossCall]:
     # What holds the functions under a name of the program's.
     spaces = {id(each.__globals__): each.__globals__ for each in code.functions}
     spaces |= {id(each): attributes_of(each) for each in code.reached if is_a(each, nn.Cell)}
-    names = _NAMES | {name for space in spaces.values() for name, value in space.items() if _taken_apart(value)[0]}
+    spaces |= {id(each): dict(vars(each)) for each in code.reached if is_a(each, type) and is_user(each)}
+    items = [item for space in spaces.values() for item in space.items() if _taken_apart(unwrapped(item[1]))[0]]
+    names = _NAMES | {name for name, _ in items}
     methods = {kind: methods_of(kind) for kind in set(map(type, code.reached)) if is_user(kind)}
+    # Methods that nothing names are there for something else, such as an evaluation.
+    unused = {each for its in methods.values() for each in its if each.__name__ not in (*code.names, "construct")}
+    unused -= {each.__func__ for each in code.reached if is_a(each, MethodType)}
     found: list[LossCall] = []
+    explained = {id(place) for _, value in items for place in (unwrapped(value), _taken_apart(unwrapped(value))[1])}
     for function in code.functions:
-        is_used = function.__name__ in code.names or function.__name__ in ("construct", "<lambda>")
-        if is_used and not names_in(codes_in(function.__code__)).isdisjoint(names):
+        if function not in unused and not names_in(codes_in(function.__code__)).isdisjoint(names):
             for owner in [each for each in code.reached if function in methods.get(type(each), ())] or [UNKNOWN]:
-                found += _Calls(code, function, owner).found(names)
-    return found
+                found += _Calls(code, function, owner).found(names, explained)
+    return found + [call for each in code.reached for call in _held(each, explained)]
+
+
+def _held(value: Any, explained: set[int]) -> Iterator[LossCall]:
+    """Yield what is known of such a function that the program holds, in a registry for example, if no call has it."""
+    name, function, args, kwargs = _taken_apart(value)
+    if name and id(value) not in explained:
+        arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+        if arguments.get("reduction") != "none":
+            yield LossCall(name, arguments.get("weight"), arguments.get("ignore_index", -100))
 
 
 def _taken_apart(value: Any) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]]:
@@ -140,14 +154,19 @@ class _Calls:
             if _name_of(each.func) == own
         )
 
-    def found(self, names: set[str]) -> Iterator[LossCall]:
-        """Yield the calls; and one of which nothing is known for each of the ``names`` that no call explains."""
+    def found(self, names: set[str], explained: set[int]) -> Iterator[LossCall]:
+        """Yield the calls; and one of which nothing is known for each of the ``names`` that no call explains.
+
+        Note what is called as ``explained``.
+        """
         returned = {id(each.value) for each in self.nodes if isinstance(each, ast.Return)}
         unexplained = set(names & self.named)
         for node in self.nodes:
             if isinstance(node, ast.Call):
-                name, arguments = self._called(node)
-                if name is not UNKNOWN:
+                callee = self._callee(node)
+                name, arguments = self._called(callee, node)
+                explained |= {id(callee), id(_taken_apart(callee)[1])}
+                if callee is not UNKNOWN:
                     unexplained -= {name, _name_of(node.func)}
                 if arguments and arguments["reduction"] != "none":
                     is_sum = arguments["reduction"] == "sum"
@@ -156,15 +175,18 @@ class _Calls:
                     yield LossCall(name, weight, arguments["ignore_index"], is_sum and is_loss)
         yield from (LossCall(name) for name in sorted(unexplained))
 
-    def _called(self, call: ast.Call) -> tuple[Any, dict[str, Any]]:
-        """Return the name of what is called, `UNKNOWN` if it may be anything, and the arguments of such a function."""
-        callee, last = self.of(call.func), _name_of(call.func)
+    def _callee(self, call: ast.Call) -> Any:
+        """Return what is called, or `UNKNOWN`."""
+        callee, name = self.of(call.func), _name_of(call.func)
         is_own = isinstance(call.func, ast.Attribute) and _name_of(call.func.value) == "self"
-        if callee is UNKNOWN and last in _NAMES and not is_own:
-            callee = getattr(ops, last)  # As of a module that is imported inside.
+        # As of a module that is imported inside.
+        return getattr(ops, name) if callee is UNKNOWN and name in _NAMES and not is_own else callee
+
+    def _called(self, callee: Any, call: ast.Call) -> tuple[str, dict[str, Any]]:
+        """Return the name and the arguments of a call of such a function."""
         name, function, args, kwargs = _taken_apart(callee)
         if not name:
-            return UNKNOWN if callee is UNKNOWN else last, {}
+            return _name_of(call.func), {}
         signature = inspect.signature(function)
         is_open = any(isinstance(each, ast.Starred) for each in call.args)
         args = () if is_open else (*args, *map(self.of, call.args))

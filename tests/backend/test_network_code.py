@@ -244,9 +244,10 @@ class NoDict:
 
 
 class Meta(type):
-    @property
-    def __module__(cls):
-        raise AttributeError("no module")
+    def __getattribute__(cls, name):
+        if name == "__module__":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
 
 
 def not_initialised():
