@@ -127,7 +127,8 @@ def attributes_of(value: Any) -> dict[str, Any]:
     """Return what an object has itself, in slots too. No code of its class runs."""
     found: dict[str, Any] = {}
     for kind in type(value).__mro__:
-        for name, slot in vars(kind).items():
+        slots = vars(kind).items() if "__slots__" in vars(kind) else ()
+        for name, slot in slots:
             if isinstance(slot, MemberDescriptorType):
                 with contextlib.suppress(AttributeError):  # It is empty.
                     found[name] = slot.__get__(value)

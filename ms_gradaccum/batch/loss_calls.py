@@ -3,8 +3,9 @@
 import ast
 import functools
 import inspect
+import itertools
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from ms_gradaccum.backend.network_code import (
 
 _NAMES = {"cross_entropy", "nll_loss"}
 _FUNCTIONS = [getattr(module, name) for module in (ops, mint.nn.functional) for name in sorted(_NAMES)]
+_HOLDERS = (FunctionType, partial, staticmethod)
 # What is known only when the code runs.
 UNKNOWN = object()
 
@@ -48,27 +50,37 @@ class LossCall(NamedTuple):
 def loss_calls(network: nn.Cell) -> list[LossCall]:
     """Return such calls, wherever the network has them; not those with reduction='none', which take no mean."""
     code = NetworkCode(network)
-    # What holds the functions under a name of the program's.
-    spaces = {id(each.__globals__): each.__globals__ for each in code.functions}
-    spaces |= {id(each): attributes_of(each) for each in code.reached if is_a(each, nn.Cell)}
-    spaces |= {id(each): dict(vars(each)) for each in code.reached if is_a(each, type) and is_user(each)}
-    items = [item for space in spaces.values() for item in space.items() if _taken_apart(unwrapped(item[1]))[0]]
-    names = _NAMES | {name for name, _ in items}
     methods = {kind: methods_of(kind) for kind in set(map(type, code.reached)) if is_user(kind)}
-    # Methods that nothing names are there for something else, such as an evaluation.
-    unused = {each for its in methods.values() for each in its if each.__name__ not in (*code.names, "construct")}
-    unused -= {each.__func__ for each in code.reached if is_a(each, MethodType)}
+    unused = _unused(code, itertools.chain(*methods.values()))
+    held = _held_by_name(code)
+    names = _NAMES | {name for name, _ in held}
     found: list[LossCall] = []
-    explained = {id(place) for _, value in items for place in (unwrapped(value), _taken_apart(unwrapped(value))[1])}
+    explained = {id(part) for _, value in held for part in (value, _taken_apart(value)[1])}
     for function in code.functions:
         if function not in unused and not names_in(codes_in(function.__code__)).isdisjoint(names):
             for owner in [each for each in code.reached if function in methods.get(type(each), ())] or [UNKNOWN]:
                 found += _Calls(code, function, owner).found(names, explained)
-    return found + [call for each in code.reached for call in _held(each, explained)]
+    return found + [call for each in code.reached for call in _held_elsewhere(each, explained)]
 
 
-def _held(value: Any, explained: set[int]) -> Iterator[LossCall]:
-    """Yield what is known of such a function that the program holds, in a registry for example, if no call has it."""
+def _unused(code: NetworkCode, methods: Iterable[FunctionType]) -> set[FunctionType]:
+    """Return the methods that nothing names: they are there for something else, such as an evaluation."""
+    bound = {each.__func__ for each in code.reached if is_a(each, MethodType)}
+    used = code.names | {"construct"}
+    return {each for each in methods if each.__name__ not in used and not each.__name__.startswith("__")} - bound
+
+
+def _held_by_name(code: NetworkCode) -> list[tuple[str, Any]]:
+    """Return such functions that are globals of the program or attributes of its cells and classes, by these names."""
+    spaces = {id(each.__globals__): each.__globals__ for each in code.functions}
+    spaces |= {id(each): attributes_of(each) for each in code.reached if is_a(each, nn.Cell)}
+    spaces |= {id(each): dict(vars(each)) for each in code.reached if is_a(each, type) and is_user(each)}
+    items = [item for space in spaces.values() for item in space.items() if type(item[1]) in _HOLDERS]
+    return [(name, unwrapped(value)) for name, value in items if _taken_apart(unwrapped(value))[0]]
+
+
+def _held_elsewhere(value: Any, explained: set[int]) -> Iterator[LossCall]:
+    """Yield what is known of such a function that the program has in a registry, for example, if no call has it."""
     name, function, args, kwargs = _taken_apart(value)
     if name and id(value) not in explained:
         arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments

@@ -135,6 +135,22 @@ class Losses:
         return ops.cross_entropy(logits, labels, ignore_index=0)
 
 
+class IsLoss:
+    """Is called itself."""
+
+    def __call__(self, logits, labels):
+        return ops.cross_entropy(logits, labels, ignore_index=0)
+
+
+class HoldsLoss(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.criterion = IsLoss()
+
+    def construct(self, x, y):
+        return self.criterion(self.dense(x), y)
+
+
 class HoldsMethod(Classifier):
     def __init__(self):
         super().__init__()
@@ -163,7 +179,7 @@ class NoneOfTwo(Classifier):
 # What each leaves out of its mean.
 IGNORING = {
     **dict.fromkeys([Plain, Imported, InModule, ImportedInside, NllOfLogits, Held, OfClass, Summed, NoneOfTwo], -100),
-    **dict.fromkeys([ByConstant, ByPosition, ByGlobal, HoldsMethod], 0),
+    **dict.fromkeys([ByConstant, ByPosition, ByGlobal, HoldsMethod, HoldsLoss], 0),
     **dict.fromkeys([ByAttribute, ByPartial, InRegistryOfModule], 1),
     **dict.fromkeys([BySettings, InFunction, InRegistry], 2),
 }
