@@ -101,15 +101,22 @@ def loaded_with(name: str, imports: dict[str, list[str]]) -> set[str]:
     return found
 
 
-def switches() -> int:
-    """Return how many conditions of the files of a step ask for a setting."""
-    count = 0
+def came_later(file: Path) -> bool:
+    """Return whether a file is there for what came after the wishes alone."""
+    return file.relative_to(PACKAGE).as_posix().startswith(LATER)
+
+
+def switches() -> tuple[int, int]:
+    """Return how many conditions of the files of a step ask for a setting, and how many not for what came later."""
+    count = first = 0
     for room in ("gradients", "parallel", "training"):
         for file in (PACKAGE / room).glob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, (ast.If, ast.IfExp)):
-                    count += bool(_SWITCH.search(ast.unparse(node.test)))
-    return count
+                asked = set(_SWITCH.findall(ast.unparse(node.test))) if isinstance(node, (ast.If, ast.IfExp)) else set()
+                count += bool(asked)
+                # Whether a loss is of the whole batch.
+                first += bool(asked - {"is_cached"}) and not came_later(file)
+    return count, first
 
 
 class _Seen:
@@ -163,7 +170,8 @@ def measure() -> list[tuple[str, str]]:
     imports = {name_of(file): imported_files(file) for file in FILES}
     heights = floors(imports)
     model = loaded_with("loops.model", imports)
-    first = [file for file in FILES if not file.relative_to(PACKAGE).as_posix().startswith(LATER)]
+    first = [file for file in FILES if not came_later(file)]
+    conditions, first_conditions = switches()
     step = [file for file in first if file.relative_to(PACKAGE).parts[0] in STEP_ROOMS]
     host, running, whole = files_of_a_batch()
     return [
@@ -173,8 +181,10 @@ def measure() -> list[tuple[str, str]]:
         ("without what came after the wishes", _lines(first)),
         ("of these in the rooms of a step", _lines(step)),
         ("files to load Model", f"{len(model)}"),
+        ("without what came after the wishes", f"{len(model & set(map(name_of, first)))}"),
         ("files of one batch: host / with graphs / with building", f"{host} / {running} / {whole}"),
-        ("conditions on settings in the rooms of a step", f"{switches()}"),
+        ("conditions on settings in the rooms of a step", f"{conditions}"),
+        ("without what came after the wishes", f"{first_conditions}"),
         ("floors of imports: up to Model / in all", f"{heights['loops.model']} / {max(heights.values())}"),
     ]
 
