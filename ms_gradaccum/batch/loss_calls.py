@@ -47,9 +47,8 @@ class LossCall(NamedTuple):
     is_sum: bool = False
 
 
-def loss_calls(network: nn.Cell) -> list[LossCall]:
-    """Return such calls, wherever the network has them; not those with reduction='none', which take no mean."""
-    code = NetworkCode(network)
+def loss_calls(code: NetworkCode) -> list[LossCall]:
+    """Return such calls in the code of a network; not those with reduction='none', which take no mean."""
     methods = {kind: methods_of(kind) for kind in set(map(type, code.reached)) if is_user(kind)}
     unused = _unused(code, itertools.chain(*methods.values()))
     held = _held_by_name(code)

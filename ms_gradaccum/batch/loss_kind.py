@@ -8,6 +8,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import warn
+from ms_gradaccum.backend.network_code import NetworkCode, is_a
 from ms_gradaccum.batch.loss_calls import UNKNOWN, LossCall, loss_calls
 
 _INTS = (*mstype.int_type, *mstype.uint_type)
@@ -41,7 +42,9 @@ class LossKind:
         self.is_settled = not should_be_mean
         if self.is_settled:
             return
-        for _, cell in network.cells_and_names():
+        code = NetworkCode(network)
+        cells = [*code.cells.values(), *(each for each in code.reached if is_a(each, nn.Cell))]
+        for cell in {id(cell): cell for cell in cells}.values():
             kind = next((each.__name__ for each in type(cell).__mro__ if each.__module__.startswith(_MODULES)), "")
             reason = _reason(kind, cell) if kind else ""
             kind = type(cell).__name__ if kind == "LossBase" else kind
@@ -49,7 +52,7 @@ class LossKind:
                 self.reason = f"{_BEGIN} {kind} {reason}"
             if kind and _is_mean(cell) and getattr(cell, "ignore_index", None) is not None:
                 self.ignoring.append((kind, cell.ignore_index))
-        for call in loss_calls(network):
+        for call in loss_calls(code):
             reason = _reason_of_call(call)
             if reason and not self.reason:
                 self.reason = f"{_BEGIN} {call.name} {reason}"

@@ -282,6 +282,24 @@ def test_class_weights_are_warned_of(cell):
         step(Tensor(TOKENS), Tensor(np.int32([0, 1, 2, 0])))
 
 
+class OfCellInDict(Classifier):
+    """Has its loss where MindSpore does not look for cells."""
+
+    def __init__(self, loss_fn):
+        super().__init__()
+        self.losses = {"class": loss_fn}
+
+    def construct(self, x, y):
+        return self.losses["class"](self.dense(x), y)
+
+
+def test_a_loss_cell_in_a_dict_is_found():
+    assert "divides by the sum of the class weights" in LossKind(OfCellInDict(nn.CrossEntropyLoss(WEIGHTS))).reason
+    assert "adds up its rows" in LossKind(OfCellInDict(nn.NLLLoss(reduction="sum"))).reason
+    plain = OfCellInDict(nn.CrossEntropyLoss())
+    assert said_of_labels(plain, 0, 1) == [] and len(said_of_labels(plain, 0, -100)) == 1
+
+
 class OfSum(Classifier):
     def construct(self, x, y):
         return ops.cross_entropy(self.dense(x), y, reduction="sum")
