@@ -8,7 +8,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.backend.network_code import NetworkCode, is_a
+from ms_gradaccum.backend.network_code import NetworkCode, is_a, unique
 from ms_gradaccum.batch.loss_calls import UNKNOWN, LossCall, loss_calls
 
 _INTS = (*mstype.int_type, *mstype.uint_type)
@@ -31,18 +31,19 @@ class LossKind:
 
     Attributes:
         reason: What to warn of; an empty string if no cell shows that it is none.
-        ignoring: What leaves a label out of its mean, by its name, and which one that is.
+        ignoring: What leaves a label out of its mean, by its name, and which one that is; `UNKNOWN` for some.
         is_settled: Whether no batch can show more.
     """
 
     def __init__(self, network: nn.Cell, should_be_mean: bool = True) -> None:
         self.begin = -1 if type(network) is nn.WithLossCell else 0  # Its last input has the labels.
         self.reason = ""
-        self.ignoring: list[tuple[str, int]] = []
+        self.ignoring: list[tuple[str, Any]] = []
         self.is_settled = not should_be_mean
         if self.is_settled:
             return
         code = NetworkCode(network)
+        ignoring: list[tuple[str, Any]] = []
         cells = [*code.cells.values(), *(each for each in code.reached if is_a(each, nn.Cell))]
         for cell in {id(cell): cell for cell in cells}.values():
             kind = next((each.__name__ for each in type(cell).__mro__ if each.__module__.startswith(_MODULES)), "")
@@ -51,12 +52,13 @@ class LossKind:
             if reason and not self.reason:
                 self.reason = f"{_BEGIN} {kind} {reason}"
             if kind and _is_mean(cell) and getattr(cell, "ignore_index", None) is not None:
-                self.ignoring.append((kind, cell.ignore_index))
+                ignoring.append((kind, cell.ignore_index))
         for call in loss_calls(code):
             reason = _reason_of_call(call)
             if reason and not self.reason:
                 self.reason = f"{_BEGIN} {call.name} {reason}"
-            self.ignoring.append((call.name, call.ignored))
+            ignoring.append((call.name, call.ignored))
+        self.ignoring = unique((kind, ignored if is_a(ignored, int) else UNKNOWN) for kind, ignored in ignoring)
         self.is_settled = not (self.reason or self.ignoring)
 
     def look_at(self, batches: Iterable[Sequence[Tensor]]) -> None:
@@ -67,18 +69,16 @@ class LossKind:
             warn(message)
 
     def _ignored_in(self, batches: Iterable[Sequence[Tensor]]) -> str:
-        each = [[tensor for tensor in batch[self.begin :] if tensor.dtype in _INTS] for batch in batches]
+        integers = [[each.asnumpy() for each in batch[self.begin :] if each.dtype in _INTS] for batch in batches]
         for kind, ignored in self.ignoring:
-            got = f"of ignore_index={ignored}"
-            if ignored is UNKNOWN:
-                has_one, got = any(np.any(tensor.asnumpy() < 0) for tensors in each for tensor in tensors), "below 0"
-            elif ignored < 0:
-                has_one = any(np.any(tensor.asnumpy() == ignored) for tensors in each for tensor in tensors)
-            else:  # Other integers may have that value too: the labels come last.
-                has_one = any(np.any(tensor.asnumpy() == ignored) for tensors in each for tensor in tensors[-1:])
-            if has_one:
-                got = f"leaves labels {got} out of its mean"
-                return f"{_BEGIN} {kind} {got}, {_BY_ROWS} Use TokenMeanLoss, or {_PAIR}"
+            is_known = ignored is not UNKNOWN
+            # Other integers may have a value from 0 on too: the labels come last.
+            places = slice(-1, None) if is_known and ignored >= 0 else slice(None)
+            labels = (array for arrays in integers for array in arrays[places])
+            if any(np.any(array == ignored if is_known else array < 0) for array in labels):
+                which = f"of ignore_index={ignored}" if is_known else "below 0"
+                begin = f"{_BEGIN} {kind} leaves labels {which} out of its mean"
+                return f"{begin}, {_BY_ROWS} Use TokenMeanLoss, or {_PAIR}"
         return ""
 
 

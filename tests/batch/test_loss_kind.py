@@ -57,6 +57,12 @@ def test_labels_of_losses_of_mint_are_looked_at(kind):
         LossKind(labels_loss(kind())).look_at([tensors(TOKENS, PADDED)])
 
 
+def test_labels_of_two_losses_of_one_kind_are_looked_at_once():
+    cell = labels_loss(nn.CrossEntropyLoss())
+    cell.also = nn.CrossEntropyLoss()
+    assert LossKind(cell).ignoring == [("CrossEntropyLoss", -100)]
+
+
 def test_the_warning_is_right(mode):
     """The same batch with an ignored label in one micro batch has another gradient than the whole batch has."""
     backbone = nn.Dense(2, 3, weight_init="ones", bias_init="zeros")

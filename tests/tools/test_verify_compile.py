@@ -198,6 +198,14 @@ class Reverses(Line):
         return super().construct(self.reverse(x * self.weight), y)
 
 
+REVERSE = [ops.HookBackward(lambda grads: (-grads[0],))]
+
+
+class ReversesByGlobal(Line):
+    def construct(self, x, y):
+        return super().construct(REVERSE[0](x * self.weight), y)
+
+
 class Doubles(Line):
     def construct(self, x, y):
         output = self.output(x)
@@ -207,9 +215,10 @@ class Doubles(Line):
 
 
 def test_a_gradient_that_is_not_reversed_and_an_alias_that_is_not_doubled():
-    report = compiled(Reverses())
-    assert_causes(report, "Gradients (weight) differ from the first run on")
-    assert "HookBackward" in report.causes[0] and "*=" not in report.causes[0]
+    for kind in (Reverses, ReversesByGlobal):
+        report = compiled(kind())
+        assert_causes(report, "Gradients (weight) differ from the first run on")
+        assert "HookBackward" in report.causes[0] and "*=" not in report.causes[0]
     report = compiled(Doubles())
     assert_causes(report, "Gradients (weight, bias) differ from the first run on")
     assert "HookBackward" not in report.causes[0] and "*=" in report.causes[0]

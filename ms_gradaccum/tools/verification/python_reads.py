@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspore import nn, ops
 
-from ms_gradaccum.backend.network_code import ClosureValues, NetworkCode, codes_of, is_user, names_in, unique
+from ms_gradaccum.backend.network_code import ClosureValues, NetworkCode, codes_of, is_a, is_user, names_in, unique
 
 # What every cell has of its own, whatever its class.
 _OF_ALL_CELLS = frozenset((*vars(nn.Cell()), "_cell_init_args", "_is_top_cell"))
@@ -84,9 +84,8 @@ class PythonReads(NetworkCode):
         )
 
     def has_gradient_hook(self) -> bool:
-        """Whether something is called in the backward pass: an operator of a cell, or a hook of a tensor."""
-        attributes = (value for cell in self.cells.values() for value in vars(cell).values())
-        by_operator = any(isinstance(value, ops.HookBackward) for value in attributes)
+        """Whether something is called in the backward pass: an operator, or a hook of a tensor."""
+        by_operator = any(is_a(value, ops.HookBackward) for value in self.reached)
         return by_operator or bool(self.names & {"HookBackward", "register_hook"})
 
     def _of_cells(self) -> Iterator[Space]:
