@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 from mindspore.train.callback import Callback, LossMonitor
@@ -40,6 +41,7 @@ class PassSteps(Callback):
         self.model = model
         self.train_step = model.train_network
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
+        self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
         # Those that the step has counted.
         self.batches = self.train_step.events.batches
         self.dataset = dataset
@@ -52,6 +54,8 @@ class PassSteps(Callback):
         self.steps, self.common = max(lengths), min(lengths)
         self.done = 0
         self.in_pass = False
+        # Whether what MindSpore calls an epoch are the batches of a sink, and no pass.
+        self.in_sinks = False
         self.run_context: Any = None
         self.sources: Sources | None = None
         self.resumed: PassPlace | None = None
@@ -99,6 +103,9 @@ class PassSteps(Callback):
     def place(self) -> PassPlace:
         """Return where this process is in its data, after a step."""
         passes, batches = divmod(self.done, self.steps)
+        if self.in_sinks:
+            remedy = "A state knows passes over the data, and no sinks."
+            raise ValueError(sentence(_OWNER, "sink_size", "-1 where a state is saved", "another", remedy))
         if not self.is_common:
             raise RuntimeError(
                 f"For '{_OWNER}', a state must be saved where all processes have batches left, but got one after batch "
@@ -114,8 +121,32 @@ class PassSteps(Callback):
     def on_train_begin(self, run_context: Any) -> None:
         self.run_context = run_context
         params = run_context.original_args()
-        if params.batch_num == self.length:
+        # MindSpore counts by a sink_size even where the data does not sink.
+        sink_size = params.sink_size if params.get("dataset_sink_mode") else -1
+        self.in_sinks = sink_size > 0 and not sink_size == self.steps == self.common
+        if self.in_sinks:
+            self._check_sinks(sink_size)
+        else:
             params.batch_num = self.steps
+
+    def _check_sinks(self, sink_size: int) -> None:
+        rule = remedy = ""
+        if self.common < self.steps:
+            rule, remedy = "-1 where some processes have more batches", "Each process then ends with its own data."
+        elif self.keeps_states or self.resumed is not None:
+            rule, remedy = "-1 for a training that can be resumed", "A state knows passes over the data, and no sinks."
+        elif self._ends_inside_sinks(sink_size):
+            rule = "-1 or a divisor of the batches of a pass, where that ends in mid-window"
+            remedy = "Give last_window='carry', or as many batches as whole windows have."
+        if rule:
+            got = f"{sink_size} with {self.length} batches in a pass"
+            raise ValueError(sentence(_OWNER, "sink_size", rule, got, remedy))
+
+    def _ends_inside_sinks(self, sink_size: int) -> bool:
+        """Return whether a pass can end in mid-window inside a sink, which is one graph."""
+        windows = self.steps / self.train_step.accumulation_steps
+        in_graph = ms.get_context("mode") == ms.GRAPH_MODE
+        return in_graph and self.model.last_window != "carry" and windows % 1 != 0 and self.steps % sink_size != 0
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
         self.in_pass = True
@@ -134,21 +165,24 @@ class PassSteps(Callback):
             # In data sink mode a graph has returned the items in a plain tuple.
             params.net_outputs = StepOutput(*params.net_outputs)
         self._tell_of_update(params.net_outputs)
-        step = (params.cur_step_num - 1) % params.batch_num + 1
-        if step == params.batch_num:
+        if self.done % self.steps == 0:
             self._finish_pass(params)
         if self.stop_at_invalid_loss:
+            step = (self.done - 1) % params.batch_num + 1
             self._check_loss(params.net_outputs.loss, params.cur_epoch_num, step)
 
-    def end_pass(self, params: Any, callbacks: Any) -> None:
+    def end_epoch(self, params: Any, callbacks: Any) -> None:
         """Take part in the steps that only other processes have batches for, once this one has no more."""
-        while self.in_pass and not self.run_context.get_stop_requested():
+        stops = self.run_context.get_stop_requested
+        if self.in_sinks and not stops() and params.cur_epoch_num < self.first_epoch + params.epoch_num:
+            return  # The next sink goes on with the pass.
+        while self.in_pass and not self.in_sinks and not stops():
             params.cur_step_num += 1
             callbacks.on_train_step_begin(self.run_context)
             params.net_outputs = self.train_step.join()
             callbacks.on_train_step_end(self.run_context)
         if self.in_pass:
-            # A callback has ended the pass before the end of its data.
+            # A callback or the last sink has ended the pass before the end of its data.
             self._finish_pass(params)
 
     def _finish_pass(self, params: Any) -> None:

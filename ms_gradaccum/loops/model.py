@@ -212,7 +212,8 @@ class Model(ms.Model):
             train_dataset (Dataset): The data.
             callbacks (Union[Callback, list[Callback], None]): What is called. Default: ``None``.
             dataset_sink_mode (bool): Whether the data goes to the device by itself. Default: ``False``.
-            sink_size (int): Batches of a sink. Default: ``-1``.
+            sink_size (int): Batches of a sink, which MindSpore counts as an epoch where the data sinks; ``-1``: those
+                of a pass. Default: ``-1``.
             initial_epoch (int): Number of the first pass. Default: ``0``.
 
         Keyword Args:
@@ -314,7 +315,7 @@ class Model(ms.Model):
     def _eval_during_train(self, valid_infos: Any, cb_params: Any, list_callback: Any) -> None:
         # Called at the end of each pass, whether there is something to evaluate or not.
         if self._steps is not None:
-            self._steps.end_pass(cb_params, list_callback)
+            self._steps.end_epoch(cb_params, list_callback)
         super()._eval_during_train(valid_infos, cb_params, list_callback)
 
 

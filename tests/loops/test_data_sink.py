@@ -1,0 +1,177 @@
+"""Data sink mode, in which MindSpore's epochs can be shorter and longer than a pass over the data.
+
+On CPU MindSpore trains without the sink, but counts by its size. What it does on a device is done here in its place:
+its loop for a sink runs with a network that takes the batches by itself.
+"""
+
+import itertools
+
+import mindspore as ms
+import pytest
+from linear_toy import batches, toy, weight_of
+from mindspore import train
+from mindspore.train.callback._callback import InternalCallbackParam
+
+from ms_gradaccum import Model, StateCheckpoint, load_state, save_state
+from ms_gradaccum.loops.epoch import PassSteps
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+class Seen(train.Callback):
+    def __init__(self, stop_after=None):
+        super().__init__()
+        self.steps, self.updates, self.stop_after = [], 0, stop_after
+
+    def on_train_step_end(self, run_context):
+        params = run_context.original_args()
+        self.steps.append((params.cur_epoch_num, params.cur_step_num, float(params.net_outputs.loss.asnumpy())))
+        self.updates += bool(params.net_outputs.updated.asnumpy())
+        if params.cur_step_num == self.stop_after:
+            raise KeyboardInterrupt
+
+
+class Sink:
+    """The network of a sink, and the helper that says how often it is called in an epoch."""
+
+    def __init__(self, step, dataset, size, epochs):
+        self.step, self.size = step, dataset.get_dataset_size() if size == -1 else size
+        passes = dataset.create_tuple_iterator(num_epochs=epochs)
+        self.batches = itertools.chain.from_iterable(passes for _ in range(epochs))
+        self.calls = 1 if ms.get_context("mode") == ms.GRAPH_MODE else self.size
+
+    def sink_size(self):
+        return self.size
+
+    def __iter__(self):
+        return iter([()] * self.calls)
+
+    def __call__(self):
+        for _ in range(self.size // self.calls):
+            output = self.step(*next(self.batches))
+        return tuple(output._asdict().values())
+
+    def set_train(self, mode=True):
+        self.step.set_train(mode)
+
+    def continue_send(self):
+        pass
+
+    stop_send = release = continue_send
+
+
+@pytest.fixture(params=[ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["GRAPH", "PYNATIVE"])
+def sinks(request, monkeypatch):
+    """Let MindSpore train with the sink that a device has. A sink is one call in GRAPH mode."""
+    ms.set_context(mode=request.param)
+    sizes = []
+
+    def prepared(model, is_train, dataset, dataset_sink_mode, sink_size=-1, epoch_num=1, dataset_helper=None):
+        helper = dataset_helper or Sink(model.train_network, dataset, sink_size, epoch_num)
+        return helper, helper
+
+    def trained(model, epoch, dataset, callbacks, params, initial_epoch, valid):
+        return model._train_dataset_sink_process(epoch, dataset, callbacks, params, sizes[0], initial_epoch, valid)
+
+    def given(model, epoch, dataset, **kwargs):
+        sizes.append(kwargs["sink_size"])
+        return _train(model, epoch, dataset, **kwargs)
+
+    _train = Model._train
+    monkeypatch.setattr(Model, "_train", given)
+    monkeypatch.setattr(Model, "_exec_preprocess", prepared)
+    monkeypatch.setattr(Model, "_train_process", trained)
+    return request.param
+
+
+def trained(epochs, sink_size=None, rows=2, seen=None, **settings):
+    network, model = toy(**settings)
+    sink = {} if sink_size is None else {"dataset_sink_mode": True, "sink_size": sink_size}
+    model.train(epochs, batches(rows), seen, **sink)
+    assert model.train_network.open_batches() == 0 or settings.get("last_window") == "carry"
+    return weight_of(network)
+
+
+@pytest.mark.parametrize("sink_size", [1, 3, 4, 6])
+def test_on_cpu_a_sink_size_changes_nothing(sink_size):
+    plain, sunk = Seen(), Seen()
+    assert trained(2, None, seen=plain, accumulation_steps=3) == trained(2, sink_size, seen=sunk, accumulation_steps=3)
+    assert plain.steps == sunk.steps and len(sunk.steps) == 8
+    assert plain.updates == sunk.updates == 4
+
+
+def test_on_cpu_a_training_with_a_sink_is_resumed_where_it_stopped(tmp_path):
+    whole = trained(3, 8, learning_rate=0.002)
+    with pytest.raises(KeyboardInterrupt):
+        trained(3, 8, seen=[StateCheckpoint(tmp_path, save_checkpoint_steps=1), Seen(6)], learning_rate=0.002)
+    network, model = toy(learning_rate=0.002)
+    model.train(3, batches(2), StateCheckpoint(tmp_path), dataset_sink_mode=True, sink_size=8, resume=True)
+    assert weight_of(network) == whole
+
+
+@pytest.mark.parametrize("sink_size, epochs", [(1, 8), (2, 4), (4, 2), (-1, 2), (8, 1)])
+@pytest.mark.parametrize("last_window", ["apply", "drop", "carry"])
+def test_a_window_ends_with_its_batches_and_not_with_the_sink(sinks, sink_size, epochs, last_window):
+    """In windows of 3, 1, 3 and 1 batches, or of 3, 3 and 2."""
+    settings = {"accumulation_steps": 3, "last_window": last_window}
+    if (sinks, sink_size) == (ms.GRAPH_MODE, 8) and last_window != "carry":
+        with pytest.raises(ValueError, match="'sink_size' must be -1 or a divisor of the batches of a pass"):
+            trained(epochs, sink_size, **settings)
+    else:
+        assert trained(epochs, sink_size, **settings) == pytest.approx(_without_sink(2, **settings), rel=1e-6)
+
+
+def _without_sink(epochs, **settings):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Model, "_train", Model.__mro__[1]._train)
+        network, model = toy(**settings)
+    steps, step = epochs * 4, model.train_network
+    for number, batch in zip(range(1, steps + 1), itertools.cycle(list(batches(2).create_tuple_iterator()))):
+        step(*batch)
+        if number % 4 == 0 and settings["last_window"] != "carry":
+            {"apply": step.flush, "drop": step.drop}[settings["last_window"]]()
+    return weight_of(network)
+
+
+@pytest.mark.parametrize("last_window, weight", [("apply", 0.6), ("drop", 0.0), ("carry", 0.0)])
+def test_a_training_that_ends_within_a_pass_ends_its_window(sinks, last_window, weight):
+    """Two of four batches, as one update with the mean over rows 1 to 4: 0.02 * 2 * 2 * 7.5 is 0.6."""
+    assert trained(2, 1, accumulation_steps=4, last_window=last_window) == pytest.approx(weight)
+
+
+def test_a_pass_that_fits_no_sink_is_no_matter_where_windows_fit_it(sinks):
+    assert trained(4, 3, accumulation_steps=4) == pytest.approx(
+        _without_sink(3, accumulation_steps=4, last_window="apply")
+    )
+
+
+def test_states_know_no_sinks(sinks, tmp_path):
+    with pytest.raises(ValueError, match="'sink_size' must be -1 for a training that can be resumed, but got 1 with 4"):
+        trained(4, 1, seen=StateCheckpoint(tmp_path))
+    _, model = toy()
+
+    class Saving(train.Callback):
+        def on_train_step_end(self, run_context):
+            save_state(model, tmp_path / "state")
+
+    with pytest.raises(ValueError, match="'sink_size' must be -1 where a state is saved"):
+        model.train(4, batches(2), Saving(), dataset_sink_mode=True, sink_size=1)
+
+
+def test_a_sink_of_a_pass_is_a_pass(sinks, tmp_path):
+    whole = trained(3, 4, learning_rate=0.002)
+    trained(2, 4, seen=StateCheckpoint(tmp_path), learning_rate=0.002)
+    network, model = toy(learning_rate=0.002)
+    load_state(model, tmp_path)
+    model.train(3, batches(2), dataset_sink_mode=True, sink_size=4, resume=True)
+    assert weight_of(network) == pytest.approx(whole)
+
+
+def test_processes_that_have_fewer_batches_end_with_their_data():
+    _, model = toy()
+    steps = PassSteps(model, [], batches(2), 0)
+    steps.common = 3
+    params = InternalCallbackParam()
+    params.update(dataset_sink_mode=True, sink_size=1, batch_num=1)
+    with pytest.raises(ValueError, match="'sink_size' must be -1 where some processes have more batches, but got 1"):
+        steps.on_train_begin(train.RunContext(params))
