@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspore import nn
 from mindspore.dataset import Dataset
-from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ms_gradaccum._checks import check_saved, is_flag, sentence, typed
 from ms_gradaccum.backend import plain_state
@@ -292,7 +292,7 @@ class PreparedScheduler:
 
 def prepare(item: Any, window: Any) -> Any:
     """Return ``item`` as what knows where ``window`` stands, or a Cell as it is."""
-    if isinstance(item, (LRScheduler, ReduceLROnPlateau)):
+    if isinstance(item, (LRScheduler, ReduceLROnPlateau, SequentialLR)):
         window.schedulers.append(PreparedScheduler(item, window))
         return window.schedulers[-1]
     if isinstance(item, nn.Cell):

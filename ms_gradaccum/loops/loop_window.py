@@ -71,7 +71,22 @@ class LoopWindow:
             self.in_batch = False
             self._keep_count()
 
+    def _follow_sums(self) -> None:
+        """Go on with the windows whose sums are there: MindSpore's checkpoints have them, and how many batches."""
+        if self.in_batch:
+            return
+        counts = [trained.count() for trained in self.networks]
+        if counts != [self._count_of(trained) for trained in self.networks]:
+            for trained, count in zip(self.networks, counts):
+                trained.is_open = count > 0
+            self.counter.go_on_at(max(counts))
+            self.ends = False
+
+    def _count_of(self, trained: TrainedNetwork) -> int:
+        return self.counter.batches if trained.is_open else 0
+
     def _begin(self) -> None:
+        self._follow_sums()
         if self.ends and self.is_open:
             remedy = "Call step(), or zero_grad() to throw the window away; a batch in no_sync() ends none."
             raise _disorder("a full window must be followed by step()", "the next batch", remedy)
@@ -103,7 +118,7 @@ class LoopWindow:
     def _keep_count(self) -> None:
         """Write the number of batches beside the sums that they are in."""
         for trained in self.networks:
-            trained.set_count(self.counter.batches if trained.is_open else 0)
+            trained.set_count(self._count_of(trained))
 
     @contextmanager
     def batch_of(self, trained: TrainedNetwork) -> Iterator[None]:
@@ -238,6 +253,7 @@ class LoopWindow:
 
     def drop(self) -> int:
         """Throw the window away and return the number of batches that it had."""
+        self._follow_sums()
         # The batches of a compiled function are counted beside the sums alone.
         batches = self.networks[0].count()
         if self.is_open:

@@ -212,11 +212,15 @@ class WindowCounter:
 
     def begin_batch(self, end_of_data: bool, epoch: int | None, withheld: bool) -> bool:
         """Count one batch and return whether it ends the window, unless the end is withheld."""
-        if self.batches == 0:
+        if self.batches == 0 or self.steps == 0:
             self.steps = self.config.steps_for(epoch, self.updates, self.tokens)
         self.batches += 1
         full = self.batches >= self.steps or (end_of_data and self.config.sync_with_dataloader)
         return full and not withheld
+
+    def go_on_at(self, batches: int) -> None:
+        """Go on in a window that has so many batches, and is as long as one that would begin now."""
+        self.batches, self.steps = batches, 0
 
     def take_back_batch(self) -> None:
         """Forget the current batch, of which nothing was added."""

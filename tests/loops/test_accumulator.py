@@ -280,3 +280,35 @@ def test_windows_of_all_lengths_share_the_same_three_graphs():
         assert sorted(compiled) == ["MicroStep", "Report", "Update"]
         list(train(accumulator, FOUR * 3))
     assert len(compiled) == 3 and ms.get_context("mode") == ms.PYNATIVE_MODE
+
+
+def test_a_checkpoint_of_mindspore_in_mid_window_goes_on(mode, tmp_path):
+    network, accumulator = toy_loop(4)
+    list(train(accumulator, FOUR[:2]))
+    ms.save_checkpoint(accumulator, str(tmp_path / "middle.ckpt"))
+    network, accumulator = toy_loop(4)
+    assert ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "middle.ckpt"))) == ([], [])
+    assert updates_of(accumulator, FOUR[2:]) == [False, True]
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_a_checkpoint_of_mindspore_empties_an_open_window(tmp_path, eager):
+    network, accumulator = toy_loop(4)
+    ms.save_checkpoint(accumulator, str(tmp_path / "start.ckpt"))
+    list(train(accumulator, FOUR[3:]))
+    ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "start.ckpt")))
+    assert updates_of(accumulator, FOUR) == [False, False, False, True]
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+@pytest.mark.parametrize("end", ["flush", "drop"])
+def test_a_window_of_a_checkpoint_can_be_ended_at_once(end, tmp_path, eager):
+    network, accumulator = toy_loop(4)
+    list(train(accumulator, FOUR[:2]))
+    ms.save_checkpoint(accumulator, str(tmp_path / "middle.ckpt"))
+    network, accumulator = toy_loop(4)
+    ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
+    found = getattr(accumulator, end)()
+    assert found == 2 if end == "drop" else number(found.weight) == 4
+    assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4)) if end == "flush" else 0, rel=1e-6)
+    assert updates_of(accumulator, FOUR) == [False, False, False, True]

@@ -158,6 +158,20 @@ def test_an_epoch_that_ends_in_a_skipped_update_moves_the_scheduler_for_the_othe
     assert rate(accumulator) == 0.01
 
 
+def test_schedulers_in_sequence_are_one():
+    _, accumulator = toy_loop(2, adjustable_sgd)
+    optimizer = optimizer_of(accumulator)
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 2), halving(optimizer)]
+    scheduler = accumulator.prepare(lr_scheduler.SequentialLR(optimizer, parts, milestones=[2]))
+    rates = [rate(accumulator) for _ in train(accumulator, [*FOUR, *FOUR], scheduler)]
+    assert rates == pytest.approx([0.01, 0.01, 0.01, 0.02, 0.02, 0.01, 0.01, 0.005])
+    state = scheduler.state_dict()
+    list(train(accumulator, FOUR, scheduler))
+    moved = scheduler.state_dict()
+    scheduler.load_state_dict(state)
+    assert scheduler.state_dict() == state != moved
+
+
 def test_reduce_on_plateau_takes_its_metric():
     _, accumulator = toy_loop(2, adjustable_sgd)
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer_of(accumulator), patience=0, factor=0.5)
