@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
-from ms_gradaccum.backend.compiled import Compiled, op_by_op
+from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op
 from ms_gradaccum.backend.cpu import with_condition
 from ms_gradaccum.backend.kernels import ONE, scale_wide
-from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.backend.network_code import NetworkCode, is_a
 from ms_gradaccum.backend.tensors import chunk_of
 from ms_gradaccum.batch.nested_inputs import rebuilt
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
@@ -21,6 +21,8 @@ from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bits
 from ms_gradaccum.gradients.non_finite import KeepFinite
 from ms_gradaccum.parallel.reducer import GradientReducer
+
+_LOGITS_LOSSES = (nn.BCEWithLogitsLoss, mint.nn.BCEWithLogitsLoss, ops.BCEWithLogitsLoss)
 
 
 class Pace(Enum):
@@ -50,6 +52,15 @@ def pace_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> Pace:
     if half:
         return Pace.MEAN
     return Pace.BATCH if eager else Pace.SUM
+
+
+def divides_by_first_rows(network: nn.Cell) -> bool:
+    """Return whether MindSpore, op by op, may divide a gradient by the rows of an earlier batch.
+
+    It does for `BCEWithLogitsLoss`, with those of the first batch that it keeps a pass of, whoever has run that.
+    """
+    code = NetworkCode(network)
+    return "binary_cross_entropy_with_logits" in code.names or any(is_a(each, _LOGITS_LOSSES) for each in code.reached)
 
 
 class MicroLoss(nn.Cell):
@@ -314,14 +325,16 @@ class EagerMicroStep:
         self.micro_loss = micro_loss
         self.parameters = ParameterTuple(parameter for group in parameters for parameter in group)
         # The inputs of the pass that is under way. They are no arguments of the function that is differentiated: those
-        # could not be any Python value, and MindSpore divides the gradient of a BCEWithLogitsLoss by the rows of the
-        # first batch of the process that was an argument.
+        # could not be any Python value.
         self.inputs: tuple[Any, ...] = ()
+        self.is_first_rows = divides_by_first_rows(micro_loss.weighted_loss.network)
 
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:
         """Run one micro batch."""
         self.has_run = self.adding.has_run = False
         self.inputs = (share, *rebuilt(self.structure, tensors))
+        if self.is_first_rows:
+            forget_passes()
         try:
             with op_by_op():
                 (_, *values), grads = ops.value_and_grad(self._forward, None, self.parameters, has_aux=True)()
