@@ -1,4 +1,7 @@
-"""Calls of MindSpore's means over labels in the code of a network, with their arguments as far as it shows them."""
+"""Calls of MindSpore's losses in the code of a network, with their arguments as far as it shows them.
+
+And those of `batch_norm`, after which no loss is a mean over rows.
+"""
 
 import ast
 import functools
@@ -24,20 +27,29 @@ from ms_gradaccum.backend.network_code import (
     unwrapped,
 )
 
+# Those whose mean is one over labels that count.
 _NAMES = {"cross_entropy", "nll_loss"}
-_FUNCTIONS = [getattr(module, name) for module in (ops, mint.nn.functional) for name in sorted(_NAMES)]
+_MODULES = (ops, mint.nn.functional)
+# All losses, which can add up their rows.
+_FUNCTIONS = [
+    function
+    for module in _MODULES
+    for function in vars(module).values()
+    if is_a(function, FunctionType) and "reduction" in inspect.signature(function).parameters
+]
+_LOSSES = {name for module in _MODULES for name, function in vars(module).items() if function in _FUNCTIONS}
 _HOLDERS = (FunctionType, partial, staticmethod)
 # What is known only when the code runs.
 UNKNOWN = object()
 
 
 class LossCall(NamedTuple):
-    """A call of a function that takes the mean over labels, or their sum.
+    """A call of a function that takes the mean over rows or labels, or their sum.
 
     Attributes:
         name: The function.
         weight: By which class weights it divides; None for none.
-        ignored: The label that it leaves out.
+        ignored: The label that it leaves out; None for none.
         is_sum: Whether the loss is the sum that it returns.
     """
 
@@ -48,11 +60,11 @@ class LossCall(NamedTuple):
 
 
 def loss_calls(code: NetworkCode) -> list[LossCall]:
-    """Return such calls in the code of a network; not those with reduction='none', which take no mean."""
+    """Return the calls in the code of a network that take a mean over labels, and those whose sum is its loss."""
     methods = {kind: methods_of(kind) for kind in set(map(type, code.reached)) if is_user(kind)}
     unused = _unused(code, itertools.chain(*methods.values()))
     held = _held_by_name(code)
-    names = _NAMES | {name for name, _ in held}
+    names = _LOSSES | {name for name, _ in held}
     found: list[LossCall] = []
     explained = {id(part) for _, value in held for part in (value, _taken_apart(value)[1])}
     for function in code.functions:
@@ -60,6 +72,19 @@ def loss_calls(code: NetworkCode) -> list[LossCall]:
             for owner in [each for each in code.reached if function in methods.get(type(each), ())] or [UNKNOWN]:
                 found += _Calls(code, function, owner).found(names, explained)
     return found + [call for each in code.reached for call in _held_elsewhere(each, explained)]
+
+
+def normalises_batches(code: NetworkCode) -> bool:
+    """Return whether the code calls `batch_norm`, and may let it take the statistics of the batch."""
+    functions = [each for each in code.functions if "batch_norm" in names_in(codes_in(each.__code__))]
+    calls = [node for function in functions for node in _nodes_of(function) if isinstance(node, ast.Call)]
+    for call in calls:
+        if _name_of(call.func) == "batch_norm":
+            named = [each.value for each in call.keywords if each.arg in ("training", None)]
+            training = [*call.args[5:6], *named]
+            if training and not (isinstance(training[0], ast.Constant) and not training[0].value):
+                return True
+    return False
 
 
 def _unused(code: NetworkCode, methods: Iterable[FunctionType]) -> set[FunctionType]:
@@ -81,7 +106,7 @@ def _held_by_name(code: NetworkCode) -> list[tuple[str, Any]]:
 def _held_elsewhere(value: Any, explained: set[int]) -> Iterator[LossCall]:
     """Yield what is known of such a function that the program has in a registry, for example, if no call has it."""
     name, function, args, kwargs = _taken_apart(value)
-    if name and id(value) not in explained:
+    if name in _NAMES and id(value) not in explained:
         arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
         if arguments.get("reduction") != "none":
             yield LossCall(name, arguments.get("weight"), arguments.get("ignore_index", -100))
@@ -171,7 +196,7 @@ class _Calls:
         Note what is called as ``explained``.
         """
         returned = {id(each.value) for each in self.nodes if isinstance(each, ast.Return)}
-        unexplained = set(names & self.named)
+        unexplained = set(names & self.named) - (_LOSSES - _NAMES)
         for node in self.nodes:
             if isinstance(node, ast.Call):
                 callee = self._callee(node)
@@ -182,8 +207,11 @@ class _Calls:
                 if arguments and arguments["reduction"] != "none":
                     is_sum = arguments["reduction"] == "sum"
                     is_loss = id(node) in returned and self.function.__name__ == "construct"
-                    weight = None if is_sum else arguments["weight"]
-                    yield LossCall(name, weight, arguments["ignore_index"], is_sum and is_loss)
+                    if name in _NAMES:
+                        weight = None if is_sum else arguments["weight"]
+                        yield LossCall(name, weight, arguments["ignore_index"], is_sum and is_loss)
+                    elif is_sum and is_loss:
+                        yield LossCall(name, ignored=None, is_sum=True)
         yield from (LossCall(name) for name in sorted(unexplained))
 
     def _callee(self, call: ast.Call) -> Any:

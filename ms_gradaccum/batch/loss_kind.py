@@ -57,7 +57,8 @@ class LossKind:
             reason = _reason_of_call(call)
             if reason and not self.reason:
                 self.reason = f"{_BEGIN} {call.name} {reason}"
-            ignoring.append((call.name, call.ignored))
+            if call.ignored is not None:
+                ignoring.append((call.name, call.ignored))
         self.ignoring = unique((kind, ignored if is_a(ignored, int) else UNKNOWN) for kind, ignored in ignoring)
         self.is_settled = not (self.reason or self.ignoring)
 

@@ -11,6 +11,7 @@ from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.batch.loss_calls import normalises_batches
 from ms_gradaccum.batch.nested_inputs import why_no_graph
 from ms_gradaccum.batch.split import MicroBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
@@ -212,10 +213,12 @@ def _tell_of_modes(owner: str, network: Any) -> None:
     """Warn of a network that is in evaluation mode as a whole, in which MindSpore's step leaves it without a word, and
     of a BatchNorm in training."""
     cells = [cell for _, cell in network.network.cells_and_names()]
-    norms = [cell for cell in cells if isinstance(cell, _BATCH_NORMS) and takes_batch_statistics(cell)]
+    norms = [cell.cls_name for cell in cells if isinstance(cell, _BATCH_NORMS) and takes_batch_statistics(cell)]
+    if not norms and any(cell.training for cell in cells) and normalises_batches(NetworkCode(network.network)):
+        norms = ["batch_norm"]
     if norms and (network.micro_size > 1 or network.adds_batches):
         warn(
-            f"For '{owner}', {norms[0].cls_name} takes the mean and the variance of each micro batch, and not those of "
+            f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, and not those of "
             f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with set_train(False) "
             f"or use_batch_statistics=False."
         )

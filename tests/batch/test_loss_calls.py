@@ -309,6 +309,59 @@ def test_a_sum_that_is_the_loss_is_warned_of():
     assert "cross_entropy adds up its rows with reduction='sum'" in LossKind(OfSum()).reason
 
 
+class SumOfL1(Classifier):
+    def construct(self, x, y):
+        return ops.l1_loss(self.dense(x), y, reduction="sum")
+
+
+class SumOfSquares(Classifier):
+    def construct(self, x, y):
+        return ops.mse_loss(self.dense(x), y, "sum")
+
+
+class SumOfHuber(Classifier):
+    def construct(self, x, y):
+        return mint.nn.functional.smooth_l1_loss(self.dense(x), y, reduction="sum")
+
+
+class SumOfDivergences(Classifier):
+    def construct(self, x, y):
+        return ops.kl_div(ops.log_softmax(self.dense(x)), y, reduction="sum")
+
+
+class SumOfBinary(Classifier):
+    def construct(self, x, y):
+        return ops.binary_cross_entropy_with_logits(self.dense(x), y, y, y, reduction="sum")
+
+
+@pytest.mark.parametrize("kind", [SumOfL1, SumOfSquares, SumOfHuber, SumOfDivergences, SumOfBinary])
+def test_a_sum_of_any_loss_is_warned_of(kind):
+    assert "adds up its rows with reduction='sum'" in LossKind(kind()).reason
+
+
+class MeanOfL1(Classifier):
+    def construct(self, x, y):
+        return ops.l1_loss(self.dense(x), y)
+
+
+class SumByRows(Classifier):
+    def construct(self, x, y):
+        return ops.mse_loss(self.dense(x), y, reduction="sum") / x.shape[0]
+
+
+class OwnNamesake(Classifier):
+    def construct(self, x, y):
+        return self.mse_loss(self.dense(x), y, reduction="sum")
+
+    def mse_loss(self, x, y, reduction):
+        return ops.square(x - y).mean()
+
+
+@pytest.mark.parametrize("kind", [MeanOfL1, SumByRows, OwnNamesake])
+def test_what_is_no_sum_in_the_end_is_not(kind):
+    assert LossKind(kind()).is_settled
+
+
 class OfPair(Classifier):
     def construct(self, x, y):
         return ops.cross_entropy(*self.pair(x, y))

@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn, ops
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
@@ -74,3 +74,38 @@ def test_a_batch_norm_of_another_platform_is_one(kind, eager):
             return self.factor * x
 
     assert len(warnings_of(Here(), 2)) == 1
+
+
+class ByFunction(nn.Cell):
+    """Calls the function; what it says of training is an expression in the source."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.variance = Tensor(np.zeros(2, np.float32)), Tensor(np.ones(2, np.float32))
+        self.gamma, self.beta = Parameter(Tensor(np.ones(2, np.float32))), Parameter(Tensor(np.zeros(2, np.float32)))
+
+
+class InTraining(ByFunction):
+    def construct(self, x):
+        return ops.batch_norm(x, self.mean, self.variance, self.gamma, self.beta, training=True)
+
+
+class AsTheCell(ByFunction):
+    def construct(self, x):
+        return ops.batch_norm(x, self.mean, self.variance, self.gamma, self.beta, self.training)
+
+
+class WithFixed(ByFunction):
+    def construct(self, x):
+        return ops.batch_norm(x, self.mean, self.variance, self.gamma, self.beta, training=False)
+
+
+class ByDefault(ByFunction):
+    def construct(self, x):
+        return ops.batch_norm(x, self.mean, self.variance, self.gamma, self.beta)
+
+
+@pytest.mark.parametrize("kind, count", [(InTraining, 1), (AsTheCell, 1), (WithFixed, 0), (ByDefault, 0)])
+def test_the_function_goes_by_what_it_is_given(kind, count, eager):
+    assert len(warnings_of(kind(), 1)) == count
+    assert warnings_of(kind(), 1, micro_size=1) == []
