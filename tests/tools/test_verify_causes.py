@@ -52,6 +52,20 @@ def sum_over_marked(output, y):
     return (ops.square(output - y) * mask).sum(), mask.sum()
 
 
+class Queue(nn.Cell):
+    """Compares with rows of earlier batches, and leaves its own; after all of a batch it is the same either way."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor([1.0, -1.0], ms.float32), "weight")
+        self.queue = Parameter(Tensor(np.ones((8, 2), np.float32)), "queue", requires_grad=False)
+
+    def construct(self, x, y):
+        loss = ops.square(ops.matmul(x * self.weight, self.queue.T) - y.reshape(-1, 1)).mean()
+        ops.assign(self.queue, ops.concat((self.queue[x.shape[0] :], x)))
+        return loss
+
+
 MARKED = np.where(MASK, np.abs(Y) + 0.1, -np.abs(Y) - 0.1).astype(np.float32)
 
 
@@ -260,3 +274,7 @@ def test_a_sum_with_its_weight_is_equal_to_a_reference_that_is_the_mean(eager):
     loss_cell = Loss(sum_over_marked)
     reference = sharing(Loss(mean_over_marked), loss_cell)
     assert verify(loss_cell, batch(X, MARKED), 3, weighted=True, reference=reference).equal
+
+
+def test_what_a_micro_batch_leaves_to_the_next_is_named():
+    assert_causes(verify(Queue(), batch(X, Y), 4), "State of the network: the micro batches, each from where")

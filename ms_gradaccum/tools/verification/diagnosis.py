@@ -31,6 +31,11 @@ _STATE = (
     "State of the network ({names}): each forward pass changes it, so a window does {count} times and the whole batch "
     "once. Change it once per update, outside of the network, or keep it constant."
 )
+_LEFT_BEHIND = (
+    "State of the network: the micro batches, each from where the network was before them, give the whole batch, and "
+    "one after the other they do not. What a forward pass leaves to the next, such as a queue, must change once per "
+    "update, outside of the network."
+)
 _DIVIDED_TWICE = (
     "A division by K = {count} done twice: the whole batch in network has 1/{count} of the gradient that it has in "
     "reference. Remove the division from the loss: the window divides by its weight itself."
@@ -146,8 +151,10 @@ class Diagnosis:
             return
         search = LossSearch(self.experiment, self.whole, self.rtol)
         # Run from the start each, micro batches do not see the state that those before them have left.
-        if not self.has_state or not self._same(search.expected(), self.whole, *search.runs):
+        if not self._same(search.expected(), self.whole, *search.runs):
             self.causes.append(search.cause(self.window))
+        elif not self.has_state:
+            self.causes.append(_LEFT_BEHIND)
 
     def _is_input_split(self) -> bool:
         """Name an input that is no batch: with it whole in each micro batch, the window is the whole batch."""
