@@ -183,7 +183,9 @@ def warn(message: str) -> None:
 
 def first_line(error: Exception) -> str:
     """Return the first line of what an error says, or the name of its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = (line.strip() for line in str(error).splitlines())
+    # MindSpore frames its headings.
+    return next((line for line in lines if line.strip("-")), type(error).__name__)
 
 
 def warn_of_dropped(owner: str, batches: int) -> None:

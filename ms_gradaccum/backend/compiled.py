@@ -39,6 +39,7 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "po
 Shapes = tuple[tuple[int, ...], ...]
 
 # A place in a program, as errors of the compiler name it.
+_NO_KERNEL = re.compile(r"Unsupported op \[\w+\] on \w+")
 _PLACE = re.compile(r"In file (\S+?):(\d+)")
 # How the sentences begin that this package raises while the compiler reads it.
 _SENTENCES = tuple(
@@ -292,8 +293,11 @@ def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None)
     if first.startswith(_SENTENCES):
         return type(error)(first)  # Without the compiler's call stack below it.
     kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
-    remedy = "No parameter was changed. Say it as GRAPH mode can, or use PYNATIVE mode without compile=True."
-    got = f"{_place_of(text, code)}{first}"
+    remedy = "Say it as GRAPH mode can, or use PYNATIVE mode without compile=True."
+    missing = _NO_KERNEL.search(text)
+    if missing is not None:
+        first, remedy = f"{missing[0]}.", "Use another device, or say it with what this one has a kernel for."
+    got = f"{_place_of(text, code)}{first} No parameter was changed."
     return kind(f"For '{owner}', MindSpore must be able to compile {what}, but got {got} {remedy}\n{text}")
 
 

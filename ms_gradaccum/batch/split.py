@@ -223,11 +223,11 @@ def _rows(tensor: Tensor, axis: int, begin: int, end: int) -> tuple[slice, ...]:
     return (slice(None),) * before + (slice(begin, end),)
 
 
-def ambiguous_inputs(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> list[int]:
+def ambiguous_inputs(inputs: tuple[Any, ...], batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
     """Return the places of the inputs that may be no batch and are split all the same.
 
     That is a tensor that is as long as the batch on another axis, too, such as a mask, or a vector of floating-point
-    numbers.
+    numbers; with integers also these, which may be indices of rows.
     """
     places, found = 0, []
     for i, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):
@@ -236,9 +236,23 @@ def ambiguous_inputs(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> list[int
         others = list(item.shape)
         rows = others.pop(axis)
         places += 1
-        if rows > 1 and (rows in others if others else "float" in str(item.dtype).lower()):
+        dtype = str(item.dtype).lower()
+        if rows > 1 and (rows in others or (not others and "float" in dtype) or (with_integers and "int" in dtype)):
             found.append(i)
     return found if places > 1 else []  # Something must be the batch.
+
+
+def hint_of_split(
+    error: str, inputs: tuple[Any, ...], batch_axis: BatchAxis, name_of_input: Callable[[int], str]
+) -> str:
+    """Return which inputs may be split by mistake, as far as an error of a micro batch can come from that, or ""."""
+    shapes = _described(ambiguous_inputs(inputs, batch_axis, "indices" in error), inputs, name_of_input)
+    begin = f"For '{_OWNER}', the split may be at fault, where no shape shows what the batch is"
+    return shapes and f"{begin}: {shapes}. What is no batch needs None in batch_axis."
+
+
+def _described(places: Sequence[int], inputs: tuple[Any, ...], name_of_input: Callable[[int], str]) -> str:
+    return ", ".join(f"{name_of_input(place)} of shape {tuple(inputs[place].shape)}" for place in places)
 
 
 def warn_of_split(
@@ -264,7 +278,7 @@ def warn_of_split(
     if len(micro_batches) < rows or isinstance(batch_axis, tuple):
         return
     places = [place for place in ambiguous_inputs(inputs, batch_axis) if inputs[place].shape == (rows, rows)]
-    shapes = ", ".join(f"{name_of_input(place)} of shape {tuple(inputs[place].shape)}" for place in places)
+    shapes = _described(places, inputs, name_of_input)
     if shapes:
         warn(
             f"For '{_OWNER}', the inputs that are cut into single rows, which fit any shape, should be batches, but "

@@ -24,8 +24,8 @@ from ms_gradaccum.batch.loss_kind import LossKind
 from ms_gradaccum.batch.split import (
     BatchAxis,
     SplitBatch,
-    ambiguous_inputs,
     check_batch_axis,
+    hint_of_split,
     split_batch,
     split_shapes,
     spread_axes,
@@ -130,9 +130,7 @@ class GradAccumulation(nn.Cell):
         check_construct(_OWNER, type(self), GradAccumulation, remedy)
         remedy = "Wrap the network and its loss, for example in nn.WithLossCell."
         network = check_cell(_OWNER, "network", network, remedy)
-        if any(isinstance(cell, GradAccumulation) for _, cell in network.cells_and_names()):
-            remedy = "Use one, with the product of the two micro_size."
-            raise ValueError(sentence(_OWNER, "network", "a network without GradAccumulation", "one inside", remedy))
+        _check_inside(network)
         remedy = "It counts the micro batches of one batch; 1 means no split."
         self.micro_size = check_positive_int(_OWNER, "micro_size", micro_size, remedy)
         remedy = "True means that network returns (loss_sum, weight)."
@@ -199,21 +197,13 @@ class GradAccumulation(nn.Cell):
 
     def explain_split(self, error: Exception, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Add to an error of a micro batch, after its first line, which inputs may be split by mistake."""
-        if self.micro_size == 1 or not error.args or not isinstance(error.args[0], str):
+        text = error.args[0] if error.args else None
+        if self.micro_size == 1 or not isinstance(text, str) or text.startswith(_SAY_IT_THEMSELVES):
             return
-        if error.args[0].startswith(_SAY_IT_THEMSELVES):
-            return
-        inputs: tuple[Any, ...] = self.positional(args, kwargs)
-        places = ambiguous_inputs(inputs, self.batch_axis)
-        if not places:
-            return
-        shapes = ", ".join(f"{self.name_of_input(place)} of shape {tuple(inputs[place].shape)}" for place in places)
-        hint = (
-            f"For '{_OWNER}', the split may be at fault, where no shape shows what the batch is: {shapes}. "
-            f"What is no batch needs None in batch_axis."
-        )
-        first, _, rest = error.args[0].partition("\n")
-        error.args = ("\n".join((first, hint, rest)).rstrip("\n"), *error.args[1:])
+        hint = hint_of_split(text, self.positional(args, kwargs), self.batch_axis, self.name_of_input)
+        if hint:
+            first, _, rest = text.partition("\n")
+            error.args = ("\n".join((first, hint, rest)).rstrip("\n"), *error.args[1:])
 
     def in_precision(self, owner: str, precision: Precision) -> "GradAccumulation":
         """Return this cell around a network that computes in half precision, with the same parameters."""
@@ -316,10 +306,18 @@ def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
     network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
     if isinstance(network, AutoParallel):
         network = network.network
-    if isinstance(network, nn.TrainOneStepCell):
-        got, remedy = f"{type(network).__name__}, a training step", "Give the loss cell inside it."
-        raise ValueError(sentence(owner, "network", "a GradAccumulation or a loss cell", got, remedy))
     return network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
+
+
+def _check_inside(network: nn.Cell) -> None:
+    """Raise for cells that update or split by themselves."""
+    for _, cell in network.cells_and_names():
+        if isinstance(cell, nn.TrainOneStepCell):
+            got, remedy = f"{type(cell).__name__}, a training step", "Give the loss cell inside it."
+            raise ValueError(sentence(_OWNER, "network", "a loss cell", got, remedy))
+        if isinstance(cell, GradAccumulation):
+            remedy = "Use one, with the product of the two micro_size."
+            raise ValueError(sentence(_OWNER, "network", "a network without GradAccumulation", "one inside", remedy))
 
 
 def _check_losses(losses: Any, weighted: bool) -> str | None:

@@ -120,3 +120,14 @@ def test_gradients_are_centralized_once_per_update(monkeypatch):
     assert np.abs(moved.mean(axis=1)).max() < 1e-6 < np.abs(moved).max()
     for outputs, values in accumulate(make_network, make_optimizer, 4, BOTH, data).values():
         assert_like_whole_batch(whole, outputs, values)
+
+
+def test_the_operator_without_a_kernel_is_named(mode):
+    network = one_layer()
+    step = accumulated_step(network, WITHOUT_KERNEL["Lamb"](network), 2)
+    with pytest.raises(RuntimeError) as raised:
+        step(*map(Tensor, batches()[0]))
+    assert str(raised.value).splitlines()[0] == (
+        "For 'TrainOneStepCell', MindSpore must be able to compile the optimizer, but got Unsupported op [Lamb] on "
+        "CPU. No parameter was changed. Use another device, or say it with what this one has a kernel for."
+    )

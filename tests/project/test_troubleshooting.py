@@ -102,7 +102,7 @@ def a_group_that_is_added_to_a_built_step(*_):
     step(*LINES)
 
 
-@says("For 'TrainOneStepCell', the argument 'network' must be a GradAccumulation or a loss cell")
+@says("For 'GradAccumulation', the argument 'network' must be a loss cell")
 def a_step_in_a_step(*_):
     cell = loss_cell()
     step_of(nn.TrainOneStepCell(cell, sgd(cell)), optimizer=sgd(cell))

@@ -106,6 +106,15 @@ def test_an_optimizer_is_one_of_mindspores():
         Accumulator(loss_cell(), 0.1)
 
 
+def test_a_training_step_is_no_loss_cell():
+    network = line()
+    inside = nn.TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params()))
+    rest = "a loss cell, but got TrainOneStepCell, a training step. Give the loss cell inside it."
+    for each in (inside, nn.SequentialCell(inside)):
+        with raises(ValueError, f"{argument('GradAccumulation', 'network')} {rest}"):
+            GradAccumulation(each, 2)
+
+
 def test_settings_are_given_by_name():
     for positional in (lambda: GradAccumulation(loss_cell(), 2, True), lambda: new_step(None, None, 2)):
         with pytest.raises(TypeError, match="positional arguments? but"):
