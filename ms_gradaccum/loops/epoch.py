@@ -144,9 +144,9 @@ class PassSteps(Callback):
 
     def _ends_inside_sinks(self, sink_size: int) -> bool:
         """Return whether a pass can end in mid-window inside a sink, which is one graph."""
-        windows = self.steps / self.train_step.accumulation_steps
         in_graph = ms.get_context("mode") == ms.GRAPH_MODE
-        return in_graph and self.model.last_window != "carry" and windows % 1 != 0 and self.steps % sink_size != 0
+        in_window = self.model.last_window != "carry" and self.steps % self.train_step.accumulation_steps != 0
+        return in_graph and in_window and self.steps % sink_size != 0
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
         self.in_pass = True

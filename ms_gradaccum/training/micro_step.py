@@ -54,7 +54,7 @@ def pace_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> Pace:
     return Pace.BATCH if eager else Pace.SUM
 
 
-def divides_by_first_rows(network: nn.Cell) -> bool:
+def divides_by_earlier_rows(network: nn.Cell) -> bool:
     """Return whether MindSpore, op by op, may divide a gradient by the rows of an earlier batch.
 
     It does for `BCEWithLogitsLoss`, with those of the first batch that it keeps a pass of, whoever has run that.
@@ -327,13 +327,13 @@ class EagerMicroStep:
         # The inputs of the pass that is under way. They are no arguments of the function that is differentiated: those
         # could not be any Python value.
         self.inputs: tuple[Any, ...] = ()
-        self.is_first_rows = divides_by_first_rows(micro_loss.weighted_loss.network)
+        self.forgets_passes = divides_by_earlier_rows(micro_loss.weighted_loss.network)
 
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:
         """Run one micro batch."""
         self.has_run = self.adding.has_run = False
         self.inputs = (share, *rebuilt(self.structure, tensors))
-        if self.is_first_rows:
+        if self.forgets_passes:
             forget_passes()
         try:
             with op_by_op():

@@ -247,6 +247,27 @@ MUTATIONS = (
         "return create(**settings)",
         ("loops/test_accumulator_loops.py",),
     ),
+    Mutation(
+        "a window ends with a sink in place of the pass",
+        "loops/epoch.py",
+        "        if self.done % self.steps == 0:\n",
+        "        if self.done % params.batch_num == 0:\n",
+        ("loops/test_data_sink.py",),
+    ),
+    Mutation(
+        "a loop goes on with its own count after a checkpoint was loaded",
+        "loops/loop_window.py",
+        "        if counts != [self._count_of(trained) for trained in self.networks]:\n",
+        "        if not counts:\n",
+        ("loops/test_accumulator.py",),
+    ),
+    Mutation(
+        "a gradient is divided by the rows of an earlier batch",
+        "training/micro_step.py",
+        "        if self.forgets_passes:\n",
+        "        if self.forgets_passes is None:\n",
+        ("batch/test_loss_kind.py",),
+    ),
 )
 
 
