@@ -38,7 +38,7 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "po
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# A place in a program, as errors of the compiler name it.
+# What errors of the compiler say of an operator that the device lacks, and how they name a place in a program.
 _NO_KERNEL = re.compile(r"Unsupported op \[\w+\] on \w+")
 _PLACE = re.compile(r"In file (\S+?):(\d+)")
 # How the sentences begin that this package raises while the compiler reads it.

@@ -16,6 +16,7 @@ from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Model"
+_PASSES_ONLY = "A state knows passes over the data, and no sinks."
 
 
 @runtime_checkable
@@ -102,10 +103,9 @@ class PassSteps(Callback):
 
     def place(self) -> PassPlace:
         """Return where this process is in its data, after a step."""
-        passes, batches = divmod(self.done, self.steps)
         if self.in_sinks:
-            remedy = "A state knows passes over the data, and no sinks."
-            raise ValueError(sentence(_OWNER, "sink_size", "-1 where a state is saved", "another", remedy))
+            raise ValueError(sentence(_OWNER, "sink_size", "-1 where a state is saved", "another", _PASSES_ONLY))
+        passes, batches = divmod(self.done, self.steps)
         if not self.is_common:
             raise RuntimeError(
                 f"For '{_OWNER}', a state must be saved where all processes have batches left, but got one after batch "
@@ -134,7 +134,7 @@ class PassSteps(Callback):
         if self.common < self.steps:
             rule, remedy = "-1 where some processes have more batches", "Each process then ends with its own data."
         elif self.keeps_states or self.resumed is not None:
-            rule, remedy = "-1 for a training that can be resumed", "A state knows passes over the data, and no sinks."
+            rule, remedy = "-1 for a training that can be resumed", _PASSES_ONLY
         elif self._ends_inside_sinks(sink_size):
             rule = "-1 or a divisor of the batches of a pass, where that ends in mid-window"
             remedy = "Give last_window='carry', or as many batches as whole windows have."

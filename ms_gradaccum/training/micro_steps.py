@@ -214,16 +214,18 @@ def _tell_of_modes(owner: str, network: Any) -> None:
     of a BatchNorm in training."""
     cells = [cell for _, cell in network.network.cells_and_names()]
     norms = [cell.cls_name for cell in cells if isinstance(cell, _BATCH_NORMS) and takes_batch_statistics(cell)]
-    if not norms and any(cell.training for cell in cells) and normalises_batches(NetworkCode(network.network)):
+    has_parts = network.micro_size > 1 or network.adds_batches
+    in_training = any(cell.training for cell in cells)
+    if has_parts and not norms and in_training and normalises_batches(NetworkCode(network.network)):
         norms = ["batch_norm"]
-    if norms and (network.micro_size > 1 or network.adds_batches):
+    if has_parts and norms:
         warn(
             f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, and not those of "
             f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with set_train(False) "
             f"or use_batch_statistics=False."
         )
     idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY) and follows_mode(cell)]
-    if idle and not any(cell.training for cell in cells):
+    if idle and not in_training:
         warn(
             f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "
             f"training. Call set_train() of the training step or of the network before the first batch."
