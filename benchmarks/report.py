@@ -69,12 +69,12 @@ def observers(step: TrainOneStepCell, folder: Path, micro_size: int) -> dict[str
     }
 
 
-def build(args: argparse.Namespace, noise_scale: bool = False) -> tuple[TrainOneStepCell, tuple[ms.Tensor, ...]]:
+def build(args: argparse.Namespace) -> tuple[TrainOneStepCell, tuple[ms.Tensor, ...]]:
     ms.set_seed(0)
     layers = [layer for _ in range(args.layers) for layer in (nn.Dense(args.width, args.width), nn.GELU())]
     network = nn.SequentialCell(*layers)
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), args.micro_size)
-    step = TrainOneStepCell(loss_cell, nn.Adam(network.trainable_params(), 1e-4), noise_scale=noise_scale)
+    step = TrainOneStepCell(loss_cell, nn.Adam(network.trainable_params(), 1e-4))
     random = np.random.default_rng(0)
     shape = (args.batch, args.width)
     return step, tuple(ms.Tensor(random.standard_normal(shape, np.float32)) for _ in range(2))
@@ -99,20 +99,6 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[float, dict[str, fl
     return statistics.median(windows), {name: statistics.median(runs) for name, runs in seconds.items()}
 
 
-def compare_noise(args: argparse.Namespace) -> list[tuple[float, float]]:
-    """Return the best and the median seconds of a window, first without the noise scale and then with it, in turns."""
-    steps = [build(args, noise_scale) for noise_scale in (False, True)]
-    seconds: list[list[float]] = [[], []]
-    for round_ in range(2 + args.repeat):
-        for (step, batch), runs in zip(steps, seconds):
-            start = time.perf_counter()
-            step(*batch)
-            step.weights[0].asnumpy()
-            if round_ >= 2:
-                runs.append(time.perf_counter() - start)
-    return [(min(runs), statistics.median(runs)) for runs in seconds]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for key, default in {"width": 256, "layers": 6, "batch": 256, "micro-size": 4, "repeat": 50}.items():
@@ -126,7 +112,6 @@ def main() -> None:
     # The lines of ProgressBar go nowhere.
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         window, medians = measure(args, Path(folder))
-    plain, noisy = compare_noise(args)
     if rank:
         return
     print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch} in {args.micro_size} micro batches, Adam")
@@ -134,8 +119,6 @@ def main() -> None:
     print(f"{'a window':28}{window * 1e6:9.0f} us")
     for name, seconds in medians.items():
         print(f"{name:28}{seconds * 1e6:9.0f} us{seconds / window:9.2%}")
-    best, median = (with_it / without for without, with_it in zip(plain, noisy))
-    print(f"a window with noise_scale, beside one without it: {best:.2f} by the best, {median:.2f} by the median")
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ms_gradaccum"
 FILES = sorted(PACKAGE.rglob("*.py"))
 STEP_ROOMS = ("backend", "batch", "gradients", "parallel", "training")
 # What came after the wishes in docs/architecture.md and stands in files of its own: the simulation of many devices, the
-# test of the machine, other projects' trainers, losses of the whole batch, and the noise scale.
+# test of the machine, other projects' trainers, and losses of the whole batch.
 LATER = ("tools/simulation", "tools/self_test", "integrations", "batch/grad_cache_loss", "batch/contrastive_loss")
-LATER += ("batch/replay_dropout", "training/first_pass", "tools/reporting/noise_scale")
+LATER += ("batch/replay_dropout", "training/first_pass")
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # Names of settings that a condition may ask for.
 _SWITCH = re.compile(r"\b(semi_auto|several|half|drops|reduces|overlaps|compiles|is_cached|eager|every_batch)\b")

@@ -44,32 +44,6 @@ KERNEL(scaled_add_in_place) {
   return 0;
 }
 
-static double squares_of(const float *values, int64_t elements);
-
-// The same, and noise[0] += share * (the sum of the squares of part), while part is near.
-KERNEL(noted_add_in_place) {
-  if (count != 6 || elements_of(dimensions[0], shapes[0]) != 1 || elements_of(dimensions[1], shapes[1]) != 1 ||
-      !std::equal(shapes[3], shapes[3] + dimensions[3], shapes[4], shapes[4] + dimensions[4])) {
-    return 1;
-  }
-  constexpr int64_t kBlock = 4096;
-  const int64_t elements = elements_of(dimensions[3], shapes[3]);
-  const float factor = *static_cast<const float *>(tensors[0]);
-  float *total = static_cast<float *>(tensors[3]);
-  const float *part = static_cast<const float *>(tensors[4]);
-  double squares = 0;
-  for (int64_t begin = 0; begin < elements; begin += kBlock) {
-    const int64_t end = std::min(begin + kBlock, elements);
-    for (int64_t i = begin; i < end; i++) {
-      total[i] += part[i] * factor;
-    }
-    squares += squares_of(part + begin, end - begin);
-  }
-  *static_cast<float *>(tensors[2]) += static_cast<float>(squares * *static_cast<const float *>(tensors[1]));
-  *static_cast<float *>(tensors[5]) = 0;
-  return 0;
-}
-
 // In place of the total: total * factor
 KERNEL(scaled_in_place) {
   if (count != 3 || elements_of(dimensions[0], shapes[0]) != 1) {

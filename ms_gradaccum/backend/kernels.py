@@ -57,10 +57,9 @@ def _make_kernels() -> tuple[Any, ...]:
     return tuple(kernels)
 
 
-_NAMES = "scaled_add_in_place noted_add_in_place scaled_in_place filled_in_place sum_of_squares replay_mask".split()
+_NAMES = "scaled_add_in_place scaled_in_place filled_in_place sum_of_squares replay_mask".split()
 (
     _scaled_add_in_place,
-    _noted_add_in_place,
     _scaled_in_place,
     _filled_in_place,
     _sum_of_squares,
@@ -89,16 +88,6 @@ def add_in_place(total: Parameter, part: Tensor, factor: Tensor = ONE) -> Tensor
     if _fit(total.dtype, factor.dtype):
         return ops.depend(total, _scaled_add_in_place(factor, total, part))
     return ops.assign_add(total, part * factor)
-
-
-def add_noted_in_place(total: Parameter, part: Tensor, factor: Tensor, share: Tensor, noise: Parameter) -> Tensor:
-    """Do the same, and add ``share`` times the squares of ``part`` to the first number of ``noise``."""
-    part = as_dtype(part, total.dtype)
-    if _fit(total.dtype, factor.dtype, share.dtype, noise.dtype):
-        return ops.depend(total, _noted_add_in_place(factor, share, noise, total, part))
-    squares = as_dtype(sum_of_squares(part), noise.dtype) * share
-    noted = ops.assign_add(noise, ops.stack((squares, ops.zeros_like(squares))))
-    return ops.depend(add_in_place(total, part, factor), noted)
 
 
 def scale_in_place(total: Parameter, factor: Tensor) -> Tensor:
@@ -193,16 +182,6 @@ def add_each_in_place(otherwise: Any, factor: Tensor, totals: Any, parts: Any) -
     if _all_fit(_type_of(factor), _type_of(totals), _type_of(parts)):
         return _map(ops.depend, totals, _map_backwards(ops.partial(_scaled_add_in_place, factor), totals, parts))
     return _map_backwards(ops.partial(otherwise, factor), totals, parts)
-
-
-def add_each_noted_in_place(
-    otherwise: Any, factor: Tensor, share: Tensor, noise: Parameter, totals: Any, parts: Any
-) -> Any:
-    """Do the same, and add ``share`` times the squares of the parts to the first number of ``noise``."""
-    if _all_fit(_type_of(factor), _type_of(share), _type_of(noise), _type_of(totals), _type_of(parts)):
-        add = ops.partial(_noted_add_in_place, factor, share, noise)
-        return _map(ops.depend, totals, _map_backwards(add, totals, parts))
-    return _map_backwards(ops.partial(otherwise, factor, share, noise), totals, parts)
 
 
 _scale_each = ops.MultitypeFuncGraph("scale_in_place")

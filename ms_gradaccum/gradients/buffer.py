@@ -10,9 +10,7 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.kernels import (
     add_each_in_place,
-    add_each_noted_in_place,
     add_in_place,
-    add_noted_in_place,
     as_dtype,
     fill_each_in_place,
     spread,
@@ -23,9 +21,7 @@ from ms_gradaccum.backend.tensors import chunk_of, chunks_of
 class TermSums(nn.Cell):
     """The sums of one term of a loss: of its gradients, its values and its weights."""
 
-    def __init__(
-        self, parameters: ParameterTuple, dense_only: bool, shapes: Any, term: str = "", notes_squares: bool = False
-    ) -> None:
+    def __init__(self, parameters: ParameterTuple, dense_only: bool, shapes: Any, term: str = "") -> None:
         super().__init__(auto_prefix=False)
         # 16-bit sums would lose the small addends of a long window.
         dtypes = [ms.float64 if parameter.dtype == ms.float64 else ms.float32 for parameter in parameters]
@@ -35,21 +31,13 @@ class TermSums(nn.Cell):
         # Named after a weight: the buffers of two optimizers can be in one graph.
         self.loss = zeros(f"{names[0]}.window_loss", (), dtype)
         self.weight = zeros(f"{names[0]}.window_weight", (), dtype)
-        # The squares of the gradients of micro batches, each by its weight, and the number of these that have one.
-        self.noise: Any = zeros(f"{names[0]}.window_noise", (2,), dtype) if notes_squares else None
         self.chunks = chunks_of([total.size for total in self.sums])
         self.add_one = _add_dense_only if dense_only else _add
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...], factor: Tensor) -> Any:
         """Add one micro batch, its gradients times ``factor``. Return the sums, the loss and the weight with it."""
-        if self.noise is None:
-            # The last gradient comes first out of a backward pass, and is let go once it is added.
-            added = add_each_in_place(self.add_one, factor, tuple(self.sums), grads)
-        else:
-            share = as_dtype(factor * factor * reciprocal(weight), self.noise.dtype)
-            added = add_each_noted_in_place(_add_noted, factor, share, self.noise, tuple(self.sums), grads)
-            counts = as_dtype(ops.greater(ops.stack((ops.zeros_like(weight), weight)), 0.0), self.noise.dtype)
-            added = ops.depend(added, ops.assign_add(self.noise, counts))
+        # The last gradient comes first out of a backward pass, and is let go once it is added.
+        added = add_each_in_place(self.add_one, factor, tuple(self.sums), grads)
         return added, _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
 
     def mean_loss(self) -> Tensor:
@@ -60,8 +48,6 @@ class TermSums(nn.Cell):
         """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
         for begin, end in self.chunks:
             done = fill_each_in_place(zero_after(done, self.weight), chunk_of(tuple(self.sums), begin, end))
-        if self.noise is not None:
-            done = done, _assign_zero(self.noise)
         return done, _assign_zero(self.loss), _assign_zero(self.weight)
 
 
@@ -78,7 +64,6 @@ class GradientBuffer(nn.Cell):
         terms: Number of terms of the loss that have weights of their own.
         counts_dropped: Whether micro batches can be left out, and are counted.
         other_losses: How many losses that the network returns beside the first one can be reported.
-        notes_squares: Whether the squares of the gradients of micro batches are noted.
     """
 
     def __init__(
@@ -89,21 +74,19 @@ class GradientBuffer(nn.Cell):
         terms: int = 1,
         counts_dropped: bool = False,
         other_losses: int = 0,
-        notes_squares: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.names = tuple(parameter.name for parameter in parameters)
         if shapes is None:
             shapes = tuple(tuple(parameter.shape) for parameter in parameters)
         prefixes = ["", *(f"term{i}." for i in range(1, terms))]
-        sums = [TermSums(parameters, dense_only, shapes, each, notes_squares) for each in prefixes]
+        sums = [TermSums(parameters, dense_only, shapes, each) for each in prefixes]
         self.terms = nn.CellList(sums, auto_prefix=False)
         # No slice of the terms, which MindSpore makes a list that renames their parameters.
         self.others = nn.CellList(sums[1:], auto_prefix=False)
         # At the end of a window the terms are folded into the first one, whose sums are then the window's.
         self.first = self.terms[0]
         self.sums, self.loss, self.weight = self.first.sums, self.first.loss, self.first.weight
-        self.noise = self.first.noise
         self.chunks = self.first.chunks
         self.map = ops.HyperMap()
         # Calls that the open window has taken in. 0 from an update to the next batch.
@@ -123,7 +106,7 @@ class GradientBuffer(nn.Cell):
 
     def _counts(self) -> list[Parameter]:
         """Return what some windows count beside the terms."""
-        return [each for each in (self.noise, self.dropped, self.other_losses) if each is not None]
+        return [each for each in (self.dropped, self.other_losses) if each is not None]
 
     def no_grads(self, parameters: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
         """Return the gradients of no rows, after ``done``."""
@@ -192,14 +175,6 @@ def _add_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
 def _add_no_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
     _refuse_rows()
     return total
-
-
-_add_noted = ops.MultitypeFuncGraph("add_noted_gradient")
-
-
-@_add_noted.register("Tensor", "Tensor", "Tensor", "Tensor", "Tensor")
-def _add_dense_noted(factor: Tensor, share: Tensor, noise: Parameter, total: Parameter, grad: Tensor) -> Tensor:
-    return add_noted_in_place(total, grad, factor, share, noise)
 
 
 def _add_number(total: Parameter, number: Tensor) -> Tensor:

@@ -40,7 +40,6 @@ def create_trainer(
     parallel: ParallelChoice = "auto",
     bad_micro_batch: BadMicroBatch = "skip_window",
     compile: bool | None = None,
-    noise_scale: bool = False,
 ) -> Model:
     r"""Return a model as mindcv's function of this name does, with this package's accumulation in it.
 
@@ -71,7 +70,6 @@ def create_trainer(
         parallel (Union[str, DataParallel, HSDP]): As of :class:`ms_gradaccum.Model`. Default: ``"auto"``.
         bad_micro_batch (str): As of :class:`ms_gradaccum.Model`. Default: ``"skip_window"``.
         compile (Union[bool, None]): As of :class:`ms_gradaccum.Model`. Default: ``None``.
-        noise_scale (bool): As of :class:`ms_gradaccum.Model`. Default: ``False``.
 
     Returns:
         :class:`ms_gradaccum.Model`.
@@ -87,7 +85,7 @@ def create_trainer(
     _check_own_scale(optimizer)
     clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_value.")
     settings: dict[str, Any] = {"parallel": parallel, "last_window": last_window, "bad_micro_batch": bad_micro_batch}
-    settings |= {"compile": compile, "noise_scale": noise_scale, "accumulation_steps": gradient_accumulation_steps}
+    settings |= {"compile": compile, "accumulation_steps": gradient_accumulation_steps}
     settings |= {"clip": ClipByGlobalNorm(clip_value) if clips else None}
     settings |= {"mixed_precision": _loss_scale(loss_scale_type, loss_scale, drop_overflow_update)}
     eval_network = nn.WithEvalCell(network, loss, amp_level in ("O2", "O3", "auto"))

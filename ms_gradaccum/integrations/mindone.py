@@ -72,7 +72,6 @@ def train_step(
     parallel: ParallelChoice = "auto",
     bad_micro_batch: BadMicroBatch = "skip_window",
     compile: bool | None = None,
-    noise_scale: bool = False,
 ) -> TrainOneStepCell:
     """Return the training step for mindone's trainers, in place of ``TrainOneStepWrapper``.
 
@@ -100,7 +99,6 @@ def train_step(
         parallel (Union[str, DataParallel, HSDP]): As of :class:`ms_gradaccum.TrainOneStepCell`. Default: ``"auto"``.
         bad_micro_batch (str): As of :class:`ms_gradaccum.TrainOneStepCell`. Default: ``"skip_window"``.
         compile (Union[bool, None]): As of :class:`ms_gradaccum.TrainOneStepCell`. Default: ``None``.
-        noise_scale (bool): As of :class:`ms_gradaccum.TrainOneStepCell`. Default: ``False``.
 
     Returns:
         :class:`ms_gradaccum.TrainOneStepCell`, which returns the loss, whether the update was skipped, and the loss
@@ -131,5 +129,4 @@ def train_step(
             parallel=parallel,
             bad_micro_batch=bad_micro_batch,
             compile=compile,
-            noise_scale=noise_scale,
         )

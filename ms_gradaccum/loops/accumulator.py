@@ -75,7 +75,6 @@ class Accumulator(nn.Cell, Observed):
         parallel (Union[str, DataParallel, HSDP]): As for :class:`Model`. Default: ``"auto"``.
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
         compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
-        noise_scale (bool): As for :class:`TrainOneStepCell`. Default: ``False``.
 
     Inputs:
         - **grads** (tuple[Tensor]) - Gradients of a batch, in the order of ``optimizer.parameters``. With
@@ -128,7 +127,6 @@ class Accumulator(nn.Cell, Observed):
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
-        noise_scale: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.config = merge_config(_OWNER, accumulation_steps, config)
@@ -143,7 +141,6 @@ class Accumulator(nn.Cell, Observed):
                 parallel=parallel,
                 bad_micro_batch=bad_micro_batch,
                 compile=self.config.compile if compile is None else compile,
-                noise_scale=noise_scale,
             )
             for _ in pairs
         ]

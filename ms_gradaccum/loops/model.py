@@ -79,7 +79,6 @@ class Model(ms.Model):
 
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
         compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
-        noise_scale (bool): As for :class:`TrainOneStepCell`. Default: ``False``.
         loss_scale_manager (LossScaleManager, optional): Another name of `mixed_precision`, which
             ``mindspore.train.Model`` has. Default: ``None``.
 
@@ -129,7 +128,6 @@ class Model(ms.Model):
         last_window: LastWindow = "apply",
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
-        noise_scale: bool = False,
         loss_scale_manager: amp.LossScaleManager | None = None,
         **kwargs: NoReturn,
     ) -> None:
@@ -145,7 +143,6 @@ class Model(ms.Model):
             "parallel": parallel,
             "bad_micro_batch": bad_micro_batch,
             "compile": compile,
-            "noise_scale": noise_scale,
         }
         # Of the levels, stock Model takes the name alone: its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level

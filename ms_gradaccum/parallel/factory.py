@@ -74,7 +74,6 @@ def build_reducers(
     agreed: dict[str, Any],
     drops: bool = False,
     dtype: Any = ms.float32,
-    notes_squares: bool = False,
 ) -> list[GradientReducer]:
     """Return, per optimizer, its buffer and what becomes of it in this world. All ranks start alike. Collective.
 
@@ -86,17 +85,14 @@ def build_reducers(
         agreed: What all ranks must have been told alike.
         drops: Whether micro batches can be left out.
         dtype: In which the ranks add up gradients.
-        notes_squares: Whether the squares of the gradients of micro batches are noted.
     """
-    if notes_squares:
-        check_noise_scale(owner, network, kind)
     if drops:
         check_can_drop(owner, network)
-    kept = network.terms, drops, network.other_losses, notes_squares
+    kept = network.terms, drops, network.other_losses
     if kind is None:
         return [GradientReducer(each.parameters, _buffer_of(each, None, *kept)) for each in optimizers]
-    # The loss and the weight, the squares, the number of micro batches that were left out, and the further losses.
-    numbers = 2 + 2 * notes_squares + drops + 2 * network.other_losses
+    # The loss and the weight, the number of micro batches that were left out, and the further losses.
+    numbers = 2 + drops + 2 * network.other_losses
     world = current_world(owner)
     ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
     reducers = []
@@ -136,21 +132,6 @@ def _check_hsdp(owner: str, kind: HSDP, optimizer: nn.Cell) -> None:
             f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
             f"takes the compiler, inside AutoParallel on Ascend or GPU.",
         )
-
-
-def check_noise_scale(owner: str, network: Any, kind: Any) -> None:
-    """Raise where gradients of micro batches say nothing about the noise of the gradient, or nobody has them."""
-    rule, remedy = "False", "Leave noise_scale out."
-    lookup = sparse_lookup(network)
-    reasons = {
-        "for a GradCacheLoss, whose rows depend on each other": network.is_cached,
-        "for several terms": network.terms > 1,
-        f"with a sparse lookup in {lookup}": lookup is not None,
-        "where the ranks share the gradients of each micro batch": getattr(kind, "sync_each_batch", False),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(sentence(owner, "noise_scale", f"{rule} {reason}", True, remedy))
 
 
 def check_parameters_sent(owner: str, parameters: Any) -> None:

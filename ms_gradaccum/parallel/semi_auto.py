@@ -45,7 +45,6 @@ class SemiAuto:
         clip: Any = None,
         drops: bool = False,
         dtype: Any = ms.float32,
-        notes_squares: bool = False,
     ) -> None:
         """Raise for settings with which the mean over all rows would be wrong, or nothing could work."""
         _check_settings(self._settings())
@@ -59,7 +58,6 @@ class SemiAuto:
             (accumulation_steps > 1, "accumulation_steps", "1", accumulation_steps, larger),
             (network.terms > 1, "terms", "1", network.terms, f"{one_gradient}: return one (loss_sum, weight)."),
             (network.is_cached, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
-            (notes_squares, "noise_scale", "False", True, "Leave noise_scale out."),
             (drops, "bad_micro_batch", "'skip_window'", "'drop'", f"{one_gradient}, so it cannot leave out a part."),
             (by_group, "clip", "one for all", repr(clip), for_all),
             (dtype != ms.float32, "mixed_precision", *messages),

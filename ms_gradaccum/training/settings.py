@@ -31,7 +31,6 @@ class StepSettings:
         parallel: What the caller has said of several processes.
         drops: Whether a micro batch that is not finite is left out.
         compiles: Whether code of the user's is compiled in PYNATIVE mode too.
-        notes_squares: Whether the squares of the gradients of micro batches are noted, for the noise scale.
     """
 
     owner: str
@@ -41,7 +40,6 @@ class StepSettings:
     parallel: Any
     drops: bool
     compiles: bool
-    notes_squares: bool
 
     @staticmethod
     def checked(
@@ -53,7 +51,6 @@ class StepSettings:
         parallel: Any = "auto",
         bad_micro_batch: Any = "skip_window",
         compile: Any = None,
-        noise_scale: Any = False,
     ) -> "StepSettings":
         """Return the settings that these arguments give, or raise."""
         return StepSettings(
@@ -64,12 +61,11 @@ class StepSettings:
             check_kind(owner, parallel),
             check_bad_micro_batch(owner, bad_micro_batch),
             check_compile(owner, compile),
-            check_bool(owner, "noise_scale", noise_scale, "True reports how noisy the gradient is."),
         )
 
     def of_sums(self) -> dict[str, Any]:
         """Return the arguments of `build_reducers` that are settings."""
-        return {"drops": self.drops, "dtype": self.precision.reduce_dtype, "notes_squares": self.notes_squares}
+        return {"drops": self.drops, "dtype": self.precision.reduce_dtype}
 
     def agreed(self) -> dict[str, Any]:
         """Return what all ranks must have been told alike."""
@@ -78,7 +74,6 @@ class StepSettings:
             "clip": repr(self.clip),
             "mixed_precision": self.precision.text,
             "bad_micro_batch": self.drops,
-            "noise_scale": self.notes_squares,
         }
 
 

@@ -70,8 +70,6 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     # What follows the three items. Each has a property: pyright does not know the base of Tensor, takes an attribute of
     # this type for something that may have a `__get__`, and would show no type.
     _further: tuple[Tensor, ...]
-    # The squares of the gradients of micro batches, each by its weight, and the number of these; None if nobody asked.
-    noise: tuple[float, float] | None
     # As they were given: read when they are asked for, since that waits for the device.
     _others: Tensor | Sequence[Tensor]
 
@@ -86,13 +84,11 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         learning_rate: Tensor,
         weight: Tensor,
         other_losses: Tensor | Sequence[Tensor] = (),
-        noise: tuple[float, float] | None = None,
     ) -> "StepOutput":
         # A step gives a tensor in place of a tuple: a row of sums and below it one of weights, 0 where there is none.
         output = super().__new__(cls, (loss, overflow, loss_scale))
         output._further = (updated, grad_norm, clipped_grad_norm, learning_rate, weight)
         output._others = other_losses
-        output.noise = noise
         return output
 
     @property
@@ -155,10 +151,10 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def _replace(self, **fields: Any) -> "StepOutput":
         """Return a copy with other values for some fields, as of a NamedTuple."""
-        return type(self)(**{**self._asdict(), "other_losses": self._others, "noise": self.noise, **fields})
+        return type(self)(**{**self._asdict(), "other_losses": self._others, **fields})
 
     def __reduce__(self) -> tuple[type["StepOutput"], tuple[object, ...]]:
-        return type(self), (*self._asdict().values(), self.other_losses, self.noise)
+        return type(self), (*self._asdict().values(), self.other_losses)
 
     def __repr__(self) -> str:
         fields: dict[str, Any] = self._asdict()

@@ -24,9 +24,7 @@ from ms_gradaccum.training.window import Window
 
 _OWNER = "TrainOneStepCell"
 # What a step is built of.
-_READ_ONCE = frozenset(
-    ("network", "optimizer", "clip", "mixed_precision", "parallel", "bad_micro_batch", "noise_scale")
-)
+_READ_ONCE = frozenset(("network", "optimizer", "clip", "mixed_precision", "parallel", "bad_micro_batch"))
 # Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a reshape.
 _ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 
@@ -190,8 +188,6 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             says, a compiled graph in GRAPH mode, op by op in PYNATIVE mode. ``True``: a compiled graph in PYNATIVE mode
             too, which is often several times as fast and decides once what Python decides in `construct`;
             :func:`verify` tells whether that trains the same. Default: ``None``.
-        noise_scale (bool): Whether :class:`StepReport` says how noisy the gradient is, from the gradients of the micro
-            batches. Default: ``False``.
 
     Inputs:
         - **\*inputs** - One batch, as `network` takes it. Keywords are allowed.
@@ -238,7 +234,6 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
-        noise_scale: bool = False,
     ) -> None:
         check_construct(_OWNER, type(self), TrainOneStepCell, STEP_REMEDY)
         check_stock_arguments(_OWNER, sens, return_grad)
@@ -250,7 +245,6 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
             parallel=parallel,
             bad_micro_batch=bad_micro_batch,
             compile=compile,
-            noise_scale=noise_scale,
         )
         kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)

@@ -179,8 +179,6 @@ def _as_one_gradient(outputs: list[StepOutput]) -> list[StepOutput]:
     updated = Tensor(all(bool(output.updated.asnumpy()) for output in outputs))
     together: dict[str, Any] = {"overflow": overflow, "updated": updated}
     together |= {"grad_norm": norm, "clipped_grad_norm": norm}
-    if outputs[0].noise is not None:
-        together["noise"] = (sum(output.noise[0] for output in outputs if output.noise), outputs[0].noise[1])
     return [output._replace(**together) for output in outputs]
 
 

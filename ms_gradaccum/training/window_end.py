@@ -190,12 +190,7 @@ class WindowEnd(nn.Cell):
         items = self._report(reduced, eager)(NOTHING)
         loss, overflow, scale, updated, norm, rate, weight, self.is_bad, *others = items
         rate = self.rates[eager].before_update(rate)
-        output = StepOutput(loss, overflow, scale, updated, norm, norm, rate, weight, *others)
-        if self.buffer.noise is None:
-            return output
-        # Read here, and not by the graph: two numbers, which are those of all ranks now.
-        squares, count = self.buffer.noise.asnumpy().astype(float)
-        return output._replace(noise=(squares / float(scale.asnumpy()) ** 2, count))
+        return StepOutput(loss, overflow, scale, updated, norm, norm, rate, weight, *others)
 
     def _report(self, reduced: bool, eager: bool) -> Compiled:
         key = reduced, eager

@@ -11,7 +11,6 @@ from mindspore.communication import get_group_size, get_rank, init
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 from launch import report  # noqa: E402
-from step_probe import Weights  # noqa: E402
 from whole_batch_losses import (  # noqa: E402
     LOSSES,
     OrdinaryLoss,
@@ -68,16 +67,6 @@ for name in LOSSES:
 for kind in KINDS:
     results[kind] = train("clip", KINDS[kind])
 results["blocks"] = train("clip", DataParallel(), loss=lambda: ContrastiveLoss(np.exp(-1.5), block_rows=5))
-# The squares of the gradients of the micro batches of all ranks.
-for kind in ("data parallel", "level1", "level2"):
-    cell = Weights(6)
-    optimizer = nn.SGD(cell.trainable_params(), 0.1)
-    begin, end = bounds_of(0, size)[rank]
-    try:
-        step = TrainOneStepCell(GradAccumulation(cell, 3), optimizer, parallel=KINDS[kind], noise_scale=True)
-        results[f"noise {kind}"] = step(Tensor(batch("clip", 0, 18)[0][begin:end])).noise
-    except ValueError as error:
-        results[f"noise {kind}"] = str(error)
 # What one rank alone could not know is an error on all of them, and nobody waits.
 try:
     gather_rows("GradCacheLoss", [np.zeros((2, 3 + rank), np.float32)])

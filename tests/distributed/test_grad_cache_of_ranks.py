@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 from mindspore import nn
-from whole_batch_losses import LOSSES, OrdinaryLoss, WholeBatches, batch, bounds_of, flat, parts_of, train, values_of
+from whole_batch_losses import LOSSES, OrdinaryLoss, WholeBatches, batch, flat, parts_of, train, values_of
 
 PART, SIZES = "grad_cache_worker", (2, 4)
 KINDS = ["data parallel", "each batch", "level1", "level2"]
@@ -76,18 +76,3 @@ def test_rows_of_different_lengths_are_refused_on_all_ranks(reports):
         f"Pad their other axes to one length."
     )
     assert [report["widths"] for report in reports] == [sentence] * len(reports)
-
-
-@pytest.mark.parametrize("kind", ["data parallel", "level1"])
-def test_the_squares_of_gradients_are_those_of_the_micro_batches_of_all_ranks(kind, reports):
-    rows = batch("clip", 0, 18)[0].astype(np.float64)
-    # The gradient of a row is the row.
-    shares = [rows[begin:end] for begin, end in bounds_of(0, len(reports))]
-    parts = [part for share in shares for part in np.array_split(share, min(3, len(share)))]
-    squares = sum(np.square(part.sum(0)).sum() / len(part) for part in parts)
-    for report in reports:
-        np.testing.assert_allclose(report[f"noise {kind}"], (squares, len(parts)), rtol=1e-6)
-        assert report["noise level2"] == (
-            "For 'TrainOneStepCell', the argument 'noise_scale' must be False where the ranks share the gradients of "
-            "each micro batch, but got True. Leave noise_scale out."
-        )

@@ -13,7 +13,6 @@ _PANELS = {
     "loss": ("loss",),
     "learning rate": ("learning_rate",),
     "norm": ("grad_norm", "clipped_grad_norm", "weight_norm"),
-    "noise scale": ("noise_scale",),
 }
 _STYLES = ("-", "--", ":")
 # A range as wide as this is easier to see on a logarithmic axis.
@@ -51,7 +50,7 @@ def read_run(path: Any) -> list[dict[str, Any]]:
 
 
 def draw(paths: Iterable[Any], output: Any) -> None:
-    """Draw loss, learning rate, norms and, if there is one, the noise scale over the updates of one or more runs.
+    """Draw loss, learning rate and norms over the updates of one or more runs.
 
     The picture is a PNG of 1000 x 1200 pixels.
 
@@ -66,11 +65,8 @@ def draw(paths: Iterable[Any], output: Any) -> None:
     """
     runs = {str(path): read_run(path) for path in paths}
     figure = new_figure(10, 12)
-    # The last one only if somebody has asked for it.
-    noisy = any("noise_scale" in report for reports in runs.values() for report in reports)
-    shown = list(_PANELS.items())[: len(_PANELS) - (not noisy)]
-    panels = figure.subplots(len(shown), 1, sharex=True)
-    for axes, (title, names) in zip(panels, shown):
+    panels = figure.subplots(len(_PANELS), 1, sharex=True)
+    for axes, (title, names) in zip(panels, _PANELS.items()):
         _draw_panel(axes, title, names, runs)
     panels[-1].set_xlabel("update")
     figure.savefig(output, format="png")

@@ -11,7 +11,6 @@ from ms_gradaccum._checks import check_bool, check_positive_int, sentence, typed
 from ms_gradaccum.backend.optimizers import inner_optimizer
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.tools.reporting.noise_scale import NoiseScale
 from ms_gradaccum.tools.reporting.step_costs import CommunicationTime, peak_memory, weight_norm_of
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.step_output import StepOutput, check_output
@@ -38,10 +37,6 @@ class StepReport:
         weight: Weight of the window over all processes: its rows or tokens.
         other_losses: Means of the further losses that the network returns, see :class:`StepOutput`. None if there are
             none.
-        noise_scale: With ``noise_scale=True`` of what trains: the trace of the covariance of the gradients of rows (or
-            tokens), divided by the square of the gradient. Batches much smaller than it are mostly noise, and larger
-            ones help less and less. Averaged over the last 1000 windows or so that the reporter has seen; None until
-            they can tell the gradient from noise.
         batches: Batches of this process so far. None where the windows are part of a graph (data sink mode).
         micro_batches: Micro batches of this process so far, or None likewise.
         rows_per_second: Rows of all processes per second since the last report, without the time that reports take.
@@ -74,7 +69,6 @@ class StepReport:
     loss_scale: float
     weight: float
     other_losses: tuple[float, ...] | None = None
-    noise_scale: float | None = None
     batches: int | None = None
     micro_batches: int | None = None
     rows_per_second: float | None = None
@@ -179,7 +173,6 @@ class StepReporter:
         self._communication_time = CommunicationTime(reducers) if communication_time and reducers else None
         self._peak_memory = peak_memory
         self._updates = self._skipped_updates = 0
-        self._noise_scale = NoiseScale()
         # Since the last report, None before the first one.
         self._since: float | None = None
         self._weight = 0.0
@@ -203,7 +196,6 @@ class StepReporter:
         self._updates += updated
         self._skipped_updates += not updated
         self._weight += float(output.weight.asnumpy())
-        self._noise_scale.add(output)
         if (self._updates + self._skipped_updates) % self.every:
             return None
         report = self._make(output)
@@ -238,7 +230,6 @@ class StepReporter:
             loss_scale=float(output.loss_scale.asnumpy()),
             weight=float(output.weight.asnumpy()),
             other_losses=tuple(float(loss.asnumpy()) for loss in output.other_losses) or None,
-            noise_scale=self._noise_scale.value(),
             **items,
             **self._costs(),
         )
