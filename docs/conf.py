@@ -57,9 +57,11 @@ def sign_class(app: Sphinx, what: str, name: str, item: Any, *_: Any) -> tuple[s
 
 
 def list_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """Make the contents of what the first page of a language links to; a page that it forgets is an error then."""
-    if page.rpartition("/")[2] == app.config.root_doc:
-        pages = "\n".join(dict.fromkeys(re.findall(r"\]\(([\w/]+)\.(?:md|rst)\)", source[0])))
+    """Make the contents of what the first page of a language, or of a folder, links to; a page left out is an error."""
+    name = page.rpartition("/")[2]
+    if name in (app.config.root_doc, "migrating"):
+        folder = "" if name == app.config.root_doc else f"{name}/"
+        pages = "\n".join(dict.fromkeys(re.findall(rf"\]\(({folder}[\w/]+)\.(?:md|rst)[#)]", source[0])))
         source[0] += f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
