@@ -27,16 +27,12 @@ _OBJECT_REMEDY = (
     "getattr() with a default, and classes that are no Cell make a Python object of one: MindSpore's own step runs "
     "with it and leaves the weights as they are."
 )
-_LOSSES_REMEDY = (
-    "Give losses='sum' to train their sum, losses='first' to train the first alone, or, for means over different "
-    "weights, return pairs (loss_sum, weight) with weighted=True and terms=2, for example."
-)
-_FURTHER_REMEDY = "Give losses='first' to leave them out, or return one pair (loss_sum, weight) per loss, with terms."
+_LOSSES_REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone."
+_FURTHER_REMEDY = "Give losses='first' to leave them out, or add them to the loss sum."
 # Further losses that are reported. Graphs and messages between processes need a number that is known beforehand.
 MOST_OTHER_LOSSES = 64
 _stack = ops.Stack()
 _map = ops.HyperMap()
-_TERMS_REMEDY = "With terms=2, for example, it returns ((sum_1, weight_1), (sum_2, weight_2))."
 
 
 @_primexpr
@@ -66,14 +62,6 @@ def _check_weight(is_weight: bool, shape: tuple[int, ...]) -> None:
     raise ValueError(
         f"For 'GradAccumulation', the argument 'network' must return its weight, a scalar, after the loss sum, "
         f"but got {got}. {_PAIR_REMEDY}"
-    )
-
-
-@_primexpr
-def _refuse_terms(terms: int, got: int) -> None:
-    raise ValueError(
-        f"For 'GradAccumulation', the argument 'network' must return {terms} pairs (loss_sum, weight), one per term, "
-        f"but got {got}. {_TERMS_REMEDY}"
     )
 
 
@@ -118,7 +106,7 @@ class WeightedLoss(nn.Cell):
         losses: What becomes of further losses that it returns: "sum", "first", or None if there may be none.
 
     Outputs:
-        The sum and the weight of each term; then what `other_losses` returns.
+        The sum and the weight; then what `other_losses` returns.
     """
 
     # Whether the weight is the number of rows, and not what the network says.
@@ -158,12 +146,11 @@ class WeightedLoss(nn.Cell):
         found: tuple[Tensor, ...] = ()
         if not isinstance(outputs, (tuple, list)):
             return found
-        first = outputs[0][0] if isinstance(outputs[0], (tuple, list)) else outputs[0]
         for i in range(begin, len(outputs)):
             items = outputs[i] if isinstance(outputs[i], (tuple, list)) else (outputs[i],)
             for item in items:
                 if isinstance(item, Tensor):
-                    if item.ndim <= first.ndim:
+                    if item.ndim <= outputs[0].ndim:
                         if _is_loss(item.ndim, item.shape, item.dtype):
                             found += (item,)
         return found
@@ -208,10 +195,6 @@ class OwnWeight(WeightedLoss):
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         outputs = self.outputs(tensors)
-        return self.pair(outputs) + self.other_losses(outputs, 2, _FURTHER_REMEDY)
-
-    def pair(self, outputs: Any) -> tuple[Tensor, Tensor]:
-        """Return the loss sum and the weight at the head of ``outputs``, in float32."""
         loss_sum = self.first(outputs, "its loss sum", _PAIR_REMEDY)
         weight: Any = outputs[1] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else None
         if isinstance(weight, (int, float)):
@@ -220,22 +203,4 @@ class OwnWeight(WeightedLoss):
             _check_weight(True, weight.shape)
         else:
             _check_weight(False, ())
-        return loss_sum, ops.stop_gradient(scalar(weight))
-
-
-class OwnWeights(OwnWeight):
-    """The same of a network that returns several such pairs, one per term: sum, weight, sum, weight and so on."""
-
-    def __init__(self, network: nn.Cell, structure: Any = None, losses: str | None = None, terms: int = 2) -> None:
-        super().__init__(network, structure, losses)
-        self.terms = terms
-
-    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        outputs = self.outputs(tensors)
-        found = len(outputs) if isinstance(outputs, (tuple, list)) else 1
-        if found < self.terms:
-            _refuse_terms(self.terms, found)
-        flat: tuple[Tensor, ...] = ()
-        for i in range(self.terms):
-            flat += self.pair(outputs[i])
-        return flat + self.other_losses(outputs, self.terms, _FURTHER_REMEDY)
+        return (loss_sum, ops.stop_gradient(scalar(weight))) + self.other_losses(outputs, 2, _FURTHER_REMEDY)

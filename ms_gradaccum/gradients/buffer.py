@@ -1,6 +1,6 @@
 """Sums of gradients and losses in float32, or float64 for float64 weights, and the weight that belongs to them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -18,41 +18,28 @@ from ms_gradaccum.backend.kernels import (
 from ms_gradaccum.backend.tensors import chunk_of, chunks_of
 
 
-class TermSums(nn.Cell):
-    """The sums of one term of a loss: of its gradients, its values and its weights."""
+class WindowTotals(NamedTuple):
+    """What a window adds up beside the gradients, the loss and the weight.
 
-    def __init__(self, parameters: ParameterTuple, dense_only: bool, shapes: Any, term: str = "") -> None:
-        super().__init__(auto_prefix=False)
-        # 16-bit sums would lose the small addends of a long window.
-        dtypes = [ms.float64 if parameter.dtype == ms.float64 else ms.float32 for parameter in parameters]
-        names = [f"accu_grads.{term}{parameter.name}" for parameter in parameters]
-        self.sums = ParameterTuple(zeros(name, shape, dtype) for name, shape, dtype in zip(names, shapes, dtypes))
-        dtype = ms.float64 if ms.float64 in dtypes else ms.float32
-        # Named after a weight: the buffers of two optimizers can be in one graph.
-        self.loss = zeros(f"{names[0]}.window_loss", (), dtype)
-        self.weight = zeros(f"{names[0]}.window_weight", (), dtype)
-        self.chunks = chunks_of([total.size for total in self.sums])
-        self.add_one = _add_dense_only if dense_only else _add
+    Attributes:
+        counts_dropped: Whether micro batches can be left out, and are counted.
+        other_losses: How many losses that the network returns beside the first one can be reported.
+    """
 
-    def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...], factor: Tensor) -> Any:
-        """Add one micro batch, its gradients times ``factor``. Return the sums, the loss and the weight with it."""
-        # The last gradient comes first out of a backward pass, and is let go once it is added.
-        added = add_each_in_place(self.add_one, factor, tuple(self.sums), grads)
-        return added, _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
+    counts_dropped: bool = False
+    other_losses: int = 0
 
-    def mean_loss(self) -> Tensor:
-        """Return the weighted mean of the term so far."""
-        return self.loss * reciprocal(self.weight)
+    @property
+    def scalars(self) -> int:
+        """Numbers that are added over the ranks beside the gradients: the loss, the weight, and these."""
+        return 2 + self.counts_dropped + 2 * self.other_losses
 
-    def clear(self, done: Any) -> Any:
-        """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
-        for begin, end in self.chunks:
-            done = fill_each_in_place(zero_after(done, self.weight), chunk_of(tuple(self.sums), begin, end))
-        return done, _assign_zero(self.loss), _assign_zero(self.weight)
+
+_NOTHING_ELSE = WindowTotals()
 
 
 class GradientBuffer(nn.Cell):
-    """The sums of one window, term by term of the loss. They live and are cleared together.
+    """The sums of one window: of its gradients, its losses and its weights. They live and are cleared together.
 
     The names begin with ``accu_grads``, the prefix that MindSpore's checkpoint merges and transforms, its
     fault tolerance and its compiler know.
@@ -60,10 +47,8 @@ class GradientBuffer(nn.Cell):
     Args:
         parameters: What the gradients belong to.
         dense_only: Whether gradients of sparse lookups are refused.
-        shapes: What is kept of each weight's gradient: a part, if the ranks share the sums. Default: the whole.
-        terms: Number of terms of the loss that have weights of their own.
-        counts_dropped: Whether micro batches can be left out, and are counted.
-        other_losses: How many losses that the network returns beside the first one can be reported.
+        shapes: What is kept of each parameter's gradient: a part, if the ranks share the sums. Default: the whole.
+        totals: What is added up beside the gradients, the loss and the weight.
     """
 
     def __init__(
@@ -71,42 +56,45 @@ class GradientBuffer(nn.Cell):
         parameters: ParameterTuple,
         dense_only: bool = False,
         shapes: Any = None,
-        terms: int = 1,
-        counts_dropped: bool = False,
-        other_losses: int = 0,
+        totals: WindowTotals = _NOTHING_ELSE,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.names = tuple(parameter.name for parameter in parameters)
         if shapes is None:
             shapes = tuple(tuple(parameter.shape) for parameter in parameters)
-        prefixes = ["", *(f"term{i}." for i in range(1, terms))]
-        sums = [TermSums(parameters, dense_only, shapes, each) for each in prefixes]
-        self.terms = nn.CellList(sums, auto_prefix=False)
-        # No slice of the terms, which MindSpore makes a list that renames their parameters.
-        self.others = nn.CellList(sums[1:], auto_prefix=False)
-        # At the end of a window the terms are folded into the first one, whose sums are then the window's.
-        self.first = self.terms[0]
-        self.sums, self.loss, self.weight = self.first.sums, self.first.loss, self.first.weight
-        self.chunks = self.first.chunks
-        self.map = ops.HyperMap()
+        # 16-bit sums would lose the small addends of a long window.
+        dtypes = [ms.float64 if parameter.dtype == ms.float64 else ms.float32 for parameter in parameters]
+        names = [f"accu_grads.{name}" for name in self.names]
+        self.sums = ParameterTuple(zeros(name, shape, dtype) for name, shape, dtype in zip(names, shapes, dtypes))
+        dtype = ms.float64 if ms.float64 in dtypes else ms.float32
+        # Named after a parameter: the buffers of two optimizers can be in one graph.
+        window = f"{names[0]}.window"
+        self.loss = zeros(f"{window}_loss", (), dtype)
+        self.weight = zeros(f"{window}_weight", (), dtype)
         # Calls that the open window has taken in. 0 from an update to the next batch.
-        self.batches = zeros(f"{self.sums[0].name}.window_batches", (), ms.int32)
+        self.batches = zeros(f"{window}_batches", (), ms.int32)
         # Micro batches that were left out, in the dtype of what else is added over the ranks.
-        self.dropped: Any = (
-            zeros(f"{self.sums[0].name}.window_dropped", (), self.loss.dtype) if counts_dropped else None
-        )
+        self.dropped: Any = zeros(f"{window}_dropped", (), dtype) if totals.counts_dropped else None
         # Of each loss that is reported the sum, and below it the weight.
-        name, shape = f"{self.sums[0].name}.window_other_losses", (2, other_losses)
-        self.other_losses: Any = zeros(name, shape, self.loss.dtype) if other_losses else None
+        shape = 2, totals.other_losses
+        self.other_losses: Any = zeros(f"{window}_other_losses", shape, dtype) if totals.other_losses else None
+        self.chunks = chunks_of([total.size for total in self.sums])
+        self.add_one = _add_dense_only if dense_only else _add
+        self.map = ops.HyperMap()
 
     def all_totals(self) -> list[Parameter]:
         """Return everything of an open window that adds up over ranks, on each its own: what a state has of it."""
-        terms = [total for term in self.terms for total in (*term.sums, term.loss, term.weight)]
-        return terms + self._counts()
+        return [*self.sums, *self.totals()]
 
-    def _counts(self) -> list[Parameter]:
-        """Return what some windows count beside the terms."""
-        return [each for each in (self.dropped, self.other_losses) if each is not None]
+    def totals(self) -> list[Parameter]:
+        """Return the numbers that are added over the ranks beside the sums."""
+        return [self.loss, self.weight, *(each for each in (self.dropped, self.other_losses) if each is not None)]
+
+    def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...], factor: Tensor) -> Any:
+        """Add one micro batch, its gradients times ``factor``. Return the sums, the loss and the weight with it."""
+        # The last gradient comes first out of a backward pass, and is let go once it is added.
+        added = add_each_in_place(self.add_one, factor, tuple(self.sums), grads)
+        return added, _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
 
     def no_grads(self, parameters: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
         """Return the gradients of no rows, after ``done``."""
@@ -129,25 +117,19 @@ class GradientBuffer(nn.Cell):
         """Return the sums and weights of the losses that are reported, after ``done``; nothing if there are none."""
         return () if self.other_losses is None else (ops.depend(self.other_losses + 0.0, done),)
 
-    def totals(self) -> list[Parameter]:
-        """Return the numbers that are added over the ranks beside the sums."""
-        return [self.loss, self.weight, *self._counts()]
-
     def mean_loss(self) -> Tensor:
-        """Return the weighted mean loss of the window so far: the sum of its terms."""
-        loss = self.first.mean_loss()
-        for term in self.others:
-            loss = loss + term.mean_loss()
-        return loss
+        """Return the weighted mean loss of the window so far."""
+        return self.loss * reciprocal(self.weight)
 
     def reciprocal_weight(self) -> Tensor:
         """Return 1 / weight, or 0 for a window in which nothing was weighed."""
         return reciprocal(self.weight)
 
     def clear(self, done: Any = ()) -> Any:
-        """Empty the buffer after ``done``."""
-        for term in self.terms:
-            done = term.clear(done)
+        """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
+        for begin, end in self.chunks:
+            done = fill_each_in_place(zero_after(done, self.weight), chunk_of(tuple(self.sums), begin, end))
+        done = done, _assign_zero(self.loss), _assign_zero(self.weight)
         if self.dropped is not None:
             done = done, _assign_zero(self.dropped)
         if self.other_losses is not None:

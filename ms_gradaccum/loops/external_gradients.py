@@ -33,8 +33,8 @@ class AddGrads(AddMicroBatch):
 
     def __init__(self, reducers: Sequence[GradientReducer], parameters: Sequence[ParameterTuple], drops: bool) -> None:
         super().__init__(reducers, parameters, MicroTotals(counts_rows=True, half=False), drops)
-        # The caller says one loss and one gradient.
-        self.terms, self.others = 1, 0
+        # The caller gives no further losses.
+        self.others = 0
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         """Add ``factor`` times the gradients, and the loss sum ``value``; nothing if it is 0, whatever they are.
@@ -45,11 +45,11 @@ class AddGrads(AddMicroBatch):
         empty = factor == 0.0
         value = ops.select(empty, ops.zeros_like(value), value)
         grads = self.map(ops.partial(_none_of, empty), grads)
-        return self.added((value, weight), (factor,), (grads,), ())
+        return self.added(value, weight, factor, grads, ())
 
-    def is_finite(self, values: tuple[Tensor, ...], grads: tuple[tuple[Any, ...], ...]) -> Tensor:
+    def is_finite(self, number: Tensor, grads: tuple[Any, ...]) -> Tensor:
         """Return whether the gradients are finite. The loss is NaN where the caller does not say it."""
-        finite: Tensor = self.keep.is_finite(grads[0])
+        finite: Tensor = self.keep.is_finite(grads)
         return finite
 
 

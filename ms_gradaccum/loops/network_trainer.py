@@ -165,11 +165,10 @@ def _check_grads(grads: Any, parameters: list[Any]) -> tuple[Tensor, ...]:
 
 
 def _mean_loss(parts: list[Any]) -> Tensor:
-    """Return the mean loss of a batch from the loss sums and weights of its micro batches, per term or not."""
+    """Return the mean loss of a batch from the loss sums and weights of its micro batches."""
     # From the host: of the ways to add a few numbers it is the quickest.
     sums = np.array([[value.asnumpy() for value in part] for part in parts], np.float64).sum(0)
-    mean = np.divide(sums[0], sums[1], out=np.zeros_like(sums[0]), where=sums[1] != 0)
-    return Tensor(mean.sum(), ms.float32)
+    return Tensor(sums[0] / sums[1] if sums[1] else 0.0, ms.float32)
 
 
 def pair_networks(network: Any, optimizer: Any) -> list[tuple[Any, list[Any]]]:

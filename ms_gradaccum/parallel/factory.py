@@ -10,7 +10,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
-from ms_gradaccum.gradients.buffer import GradientBuffer, sparse_lookup
+from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
 from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.hsdp import HSDPReducer, SharedSumsHSDPReducer, check_shardable
@@ -88,24 +88,22 @@ def build_reducers(
     """
     if drops:
         check_can_drop(owner, network)
-    kept = network.terms, drops, network.other_losses
+    totals = WindowTotals(drops, network.other_losses)
     if kind is None:
-        return [GradientReducer(each.parameters, _buffer_of(each, None, *kept)) for each in optimizers]
-    # The loss and the weight, the number of micro batches that were left out, and the further losses.
-    numbers = 2 + drops + 2 * network.other_losses
+        return [GradientReducer(each.parameters, _buffer_of(each, None, totals)) for each in optimizers]
     world = current_world(owner)
     ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
     reducers = []
     for optimizer in optimizers:
         _agree(owner, kind, network, optimizer, agreed, dtype)
-        layout = reducer_layout(kind, optimizer.parameters, ranks, numbers, dtype, network.terms)
-        buffer = _buffer_of(optimizer, layout.buffer_shapes, *kept)
+        layout = reducer_layout(kind, optimizer.parameters, ranks, totals.scalars, dtype)
+        buffer = _buffer_of(optimizer, layout.buffer_shapes, totals)
         reducers.append(_build_reducer(kind, optimizer, buffer, layout, world.rank))
     return reducers
 
 
-def _buffer_of(optimizer: nn.Cell, shapes: Any, *kept: Any) -> GradientBuffer:
-    return GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), shapes, *kept)
+def _buffer_of(optimizer: nn.Cell, shapes: Any, totals: WindowTotals) -> GradientBuffer:
+    return GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), shapes, totals)
 
 
 def _agree(owner: str, kind: Any, network: Any, optimizer: nn.Cell, agreed: dict[str, Any], dtype: Any) -> None:
@@ -119,9 +117,6 @@ def _agree(owner: str, kind: Any, network: Any, optimizer: nn.Cell, agreed: dict
         _check_shared_dense(owner, network)
     if isinstance(kind, HSDP):
         _check_hsdp(owner, kind, optimizer)
-    elif kind.overlap and network.terms > 1:
-        remedy = "Each term is divided by its weight over all ranks before the terms are added up."
-        raise ValueError(sentence(owner, "parallel", "one without overlap for several terms", repr(kind), remedy))
     _start_alike(owner, network, optimizer)
 
 
@@ -162,9 +157,7 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
         raise ValueError(sentence(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
 
 
-def reducer_layout(
-    kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32, terms: int = 1
-) -> ReducerLayout:
+def reducer_layout(kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32) -> ReducerLayout:
     """Return what the ranks keep and send of the gradients of ``tensors``, of which `shape` and `itemsize` are read.
 
     Args:
@@ -173,7 +166,6 @@ def reducer_layout(
         world: All ranks.
         scalars: Numbers that are added up beside the sums: the loss, the weight.
         dtype: In which the ranks add up gradients.
-        terms: Number of terms of the loss.
     """
     kind = DataParallel() if kind is None else kind
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
@@ -183,11 +175,11 @@ def reducer_layout(
     layout, _ = _parts_of(kind)
     if layout is ReducerLayout:
         all_reduced = bucket_layout(backwards(range(len(sizes))), sizes, world, scalars, dtype)
-        return ReducerLayout(shapes, itemsizes, terms, all_reduced)
+        return ReducerLayout(shapes, itemsizes, all_reduced)
     size = world.size if kind.shard_size == -1 else kind.shard_size
     shards = shard_layout(tensors, world, size, kind.threshold, dtype)
     all_reduced = bucket_layout(shards.kept, sizes, world, scalars, dtype)
-    sharded: ReducerLayout = layout(shapes, itemsizes, terms, all_reduced, shards)
+    sharded: ReducerLayout = layout(shapes, itemsizes, all_reduced, shards)
     return sharded
 
 

@@ -29,8 +29,8 @@ class DataParallel:
 
     Raises:
         TypeError: If an argument is not a bool.
-        ValueError: If `overlap` is set together with `sync_each_batch`; later, if the loss has several terms, or an
-            :class:`Accumulator` gets it, which adds up in `step()`.
+        ValueError: If `overlap` is set together with `sync_each_batch`; later, if an :class:`Accumulator` gets it,
+            which adds up in `step()`.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

@@ -211,13 +211,11 @@ class ReducerLayout:
     Attributes:
         shapes: Shapes of the whole sums.
         itemsizes: Bytes of an element of each of these.
-        terms: Number of terms of the loss that have sums of their own.
         all_reduced: What is added up over all ranks and stays whole.
     """
 
     shapes: Shapes
     itemsizes: tuple[int, ...]
-    terms: int
     all_reduced: BucketLayout
 
     @property
@@ -228,7 +226,7 @@ class ReducerLayout:
     @property
     def sum_bytes(self) -> int:
         """The memory of the sums on each rank: those of the buffer and, beside it, shards of their total."""
-        counts = [self.terms * math.prod(shape) + own for shape, own in zip(self.buffer_shapes, self._own_sizes())]
+        counts = [math.prod(shape) + own for shape, own in zip(self.buffer_shapes, self._own_sizes())]
         return sum(itemsize * count for itemsize, count in zip(self.itemsizes, counts))
 
     def _own_sizes(self) -> list[int]:
@@ -236,12 +234,7 @@ class ReducerLayout:
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         """Return what is sent by a window whose gradients' norms are taken so many times."""
-        return Traffic(per_update=self._all_reduced_messages())
-
-    def _all_reduced_messages(self) -> Messages:
-        # The weights of all terms come first: each term is divided by its own before they are added up.
-        weights = self.all_reduced.world.all_reduce(_FLOAT * self.terms) if self.terms > 1 else ()
-        return weights + self.all_reduced.messages()
+        return Traffic(per_update=self.all_reduced.messages())
 
 
 @dataclass(frozen=True)
@@ -259,7 +252,7 @@ class ShardedLayout(ReducerLayout):
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         scattered = self.shards.reduce_scatter_messages()
-        return Traffic(per_update=self._all_reduced_messages() + scattered + self._later_messages(norm_passes))
+        return Traffic(per_update=self.all_reduced.messages() + scattered + self._later_messages(norm_passes))
 
     def _later_messages(self, norm_passes: int) -> Messages:
         """Return what is sent of the shards once they are there: squares for the norms, then the whole tensors."""
@@ -280,10 +273,10 @@ class SharedSumsLayout(ShardedLayout):
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         return Traffic(
-            per_micro_batch=self.terms * self.shards.reduce_scatter_messages(),
+            per_micro_batch=self.shards.reduce_scatter_messages(),
             # Of each batch the number of its micro batches.
             per_batch=self.shards.world.all_gather(_FLOAT),
-            per_update=self._all_reduced_messages() + self._later_messages(norm_passes),
+            per_update=self.all_reduced.messages() + self._later_messages(norm_passes),
         )
 
 

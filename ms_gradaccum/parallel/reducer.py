@@ -8,7 +8,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
-from ms_gradaccum.parallel.collectives import AllReduce, BucketedAllReduce, Group
+from ms_gradaccum.parallel.collectives import BucketedAllReduce
 from ms_gradaccum.parallel.kinds import DataParallel
 from ms_gradaccum.parallel.layout import ReducerLayout, Traffic
 from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
@@ -25,8 +25,6 @@ class GradientReducer(nn.Cell):
     every_batch = False
     # Whether the optimizer takes the sums as they are, see `for_optimizer`.
     takes_sums = True
-    # 1 in one process of a job, 0 in the others.
-    is_first = 1.0
 
     def __init__(self, parameters: ParameterTuple, buffer: GradientBuffer) -> None:
         super().__init__(auto_prefix=False)
@@ -58,10 +56,6 @@ class GradientReducer(nn.Cell):
     def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what is added into the buffer for the gradients of one micro batch."""
         return grads
-
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        """Return the sum of a few numbers over the ranks."""
-        return values
 
     def reduce(self, added: Any = ()) -> Done:
         """Add the buffer's loss and weight and its sums over the ranks, the latter into `sums`.
@@ -131,9 +125,7 @@ class DataParallelReducer(GradientReducer):
     ) -> None:
         super().__init__(optimizer.parameters, buffer)
         self.layout = layout
-        self.is_first = float(rank == 0)
         self.bucketed_all_reduce = BucketedAllReduce(buffer, layout.all_reduced, rank)
-        self.all_reduce_world = AllReduce(Group(layout.all_reduced.world, rank))
         self.check_weights = settings.check_weights
         self.overlaps = isinstance(settings, DataParallel) and settings.overlap
         self.no_squares = Tensor([0.0] * len(self.parameters), ms.float32)
@@ -147,9 +139,6 @@ class DataParallelReducer(GradientReducer):
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         begin, total, arrays = gather_rows("GradCacheLoss", [tensor.asnumpy() for tensor in tensors])
         return begin, total, [Tensor(array) for array in arrays]
-
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        return self.all_reduce_world(values)
 
     def reduce(self, added: Any = ()) -> Done:
         return self.bucketed_all_reduce(added)

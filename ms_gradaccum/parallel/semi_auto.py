@@ -56,14 +56,13 @@ class SemiAuto:
         # What is refused, the argument, and what its error says.
         for is_refused, name, rule, got, remedy in (
             (accumulation_steps > 1, "accumulation_steps", "1", accumulation_steps, larger),
-            (network.terms > 1, "terms", "1", network.terms, f"{one_gradient}: return one (loss_sum, weight)."),
             (network.is_cached, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
             (drops, "bad_micro_batch", "'skip_window'", "'drop'", f"{one_gradient}, so it cannot leave out a part."),
             (by_group, "clip", "one for all", repr(clip), for_all),
             (dtype != ms.float32, "mixed_precision", *messages),
         ):
             if is_refused:
-                owner = "GradAccumulation" if name in ("terms", "network") else _OWNER
+                owner = "GradAccumulation" if name == "network" else _OWNER
                 raise ValueError(sentence(owner, name, f"{rule} in semi-auto-parallel", got, remedy))
         if network.micro_size > 1:
             _check_all_are_trained(network, optimizer)

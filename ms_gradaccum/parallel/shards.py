@@ -280,9 +280,8 @@ class SharedSums:
     bucketed_all_reduce: Any
 
     def place_sums(self) -> None:
-        for term in self.buffer.terms:
-            for i in self.shards.sharded:
-                self.show_whole(term.sums[i])
+        for i in self.shards.sharded:
+            self.show_whole(self.buffer.sums[i])
 
     def max_micro_batches(self, micro_batches: int) -> int:
         return int(self.most(micro_batches))

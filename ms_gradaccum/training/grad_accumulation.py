@@ -31,7 +31,7 @@ from ms_gradaccum.batch.split import (
     spread_axes,
     warn_of_split,
 )
-from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, OwnWeight, OwnWeights, RowWeight, WeightedLoss
+from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.convert_network import in_precision
 from ms_gradaccum.gradients.mixed_precision import Precision
@@ -69,11 +69,6 @@ class GradAccumulation(nn.Cell):
         weighted (bool): If ``True``, `network` returns `(loss_sum, weight)`, two scalars, and each micro batch counts
             by its weight (for example its number of tokens; not negative). If ``False``, by its rows.
             :class:`TokenMeanLoss` says so itself. Default: ``False``.
-        terms (int): Number of terms of the loss that have weights of their own. With more than one, `network` is
-            `weighted` and returns a tuple of so many pairs `(loss_sum, weight)`, for example
-            ``((cross_entropy_sum, tokens), (0.01 * balance_loss, 1))``. The loss is the sum of the terms' means. Each
-            term costs a backward pass and a buffer of its own. In PYNATIVE mode more than one needs ``compile=True`` of
-            what trains this cell. Default: ``1``.
         losses (Union[str, None]): What becomes of further floating-point scalars that `network` returns: ``"sum"``
             trains the sum of them all, ``"first"`` the first alone, and ``None`` refuses them. In both cases
             ``StepOutput.other_losses`` reports what each of the further ones was: its mean over the window, each micro
@@ -122,7 +117,6 @@ class GradAccumulation(nn.Cell):
         *,
         weighted: bool = False,
         batch_axis: BatchAxis = 0,
-        terms: int = 1,
         losses: _Losses | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -135,10 +129,6 @@ class GradAccumulation(nn.Cell):
         self.micro_size = check_positive_int(_OWNER, "micro_size", micro_size, remedy)
         remedy = "True means that network returns (loss_sum, weight)."
         self.weighted = check_bool(_OWNER, "weighted", weighted, remedy) or getattr(network, "returns_weight", False)
-        self.terms = check_positive_int(_OWNER, "terms", terms, "It counts the pairs (loss_sum, weight).")
-        if terms > 1 and not self.weighted:
-            remedy = "Return ((sum_1, weight_1), (sum_2, weight_2), ...) and set weighted=True."
-            raise ValueError(sentence(_OWNER, "weighted", f"True with {terms} terms", weighted, remedy))
         self.losses = _check_losses(losses, self.weighted)
         # Whether the loss looks at all rows together, and its micro batches take a pass before.
         self.is_cached = isinstance(network, GradCacheLoss)
@@ -168,8 +158,6 @@ class GradAccumulation(nn.Cell):
 
     def whole_loss_of(self, structure: Hashable = None) -> WeightedLoss:
         """Return the loss of `network` as (sum, weight), for inputs of this structure."""
-        if self.terms > 1:
-            return OwnWeights(self.network, structure, self.losses, self.terms)
         return (OwnWeight if self.weighted else RowWeight)(self.network, structure, self.losses)
 
     def with_loss(self, loss_fn: nn.Cell) -> "GradAccumulation":
@@ -181,7 +169,7 @@ class GradAccumulation(nn.Cell):
 
     def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
         """Return a cell with these settings around another network."""
-        settings: dict[str, Any] = {"weighted": self.weighted, "terms": self.terms, "losses": self.losses}
+        settings: dict[str, Any] = {"weighted": self.weighted, "losses": self.losses}
         return type(self)(network, self.micro_size, batch_axis=batch_axis, **settings)
 
     def without_split(self, place: int, inputs: tuple[object, ...]) -> "GradAccumulation":
@@ -265,18 +253,12 @@ class GradAccumulation(nn.Cell):
         _warn_without_train_step()
         if self.is_cached:
             return self.network(*inputs)
-        sums: tuple[Tensor, ...] = (Tensor(0.0, ms.float32),) * (2 * self.terms)
+        loss_sum, weight = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
         for part in self.split_in_graph(inputs):
             values = self.weighted_loss(*part)
-            # Not '+=': in a graph that adds in place, here into one constant that all sums start from.
-            so_far = sums
-            sums = ()
-            for i, value in enumerate(so_far):
-                sums += (value + values[i],)
-        loss = Tensor(0.0, ms.float32)
-        for i in range(self.terms):
-            loss = loss + sums[2 * i] * reciprocal(sums[2 * i + 1])
-        return loss
+            # Not '+=': in a graph that adds in place, here into one constant that both sums start from.
+            loss_sum, weight = loss_sum + values[0], weight + values[1]
+        return loss_sum * reciprocal(weight)
 
     def split_in_graph(self, inputs: tuple[object, ...]) -> tuple[tuple[object, ...], ...]:
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
@@ -326,7 +308,7 @@ def _check_losses(losses: Any, weighted: bool) -> str | None:
     remedy = "'sum' trains the sum of all losses that network returns, 'first' the first alone."
     choice = check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
     if choice == "sum" and weighted:
-        remedy = "A sum needs one weight: return it with the sum of the losses, or a pair per loss with terms."
+        remedy = "A sum needs one weight: return (sum_1 + factor * sum_2, weight)."
         raise ValueError(sentence(_OWNER, "losses", "None or 'first' with weighted=True", "'sum'", remedy))
     return choice
 

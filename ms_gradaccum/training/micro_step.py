@@ -69,7 +69,7 @@ class MicroLoss(nn.Cell):
     There is as little in it as can be: op by op, each operator of it costs a part of a millisecond.
 
     Args:
-        weighted_loss: The network's loss, of one term.
+        weighted_loss: The network's loss.
         half: Whether the network computes in half precision.
         loss_scale: The loss scale.
     """
@@ -133,7 +133,7 @@ class AddMicroBatch(nn.Cell):
     Args:
         reducers: One per optimizer: its buffer, and what becomes of its gradients.
         parameters: One per optimizer: the parameters that it updates.
-        totals: What says what is added up for a loss of one term.
+        totals: What says what is added up.
         drops: Whether a micro batch that is not finite is left out.
         reduces: Whether it is the last one of its window and the ranks add up the sums with it.
     """
@@ -150,7 +150,6 @@ class AddMicroBatch(nn.Cell):
         self.reducers = nn.CellList(reducers, auto_prefix=False)
         self.totals = totals
         self.buffer = reducers[0].buffer
-        self.terms = len(self.buffer.terms)
         ends = [sum(len(group) for group in parameters[: i + 1]) for i in range(len(parameters))]
         self.bounds = tuple(zip([0, *ends[:-1]], ends))
         self.keep: Any = KeepFinite([parameter for group in parameters for parameter in group]) if drops else None
@@ -168,50 +167,26 @@ class AddMicroBatch(nn.Cell):
         """
         loss_sum, weight, factor = self.totals(value, weight, factor)
         if self.others:
-            return self.added((loss_sum, weight), (factor,), (grads[1:],), grads[:1])
-        return self.added((loss_sum, weight), (factor,), (grads,), ())
+            return self.added(loss_sum, weight, factor, grads[1:], grads[:1])
+        return self.added(loss_sum, weight, factor, grads, ())
 
     def added(
-        self,
-        values: tuple[Tensor, ...],
-        factors: tuple[Tensor, ...],
-        grads: tuple[tuple[Any, ...], ...],
-        others: tuple[Tensor, ...],
+        self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: tuple[Any, ...], others: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Add a loss sum and a weight per term, its gradients times its factor, and what is reported beside them.
+        """Add a loss sum, its weight, the gradients times a factor, and what is reported beside them.
 
-        Return the loss sums and the weights, each as one tensor, what is there once they are added, and any notes.
+        Return the loss sum and the weight, what is there once they are added, and any notes.
         """
         done: Any = ()
-        finite: Any = None
         if self.keep is not None:
-            finite = self.is_finite(values, grads)
-            values = self.keep.kept(finite, values)
+            finite = self.is_finite(loss_sum + weight, grads)
+            loss_sum, weight = self.keep.kept(finite, (loss_sum, weight))
+            grads = self.keep.kept(finite, grads)
             for reducer in self.reducers:
                 done = reducer.buffer.count_dropped(ops.depend(finite, done))
         if len(others) > 0 and not self.totals.has_notes:
             # They count by the weight of the loss, which is 0 if the micro batch is left out.
-            done = self.buffer.add_other_losses(others[0], ops.depend(values[1], done))
-        for term in range(self.terms):
-            own = grads[term]
-            if self.keep is not None:
-                own = self.keep.kept(finite, own)
-            done = self.add(term, values[2 * term], values[2 * term + 1], factors[term], own, done)
-        loss_sums, weights = values[0], values[1]
-        if self.terms > 1:
-            loss_sums, weights = ops.stack(values[0::2]), ops.stack(values[1::2])
-        notes: tuple[Tensor, ...] = others if self.totals.has_notes else ()
-        return (loss_sums, weights, self.after(done), *notes)
-
-    def is_finite(self, values: tuple[Tensor, ...], grads: tuple[tuple[Any, ...], ...]) -> Tensor:
-        """Return whether all of a micro batch is finite: one decision for all terms."""
-        finite = ops.isfinite(ops.sum(ops.stack(values)))
-        for own in grads:
-            finite = ops.logical_and(finite, self.keep.is_finite(own))
-        return finite
-
-    def add(self, term: int, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Any, done: Any) -> Any:
-        """Add the gradients of one term of the loss, after ``done``."""
+            done = self.buffer.add_other_losses(others[0], ops.depend(weight, done))
         # By number: a zip takes the compiler as long as all else in this loop.
         for i in range(len(self.bounds)):
             begin, end = self.bounds[i]
@@ -220,10 +195,14 @@ class AddMicroBatch(nn.Cell):
             own = ops.depend(chunk_of(grads, begin, end), done)
             if self.scales_first:
                 own = self.map(ops.partial(scale_wide, factor), own)
-            done = reducer.buffer.terms[term].add(
-                loss_sum, weight, reducer.reduce_scatter_micro_batch(own), ONE if self.scales_first else factor
-            )
-        return done
+            own = reducer.reduce_scatter_micro_batch(own)
+            done = reducer.buffer.add(loss_sum, weight, own, ONE if self.scales_first else factor)
+        notes: tuple[Tensor, ...] = others if self.totals.has_notes else ()
+        return (loss_sum, weight, self.after(done), *notes)
+
+    def is_finite(self, number: Tensor, grads: tuple[Any, ...]) -> Tensor:
+        """Return whether a number and all gradients of a micro batch are finite."""
+        return ops.logical_and(ops.isfinite(number), self.keep.is_finite(grads))
 
     def after(self, done: Any) -> Tensor:
         """Return something that depends on ``done`` and, for the compiler's sake, on nothing of this micro batch."""
@@ -265,7 +244,7 @@ class MicroStep(nn.Cell):
         loss_sum, weight, factor = self.adding.totals(outputs[1], outputs[2], factor)
         # A factor that the compiler knows to be 1 costs nothing.
         factor = factor if self.scales else ONE
-        return self.end(self.adding.added((loss_sum, weight), (factor,), (grads,), outputs[3:]))
+        return self.end(self.adding.added(loss_sum, weight, factor, grads, outputs[3:]))
 
     def share_and_factor(self, rows: Tensor, batch_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first two inputs of `construct`, as part of a graph."""
@@ -278,25 +257,6 @@ class MicroStep(nn.Cell):
         if self.in_thread_pool:
             outputs = (outputs[0], outputs[1], with_condition(outputs[2])) + outputs[3:]
         return outputs
-
-
-class TermsMicroStep(MicroStep):
-    """The same for a loss of several terms: one backward pass each."""
-
-    def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        values, backward = ops.vjp(self.micro_loss.weighted_loss, share, *tensors, weights=self.parameters)
-        factors: tuple[Tensor, ...] = ()
-        grads: tuple[Any, ...] = ()
-        for term in range(self.adding.terms):
-            own = self.adding.totals.divisor(values[2 * term + 1])
-            start: tuple[Tensor, ...] = ()
-            for i, value in enumerate(values):
-                scale = self.micro_loss.loss_scale.value()
-                start += (scale / own if i == 2 * term else ops.zeros_like(value),)
-            factors += (own,)
-            grads += (backward(*start)[1],)
-        pairs = values[: 2 * self.adding.terms]
-        return self.end(self.adding.added(pairs, factors, grads, values[2 * self.adding.terms :]))
 
 
 class EagerMicroStep:
@@ -360,9 +320,9 @@ def build_micro_step(
     """Return the micro step that the network needs."""
     half = is_half(weighted_loss, precision)
     micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
-    kind = TermsMicroStep if len(reducers[0].buffer.terms) > 1 else MicroStep
     pace = pace_of(weighted_loss, half, eager=False)
-    return kind(micro_loss, parameters, AddMicroBatch(reducers, parameters, micro_loss.totals(), drops, reduces), pace)
+    adding = AddMicroBatch(reducers, parameters, micro_loss.totals(), drops, reduces)
+    return MicroStep(micro_loss, parameters, adding, pace)
 
 
 class EmptyStep(nn.Cell):
@@ -375,8 +335,6 @@ class EmptyStep(nn.Cell):
     def construct(self, nothing: Tensor) -> Any:
         done: Any = ()
         for reducer in self.reducers:
-            buffer = reducer.buffer
-            for term in buffer.terms:
-                grads = buffer.no_grads(reducer.replicas(), done)
-                done = term.add(nothing, nothing, reducer.reduce_scatter_micro_batch(grads), ONE)
+            grads = reducer.buffer.no_grads(reducer.replicas(), done)
+            done = reducer.buffer.add(nothing, nothing, reducer.reduce_scatter_micro_batch(grads), ONE)
         return done

@@ -140,15 +140,7 @@ class MicroSteps:
         return step, step.pace
 
     def _runs_eagerly(self) -> bool:
-        if not runs_eagerly(self.settings.compiles):
-            return False
-        if self.network.terms == 1:
-            return True
-        if ms.get_context("mode") == ms.PYNATIVE_MODE and not self.settings.compiles:
-            got = "a loss of several terms, each of which needs a backward pass of the same forward pass"
-            remedy = "Give compile=True, or set GRAPH mode."
-            raise ValueError(sentence(self.owner, "network", "one of a single term in PYNATIVE mode", got, remedy))
-        return False  # What MS_JIT=0 runs for debugging may make a forward pass for each of them.
+        return runs_eagerly(self.settings.compiles)
 
     def _build_eager(self, reduces: bool) -> EagerMicroStep:
         lookup = sparse_lookup(self.network)

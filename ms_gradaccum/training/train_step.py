@@ -199,8 +199,7 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         TypeError: If an argument has the wrong type, or a subclass has its own `construct`.
         ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, or
             belongs to another training cell, the device lacks what `mixed_precision` asks for, or `sens` or
-            `return_grad` ask for something; later, if `compile` is ``True`` and the network has hooks, or PYNATIVE mode
-            without it has a loss of several `terms`.
+            `return_grad` ask for something; later, if `compile` is ``True`` and the network has hooks.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

@@ -10,49 +10,12 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import sentence
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
-from ms_gradaccum.backend.kernels import add_each_in_place
 from ms_gradaccum.backend.optimizers import EagerRate, LearningRate, compiles_itself, scale_for
-from ms_gradaccum.backend.tensors import chunk_of, copy_after
-from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
+from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.update import MeanGradients, Update, build_update
-
-
-class FoldTerms(nn.Cell):
-    """Make one sum of those of a loss's terms, each divided by its own weight over all ranks.
-
-    The weight of the window is then that of the first term, or 1 if nothing has any of it.
-    """
-
-    def __init__(self, reducer: GradientReducer) -> None:
-        super().__init__(auto_prefix=False)
-        self.buffer = reducer.buffer
-        self.others = reducer.buffer.others
-        self.reducer = reducer
-        self.map = ops.HyperMap()
-
-    def construct(self) -> Any:
-        buffer = self.buffer
-        weights: tuple[Tensor, ...] = (buffer.weight + 0.0,)
-        for other in self.others:
-            weights += (other.weight + 0.0,)
-        totals = ops.unstack(self.reducer.all_reduce_scalars(ops.stack(weights)))
-        weightless = totals[0] == 0.0
-        scale = ops.select(weightless, ops.ones_like(totals[0]), totals[0])
-        done: Any = ()
-        for i, other in enumerate(self.others):
-            factor = reciprocal(totals[i + 1]) * scale
-            for begin, end in buffer.chunks:
-                factor = copy_after(factor, done)
-                sums, others = chunk_of(tuple(buffer.sums), begin, end), chunk_of(tuple(other.sums), begin, end)
-                done = add_each_in_place(buffer.first.add_one, factor, sums, others)
-            done = ops.assign_add(buffer.loss, other.loss * copy_after(factor, done))
-            done = other.clear(done)
-        # One process stands in for the missing weight.
-        stand_in = ops.cast(ops.greater(ops.addn(totals), 0.0), ms.float32) * self.reducer.is_first
-        return ops.assign(buffer.weight, ops.select(weightless, stand_in, ops.depend(weights[0], done)))
 
 
 class Report(nn.Cell):
@@ -67,7 +30,6 @@ class Report(nn.Cell):
         self.loss_scale = loss_scale
         # Otherwise the last micro step has done it.
         self.reduces = reduces
-        self.fold_terms = FoldTerms(reducer) if len(reducer.buffer.terms) > 1 else None
         self.learning_rate = learning_rate
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
@@ -76,8 +38,6 @@ class Report(nn.Cell):
         The item after the weight says whether the loss scale was too large for it, or for a micro batch that was left
         out. Then there are the losses that are reported beside the first one, if any.
         """
-        if self.fold_terms is not None:
-            done = ops.depend(done, self.fold_terms())
         reduced = ops.depend(self.reducer.reduce(), done) if self.reduces else done
         loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
         weight = ops.depend(self.buffer.weight + 0.0, reduced)

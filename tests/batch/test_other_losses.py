@@ -52,15 +52,6 @@ class Pairs(Losses):
         return (y * ops.square(out - y)).sum(), y.sum(), ops.abs(out).mean(), ops.exp(-y).mean()
 
 
-class Terms(Losses):
-    """Two pairs, and the means beside them."""
-
-    def construct(self, x, y):
-        out = ops.matmul(x, self.weight)
-        pairs = ((y * ops.square(out - y)).sum(), y.sum()), (ops.abs(out).sum(), Tensor(1.0))
-        return *pairs, ops.abs(out).mean(), ops.exp(-y).mean()
-
-
 def means(*parts, weigh=lambda x, y: len(x)):
     """The two further losses over some micro batches, each weighted, in float64."""
     weights = [np.float64(weigh(x, y)) for x, y in parts]
@@ -77,9 +68,9 @@ def halves(x, y):
 ALL = means((X, Y))
 
 
-def step_of(network=None, micro_size=2, losses="first", weighted=False, terms=1, **settings):
+def step_of(network=None, micro_size=2, losses="first", weighted=False, **settings):
     network = network or Losses()
-    loss_cell = GradAccumulation(network, micro_size, losses=losses, weighted=weighted, terms=terms)
+    loss_cell = GradAccumulation(network, micro_size, losses=losses, weighted=weighted)
     return TrainOneStepCell(loss_cell, KeepGradients(network.trainable_params()), **settings)
 
 
@@ -130,11 +121,6 @@ def test_with_a_weight_of_their_own_they_count_as_the_loss_does(network_mode):
     expected = means(*halves(*FIRST), weigh=lambda x, y: y.sum())
     assert abs(expected - means(FIRST)).min() > 0.01
     check(step_of(Pairs(), weighted=True)(*tensors(*FIRST)), expected)
-
-
-def test_of_several_terms_the_first_ones_weight_counts(mode):
-    step = step_of(Terms(), weighted=True, terms=2, compile=True)
-    check(step(*tensors(*FIRST)), means(*halves(*FIRST), weigh=lambda x, y: y.sum()))
 
 
 def test_a_micro_batch_that_weighs_nothing_has_no_part_in_them(eager):

@@ -14,10 +14,7 @@ from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneS
 
 X = np.float32([[1, 2], [3, 1], [0, 2], [2, 2], [1, 1]])
 Y = np.float32([[1], [0], [2], [1], [3]])
-REMEDY = (
-    "Give losses='sum' to train their sum, losses='first' to train the first alone, or, for means over different "
-    "weights, return pairs (loss_sum, weight) with weighted=True and terms=2, for example."
-)
+REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone."
 
 
 class Losses(nn.Cell):
@@ -137,19 +134,19 @@ class Pairs(nn.Cell):
 
 
 @pytest.mark.parametrize(
-    ("form", "terms", "count"),
+    ("form", "count"),
     [
-        (lambda loss, weight, aux: (loss, weight, aux), 1, "1 further scalar"),
-        (lambda loss, weight, aux: ((loss, weight), (aux, 1), (aux, weight)), 2, "2 further scalars"),
+        (lambda loss, weight, aux: (loss, weight, aux), "1 further scalar"),
+        (lambda loss, weight, aux: (loss, weight, aux, (aux, 3)), "2 further scalars"),
     ],
 )
-def test_losses_beside_the_pairs_are_refused_and_left_out_on_demand(form, terms, count, eager):
+def test_losses_beside_the_pair_are_refused_and_left_out_on_demand(form, count, eager):
     def step(losses):
         network = Pairs(form)
-        loss_cell = GradAccumulation(network, 2, weighted=True, terms=terms, losses=losses)
+        loss_cell = GradAccumulation(network, 2, weighted=True, losses=losses)
         return TrainOneStepCell(loss_cell, KeepGradients(network.trainable_params()), compile=True)
 
-    text = f"got None with {count} after the first loss. Give losses='first' to leave them out, or return one pair "
+    text = f"got None with {count} after the first loss. Give losses='first' to leave them out, or add them "
     with pytest.raises(ValueError, match=whole(text)[1:-1]):
         step(None)(Tensor(X))
     assert number(step("first")(Tensor(X)).weight) == X.size

@@ -25,7 +25,6 @@ SETTINGS = {
     "manager": {"mixed_precision": ms.amp.DynamicLossScaleManager(8, 2, 2)},
     "scaler": {"mixed_precision": ms.amp.DynamicLossScaler(8, 2, 1)},
     "drop": {"bad_micro_batch": "drop"},
-    "terms": {"terms": 2},
 }
 
 

@@ -2,12 +2,12 @@
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import StepLR
 from scenarios import build_network, uneven_data, weights_of
 
-from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss
+from ms_gradaccum import Accumulator, TokenMeanLoss
 
 START = np.array([[-0.00748682], [0.53644359]], np.float32)
 PADDING = -100
@@ -28,41 +28,11 @@ def language_model():
     return nn.Dense(1, 2, weight_init=Tensor(START), has_bias=False)
 
 
-class TwoTerms(nn.Cell):
-    """Cross-entropy by tokens, and the mean square of the logits by micro batch."""
-
-    def __init__(self, backbone):
-        super().__init__()
-        self.tokens = TokenMeanLoss(backbone)
-        self.backbone = backbone
-
-    def construct(self, words, labels):
-        return self.tokens(words, labels), (0.001 * ops.square(self.backbone(words)).mean(), 1)
-
-
-def two_terms_by_hand(parts):
-    """The weights after one update in float64, from the sentences of each micro batch."""
-    weights = START.astype(np.float64)
-    by_token, tokens, by_part = np.zeros_like(weights), 0, np.zeros_like(weights)
-    for part in parts:
-        words, labels = sentences(part)
-        logits = words @ weights.T
-        odds = np.exp(logits - logits.max(-1, keepdims=True))
-        valid = labels != PADDING
-        error = odds / odds.sum(-1, keepdims=True) - np.eye(2)[np.where(valid, labels, 0)]
-        by_token += np.einsum("rtc,rtk->ck", error * valid[..., None], words)
-        tokens += valid.sum()
-        by_part += 0.001 * np.einsum("rtc,rtk->ck", 2 * logits / logits.size, words)
-    return (weights - 0.08 * (by_token / tokens + by_part / len(parts))).ravel()
-
-
-def train_sentences(parts, terms=1, **settings):
+def train_sentences(parts, **settings):
     """One window of micro batches; return the weights and what the step reported."""
     backbone = language_model()
-    cell = TokenMeanLoss(backbone) if terms == 1 else TwoTerms(backbone)
-    network = GradAccumulation(cell, 1, weighted=True, terms=terms)
     optimizer = nn.SGD(backbone.trainable_params(), 0.08)
-    accumulator = Accumulator(network, optimizer, len(parts), compile=True if terms > 1 else None, **settings)
+    accumulator = Accumulator(TokenMeanLoss(backbone), optimizer, len(parts), **settings)
     for part in parts:
         with accumulator.accumulate():
             accumulator.backward(*[Tensor(array) for array in sentences(part)])

@@ -10,7 +10,7 @@ from unittest import mock
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank, init
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.graph.api import _cell_graph_executor
@@ -211,29 +211,17 @@ def unforeseen_messages_of(kind):
         "parallel": kind,
         "mixed_precision": MixedPrecision(level="O0", init_scale=1.0, reduce_dtype=ms.float16),
     }
-    loss_cell = GradAccumulation(TwoLosses(network), 4, terms=2, weighted=True)
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     step = TrainOneStepCell(loss_cell, optimizer, bad_micro_batch="drop", compile=True, **settings)
     sent = count_in(step)
-    sums = [*(total for term in step.body.buffer.terms for total in term.sums), *step.body.reducer.sums]
+    sums = [*step.body.buffer.sums, *step.body.reducer.sums]
     return {
         "sent": sent,
         "described": step.body.reducer.messages().of_window(1, 4),
         "kept": sum({total.name: total.nbytes for total in sums}.values()),
         "kept by description": step.body.reducer.layout.sum_bytes,
     }
-
-
-class TwoLosses(nn.Cell):
-    """Two terms, each a sum with a weight of its own."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def construct(self, x, y):
-        difference = self.network(x) - y
-        return (ops.square(difference).sum(), 8.0), (ops.abs(difference).sum(), 24.0)
 
 
 def count_in(step):
@@ -371,17 +359,10 @@ def overlap():
     network = build_network()
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     cell = nn.WithLossCell(network, nn.MSELoss())
-    for name, build in (
-        (
-            "terms",
-            lambda: TrainOneStepCell(GradAccumulation(cell, 2, terms=2, weighted=True), optimizer, parallel=kind),
-        ),
-        ("loop", lambda: Accumulator(cell, optimizer, 2, parallel=kind)),
-    ):
-        try:
-            build()
-        except ValueError as error:
-            results[f"overlap refused, {name}"] = str(error)
+    try:
+        Accumulator(cell, optimizer, 2, parallel=kind)
+    except ValueError as error:
+        results["overlap refused"] = str(error)
 
 
 def warn_about_level3():

@@ -14,7 +14,6 @@ from loop_scenarios import (  # noqa: E402
     train_functionally,
     train_sentences,
     train_with_scheduler,
-    two_terms_by_hand,
 )
 from scenarios import batch, build_network, weights_of  # noqa: E402
 
@@ -59,16 +58,6 @@ def test_a_mean_of_means_would_be_another_number():
         by_group = [train_sentences(group)[0] for group in groups]
         np.testing.assert_allclose(np.mean(by_group, 0), wrong, atol=5e-5)
         assert not np.allclose(wrong, TARGET, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_each_term_is_divided_by_its_own_weight_over_all_ranks(name, two):
-    for report in two:
-        weights, _, _, tokens = report[f"terms {name}"]
-        np.testing.assert_allclose(weights, two_terms_by_hand(PARTS), rtol=1e-5)
-        assert tokens == 136
-    # One denominator for both would be another number.
-    assert not np.allclose(weights, TARGET, atol=1e-3)
 
 
 def test_a_rank_without_tokens_follows_the_others(two):

@@ -25,14 +25,6 @@ class Squares(nn.Cell):
         return ops.square((x * self.weight).sum(-1)).mean()
 
 
-class TwoTerms(Squares):
-    """The same and the sum of the weights, a term of its own that is finite whatever the rows are."""
-
-    def construct(self, x):
-        rows = float(x.shape[0])
-        return (ops.square((x * self.weight).sum(-1)).sum(), rows), (self.weight.sum() * rows, rows)
-
-
 def data(seed=0):
     return np.random.default_rng(seed).normal(size=(ROWS, COLUMNS)).astype(np.float32)
 
@@ -48,12 +40,10 @@ def without(x, bad):
     return np.concatenate([x[BOUNDS[part] : BOUNDS[part + 1]] for part in range(PARTS) if part not in bad])
 
 
-def build(cell, accumulation_steps=1, terms=1, **settings):
-    network = GradAccumulation(cell, PARTS, weighted=terms > 1, terms=terms)
+def build(cell, accumulation_steps=1, **settings):
+    network = GradAccumulation(cell, PARTS)
     optimizer = nn.Momentum(cell.trainable_params(), 0.1, 0.9)
     settings = {"bad_micro_batch": "drop", "accumulation_steps": accumulation_steps, **settings}
-    if terms > 1:
-        settings["compile"] = True
     return TrainOneStepCell(network, optimizer, clip=ClipByGlobalNorm(1.0), **settings)
 
 
@@ -140,14 +130,6 @@ def test_a_loss_that_is_not_finite_counts_though_its_gradient_is(eager):
     x[3:] = [0, 0, 1]
     output = step(Tensor(x))
     assert (number(output.updated), number(output.weight), number(output.loss)) == (True, 4, 0)
-
-
-def test_all_terms_of_a_loss_go_together(eager):
-    cell = TwoTerms()
-    output = build(cell, terms=2)(with_bad(data(), (0,)))
-    gradient = mean_gradient(without(data(), (0,))) + 1
-    assert number(output.updated) and number(output.weight) == 4
-    np.testing.assert_allclose(cell.weight.asnumpy(), [0.5, -1, 2] - 0.1 * clipped(gradient), rtol=1e-5)
 
 
 class Lookup(nn.Cell):

@@ -200,12 +200,6 @@ def a_sparse_lookup(*_):
     step_of(network, optimizer=nn.LazyAdam(network.trainable_params()))(Tensor([[1], [2]], ms.int32))
 
 
-@says("For 'TrainOneStepCell', the argument 'network' must be one of a single term in PYNATIVE mode")
-def two_terms(*_):
-    network = Returning(lambda loss: ((loss, ops.ones(())), (loss, ops.ones(()))))
-    step_of(GradAccumulation(network, 1, weighted=True, terms=2))(*LINES)
-
-
 @says("For 'TrainOneStepCell', the network is in evaluation mode")
 def dropout_in_evaluation_mode(*_):
     step_of(nn.WithLossCell(nn.SequentialCell(line(), nn.Dropout(p=0.5)), nn.MSELoss()))(*LINES)

@@ -129,7 +129,7 @@ PLAN = {
 CALLS = [
     Call(
         GradAccumulation,
-        {"network": CELLS, "micro_size": COUNTS, "weighted": BOOLS, "batch_axis": AXES, "terms": st.just(1)},
+        {"network": CELLS, "micro_size": COUNTS, "weighted": BOOLS, "batch_axis": AXES},
         ("network", "micro_size"),
     ),
     Call(TokenMeanLoss, {"backbone": st.builds(line), "ignore_index": st.integers(-(2**31), 2**31 - 1)}, ("backbone",)),

@@ -75,12 +75,6 @@ REFUSED = {
         "For 'GradAccumulation', the argument 'losses' must be None for a GradCacheLoss, but got 'first'. "
         + ONE_NUMBER,
     ),
-    "terms": (
-        lambda: GradAccumulation(cell(), 2, weighted=True, terms=2),
-        ValueError,
-        "For 'GradAccumulation', the argument 'weighted' must be False for a GradCacheLoss, but got True. "
-        + ONE_NUMBER,
-    ),
     "one inside": (
         lambda: GradAccumulation(OrdinaryLoss(cell(), Correlation(), 1), 2),
         ValueError,

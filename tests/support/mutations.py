@@ -192,13 +192,6 @@ MUTATIONS = (
         WHOLE_BATCH,
     ),
     Mutation(
-        "the terms of a loss share the weight of the first",
-        "training/window_end.py",
-        "factor = reciprocal(totals[i + 1]) * scale",
-        "factor = reciprocal(totals[0]) * scale",
-        ("batch/test_loss_terms.py",),
-    ),
-    Mutation(
         "the optimizer's shard of a parameter follows the rows of another rank",
         "parallel/shards.py",
         "return ops.assign(shard, whole[index * rows : (index + 1) * rows])",

@@ -2,7 +2,7 @@
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 
@@ -28,28 +28,12 @@ class Net(nn.Cell):
         return self.last(self.norm(self.first(x)))
 
 
-class TwoTerms(nn.Cell):
-    """A loss of two terms, each with its own weight."""
-
-    def __init__(self, network):
-        super().__init__(auto_prefix=False)
-        self.network = network
-
-    def construct(self, x, y):
-        error = self.network(x) - y
-        return (ops.sum(error**2), Tensor(4.0)), (ops.sum(ops.abs(error)), Tensor(1.0))
-
-
-def new_step(make_optimizer=None, terms=1, accumulation_steps=3, **settings):
+def new_step(make_optimizer=None, accumulation_steps=3, **settings):
     """A new step that begins as every other one."""
     ms.set_seed(1)
     network = Net()
     make_optimizer = make_optimizer or (lambda p: nn.Momentum(p, [0.05, 0.04, 0.03, 0.02, 0.01], 0.9))
-    if terms == 1:
-        loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
-    else:
-        loss_cell = GradAccumulation(TwoTerms(network), 2, weighted=True, terms=terms)
-        settings["compile"] = True
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
     optimizer = make_optimizer(network.trainable_params())
     return TrainOneStepCell(loss_cell, optimizer, accumulation_steps=accumulation_steps, **settings).set_train()
 

@@ -214,16 +214,6 @@ def test_a_network_that_cannot_be_compiled_runs_in_pynative_mode_alone():
         verify(Uncompilable(), batch(), 2)
 
 
-def test_a_loss_of_several_terms_is_a_graph_in_pynative_mode_too():
-    class Terms(Line):
-        def construct(self, x, y):
-            loss = super().construct(x, y)
-            return (loss * x.shape[0], x.shape[0]), (ops.square(self.weight).sum(), 1)
-
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    assert verify(GradAccumulation(Terms(), 2, weighted=True, terms=2), batch(), None).equal
-
-
 def test_network_and_batch_have_the_right_types():
     remedy = "Give a GradAccumulation or a loss cell."
     sentence = f"For 'verify', the argument 'network' must be an nn.Cell, but got {typed(2)}. {remedy}"

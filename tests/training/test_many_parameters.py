@@ -8,9 +8,6 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from ms_gradaccum import Accumulator, ClipByGlobalNorm, ClipByGroupNorm, TrainOneStepCell
 from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.backend.tensors import chunks_of
-from ms_gradaccum.gradients.buffer import GradientBuffer
-from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.window_end import FoldTerms
 
 MANY = 100
 # Of 1000, MindSpore's default.
@@ -68,24 +65,6 @@ def test_many_gradients_are_added_unless_one_of_them_is_nan():
     assert bool(output.updated) and float(output.weight) == 5.0
     expected = np.arange(MANY) - 0.5 * (numbers[0] + 4 * numbers[2]) / 5
     np.testing.assert_allclose([float(part.asnumpy()[0]) for part in network.parts], expected, rtol=1e-5)
-
-
-def test_two_terms_of_many_parameters_are_folded():
-    weights = ParameterTuple(Wide().trainable_params())
-    buffer = GradientBuffer(weights, terms=2)
-    other = buffer.terms[1]
-    for value, first, second in zip(range(MANY), buffer.sums, other.sums):
-        first.set_data(Tensor([float(value)]))
-        second.set_data(Tensor([1.0]))
-    for term, loss, weight in ((buffer, 3.0, 4.0), (other, 5.0, 2.0)):
-        term.loss.set_data(Tensor(loss))
-        term.weight.set_data(Tensor(weight))
-    with execution_mode(ms.GRAPH_MODE):
-        FoldTerms(GradientReducer(weights, buffer))()
-    # What was divided by 2 is to be divided by 4.
-    assert [float(total.asnumpy()[0]) for total in buffer.sums] == [value + 2.0 for value in range(MANY)]
-    assert (float(buffer.loss), float(buffer.weight)) == (13.0, 4.0)
-    assert not any(number.asnumpy().any() for number in (*other.sums, other.loss, other.weight))
 
 
 def test_runs_hold_all_tensors_and_balance_their_size_with_their_number():

@@ -27,8 +27,8 @@ class TrainingPlan:
 
     The settings are those that the training gets. ``print(plan)`` shows the plan; ``dataclasses.replace(plan,
     learning_rate=...)`` makes another one, for example with the schedule that needed `updates` from the first.
-    Updates that are skipped because of a gradient that is not finite are not foreseen; neither is what several `terms`
-    of a loss, a `reduce_dtype` and ``bad_micro_batch="drop"`` change in the memory and the messages.
+    Updates that are skipped because of a gradient that is not finite are not foreseen; neither is what a
+    `reduce_dtype` and ``bad_micro_batch="drop"`` change in the messages.
 
     Keyword Args:
         dataset_size (Union[int, Sequence[int]]): Rows of the data. Several ranks get `ceil(dataset_size / ranks)` rows

@@ -133,7 +133,7 @@ class FewMicroBatches(GradAccumulation):
     @staticmethod
     def like(whole: GradAccumulation, micro_size: int) -> GradAccumulation:
         """Return a cell with the settings of another one, but for its number of micro batches."""
-        settings: dict[str, Any] = {"weighted": whole.weighted, "terms": whole.terms, "losses": whole.losses}
+        settings: dict[str, Any] = {"weighted": whole.weighted, "losses": whole.losses}
         return FewMicroBatches(whole.network, micro_size, batch_axis=whole.batch_axis, **settings)
 
     def split(self, *args: Any, **kwargs: Any) -> SplitBatch:

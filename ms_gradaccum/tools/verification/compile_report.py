@@ -44,7 +44,6 @@ UNKNOWN = "no cause was found in the code. Leave compile out."
 NOT_FINITE = "An Inf or NaN in the eager run: nothing can be compared."
 NOT_COMPILED = "The network cannot be compiled: {reason}"
 NOT_EAGER = "The network cannot be run op by op: {reason}"
-SEVERAL_TERMS = "a loss of several terms needs a backward pass each of the same forward pass, which is a graph anyway."
 LEFT_TO_PYTHON = (
     "its loss is no tensor there, since a graph leaves something in construct to Python, such as asnumpy() or a count "
     "in an attribute. Say it with operators of MindSpore, or leave compile out."

@@ -60,9 +60,6 @@ class CompiledSearch:
 
     def _first_runs(self) -> tuple[Run, Run] | None:
         """Run both once; if one of them cannot, name the reason and return None."""
-        if self.runs.eager.network.terms > 1:
-            self.causes.append(words.NOT_EAGER.format(reason=words.SEVERAL_TERMS))
-            return None
         try:
             eager = self.runs.window(self.runs.eager)
         except Exception as error:

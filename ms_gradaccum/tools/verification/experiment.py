@@ -12,7 +12,7 @@ from mindspore.common.seed import _KERNEL_SEED
 from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op, runs_eagerly
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch, leaf_axes, split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight, WeightedLoss
-from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
+from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, reciprocal
 from ms_gradaccum.gradients.mixed_precision import check_precision
 from ms_gradaccum.loops import random_state
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -96,8 +96,7 @@ class Experiment:
         frozen: Sequence[nn.Cell] = (),
         compiles: bool = False,
     ) -> None:
-        # Op by op, a loss of several terms would need a forward pass for each.
-        self.compiles = compiles or network.terms > 1
+        self.compiles = compiles
         self.network = network
         self.inputs = inputs
         self.reference = reference
@@ -107,7 +106,7 @@ class Experiment:
         self.structure, self.micro_batches = split_batch(inputs, network.micro_size, network.batch_axis)
         self.batch = split_batch(inputs, 1, network.batch_axis).micro_batches[0]
         self.axes = leaf_axes(inputs, network.batch_axis)
-        buffer = GradientBuffer(self.parameters, terms=network.terms, other_losses=network.other_losses)
+        buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=network.other_losses))
         self.reducer = GradientReducer(self.parameters, buffer)
         # As in training, but for a loss scale: gradients are compared as they are.
         self.precision = check_precision(_OWNER, None)
@@ -244,11 +243,7 @@ class MeanLoss(nn.Cell):
 
     def construct(self, *tensors: Any) -> tuple[Tensor, Tensor]:
         sums = self.weighted_loss(Tensor(1.0, ms.float32), *tensors)
-        loss = Tensor(0.0, ms.float32)
-        # After the pairs there may be what is reported beside them.
-        for i in range(0, len(sums) - 1, 2):
-            loss = loss + sums[i] * reciprocal(sums[i + 1])
-        return loss, sums[1]
+        return sums[0] * reciprocal(sums[1]), sums[1]
 
 
 class WholeBatch(nn.Cell):
@@ -281,13 +276,9 @@ def _scatter(grad: Any) -> Tensor:
 
 
 def _mean_grads(buffer: GradientBuffer) -> list[Any]:
-    """Return the gradient of the window: the sum of its terms' means."""
-    grads = [np.zeros(total.shape, np.float32) for total in buffer.sums]
-    for term in buffer.terms:
-        factor = np.float32(_number(reciprocal(term.weight)))
-        for grad, total in zip(grads, term.sums):
-            grad += total.asnumpy() * factor
-    return grads
+    """Return the mean gradient of the window."""
+    factor = np.float32(_number(buffer.reciprocal_weight()))
+    return [(total.asnumpy() * factor).astype(np.float32) for total in buffer.sums]
 
 
 def _unique(items: Iterable[Any]) -> list[Any]:
