@@ -13,20 +13,19 @@ from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
 from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel.collectives import check_sent
-from ms_gradaccum.parallel.hsdp import HSDPReducer, SharedSumsHSDPReducer, check_shardable
+from ms_gradaccum.parallel.hsdp import HSDPReducer, check_shardable
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, check_kind, choose_kind
 from ms_gradaccum.parallel.layout import (
     Ranks,
     ReducerLayout,
     ShardedLayout,
-    SharedSumsLayout,
     backwards,
     bucket_layout,
     shard_layout,
 )
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
-from ms_gradaccum.parallel.shards import Shards, SharedSumsReducer
+from ms_gradaccum.parallel.shards import ShardedReducer, Shards
 from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world
 
 
@@ -172,31 +171,19 @@ def reducer_layout(kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtyp
     # Sums are float32, or float64 for float64 weights.
     itemsizes = tuple(max(4, tensor.itemsize) for tensor in tensors)
     sizes = [math.prod(shape) for shape in shapes]
-    layout, _ = _parts_of(kind)
-    if layout is ReducerLayout:
+    if not (kind.sync_each_batch or isinstance(kind, HSDP)):
         all_reduced = bucket_layout(backwards(range(len(sizes))), sizes, world, scalars, dtype)
         return ReducerLayout(shapes, itemsizes, all_reduced)
     size = world.size if kind.shard_size == -1 else kind.shard_size
     shards = shard_layout(tensors, world, size, kind.threshold, dtype)
     all_reduced = bucket_layout(shards.kept, sizes, world, scalars, dtype)
-    sharded: ReducerLayout = layout(shapes, itemsizes, all_reduced, shards)
-    return sharded
-
-
-def _parts_of(kind: Any) -> tuple[Any, Any]:
-    """Return the classes of the layout and of the reducer of a kind of parallelism."""
-    return {
-        (False, False): (ReducerLayout, DataParallelReducer),
-        (False, True): (SharedSumsLayout, SharedSumsReducer),
-        (True, False): (ShardedLayout, HSDPReducer),
-        (True, True): (SharedSumsLayout, SharedSumsHSDPReducer),
-    }[isinstance(kind, HSDP), kind.sync_each_batch]
+    return ShardedLayout(shapes, itemsizes, all_reduced, shards, kind.sync_each_batch)
 
 
 def _build_reducer(
     kind: Any, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int
 ) -> GradientReducer:
-    _, reducer = _parts_of(kind)
-    shards = [Shards(layout.shards, rank)] if isinstance(layout, ShardedLayout) else []
-    built: GradientReducer = reducer(*shards, optimizer, buffer, layout, rank, kind)
-    return built
+    if not isinstance(layout, ShardedLayout):
+        return DataParallelReducer(optimizer, buffer, layout, rank, kind)
+    reducer = HSDPReducer if isinstance(kind, HSDP) else ShardedReducer
+    return reducer(Shards(layout.shards, rank), optimizer, buffer, layout, rank, kind)

@@ -9,13 +9,15 @@ from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.kinds import HSDP
 from ms_gradaccum.parallel.layout import ReducerLayout
-from ms_gradaccum.parallel.shards import ShardedReducer, Shards, SharedSums
+from ms_gradaccum.parallel.shards import ShardedReducer, Shards
 
 _OWNER = "HSDP"
 
 
 class HSDPReducer(ShardedReducer):
-    """``level1``: the optimizer and its state are sharded too. It was built for whole parameters and is taken over."""
+    """The optimizer and its state are sharded too. It was built for whole parameters and is taken over."""
+
+    takes_sums = True
 
     def __init__(
         self,
@@ -41,16 +43,15 @@ class HSDPReducer(ShardedReducer):
     def replicas(self) -> tuple[Parameter, ...]:
         return tuple(self.whole)
 
+    def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return grads
+
     def before_update(self) -> Done:
         # The network's weights are the truth: a checkpoint may have been loaded into them since the last update.
         return self.shards.assign_own(self.own, self.wholes)
 
     def after_update(self, updated: Done) -> Done:
         return self.shards.all_gather_into(self.wholes_in_runs, self.own_in_buckets, updated), updated
-
-
-class SharedSumsHSDPReducer(SharedSums, HSDPReducer):
-    """``level2`` and above: the buffer is sharded as well."""
 
 
 def check_shardable(optimizer: nn.Cell) -> None:

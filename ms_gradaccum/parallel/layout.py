@@ -239,44 +239,36 @@ class ReducerLayout:
 
 @dataclass(frozen=True)
 class ShardedLayout(ReducerLayout):
-    """The same for sums that are whole on each rank until the window ends, and sharded then.
+    """The same for sums that are sharded when the window ends, or with each micro batch.
 
     Attributes:
         shards: What is sharded.
+        every_batch: Whether the ranks reduce each micro batch, so that the buffer has nothing but their shards.
     """
 
     shards: ShardLayout
-
-    def _own_sizes(self) -> list[int]:
-        return [part * math.prod(shape) for part, shape in zip(self.shards.is_sharded, self.shards.shapes)]
-
-    def messages(self, norm_passes: int = 1) -> Traffic:
-        scattered = self.shards.reduce_scatter_messages()
-        return Traffic(per_update=self.all_reduced.messages() + scattered + self._later_messages(norm_passes))
-
-    def _later_messages(self, norm_passes: int) -> Messages:
-        """Return what is sent of the shards once they are there: squares for the norms, then the whole tensors."""
-        return norm_passes * self.shards.squares_messages() + self.shards.all_gather_messages()
-
-
-@dataclass(frozen=True)
-class SharedSumsLayout(ShardedLayout):
-    """The same where the ranks reduce each micro batch, so that the buffer has nothing but their shards."""
+    every_batch: bool
 
     @property
     def buffer_shapes(self) -> Shapes:
         """Shapes of the sums into which micro batches are added."""
-        return self.shards.shapes
+        return self.shards.shapes if self.every_batch else self.shapes
 
     def _own_sizes(self) -> list[int]:
-        return [0] * len(self.shapes)
+        owns = not self.every_batch
+        return [owns * part * math.prod(shape) for part, shape in zip(self.shards.is_sharded, self.shards.shapes)]
 
     def messages(self, norm_passes: int = 1) -> Traffic:
+        scattered = self.shards.reduce_scatter_messages()
+        # Of the shards, once they are there: squares for the norms, then the whole tensors.
+        later = norm_passes * self.shards.squares_messages() + self.shards.all_gather_messages()
+        if not self.every_batch:
+            return Traffic(per_update=self.all_reduced.messages() + scattered + later)
         return Traffic(
-            per_micro_batch=self.shards.reduce_scatter_messages(),
+            per_micro_batch=scattered,
             # Of each batch the number of its micro batches.
             per_batch=self.shards.world.all_gather(_FLOAT),
-            per_update=self.all_reduced.messages() + self._later_messages(norm_passes),
+            per_update=self.all_reduced.messages() + later,
         )
 
 

@@ -219,12 +219,14 @@ def _assign_rows_of_one(index: int, shard: Parameter, whole: Tensor) -> Tensor:
 
 
 class ShardedReducer(DataParallelReducer):
-    """A window whose sums are whole on each rank until it ends, and sharded then.
+    """The sums are sharded when the window ends, or with each micro batch; the optimizer takes whole gradients.
 
     Args:
         shards: What shards them.
         optimizer, buffer, layout, rank, settings: See `DataParallelReducer`.
     """
+
+    takes_sums = False
 
     def __init__(
         self,
@@ -237,14 +239,16 @@ class ShardedReducer(DataParallelReducer):
     ) -> None:
         super().__init__(optimizer, buffer, layout, rank, settings)
         self.shards = shards
+        self.every_batch = settings.sync_each_batch
         # What a checkpoint sees in place of a parameter, by its id, and what it does not see.
         self.views: dict[int, Parameter] = {}
         self.hidden: set[int] = set()
-        self.place_sums()
-
-    def place_sums(self) -> None:
-        """Say where the sums go: those of sharded gradients to shards of their own, the others stay where they are."""
-        buffer, shards = self.buffer, self.shards
+        if self.every_batch:
+            # The buffer has nothing but shards.
+            for i in shards.sharded:
+                self.show_whole(buffer.sums[i])
+            return
+        # The sums of sharded gradients go to shards of their own, the others stay where they are.
         self.sums = ParameterTuple(
             zeros(f"accu_grads.shard.{total.name}", shards.shapes[i]) if shards.is_sharded[i] else total
             for i, total in enumerate(buffer.sums)
@@ -260,46 +264,21 @@ class ShardedReducer(DataParallelReducer):
     def saved(self, parameter: Parameter) -> Parameter | None:
         return None if id(parameter) in self.hidden else self.views.get(id(parameter), parameter)
 
+    def max_micro_batches(self, micro_batches: int) -> int:
+        return self.most(micro_batches) if self.every_batch else micro_batches
+
+    def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self.shards.reduce_scatter(grads, tuple(self.buffer.sums)) if self.every_batch else grads
+
     def reduce(self, added: Any = ()) -> Done:
         done = self.bucketed_all_reduce()
+        if self.every_batch:
+            return done
         weight = ops.depend(self.buffer.weight + 0.0, done)
         return done + self.shards.reduce_scatter_into(self.shards_in_runs, self.sums_in_buckets, weight, done)
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
         return self.shards.all_reduce_squares(squares)
 
-
-class SharedSums:
-    """Mixed into a `ShardedReducer`: the ranks reduce each micro batch, and the buffer has nothing but their shards."""
-
-    every_batch = True
-    buffer: Any
-    shards: Any
-    most: Any
-    show_whole: Any
-    bucketed_all_reduce: Any
-
-    def place_sums(self) -> None:
-        for i in self.shards.sharded:
-            self.show_whole(self.buffer.sums[i])
-
-    def max_micro_batches(self, micro_batches: int) -> int:
-        return int(self.most(micro_batches))
-
-    def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        shards: tuple[Any, ...] = self.shards.reduce_scatter(grads, tuple(self.buffer.sums))
-        return shards
-
-    def reduce(self, added: Any = ()) -> Done:
-        done: Done = self.bucketed_all_reduce()
-        return done
-
-
-class SharedSumsReducer(SharedSums, ShardedReducer):
-    """Data parallelism with ``sync_each_batch``: only the buffer is sharded."""
-
-    takes_sums = False
-
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        wholes: tuple[Tensor, ...] = self.shards.all_gather(grads, tuple(self.parameters))
-        return wholes
+        return self.shards.all_gather(grads, tuple(self.parameters))

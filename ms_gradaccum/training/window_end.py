@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -16,6 +16,39 @@ from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.update import MeanGradients, Update, build_update
+
+
+class WindowReport(NamedTuple):
+    """Items of the graph of `Report`, by name. Inside graphs they are a plain tuple: strict syntax knows no NamedTuple.
+
+    Attributes:
+        is_bad: Whether the loss scale was too large for the window, or for a micro batch that was left out.
+        loss, overflow, loss_scale, updated, grad_norm, learning_rate, weight, other_losses: See `StepOutput`.
+    """
+
+    loss: Tensor
+    overflow: Tensor
+    loss_scale: Tensor
+    updated: Tensor
+    grad_norm: Tensor
+    learning_rate: Tensor
+    weight: Tensor
+    is_bad: Tensor
+    other_losses: Tensor | tuple[Tensor, ...] = ()
+
+    def as_output(self, learning_rate: Tensor) -> StepOutput:
+        """Return the report on a window whose gradient is not clipped yet."""
+        return StepOutput(
+            loss=self.loss,
+            overflow=self.overflow,
+            loss_scale=self.loss_scale,
+            updated=self.updated,
+            grad_norm=self.grad_norm,
+            clipped_grad_norm=self.grad_norm,
+            learning_rate=learning_rate,
+            weight=self.weight,
+            other_losses=self.other_losses,
+        )
 
 
 class Report(nn.Cell):
@@ -33,11 +66,7 @@ class Report(nn.Cell):
         self.learning_rate = learning_rate
 
     def construct(self, done: Tensor) -> tuple[Tensor, ...]:
-        """Report on the window once the micro steps behind ``done`` have run.
-
-        The item after the weight says whether the loss scale was too large for it, or for a micro batch that was left
-        out. Then there are the losses that are reported beside the first one, if any.
-        """
+        """Return the items of a `WindowReport` once the micro steps behind ``done`` have run."""
         reduced = ops.depend(self.reducer.reduce(), done) if self.reduces else done
         loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
@@ -147,10 +176,9 @@ class WindowEnd(nn.Cell):
             got, remedy = f"{count} where it had {known}", "Build a new step after add_param_group()."
             raise ValueError(sentence(self.owner, "optimizer", "one whose parameters stay the same", got, remedy))
         eager = runs_eagerly(self.compiles)
-        items = self._report(reduced, eager)(NOTHING)
-        loss, overflow, scale, updated, norm, rate, weight, self.is_bad, *others = items
-        rate = self.rates[eager].before_update(rate)
-        return StepOutput(loss, overflow, scale, updated, norm, norm, rate, weight, *others)
+        report = WindowReport(*self._report(reduced, eager)(NOTHING))
+        self.is_bad = report.is_bad
+        return report.as_output(self.rates[eager].before_update(report.learning_rate))
 
     def _report(self, reduced: bool, eager: bool) -> Compiled:
         key = reduced, eager
