@@ -27,7 +27,7 @@ from ms_gradaccum.tools.reporting.step_report import StepReport as StepReport
 from ms_gradaccum.tools.reporting.step_report import StepReporter as StepReporter
 from ms_gradaccum.tools.simulation.report import Simulation as Simulation
 from ms_gradaccum.tools.simulation.simulate import simulate as simulate
-from ms_gradaccum.tools.verification.compile_report import CompileReport as CompileReport
+from ms_gradaccum.tools.verification.report import CompileReport as CompileReport
 from ms_gradaccum.tools.verification.report import ParameterDifference as ParameterDifference
 from ms_gradaccum.tools.verification.report import VerifyReport as VerifyReport
 from ms_gradaccum.tools.verification.verify import verify as verify

@@ -71,7 +71,8 @@ def misfits(a: Run, b: Run, *others: Run) -> list[float]:
     ``others`` are runs that ``a`` or ``b`` was computed from.
     """
     pairs = zip(a.grads, b.grads, scales(a, b, *others))
-    return [relative(norm_of(grad - other_grad), scale) for grad, other_grad, scale in pairs]
+    with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which differs.
+        return [relative(norm_of(grad - other_grad), scale) for grad, other_grad, scale in pairs]
 
 
 def misfit(a: Run, b: Run, *others: Run) -> float:

@@ -77,10 +77,10 @@ class Diagnosis:
         # Whether a window is known to carry state from one micro batch to the next.
         self.has_state = False
 
-    def search(self, moved: Iterable[int]) -> tuple[str, ...]:
-        """Return the causes. ``moved`` are the places of the parameters that differ in their state."""
+    def search(self, moved: set[str]) -> tuple[str, ...]:
+        """Return the causes. ``moved`` are the names of the parameters that differ in their state."""
         if self._all_finite() and not self._is_random():
-            self._look_at_state(set(moved))
+            self._look_at_state(moved)
             if self._all_finite():
                 self._look_at_loss()
                 self._look_at_reference()
@@ -119,12 +119,12 @@ class Diagnosis:
         self.causes.append(_RANDOM.format(although=although))
         return True
 
-    def _look_at_state(self, moved: set[int]) -> None:
+    def _look_at_state(self, moved: set[str]) -> None:
         """Name what the forward pass itself changes, and freeze BatchNorm."""
         layers = self._layers("BatchNorm")
         owned = {id(parameter) for layer in layers.values() for parameter in layer.get_parameters()}
         parameters = self.experiment.start.parameters
-        others = [parameters[i].name for i in sorted(moved) if id(parameters[i]) not in owned]
+        others = [each.name for each in parameters if each.name in moved and id(each) not in owned]
         self.has_state = bool(others)
         if others:
             self.causes.append(_STATE.format(names=_listed(others), count=self.count))
@@ -138,13 +138,8 @@ class Diagnosis:
             self.causes.append(_BATCH_NORM.format(names=_listed(layers), count=self.count, evidence=evidence))
 
     def _layers(self, word: str) -> dict[str, nn.Cell]:
-        """Return the outermost cells that act as what ``word`` says, by name."""
-        found: dict[str, nn.Cell] = {}
-        for name, cell in self.experiment.network.network.cells_and_names():
-            is_one = any(word in base.__name__ for base in type(cell).__mro__)
-            if is_one and _acts(cell) and not any(name.startswith(f"{outer}.") for outer in found):
-                found[name] = cell
-        return found
+        layers = layers_of(self.experiment.network.network, word)
+        return {name: cell for name, cell in layers.items() if _acts(cell)}
 
     def _look_at_loss(self) -> None:
         if self._same_gradient() or self._is_input_split():
@@ -188,6 +183,16 @@ class Diagnosis:
         # A sum in place of a mean, or a mean in place of a sum, has a factor too, and has been named.
         if not any(cause.startswith(WRONG_REDUCTIONS) for cause in self.causes):
             self.causes.append(_RATIO.format(ratio=ratio))
+
+
+def layers_of(network: nn.Cell, word: str) -> dict[str, nn.Cell]:
+    """Return the outermost cells of a class whose name, or that of a base, has this word, by their names."""
+    found: dict[str, nn.Cell] = {}
+    for name, cell in network.cells_and_names():
+        is_one = any(word in base.__name__ for base in type(cell).__mro__)
+        if is_one and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = cell
+    return found
 
 
 def _repeats_itself(experiment: Experiment, rtol: float) -> bool:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any
 
 import mindspore as ms
@@ -24,6 +25,8 @@ from ms_gradaccum.training.micro_step import AddMicroBatch, EagerMicroStep, Micr
 _OWNER = "verify"
 # What BatchNorm of mindspore.nn goes by before its mode: whether it takes the statistics of its batch. None: the mode.
 _STATISTICS = "use_batch_statistics"
+# What every cell has, whatever its class.
+_OF_ALL_CELLS = frozenset(vars(nn.Cell()))
 
 
 class Start:
@@ -41,6 +44,7 @@ class Start:
         inside = {id(inner) for _, inner in network.cells_and_names()} if network.training else set()
         self.trained = [cell.training or id(cell) not in inside for cell in self.cells]
         self.random, self.kernel_seeds = random_state.take(), dict(_KERNEL_SEED)
+        self.attributes = [_attributes(cell) for cell in self.cells]
 
     def changed(self) -> dict[int, Any]:
         """Return the values of the parameters that are not as they were, by their places."""
@@ -58,6 +62,19 @@ class Start:
         _KERNEL_SEED.clear()
         _KERNEL_SEED.update(self.kernel_seeds)
 
+    def rewind_attributes(self) -> None:
+        """Give the cells the attributes that they had, lists and dicts with the items that they had."""
+        for cell, attributes in zip(self.cells, self.attributes):
+            for name in _attributes(cell).keys() - attributes.keys():
+                del vars(cell)[name]
+            for name, (value, items) in attributes.items():
+                vars(cell)[name] = value
+                if type(value) is list:
+                    value[:] = items
+                elif type(value) is dict:
+                    value.clear()
+                    value.update(items)
+
     def train(self, frozen: Sequence[nn.Cell] = ()) -> None:
         """Set the cells in training mode, but for those that were frozen before and the ``frozen`` ones."""
         for cell, training, (_, _, statistics) in zip(self.cells, self.trained, self.modes):
@@ -70,6 +87,7 @@ class Start:
         """Leave everything as it was."""
         self.rewind()
         self.rewind_random()
+        self.rewind_attributes()
         for cell, (training, phase, statistics) in zip(self.cells, self.modes):
             _set_mode(cell, training, statistics)
             cell.phase = phase
@@ -284,6 +302,12 @@ def _mean_grads(buffer: GradientBuffer) -> list[Any]:
 def _unique(items: Iterable[Any]) -> list[Any]:
     """Return the items in their order, each object once."""
     return list({id(item): item for item in items}.values())
+
+
+def _attributes(cell: nn.Cell) -> dict[str, tuple[Any, Any]]:
+    """Return what a cell has beside what every cell has, with copies of lists and dicts."""
+    own = ((name, value) for name, value in vars(cell).items() if name not in _OF_ALL_CELLS)
+    return {name: (value, copy(value) if type(value) in (list, dict) else None) for name, value in own}
 
 
 def _set_mode(cell: nn.Cell, training: bool, statistics: bool | None) -> None:

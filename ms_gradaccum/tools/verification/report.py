@@ -1,17 +1,20 @@
 """Window and whole batch side by side, parameter by parameter."""
 
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ms_gradaccum.tools.verification.comparison import Run, misfits, norm_of, relative
-from ms_gradaccum.tools.verification.compile_report import CompileReport, bullet
 from ms_gradaccum.tools.verification.diagnosis import Diagnosis
-from ms_gradaccum.tools.verification.experiment import Experiment
+from ms_gradaccum.tools.verification.experiment import Experiment, Start
 
+_WIDTH = 100
 _SHOWN = 20
-_HEAD = ("parameter", "kind", "max difference", "relative", "window / whole")
+_HEAD = ("parameter", "kind", "max difference", "relative")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,37 @@ class ParameterDifference:
     relative_difference: float
     norm_ratio: float
     differs: bool
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What ``verify(..., compile=True)`` has found: one window op by op and compiled, from one start.
+
+    Attributes:
+        equal: Whether neither the loss nor a parameter differs.
+        parameters: One entry per trainable parameter and per parameter that the forward pass changes, the worst first;
+            `norm_ratio` is compiled / op by op. Empty if one of the two could not be run.
+        eager_loss: Weighted mean loss of the window op by op.
+        compiled_loss: The same compiled.
+        causes: Why nothing could be compared, or what usually makes such a difference. Empty if nothing differs.
+        speedup: Seconds of the window op by op, divided by those compiled: medians of runs that take turns, compilation
+            not counted. NaN if one of them cannot be run.
+    """
+
+    equal: bool
+    parameters: tuple[ParameterDifference, ...] = ()
+    eager_loss: float = math.nan
+    compiled_loss: float = math.nan
+    causes: tuple[str, ...] = ()
+    speedup: float = math.nan
+
+    def __str__(self) -> str:
+        faster = "" if math.isnan(self.speedup) else f", {self.speedup:.2g} times as fast"
+        lines = [f"Compiled: {'equal' if self.equal else 'not equal'}{faster}."]
+        lines.extend(_table(self.parameters, "compiled / op by op"))
+        if not self.equal and self.parameters:
+            lines.append(f"Loss: {self.compiled_loss:.8g} compiled, {self.eager_loss:.8g} op by op.")
+        return "\n".join([*lines, *map(_bullet, self.causes)])
 
 
 @dataclass(frozen=True)
@@ -66,9 +100,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         differing = [entry for entry in self.parameters if entry.differs]
-        lines = _table(differing[:_SHOWN]) if differing else []
-        if len(differing) > _SHOWN:
-            lines.append(f"... and {len(differing) - _SHOWN} more")
+        lines = _table(self.parameters, "window / whole")
         count = (
             f"{len(differing)} of {len(self.parameters)} differ" if differing else f"All {len(self.parameters)} equal"
         )
@@ -76,9 +108,9 @@ class VerifyReport:
         lines.append(f"Loss: {self.window_loss:.8g} in the window, {self.whole_loss:.8g} in the whole batch.")
         if self.causes:
             lines.append("Probable cause:" if len(self.causes) == 1 else "Probable causes:")
-        lines.extend(bullet(cause) for cause in self.causes)
+        lines.extend(_bullet(cause) for cause in self.causes)
         if self.notes:
-            lines.extend(["Note:", *(bullet(note) for note in self.notes)])
+            lines.extend(["Note:", *(_bullet(note) for note in self.notes)])
         if self.compiled is not None:
             lines.append(str(self.compiled))
         return "\n".join(lines)
@@ -88,31 +120,27 @@ def run_and_report(experiment: Experiment, rtol: float) -> VerifyReport:
     """Run window and whole batch, compare them, and look for causes if they differ."""
     window, own = experiment.window(), experiment.whole()
     whole = own if experiment.reference is None else experiment.whole_reference()._replace(state=own.state)
-    gradients = _gradients(experiment, window, whole, rtol)
-    states = _states(experiment, window, whole, rtol)
-    entries = sorted([*gradients, *states.values()], key=lambda entry: (not entry.differs, -entry.relative_difference))
+    entries = differences(experiment, window, whole, rtol)
     equal = not any(entry.differs for entry in entries)
-    moved = [place for place, entry in states.items() if entry.differs]
+    moved = {entry.name for entry in entries if entry.differs and entry.kind == "state"}
     causes = () if equal else Diagnosis(experiment, window, own, rtol).search(moved)
     rows = tuple(micro_batch.rows for micro_batch in experiment.micro_batches)
     return VerifyReport(equal, tuple(entries), window.loss, whole.loss, rows, rtol, causes)
 
 
-def _gradients(experiment: Experiment, window: Run, whole: Run, rtol: float) -> list[ParameterDifference]:
-    found = misfits(window, whole)
-    rows = zip(experiment.parameters, window.grads, whole.grads, found)
-    return [_entry(weight.name, "gradient", a, b, miss, rtol) for weight, a, b, miss in rows]
+def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) -> list[ParameterDifference]:
+    """Compare two runs parameter by parameter, and return the worst first."""
+    rows = zip(experiment.parameters, window.grads, whole.grads, misfits(window, whole))
+    entries = [_entry(parameter.name, "gradient", a, b, miss, rtol) for parameter, a, b, miss in rows]
+    entries.extend(_states(experiment.start, window, whole, rtol))
+    return sorted(entries, key=lambda entry: (not entry.differs, -entry.relative_difference))
 
 
-def _states(experiment: Experiment, window: Run, whole: Run, rtol: float) -> dict[int, ParameterDifference]:
-    start = experiment.start
-    entries = {}
+def _states(start: Start, window: Run, whole: Run, rtol: float) -> Iterator[ParameterDifference]:
     for place in sorted({*window.state, *whole.state}):
-        values = [run.state.get(place, start.values[place]) for run in (window, whole)]
-        a, b = (value.astype(np.float64) for value in values)
+        a, b = (run.state.get(place, start.values[place]).astype(np.float64) for run in (window, whole))
         miss = relative(norm_of(a - b), max(norm_of(a), norm_of(b)))
-        entries[place] = _entry(start.parameters[place].name, "state", a, b, miss, rtol)
-    return entries
+        yield _entry(start.parameters[place].name, "state", a, b, miss, rtol)
 
 
 def _entry(name: str, kind: str, window: Any, whole: Any, miss: float, rtol: float) -> ParameterDifference:
@@ -121,14 +149,23 @@ def _entry(name: str, kind: str, window: Any, whole: Any, miss: float, rtol: flo
     return ParameterDifference(name, kind, largest, miss, ratio, not miss <= rtol)  # A NaN differs.
 
 
-def _table(entries: list[ParameterDifference]) -> list[str]:
-    rows: list[tuple[str, ...]] = [_HEAD]
-    for entry in entries:
+def _table(entries: Sequence[ParameterDifference], ratio: str) -> list[str]:
+    """Return the lines of a table of the entries that differ, which come first."""
+    rows: list[tuple[str, ...]] = [(*_HEAD, ratio)]
+    differing = [entry for entry in entries if entry.differs]
+    for entry in differing[:_SHOWN]:
         numbers = f"{entry.max_difference:.3g}", f"{entry.relative_difference:.3g}", f"{entry.norm_ratio:.6g}"
         rows.append((entry.name, entry.kind, *numbers))
+    if not differing:
+        return []
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligned = []
     for name, kind, *cells in rows:
         right = (f"{number:>{width}}" for number, width in zip(cells, widths[2:]))
         aligned.append("  ".join([f"{name:<{widths[0]}}", f"{kind:<{widths[1]}}", *right]))
-    return aligned
+    more = len(differing) - _SHOWN
+    return [*aligned, f"... and {more} more"] if more > 0 else aligned
+
+
+def _bullet(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="- ", subsequent_indent="  ")

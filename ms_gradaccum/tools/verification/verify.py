@@ -12,17 +12,20 @@ from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.gradients.mixed_precision import computes_in_16_bits
-from ms_gradaccum.tools.verification.compiled_run import CompiledSearch
-from ms_gradaccum.tools.verification.eager_and_compiled import EagerAndCompiled
+from ms_gradaccum.tools.verification.compiled_window import compare_compiled
+from ms_gradaccum.tools.verification.diagnosis import layers_of
 from ms_gradaccum.tools.verification.experiment import Experiment, Start
-from ms_gradaccum.tools.verification.kept import notes_of_modes
-from ms_gradaccum.tools.verification.python_reads import PythonReads
-from ms_gradaccum.tools.verification.python_state import PythonState
 from ms_gradaccum.tools.verification.report import VerifyReport, run_and_report
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 _OWNER = "verify"
 _RTOL, _RTOL_16_BIT = 1e-4, 2e-2
+_SHOWN = 5
+_FROZEN = (
+    "Frozen by set_train(False) in a network that is in training mode: {names}. They were left so here, as "
+    "TrainOneStepCell and Accumulator leave them; Model.train sets all cells in training mode when it begins. "
+    "BatchNorm with use_batch_statistics=False stays frozen either way."
+)
 
 
 def verify(
@@ -53,16 +56,13 @@ def verify(
     `network` is in training mode already, cells in it that ``set_train(False)`` has frozen stay frozen; the report has
     a note on those that ``Model.train`` would set in training mode again.
 
-    With ``compile=True`` the window also runs op by op and compiled, in either mode. In PYNATIVE mode Python decides
-    anew in each step; in a graph, once. Between two runs what Python code may read is changed: attributes,
-    globals and variables of outer functions that `construct` and what it calls read, and the states of Python's and
-    NumPy's generators. What the eager run follows and the compiled one does not is named, as is what cannot be
-    compiled (hooks, NamedTuple inputs), what the first runs differ in, and what an eager run
-    leaves behind in attributes and a compiled one does not. Dropout is off meanwhile.
+    With ``compile=True`` the window also runs op by op and compiled from the same start, in either mode and without
+    dropout. The report names the parameters that differ. It cannot see what your program changes later: a graph keeps
+    the values of attributes and globals that it was compiled with.
 
-    Afterwards parameters, modes, the random state and what Python holds of the network are as they were. The exceptions
-    are the random state that MindSpore keeps inside operators, and what is inside of objects other than
-    tensors, arrays, lists, tuples, dicts, sets and deques of at most 10000 items, and plain objects in attributes.
+    Afterwards parameters, modes, the random state and the attributes of cells are as they were, with the items of
+    their lists and dicts. The exceptions are the random state that MindSpore keeps inside operators, globals, and what
+    is inside of other objects.
 
     Args:
         network (Cell): A loss cell, or a :class:`GradAccumulation` around one.
@@ -94,8 +94,7 @@ def verify(
 
     Note:
         A diagnosis runs up to two whole batches more per experiment, and keeps the gradients of the micro
-        batches in float32 in host memory. ``compile=True`` runs about three windows more of each kind, and a micro
-        batch per name that is changed.
+        batches in float32 in host memory. ``compile=True`` runs five windows op by op and four compiled.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -121,21 +120,27 @@ def verify(
     args, kwargs = as_call(_OWNER, batch)
     inputs = grad_accumulation.positional(args, kwargs)
     grad_accumulation.bind(inputs, {})
-    start, reads = Start(loss_cell, reference), PythonReads(loss_cell)
-    state = PythonState(reads.spaces)
+    start = Start(loss_cell, reference)
     rtol = rtol or _default_rtol(start)
-    notes = tuple(notes_of_modes(reads, start))
     try:
         report = run_and_report(Experiment(grad_accumulation, inputs, reference, start), rtol)
-        if not compiles:
-            return replace(report, notes=notes)
-        runs = EagerAndCompiled(grad_accumulation, inputs, start, reads, state, rtol)
-        return replace(report, notes=notes, compiled=CompiledSearch(runs).report())
+        compiled = compare_compiled(grad_accumulation, inputs, start, rtol) if compiles else None
+        return replace(report, notes=_notes(loss_cell, start), compiled=compiled)
     finally:
-        try:
-            state.restore()
-        finally:
-            start.restore()
+        start.restore()
+
+
+def _notes(network: nn.Cell, start: Start) -> tuple[str, ...]:
+    """Return a note on cells that ``Model.train`` sets in training mode, and other ways of training leave frozen."""
+    trained = {id(cell): trained for cell, trained in zip(start.cells, start.trained)}
+    layers = {**layers_of(network, "BatchNorm"), **layers_of(network, "Dropout")}
+    names = [name for name, cell in layers.items() if not trained[id(cell)] and _goes_by_mode(cell)]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (_FROZEN.format(names=", ".join(names[:_SHOWN]) + more),) if names else ()
+
+
+def _goes_by_mode(cell: nn.Cell) -> bool:
+    return getattr(cell, "use_batch_statistics", None) is None and getattr(cell, "p", None) != 0
 
 
 def _as_grad_accumulation(
