@@ -18,8 +18,8 @@ COLUMNS = [(dtype, mode) for dtype in ("float32", "float16", "bfloat16") for mod
 # What the command says and what else is in the table, in the words of each page.
 SAME = ("machine", "parallel", "passed", "failed", "skipped", "not tried", "all", "one process", "data parallel")
 ENGLISH = {name: name for name in (*SAME, *DEVICES, "GRAPH", "PYNATIVE")} | {
-    "semi-auto": "`AutoParallel`, without and with `hsdp` ¹",
-    "semi-auto, sharded operators": "`AutoParallel`, sharded operators, without and with `hsdp` ¹",
+    "semi-auto": "`AutoParallel`, without and with `hsdp`",
+    "semi-auto, sharded operators": "`AutoParallel`, sharded operators, without and with `hsdp`",
     "HSDP level1": "HSDP, `level1`",
     "HSDP level2": "HSDP, `level2`",
     "processes": "{} processes",
@@ -41,8 +41,8 @@ CHINESE = {
     "all": "全部",
     "one process": "单进程",
     "data parallel": "数据并行",
-    "semi-auto": "`AutoParallel`（半自动并行），带或不带 `hsdp` ¹",
-    "semi-auto, sharded operators": "`AutoParallel`，算子级并行，带或不带 `hsdp` ¹",
+    "semi-auto": "`AutoParallel`（半自动并行），带或不带 `hsdp`",
+    "semi-auto, sharded operators": "`AutoParallel`，算子级并行，带或不带 `hsdp`",
     "HSDP level1": "HSDP，`level1`",
     "HSDP level2": "HSDP，`level2`",
     "processes": "{} 个进程",
@@ -113,7 +113,7 @@ def test_a_failure_and_what_was_not_tried_show():
     cells = [cell | {"outcome": outcome} for outcome in ("passed", "failed")]
     cells += [cell | {"dtype": "bfloat16", "outcome": "skipped"}, cell | {"name": "bare parts", "outcome": "passed"}]
     lines = table([{"device": "Ascend", "cells": cells}], ENGLISH).splitlines()
-    name = "`AutoParallel`, without and with `hsdp` ¹, 2 processes"
+    name = "`AutoParallel`, without and with `hsdp`, 2 processes"
     others = " | ".join(["not tried"] * 3)
     assert lines[-1] == f"| Ascend | {name} | failed: 1 of 2 | {others} | skipped | not tried |"
     assert lines[2] == f"| CPU | all | {' | '.join(['not tried'] * 6)} |"
