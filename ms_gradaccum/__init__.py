@@ -1,37 +1,93 @@
 """Gradient accumulation for MindSpore."""
 
-from ms_gradaccum.batch.contrastive_loss import ContrastiveLoss as ContrastiveLoss
-from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss as GradCacheLoss
-from ms_gradaccum.batch.replay_dropout import ReplayDropout as ReplayDropout
-from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss as TokenMeanLoss
-from ms_gradaccum.checkpoint.load import load_state as load_state
-from ms_gradaccum.checkpoint.save import save_state as save_state
-from ms_gradaccum.checkpoint.saved_state import SavedState as SavedState
-from ms_gradaccum.checkpoint.state_checkpoint import StateCheckpoint as StateCheckpoint
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm as ClipByGlobalNorm
-from ms_gradaccum.gradients.clipping import ClipByGroupNorm as ClipByGroupNorm
-from ms_gradaccum.gradients.clipping import ClipByValue as ClipByValue
-from ms_gradaccum.gradients.mixed_precision import MixedPrecision as MixedPrecision
-from ms_gradaccum.loops.accumulator import Accumulator as Accumulator
-from ms_gradaccum.loops.ema import EMA as EMA
-from ms_gradaccum.loops.model import Model as Model
-from ms_gradaccum.loops.schedule import AccumulationConfig as AccumulationConfig
-from ms_gradaccum.loops.schedule import AccumulationSchedule as AccumulationSchedule
-from ms_gradaccum.parallel.kinds import HSDP as HSDP
-from ms_gradaccum.parallel.kinds import DataParallel as DataParallel
-from ms_gradaccum.tools.planning.plan import TrainingPlan as TrainingPlan
-from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size as find_micro_size
-from ms_gradaccum.tools.reporting.metrics_logger import MetricsLogger as MetricsLogger
-from ms_gradaccum.tools.reporting.progress_bar import ProgressBar as ProgressBar
-from ms_gradaccum.tools.reporting.step_report import StepReport as StepReport
-from ms_gradaccum.tools.reporting.step_report import StepReporter as StepReporter
-from ms_gradaccum.tools.simulation.report import Simulation as Simulation
-from ms_gradaccum.tools.simulation.simulate import simulate as simulate
-from ms_gradaccum.tools.verification.report import CompileReport as CompileReport
-from ms_gradaccum.tools.verification.report import ParameterDifference as ParameterDifference
-from ms_gradaccum.tools.verification.report import VerifyReport as VerifyReport
-from ms_gradaccum.tools.verification.verify import verify as verify
-from ms_gradaccum.training.events import StepEvent as StepEvent
-from ms_gradaccum.training.grad_accumulation import GradAccumulation as GradAccumulation
-from ms_gradaccum.training.step_output import StepOutput as StepOutput
-from ms_gradaccum.training.train_step import TrainOneStepCell as TrainOneStepCell
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ms_gradaccum.batch.contrastive_loss import ContrastiveLoss as ContrastiveLoss
+    from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss as GradCacheLoss
+    from ms_gradaccum.batch.replay_dropout import ReplayDropout as ReplayDropout
+    from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss as TokenMeanLoss
+    from ms_gradaccum.checkpoint.load import load_state as load_state
+    from ms_gradaccum.checkpoint.save import save_state as save_state
+    from ms_gradaccum.checkpoint.saved_state import SavedState as SavedState
+    from ms_gradaccum.checkpoint.state_checkpoint import StateCheckpoint as StateCheckpoint
+    from ms_gradaccum.gradients.clipping import ClipByGlobalNorm as ClipByGlobalNorm
+    from ms_gradaccum.gradients.clipping import ClipByGroupNorm as ClipByGroupNorm
+    from ms_gradaccum.gradients.clipping import ClipByValue as ClipByValue
+    from ms_gradaccum.gradients.mixed_precision import MixedPrecision as MixedPrecision
+    from ms_gradaccum.loops.accumulator import Accumulator as Accumulator
+    from ms_gradaccum.loops.ema import EMA as EMA
+    from ms_gradaccum.loops.model import Model as Model
+    from ms_gradaccum.loops.schedule import AccumulationConfig as AccumulationConfig
+    from ms_gradaccum.loops.schedule import AccumulationSchedule as AccumulationSchedule
+    from ms_gradaccum.parallel.kinds import HSDP as HSDP
+    from ms_gradaccum.parallel.kinds import DataParallel as DataParallel
+    from ms_gradaccum.tools.planning.plan import TrainingPlan as TrainingPlan
+    from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size as find_micro_size
+    from ms_gradaccum.tools.reporting.metrics_logger import MetricsLogger as MetricsLogger
+    from ms_gradaccum.tools.reporting.progress_bar import ProgressBar as ProgressBar
+    from ms_gradaccum.tools.reporting.step_report import StepReport as StepReport
+    from ms_gradaccum.tools.reporting.step_report import StepReporter as StepReporter
+    from ms_gradaccum.tools.simulation.report import Simulation as Simulation
+    from ms_gradaccum.tools.simulation.simulate import simulate as simulate
+    from ms_gradaccum.tools.verification.report import CompileReport as CompileReport
+    from ms_gradaccum.tools.verification.report import ParameterDifference as ParameterDifference
+    from ms_gradaccum.tools.verification.report import VerifyReport as VerifyReport
+    from ms_gradaccum.tools.verification.verify import verify as verify
+    from ms_gradaccum.training.events import StepEvent as StepEvent
+    from ms_gradaccum.training.grad_accumulation import GradAccumulation as GradAccumulation
+    from ms_gradaccum.training.step_output import StepOutput as StepOutput
+    from ms_gradaccum.training.train_step import TrainOneStepCell as TrainOneStepCell
+
+# The modules of the public names, which are imported when they are first used.
+_MODULES = {
+    "ContrastiveLoss": "batch.contrastive_loss",
+    "GradCacheLoss": "batch.grad_cache_loss",
+    "ReplayDropout": "batch.replay_dropout",
+    "TokenMeanLoss": "batch.token_mean_loss",
+    "load_state": "checkpoint.load",
+    "save_state": "checkpoint.save",
+    "SavedState": "checkpoint.saved_state",
+    "StateCheckpoint": "checkpoint.state_checkpoint",
+    "ClipByGlobalNorm": "gradients.clipping",
+    "ClipByGroupNorm": "gradients.clipping",
+    "ClipByValue": "gradients.clipping",
+    "MixedPrecision": "gradients.mixed_precision",
+    "Accumulator": "loops.accumulator",
+    "EMA": "loops.ema",
+    "Model": "loops.model",
+    "AccumulationConfig": "loops.schedule",
+    "AccumulationSchedule": "loops.schedule",
+    "HSDP": "parallel.kinds",
+    "DataParallel": "parallel.kinds",
+    "TrainingPlan": "tools.planning.plan",
+    "find_micro_size": "tools.probing.micro_size_finder",
+    "MetricsLogger": "tools.reporting.metrics_logger",
+    "ProgressBar": "tools.reporting.progress_bar",
+    "StepReport": "tools.reporting.step_report",
+    "StepReporter": "tools.reporting.step_report",
+    "Simulation": "tools.simulation.report",
+    "simulate": "tools.simulation.simulate",
+    "CompileReport": "tools.verification.report",
+    "ParameterDifference": "tools.verification.report",
+    "VerifyReport": "tools.verification.report",
+    "verify": "tools.verification.verify",
+    "StepEvent": "training.events",
+    "GradAccumulation": "training.grad_accumulation",
+    "StepOutput": "training.step_output",
+    "TrainOneStepCell": "training.train_step",
+}
+
+if not TYPE_CHECKING:  # For a type checker, a module with __getattr__ has any name.
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted(_MODULES)
+
+    __all__ = list(_MODULES)

@@ -11,7 +11,7 @@ import pytest
 import ms_gradaccum
 
 DOCS = Path(__file__).parents[2] / "docs"
-NAMES = [name for name, item in vars(ms_gradaccum).items() if name[0] != "_" and not inspect.ismodule(item)]
+NAMES = ms_gradaccum.__all__
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import ms_gradaccum
 from ms_gradaccum import GradAccumulation
 
 # Whose sentences they are: public names alone.
-OWNERS = {name for name in vars(ms_gradaccum) if not name.startswith("_")}
+OWNERS = set(ms_gradaccum.__all__)
 SENTENCE = re.compile(r"For '(\w+)', .+ but got .+", re.DOTALL)
 
 
