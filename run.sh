@@ -67,16 +67,20 @@ make_venv() {
   "$python" -m venv --clear "$1"
 }
 
-# prepare EXTRAS [REQUIREMENT]: an environment with the package, these extras and what else is required. Quick when
-# what is built is as it was last time.
+# prepare NAMES [REQUIREMENT]: an environment with the package, these extras and dependency groups (pinned, test) and
+# what else is required. Quick when what is built is as it was last time.
 prepare() {
-  local wanted stamp=$venv/installed-$1
+  local wanted name extras="" groups=() stamp=$venv/installed-$1
+  for name in ${1//,/ }; do
+    if [[ $name == pinned || $name == test ]]; then groups+=(--group "$name"); else extras+=,$name; fi
+  done
   make_venv "$venv"
   wanted=$(cat pyproject.toml setup.py ms_gradaccum/backend/*.cc | cksum)
   if [[ $(cat "$stamp" 2>/dev/null) != "$wanted" ]]; then
     echo "Installing MindSpore and what else is needed into $venv. This takes a few minutes, once."
-    PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --quiet \
-      -e ".[$1]" "${@:2}"
+    local install=("$venv/bin/python" -m pip install --no-input --disable-pip-version-check --quiet)
+    "${install[@]}" "pip>=25.1"  # the first that knows dependency groups
+    PYTHONWARNINGS=ignore "${install[@]}" -e ".${extras:+[${extras:1}]}" "${groups[@]}" "${@:2}"
     echo "$wanted" >"$stamp"
   fi
   export PATH=$PWD/$venv/bin:$PATH

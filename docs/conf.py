@@ -14,7 +14,7 @@ ROOT = DOCS.parent
 
 project = "ms_gradaccum"
 author = "the authors of ms_gradaccum"
-(release,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+(release,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "ms_gradaccum" / "__init__.py").read_text(), re.M)
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from ms_gradaccum.training.step_output import StepOutput as StepOutput
     from ms_gradaccum.training.train_step import TrainOneStepCell as TrainOneStepCell
 
+__version__ = "0.2.0"
+
 # The modules of the public names, which are imported when they are first used.
 _MODULES = {
     "ContrastiveLoss": "batch.contrastive_loss",

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from test_links import links_of
 
 from ms_gradaccum.backend.kernels import LIBRARY
 
 ROOT = Path(__file__).parents[2]
-VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M).group(1)
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "ms_gradaccum" / "__init__.py").read_text(), re.M).group(1)
 PACKAGE_FILES = {file.relative_to(ROOT).as_posix() for file in (ROOT / "ms_gradaccum").rglob("*.py")}
 PACKAGE_FILES.add("ms_gradaccum/py.typed")
 # What the kernels are built of, and where it is then, if there is a compiler.
@@ -51,7 +52,7 @@ step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.02))
 with MetricsLogger("run.jsonl", train_step=step) as logger:
     logger.log(step(x, 2 * x))
 print(Path(ms_gradaccum.__file__).parent, LIBRARY.exists())
-print(version("ms_gradaccum"))
+print(version("ms_gradaccum"), ms_gradaccum.__version__)
 print(f"{network.weight.asnumpy().item():.5f}")
 try:
     MetricsLogger("other.jsonl", "events")
@@ -112,10 +113,10 @@ def run(*command, cwd, expected=0, **environment):
     return result.stdout, result.stderr
 
 
-def build(sources, folder, *kind, compiler="g++"):
+def build(sources, folder, *kind, compiler="g++", **environment):
     """Build into ``folder`` and return what it holds, by suffix."""
     command = ["-m", "build", "--no-isolation", *kind, "--outdir", folder, sources]
-    said = "".join(run(*command, cwd=folder.parent, CC=compiler, CXX=compiler))
+    said = "".join(run(*command, cwd=folder.parent, CC=compiler, CXX=compiler, **environment))
     assert ("warning" in said.lower()) == (shutil.which(compiler) is None), said
     return {file.suffix: file for file in folder.iterdir()}
 
@@ -189,18 +190,37 @@ def test_the_wheel_of_the_source_archive_is_that_of_the_sources(wheel, archive):
     assert contents(archive[".whl"]) == contents(wheel)
 
 
-def test_every_extra_that_the_package_or_its_pages_name_is_one_of_the_wheel(wheel):
-    metadata = email.message_from_bytes(contents(wheel)[f"{METADATA}/METADATA"])
+def test_the_extras_of_the_wheel_are_those_that_the_package_or_its_pages_name(wheel):
+    metadata = metadata_of(wheel)
     pages = [*ROOT.glob("ms_gradaccum/**/*.py"), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     named = {names for page in pages for names in re.findall(r"ms_gradaccum\[([\w,]+)\]", page.read_text())}
     named = {name for names in named for name in names.split(",")}
-    assert named == {"plot", "tensorboard", "fusion"} <= set(metadata.get_all("Provides-Extra"))
+    assert named == {"plot", "tensorboard", "fusion"} == set(metadata.get_all("Provides-Extra"))
+
+
+def metadata_of(wheel):
+    return email.message_from_bytes(contents(wheel)[f"{METADATA}/METADATA"])
+
+
+def test_links_of_the_description_lead_to_the_published_files_of_the_version(sources, wheel, folder):
+    url = "https://host.invalid/owner/ms_gradaccum"
+    published = metadata_of(build(sources, folder / "published", "--wheel", MS_GRADACCUM_URL=url + "/")[".whl"])
+    links = links_of((ROOT / "README.md").read_text())
+    inside = [link for link in links if "://" not in link]
+    kinds = [link.endswith(".png") for link in inside]
+    assert {True, False} == set(kinds)
+    wanted = [f"{url}/{'raw' if kind else 'blob'}/v{VERSION}/{link}" for link, kind in zip(inside, kinds)]
+    assert [link for link in links_of(published.get_payload()) if link.startswith(url)] == wanted
+    assert {f"Source, {url}", f"Issues, {url}/issues"} < set(published.get_all("Project-URL"))
+    # Without an address there is none to lead to.
+    plain = metadata_of(wheel)
+    assert links_of(plain.get_payload()) == [link for link in links if "://" in link]
+    assert plain.get_all("Project-URL") is None and plain.get_payload().startswith("# ms_gradaccum")
 
 
 @pytest.mark.parametrize("extra", ["plot", "tensorboard", "fusion"])
 def test_what_an_extra_asks_for_is_in_the_environment_of_the_tests(wheel, extra):
-    metadata = email.message_from_bytes(contents(wheel)[f"{METADATA}/METADATA"])
-    asked = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
+    asked = [Requirement(text) for text in metadata_of(wheel).get_all("Requires-Dist")]
     asked = [each for each in asked if each.marker and each.marker.evaluate({"extra": extra})]
     assert asked and all(each.specifier.contains(version(each.name)) for each in asked)
 
@@ -211,7 +231,7 @@ def test_what_is_installed_trains_from_elsewhere_and_says_how_to_get_the_extras(
     said, _ = run(program, cwd=tmp_path, PYTHONPATH=str(site))
     path, version, weight, tensorboard, plot, status = said.splitlines()[-6:]
     place = f"{site / 'ms_gradaccum'} {KERNELS in BUILT_FILES}"
-    assert (path, version, weight, status) == (place, VERSION, "2.04000", "2")
+    assert (path, version, weight, status) == (place, f"{VERSION} {VERSION}", "2.04000", "2")
     assert tensorboard == "Install it with: pip install 'ms_gradaccum[tensorboard]'."
     assert plot.endswith(" Install it with: pip install 'ms_gradaccum[plot]'.")
 
@@ -243,7 +263,7 @@ def test_mypy_tells_right_uses_of_what_is_installed_from_wrong_ones(site, typed)
     assert found == [("user", str(number), error) for number, error in wrong_lines()], said
 
 
-@pytest.mark.skipif(find_spec("basedpyright") is None, reason="basedpyright, which is in the extra 'test', is missing")
+@pytest.mark.skipif(find_spec("basedpyright") is None, reason="basedpyright, which is in the group 'test', is missing")
 def test_pyright_tells_right_uses_of_what_is_installed_from_wrong_ones(typed):
     said, _ = run("-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, cwd=typed, expected=1)
     found = [

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ms_gradaccum import __version__
 from ms_gradaccum.__main__ import parse
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +32,19 @@ def pythons_of(job):
     return matrix.get("python") or [each["python"] for each in matrix["include"]]
 
 
-def test_the_workflow_starts_by_hand_until_two_marks_are_taken_away():
-    text, workflow = read("workflows/ci.yml")
-    triggers = workflow[True]  # What YAML makes of the word "on".
-    assert list(triggers) == ["workflow_dispatch"]
-    switched = yaml.safe_load(text.replace("  # p", "  p"))
-    assert list(switched[True]) == ["workflow_dispatch", "push", "pull_request"]
-    assert switched["jobs"] == workflow["jobs"]
+def test_the_workflow_runs_on_pull_requests_and_by_hand(workflow):
+    assert list(workflow[True]) == ["workflow_dispatch", "pull_request"]  # YAML makes True of the word "on".
+
+
+def test_the_workflow_runs_with_each_mindspore_that_the_package_names(workflow):
+    project = (ROOT / "pyproject.toml").read_text()
+    first, end = map(int, re.search(r'"mindspore>=2\.(\d+),<2\.(\d+)"', project).groups())
+    pinned = re.search(r"mindspore==(2\.\d+)", project).group(1)
+    run = {
+        each["mindspore"].rpartition(".")[0] for each in workflow["jobs"]["versions"]["strategy"]["matrix"]["include"]
+    }
+    assert run | {pinned} == {f"2.{minor}" for minor in range(first, end)}
+    assert workflow["jobs"]["versions"]["env"]["MINDSPORE"] == "${{ matrix.mindspore }}"
 
 
 def test_the_workflow_runs_on_each_python_that_the_package_names(workflow):
@@ -77,7 +84,6 @@ def test_no_host_is_named(file):
 
 
 def test_the_changelog_begins_with_the_version_or_with_what_is_not_released():
-    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M).group(1)
     heading = re.search(r"^## \[(.+?)\](.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert heading.group(1) in ("Unreleased", version)
+    assert heading.group(1) in ("Unreleased", __version__)
     assert re.fullmatch(r"" if heading.group(1) == "Unreleased" else r" - \d{4}-\d\d-\d\d", heading.group(2))
