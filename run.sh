@@ -16,8 +16,7 @@ usage() {
 ./run.sh docs      the pages of docs/ and the reference of the API, into build/docs
 ./run.sh bench [NAME]
                    a program of benchmarks: peers (the default; installs PyTorch and Accelerate into .venv-peers),
-                   step, eager, shares, distributed, communication, growth, report, long_run, structure; more arguments
-                   go to it
+                   step, eager, contrastive, distributed, semi_auto, long_run, structure; more arguments go to it
 ./run.sh clients [NAME]
                    networks of mindformers, mindcv and mindone in their own trainers, with this accumulation and with
                    theirs; installs them into .venv-clients; more arguments go to clients/run.py
@@ -183,7 +182,6 @@ case $command in
       shift
     fi
     ! grep -q '\.png' "benchmarks/$benchmark.py" || extras=pinned,plot
-    [[ $benchmark != peers ]] || extras=pinned,fusion
     prepare "$extras"
     [[ $benchmark != peers ]] || prepare_peers || echo "They cannot be installed, see above: their rows are missing."
     exec python "benchmarks/$benchmark.py" "$@"

@@ -1,4 +1,4 @@
-"""Figures of the process, and the line of a target."""
+"""Memory of the process."""
 
 import math
 import sys
@@ -16,8 +16,3 @@ def reset_peak() -> None:
     """Set VmHWM back to what is resident now."""
     if sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def print_target(what: str, reached: float, wanted: float, sign: str) -> None:
-    met = reached >= wanted if sign == ">=" else reached <= wanted
-    print(f"{what:60} target {sign} {wanted:5.2f}  reached {reached:6.2f}  {'yes' if met else 'NO'}")

@@ -127,7 +127,7 @@ BUILDERS = {TORCH: bare_row, ACCELERATE: accelerate_row}
 
 
 def build(workload: Workload, micro_size: int, name: str) -> Row:
-    x, y = (torch.from_numpy(array) for array in workload.batch(micro_size))
+    x, y = (torch.from_numpy(array) for array in workload.batch())
     y = y if workload.kind == "mlp" else y.long()
     network = make_network(workload)
     arrays = first_weights((name, tuple(parameter.shape)) for name, parameter in network.named_parameters())

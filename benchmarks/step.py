@@ -1,4 +1,4 @@
-"""Time, memory and compile time of one window, side by side. Prints one table and the targets; never fails.
+"""Time, memory and compile time of one window, side by side. Prints one table; never fails.
 
 python benchmarks/step.py            # 6 x (Dense(1024), GELU), batch 8192
 python benchmarks/step.py --small    # 2 x (Dense(8), GELU), batch 64
@@ -6,7 +6,6 @@ python benchmarks/step.py --small    # 2 x (Dense(8), GELU), batch 64
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from figures import print_target, reset_peak, status
+from figures import reset_peak, status
 from mindspore import nn
 from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
 from windows import loop_by_hand, make_batch, make_network, run_window, versions
@@ -121,13 +120,10 @@ def run_child(name: str, micro_size: int, args: argparse.Namespace, batch: int) 
 
 
 def measure_cost(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
-    """Return the median memory and the least compile time of several child processes."""
-    memory = [run_child(name, micro_size, args, args.batch) for _ in range(args.children)]
+    """Return the memory of one child process and the compile time of another one."""
     # Compiling takes as long for a small batch, whose windows are too short to disturb the difference.
-    small = min(args.batch, max(64, micro_size))
-    compiling = [run_child(name, micro_size, args, small) for _ in range(args.children)]
-    megabytes = statistics.median(cost.megabytes for cost in memory)
-    return Cost(megabytes, min(cost.compile_s for cost in compiling), all(cost.trains for cost in memory))
+    small = run_child(name, micro_size, args, min(args.batch, max(64, micro_size)))
+    return run_child(name, micro_size, args, args.batch)._replace(compile_s=small.compile_s)
 
 
 def measure_times(micro_size: int, args: argparse.Namespace) -> dict[str, float]:
@@ -165,25 +161,6 @@ def print_table(rows: list[Row]) -> None:
         )
 
 
-def print_targets(rows: list[Row], small: bool) -> None:
-    found = {(row.name, row.micro_size): row for row in rows}
-    ours, loop = found.get((OURS_PYNATIVE, 16)), found.get((LOOP, 16))
-    if ours and loop:
-        wanted = 20 if small else 3
-        print_target("PYNATIVE loop by hand / ours in PYNATIVE, time", loop.seconds / ours.seconds, wanted, ">=")
-    ours, many, few = (found.get((OURS, micro_size)) for micro_size in (16, 64, 2))
-    if many and few:
-        compiling = many.cost.compile_s / few.cost.compile_s
-        print_target("ours, compile time of micro_size 64 / micro_size 2", compiling, 1.1, "<=")
-    bare = found.get((BARE, 16))
-    if ours and bare:
-        print_target("ours / bare parts, time", ours.seconds / bare.seconds, 1.03, "<=")
-    if ours and not small:
-        print_target("ours / full batch, time", ours.time_ratio, 0.75, "<=")
-        memory = ours.cost.megabytes / rows[0].cost.megabytes
-        print_target("ours / full batch, memory", memory, 0.3, "<=")
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a tiny net, which shows the cost of a call")
@@ -191,7 +168,6 @@ def parse_args() -> argparse.Namespace:
     for key, (big, small) in sizes.items():
         parser.add_argument(f"--{key}", type=int, help=f"default: {big}, with --small {small}")
     parser.add_argument("--micro-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--children", type=int, default=1, help="processes per memory and compile figure")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     for key, defaults in sizes.items():
@@ -208,7 +184,6 @@ def main() -> None:
     rows = measure(args)
     print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch}, Momentum; {versions()}")
     print_table(rows)
-    print_targets(rows, args.small)
 
 
 if __name__ == "__main__":

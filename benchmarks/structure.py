@@ -9,7 +9,6 @@ import argparse
 import ast
 import io
 import os
-import re
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -21,13 +20,7 @@ from unittest import mock
 PACKAGE = Path(__file__).resolve().parents[1] / "ms_gradaccum"
 FILES = sorted(PACKAGE.rglob("*.py"))
 STEP_ROOMS = ("backend", "batch", "gradients", "parallel", "training")
-# What came after the wishes in docs/architecture.md and stands in files of its own: the simulation of many devices, the
-# test of the machine, other projects' trainers, and losses of the whole batch.
-LATER = ("tools/simulation", "tools/self_test", "integrations", "batch/grad_cache_loss", "batch/contrastive_loss")
-LATER += ("batch/replay_dropout", "training/first_pass")
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-# Names of settings that a condition may ask for.
-_SWITCH = re.compile(r"\b(semi_auto|several|half|drops|reduces|overlaps|compiles|is_cached|eager|every_batch)\b")
 
 
 def name_of(file: Path) -> str:
@@ -101,24 +94,6 @@ def loaded_with(name: str, imports: dict[str, list[str]]) -> set[str]:
     return found
 
 
-def came_later(file: Path) -> bool:
-    """Return whether a file is there for what came after the wishes alone."""
-    return file.relative_to(PACKAGE).as_posix().startswith(LATER)
-
-
-def switches() -> tuple[int, int]:
-    """Return how many conditions of the files of a step ask for a setting, and how many not for what came later."""
-    count = first = 0
-    for room in ("gradients", "parallel", "training"):
-        for file in (PACKAGE / room).glob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
-                asked = set(_SWITCH.findall(ast.unparse(node.test))) if isinstance(node, (ast.If, ast.IfExp)) else set()
-                count += bool(asked)
-                # Whether a loss is of the whole batch.
-                first += bool(asked - {"is_cached"}) and not came_later(file)
-    return count, first
-
-
 class _Seen:
     """The files of the package whose functions run."""
 
@@ -170,21 +145,15 @@ def measure() -> list[tuple[str, str]]:
     imports = {name_of(file): imported_files(file) for file in FILES}
     heights = floors(imports)
     model = loaded_with("loops.model", imports)
-    first = [file for file in FILES if not came_later(file)]
-    conditions, first_conditions = switches()
-    step = [file for file in first if file.relative_to(PACKAGE).parts[0] in STEP_ROOMS]
+    step = [file for file in FILES if file.relative_to(PACKAGE).parts[0] in STEP_ROOMS]
     host, running, whole = files_of_a_batch()
     return [
         ("entries of the package", f"{len({file.relative_to(PACKAGE).parts[0] for file in FILES})}"),
         ("files", f"{len(FILES)}"),
         ("lines, docstrings included / of code", _lines(FILES)),
-        ("without what came after the wishes", _lines(first)),
         ("of these in the rooms of a step", _lines(step)),
         ("files to load Model", f"{len(model)}"),
-        ("without what came after the wishes", f"{len(model & set(map(name_of, first)))}"),
         ("files of one batch: host / with graphs / with building", f"{host} / {running} / {whole}"),
-        ("conditions on settings in the rooms of a step", f"{conditions}"),
-        ("without what came after the wishes", f"{first_conditions}"),
         ("floors of imports: up to Model / in all", f"{heights['loops.model']} / {max(heights.values())}"),
     ]
 
