@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+from bare_parts import loop_of_bare_parts
 from mindspore import nn, ops
 from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, loop_by_hand, versions
 from worker import Row, serve
@@ -27,7 +28,6 @@ from workload import (
 )
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
-from ms_gradaccum.tools.self_test.costs import loop_of_bare_parts
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "sample_code" / "transformer_lm"))
 from transformer import Transformer  # noqa: E402

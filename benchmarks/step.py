@@ -19,7 +19,6 @@ from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
 from windows import loop_by_hand, make_batch, make_network, run_window, versions
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
-from ms_gradaccum.tools.self_test.costs import loop_of_bare_parts
 
 FULL = "full batch, stock"
 LOOP = "PYNATIVE loop by hand"

@@ -16,7 +16,6 @@ from mindspore import Tensor
 from ms_gradaccum.checkpoint import load
 from ms_gradaccum.gradients import buffer
 from ms_gradaccum.parallel.collectives import AllReduce
-from ms_gradaccum.tools.self_test import costs
 from ms_gradaccum.tools.self_test.cells import Cell
 from ms_gradaccum.tools.self_test.training import Found
 from ms_gradaccum.training.update import NormClip
@@ -34,17 +33,15 @@ def tried(cell, fault=""):
     return replace(cell, name=name, function="self_test_cells:run", arguments=arguments)
 
 
-def run(place, mode, function, fault, arguments, **settings):
+def run(place, function, fault, arguments, **settings):
     module, _, name = function.partition(":")
     function = getattr(importlib.import_module(module), name)
     with ExitStack() as stack:
-        # A figure that is only reported needs no large network.
-        stack.enter_context(mock.patch.multiple(costs, _ROWS=4096, _TIMES=1))
-        if mode == "PYNATIVE":
+        if ms.get_context("mode") == ms.PYNATIVE_MODE:
             stack.enter_context(mock.patch.dict(os.environ, MS_JIT="0"))
         for change in FAULTS[fault]() if fault else ():
             stack.enter_context(change)
-        return function(place, mode=mode, **arguments, **settings)
+        return function(place, **arguments, **settings)
 
 
 def everywhere(original, other):

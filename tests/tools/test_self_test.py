@@ -8,31 +8,25 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import mindspore as ms
 import pytest
-from self_test_cells import FAULTS, IN_BUILD, going, tried
+from self_test_cells import going, run, tried
 from started_processes import processes_with
 
 import ms_gradaccum.__main__ as command
-from ms_gradaccum.tools.self_test.cells import Group, groups_for
+from ms_gradaccum.tools.self_test.cells import all_cells
 from ms_gradaccum.tools.self_test.runner import IN_TEST, Outcome
 from ms_gradaccum.tools.self_test.self_test import SelfTest, self_test
-from ms_gradaccum.tools.self_test.tolerances import tolerance
-from ms_gradaccum.tools.self_test.training import Found
+from ms_gradaccum.tools.self_test.training import Found, Place, tolerance
 from ms_gradaccum.tools.self_test.worker import judge
 from ms_gradaccum.tools.simulation.cuda_stubs import why_not
 
 ROOT = Path(__file__).parents[2]
-# The first one in a broken build alone: it takes as long as the other one, which has all that there is.
-SHARDINGS = ("semi-auto, plain", "semi-auto, sharded operators, level3")
-COSTS = "bare parts of a window", "a window over its bare parts"
-# Of each way to compile one, beside the partitions. The tests of these ways compile the others.
-COMPILED = [("MLP", "one process", "float32"), ("toy", "data parallel", "float32")]
-
-REASONS = {"this CPU has no matrix product in bfloat16", "CPU has no data sink mode: Model feeds batches one by one"}
+# CPU has no matrix product in it.
+MISSING = "bfloat16"
+REASON = "this CPU has no matrix product in bfloat16"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,45 +39,6 @@ def nothing_stays_behind():
     assert set(processes_with(IN_TEST)) <= before
 
 
-def groups_here(workers):
-    """Each cell in one mode, and most of them in broken builds too: all of it takes minutes."""
-    groups = []
-    for group in groups_for(workers):
-        cells = {(each.name, each.parallel, each.dtype): each for each in group.cells if is_tried(each)}
-        cells = [replace(each, mode="GRAPH" if is_compiled(each) else "PYNATIVE") for each in cells.values()]
-        by_hand = [replace(each, mode="PYNATIVE") for each in cells]
-        broken = {fault: [tried(each, fault) for each in by_hand if fails(each, fault, group)] for fault in FAULTS}
-        # What one process alone raises ends a job of several.
-        last = broken.pop("reduction")
-        first, *others = [tried(each) for each in cells if each.parallel != SHARDINGS[0]]
-        # The first one measures memory. What is saved last is for another group, and of the whole build.
-        groups.append(replace(group, cells=(first, *chain(*broken.values()), *others, *last)))
-    return groups
-
-
-def is_tried(cell):
-    """Whether it is no partition that takes as long as others and tells no more."""
-    return not cell.parallel.startswith("semi-auto") or cell.parallel in SHARDINGS
-
-
-def is_compiled(cell):
-    """Whether it is one of a few. Next to nothing is compiled for the others."""
-    if cell.name.endswith((*COSTS, "graph")) or cell.parallel in SHARDINGS:
-        return True
-    return (cell.name, cell.parallel, cell.dtype) in COMPILED
-
-
-def fails(cell, fault, group):
-    """Whether it is tried in a broken build: all kinds with a wrong division, those of the other faults with these."""
-    if fault == "division":
-        seen = cell.name, cell.dtype == "float32"
-        return cell.name not in COSTS and cell.parallel != SHARDINGS[1] and seen != ("transformer", False)
-    if fault == "reduction":
-        together = cell.parallel == "data parallel" and cell.dtype == "float32"
-        return together and cell.name.startswith(("toy", "transformer", "loss scale"))
-    return cell.name.startswith(fault) and (fault == "state" or group.processes == 1)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The command on this machine: the exit status, the JSON and what is printed."""
@@ -92,81 +47,84 @@ def whole(tmp_path_factory):
         patch.setenv("OMP_NUM_THREADS", "1")
         lines = []
         patch.setattr(command.tqdm, "write", lines.append)
-        patch.setattr("ms_gradaccum.tools.self_test.self_test.groups_for", groups_here)
+        cells = [tried(cell) for cell in all_cells()]
+        patch.setattr("ms_gradaccum.tools.self_test.self_test.all_cells", lambda: cells)
         status = command.main(["test", "--timeout", "300", "--output", str(file)])
     return status, json.loads(file.read_text()), lines
 
 
-def cells_of(found, *faults):
-    """What was found, in one or more broken builds or, without one, in the whole one."""
-    return [cell for cell in found["cells"] if cell["name"].partition(IN_BUILD)[2] in (faults or ("",))]
-
-
 def test_all_that_can_be_tried_here_passes(whole):
-    _, found, _ = whole
-    cells = cells_of(found)
-    assert [cell for cell in cells if cell["outcome"] == "failed"] == []
-    skipped = {cell["said"] for cell in cells if cell["outcome"] == "skipped"}
-    assert why_not() is not None or skipped == REASONS
-    assert found["seconds"] > 1 and len(cells) > 25
+    status, found, lines = whole
+    assert [cell for cell in found["cells"] if cell["outcome"] == "failed"] == []
+    skipped = {cell["said"] for cell in found["cells"] if cell["outcome"] == "skipped"}
+    assert why_not() is not None or skipped == {REASON}
+    assert status == 0 and found["seconds"] > 1
+    assert len(lines) == len(found["cells"]) == len(all_cells()) <= 12
 
 
 def test_the_file_says_where_and_what(whole):
-    status, found, lines = whole
-    assert (found["format"], found["device"], found["workers"]) == (1, "CPU", 2)
+    _, found, _ = whole
+    assert (found["format"], found["device"], found["workers"]) == (2, "CPU", 2)
     assert found["environment"]["mindspore"] == ms.__version__ and "system" in found["environment"]
     names = ["name", "parallel", "dtype", "mode", "processes", "outcome", "said", "difference", "tolerance", "seconds"]
-    assert all(list(cell) == [*names, "figures"] for cell in found["cells"])
-    assert {"one process", "data parallel", "HSDP level1", "HSDP level2", "semi-auto, plain"} <= {
-        cell["parallel"] for cell in found["cells"]
-    }
-    (costs,) = [cell["figures"] for cell in found["cells"] if cell["name"] == "a window over its bare parts"]
-    assert 0.1 < costs["time"] < 10 and 0.1 < costs["memory"] < 10
-    # Every line that was printed as it came, and none that JSON cannot hold.
-    groups = groups_here(2)
-    assert len(lines) == len(found["cells"]) + len(groups)
-    assert len(found["cells"]) == sum(len(group.cells) for group in groups)
+    assert all(list(cell) == names for cell in found["cells"])
+    parallel = {cell["parallel"]: cell["processes"] for cell in found["cells"]}
+    sharded = "semi-auto, sharded operators, level3"
+    assert parallel == {"one process": 1, "data parallel": 2, "HSDP level1": 2, "HSDP level2": 2, sharded: 2}
     assert "NaN" not in json.dumps(found) and "Infinity" not in json.dumps(found)
-    assert status == 1 and found["failed"] == sum(cell["outcome"] == "failed" for cell in found["cells"])
 
 
-def test_a_wrong_division_fails_every_cell(whole):
-    cells = cells_of(whole[1], "division")
-    assert {cell["outcome"] for cell in cells} == {"failed", "skipped"}
-    assert {cell["said"] for cell in cells if cell["outcome"] == "skipped"} <= REASONS
-    failed = [cell for cell in cells if cell["outcome"] == "failed"]
-    assert len(failed) > 18 and all("is rounding" in cell["said"] for cell in failed)
+ALONE = [cell for cell in all_cells() if cell.parallel == "one process" and cell.dtype != MISSING]
+BROKEN = [(cell, "division") for cell in ALONE]
+BROKEN += [(cell, "clip") for cell in ALONE if cell.name.startswith("clip")]
+BROKEN += [(cell, "state") for cell in ALONE if cell.name.startswith("state")]
 
 
-def test_other_faults_fail_those_that_are_for_them(whole):
-    """A clip before the division, a state that is not loaded, ranks that do not add up."""
-    cells = cells_of(whole[1], "clip", "state", "reduction")
-    assert len({(cell["name"], cell["parallel"], cell["processes"]) for cell in cells}) == len(cells) == 8
-    assert all(cell["outcome"] == "failed" and "is rounding" in cell["said"] for cell in cells)
+@pytest.mark.parametrize("cell, fault", BROKEN, ids=[f"{cell.name}-{fault}" for cell, fault in BROKEN])
+def test_a_cell_of_one_process_fails_in_a_broken_build(cell, fault, tmp_path, eager):
+    """A wrong division, a clip before the division, a state that is loaded without its sums."""
+    broken = tried(cell, fault)
+    found = run(Place(0, 1, 2, "CPU", tmp_path), parallel=cell.parallel, dtype=cell.dtype, **broken.arguments)
+    assert judge(found)[0] == "failed"
 
 
-def quietly(groups, **settings):
-    return self_test(groups=groups, show=lambda line: None, **{"timeout": 300, **settings}).outcomes
+def test_jobs_of_several_fail_in_a_broken_build():
+    """A wrong division, and ranks that do not add up. The first cell saves the state that another one loads."""
+    saves = next(cell for cell in ALONE if cell.name.startswith("state"))
+    jobs = [cell for cell in all_cells() if cell.parallel != "one process" and cell.dtype == "float32"]
+    by_hand = [replace(cell, mode="GRAPH" if cell.partitioned else "PYNATIVE") for cell in jobs]
+    broken = [tried(cell, "division") for cell in by_hand]
+    broken.append(tried(next(cell for cell in by_hand if cell.parallel == "data parallel"), "reduction"))
+    first, *others = quietly([tried(saves), *broken])
+    assert first.outcome == "passed"
+    skipped = 0 if why_not() is None else 1
+    said = [outcome.said for outcome in others if outcome.outcome == "failed"]
+    assert len(said) == len(broken) - skipped and all("is rounding" in each for each in said)
+
+
+def quietly(cells, **settings):
+    return self_test(cells=cells, show=lambda line: None, **{"timeout": 300, **settings}).outcomes
 
 
 def test_what_raises_hangs_or_dies_takes_only_itself_with_it():
-    alone = Group("one process", 1, tuple(map(going, ("raises", "well", "dies", "well"))))
-    together = Group("2 processes", 2, tuple(map(going, ("well", "hangs", "well"))))
-    outcomes = quietly([alone, together], timeout=5)
-    said = [(outcome.cell.name, outcome.outcome) for outcome in outcomes]
-    assert [word for name, word in said if name == "well"] == ["passed"] * 4
-    raised, died, hung = (outcome for outcome in outcomes if outcome.cell.name != "well")
+    together = [replace(going(name), parallel="data parallel") for name in ("hangs", "well")]
+    outcomes = quietly([*map(going, ("raises", "dies", "well")), *together], timeout=20)
+    raised, died, well, hung, also_well = outcomes
+    assert (well.outcome, also_well.outcome) == ("passed", "passed")
     assert (raised.outcome, raised.said) == ("failed", "OSError: no such data")
     assert died.outcome == "failed" and died.said.startswith("its process ended")
-    assert hung.outcome == "failed" and hung.said.startswith("it hangs: 1 of 2 processes have not answered within 5 s")
+    assert hung.outcome == "failed" and hung.said.startswith("it hangs: 1 of 2 processes have not answered within 20 s")
 
 
-def test_a_process_that_cannot_begin_fails_all_of_its_cells():
-    """There is no such device here."""
-    group = Group("one process", 1, (going("well"), going("well")))
-    outcomes = quietly([group], device="Ascend")
+def test_a_device_that_is_not_there_fails_each_cell():
+    outcomes = quietly([going("well"), going("well")], device="Ascend")
     assert [outcome.outcome for outcome in outcomes] == ["failed"] * 2
-    assert outcomes[0].said.startswith("the process cannot begin: ")
+    assert "Ascend" in outcomes[0].said
+
+
+def test_one_worker_starts_no_job():
+    (outcome,) = quietly([replace(going("well"), parallel="data parallel")], workers=1)
+    assert (outcome.outcome, outcome.said) == ("skipped", "it takes several processes")
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path):

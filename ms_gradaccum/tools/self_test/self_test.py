@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,11 @@ from typing import Any
 import mindspore as ms
 
 from ms_gradaccum._checks import check_choice, check_positive_float, check_positive_int
-from ms_gradaccum.tools.self_test.cells import Group, groups_for
+from ms_gradaccum.tools.self_test.cells import Cell, all_cells
 from ms_gradaccum.tools.self_test.runner import OWNER, Outcome, Runner
-from ms_gradaccum.tools.simulation.cuda_stubs import why_not
 
 # Of the file. It is another one when programs that read the old one would misread the new one.
-_FORMAT = 1
+_FORMAT = 2
 _DEVICES = ("CPU", "GPU", "Ascend")
 
 
@@ -65,7 +64,7 @@ def self_test(
     timeout: float = 120.0,
     show: Callable[[str], None] = print,
     tell: Callable[[str], None] = lambda text: None,
-    groups: Sequence[Group] | None = None,
+    cells: Sequence[Cell] | None = None,
 ) -> SelfTest:
     """Train small networks in windows, and compare with MindSpore's own step on the whole batch.
 
@@ -75,7 +74,7 @@ def self_test(
         timeout: The longest time of one cell. Unit: seconds.
         show: Is given each line of the table.
         tell: Is told what is going on.
-        groups: What is tried. By default all of it.
+        cells: What is tried. By default all of it.
     """
     device = ms.get_context("device_target") if device is None else device
     check_choice(OWNER, "device", device, _DEVICES, "By default it is the one that MindSpore takes here.")
@@ -84,28 +83,9 @@ def self_test(
     begin = time.monotonic()
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="ms_gradaccum_") as shared:
-        runner = Runner(device, workers, timeout, Path(shared), tell)
-        for group in groups_for(workers) if groups is None else groups:
-            show(f"{group.title}:")
-            for outcome in _outcomes(runner, group):
-                outcomes.append(outcome)
-                show(f"  {outcome}")
+        runner = Runner(device, workers, timeout, Path(shared))
+        for cell in all_cells() if cells is None else cells:
+            outcomes.append(runner.run(cell, tell))
+            show(str(outcomes[-1]))
     seconds = time.monotonic() - begin
     return SelfTest(device, workers, seconds, runner.facts.get("environment", {}), tuple(outcomes))
-
-
-def _outcomes(runner: Runner, group: Group) -> Iterator[Outcome]:
-    """Run a group, or skip it as a whole."""
-    reason = _why_skipped(runner, group)
-    if reason:
-        return (Outcome(cell, group.processes, "skipped", reason) for cell in group.cells)
-    return runner.run(group)
-
-
-def _why_skipped(runner: Runner, group: Group) -> str:
-    """Return why a group cannot be tried here, or nothing."""
-    devices = runner.facts.get("devices", group.processes)
-    if runner.device != "CPU" and devices < group.processes:
-        return f"{group.processes} processes take as many devices, and there are {devices}"
-    lacking = why_not() if group.partitioned and runner.device == "CPU" else None
-    return f"CPU compiles for GPUs that are not there, but {lacking}" if lacking else ""
