@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
+from bare_parts import loop_of_bare_parts
 from figures import reset_peak, status
 from mindspore import nn
 from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
