@@ -9,16 +9,13 @@ formula, and with ContrastiveLoss, which takes it in blocks of rows. All train t
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from figures import reset_peak, status
 from mindspore import Parameter, Tensor, nn, ops
-from windows import versions
+from windows import reset_peak, run_child, status, versions
 
 from ms_gradaccum import ContrastiveLoss, GradAccumulation, GradCacheLoss, TrainOneStepCell
 
@@ -42,13 +39,17 @@ class Formula(nn.Cell):
         return (ops.cross_entropy(logits, places) + ops.cross_entropy(logits.T, places)) / 2
 
 
+def dense_layers(inner: int) -> nn.Cell:
+    return nn.SequentialCell(nn.Dense(LENGTH, inner), nn.GELU(), nn.Dense(inner, LENGTH))
+
+
 class TokenTower(nn.Cell):
     """The mean over tokens of what two layers make of each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, LENGTH)
-        self.layers = nn.SequentialCell(nn.Dense(LENGTH, 4 * LENGTH), nn.GELU(), nn.Dense(4 * LENGTH, LENGTH))
+        self.layers = dense_layers(4 * LENGTH)
 
     def construct(self, tokens: Tensor) -> Tensor:
         return self.layers(self.words(tokens)).mean(1)
@@ -59,14 +60,8 @@ class Towers(nn.Cell):
 
     def __init__(self, case: str) -> None:
         super().__init__()
-        towers = [self._tower(case) for _ in range(2)]
-        self.first, self.second = towers
-
-    @staticmethod
-    def _tower(case: str) -> nn.Cell:
-        if case == "tokens":
-            return TokenTower()
-        return nn.SequentialCell(nn.Dense(LENGTH, 2 * LENGTH), nn.GELU(), nn.Dense(2 * LENGTH, LENGTH))
+        make = TokenTower if case == "tokens" else lambda: dense_layers(2 * LENGTH)
+        self.first, self.second = make(), make()
 
     def construct(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         return self.first(first), self.second(second)
@@ -114,12 +109,6 @@ def measure(row: str, case: str, repeat: int) -> dict[str, Any]:
     return {"losses": losses, "memory": memory, "seconds": seconds, "of_cores": of_cores}
 
 
-def run_child(row: str, case: str, repeat: int) -> Any:
-    command = [sys.executable, __file__, "--row", row, "--cases", case, "--repeat", str(repeat)]
-    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(child.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
@@ -136,7 +125,8 @@ def main() -> None:
         runs: dict[str, list[Any]] = {WHOLE: [], FORMULA: [], BLOCKS: []}
         for _ in range(args.children):
             for row, done in runs.items():
-                done.append(run_child(row, case, args.repeat))
+                child = run_child(__file__, "--row", row, "--cases", case, "--repeat", str(args.repeat))
+                done.append(json.loads(child))
         print(f"\n{case}, {CASES[case]} rows, {MICRO_SIZE} micro batches")
         print(f"{'':26}{'seconds':>9}{'of cores':>10}{'ratio':>7}{'MB':>7}{'ratio':>7}")
         figures = {}

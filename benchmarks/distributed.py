@@ -7,7 +7,7 @@ import argparse
 import gc
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,12 +35,10 @@ NAMES = (NAIVE, *KINDS)
 
 
 class Program(NamedTuple):
-    """One way to run a window, and what this rank keeps for it."""
+    """One way to run a window."""
 
     step: Callable[..., Any]
     network: nn.Cell
-    optimizer: nn.Cell
-    sums: tuple[ms.Parameter, ...]
     # The bytes of each message of a window; the tests count those of ours.
     sent: list[int]
 
@@ -50,23 +48,12 @@ class Program(NamedTuple):
         return run_window(self.step, self.network, batch)
 
 
-class Kept(NamedTuple):
-    """What a window sends and what is kept on one rank, in bytes and elements."""
-
-    messages: int
-    sent: int
-    state: int
-    sums: int
-    weights: int
-
-
 def build_naive(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Program:
     """Return what a user writes without this package, compiled as far as it goes."""
     micro_step = AddingMicroStep(network.set_train(), optimizer.parameters, ops.AllReduce())
     update = UpdateFromSums(optimizer, micro_step.sums, micro_size * get_group_size())
     step = adding_loop_by_hand(micro_step, update, micro_size)
-    sums = tuple(micro_step.sums)
-    return Program(step, network, optimizer, sums, micro_size * [total.nbytes for total in sums])
+    return Program(step, network, micro_size * [total.nbytes for total in micro_step.sums])
 
 
 def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
@@ -75,29 +62,19 @@ def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
     if name == NAIVE:
         return build_naive(network, optimizer, micro_size)
     step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, parallel=KINDS[name])
-    reducer = step.body.reducer
-    sent = [message.nbytes for message in reducer.messages().of_window(1, micro_size)]
-    return Program(step, network, optimizer, (*reducer.buffer.sums, *reducer.sums), sent)
+    messages = step.body.reducer.messages().of_window(1, micro_size)
+    return Program(step, network, [message.nbytes for message in messages])
 
 
-def what_is_kept(program: Program) -> Kept:
-    """Return what a window sends and what this rank keeps."""
-    weights = {id(weight): weight for weight in (*program.network.trainable_params(), *program.optimizer.parameters)}
-    state = {id(item): item for item in program.optimizer.get_parameters() if id(item) not in weights}
-    sums = {id(total): total for total in program.sums}
-    sizes = (sum(item.size for item in some.values()) for some in (state, sums, weights))
-    return Kept(len(program.sent), sum(program.sent), *sizes)
-
-
-def measure_windows(micro_size: int, args: argparse.Namespace) -> dict[str, tuple[list[float], Kept]]:
-    """Return the seconds of each window on this rank and what is kept: all rows take turns, after two to warm up."""
+def measure_windows(micro_size: int, args: argparse.Namespace) -> dict[str, tuple[list[float], list[int]]]:
+    """Return the seconds of each window on this rank and what it sends: all rows take turns, after two to warm up."""
     batch = make_batch(args)
     programs = {name: build(name, micro_size, args) for name in NAMES}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(2 + args.repeat):
         for name, program in programs.items():
             seconds[name].append(program.run(batch))
-    return {name: (seconds[name][2:], what_is_kept(program)) for name, program in programs.items()}
+    return {name: (seconds[name][2:], program.sent) for name, program in programs.items()}
 
 
 def run_child(args: argparse.Namespace) -> None:
@@ -121,26 +98,12 @@ def print_rows(processes: int, micro_size: int, args: argparse.Namespace) -> Non
     # The best run, each as long as its slowest rank.
     times = {name: min(max(runs) for runs in zip(*(rank[name][0] for rank in ranks))) for name in NAMES}
     for name in NAMES:
-        kept = Kept(*most(rank[name][1] for rank in ranks))
+        sent = ranks[0][name][1]
         print(
-            f"{processes:5}{micro_size:11}  {name:44}{kept.messages:5}{kept.sent / 1e6:8.2f} MB"
-            f"{times[name] * 1e3:9.1f} ms{times[name] / times[OURS]:5.2f}"
-            f"{kept.state:10}{kept.sums:10}{kept.weights:10}",
+            f"{processes:5}{micro_size:11}  {name:44}{len(sent):5}{sum(sent) / 1e6:8.2f} MB"
+            f"{times[name] * 1e3:9.1f} ms{times[name] / times[OURS]:5.2f}",
             flush=True,
         )
-
-
-def most(ranks: Iterable[Any]) -> Iterator[Any]:
-    """Return the highest of each figure over the ranks."""
-    return (max(figures) for figures in zip(*ranks))
-
-
-def print_heading(args: argparse.Namespace) -> None:
-    print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch} per rank, Adam; {versions()}")
-    print(
-        f"{'ranks':5}{'micro_size':>11}  {'window':44}{'calls':>5}{'sent':>11}{'time':>12}{'':5}"
-        f"{'state':>10}{'sums':>10}{'weights':>10}"
-    )
 
 
 def parse_args() -> argparse.Namespace:
@@ -160,7 +123,8 @@ def main() -> None:
     if args.child:
         run_child(args)
         return
-    print_heading(args)
+    print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch} per rank, Adam; {versions()}")
+    print(f"{'ranks':5}{'micro_size':>11}  {'window':44}{'calls':>5}{'sent':>11}{'time':>12}")
     for processes in args.processes:
         for micro_size in args.micro_sizes:
             print_rows(processes, micro_size, args)

@@ -10,17 +10,14 @@ clip by the global norm or none, the optimizer, zeros. The loop by hand neither 
 import argparse
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from figures import reset_peak, status
 from mindspore import nn, ops
 from mindspore.experimental import optim
-from windows import make_batch, make_network, micro_batches, run_window, versions
+from windows import make_batch, make_network, micro_batches, reset_peak, run_child, run_window, status, versions
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
 
@@ -114,11 +111,8 @@ def measure_memory(row: str, case: Case) -> float:
     return status("VmHWM") - resident
 
 
-def run_child(case: Case, *arguments: str) -> Any:
-    """Run this program in a process of its own, which prints one line of JSON."""
-    command = [sys.executable, __file__, "--case", json.dumps(case), *arguments]
-    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(child.stdout.splitlines()[-1])
+def in_child(case: Case, *arguments: str) -> Any:
+    return json.loads(run_child(__file__, "--case", json.dumps(case), *arguments))
 
 
 def child(case: Case, row: str | None, repeat: int) -> Any:
@@ -132,9 +126,9 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> None:
     repeat = args.repeat or (200 if name == "tiny" else 20)
     times: dict[str, list[float]] = {OURS: [], LOOP: []}
     for _ in range(args.children):
-        for row, seconds in run_child(case, "--repeat", str(repeat)).items():
+        for row, seconds in in_child(case, "--repeat", str(repeat)).items():
             times[row] += seconds
-    memory = {row: np.median([run_child(case, "--row", row) for _ in range(args.children)]) for row in (OURS, LOOP)}
+    memory = {row: np.median([in_child(case, "--row", row) for _ in range(args.children)]) for row in (OURS, LOOP)}
     best = {row: 1e3 * min(seconds) for row, seconds in times.items()}
     # Other programs disturb a window; the fastest twentieth is disturbed the least.
     low = {row: float(np.percentile(seconds, 5)) for row, seconds in times.items()}

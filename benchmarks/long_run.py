@@ -6,15 +6,14 @@ OMP_NUM_THREADS=1 msrun --worker_num=8 --local_worker_num=8 --join=True benchmar
 
 import argparse
 import os
-import platform
 import statistics
 import time
 
 import mindspore as ms
 import numpy as np
-from figures import status
 from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank, init
+from windows import status, versions
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend.compiled import Compiled
@@ -87,10 +86,8 @@ def main() -> None:
     facts = run(args.windows, rank)
     if rank:
         return
-    title = (
-        f"{args.windows} windows, {size} process(es), MindSpore {ms.__version__}, Python {platform.python_version()}"
-    )
-    print(f"{title}, {os.cpu_count()} cores\n windows  memory (MB)  window (ms)  graphs")
+    title = f"{args.windows} windows, {size} process(es), {versions()}"
+    print(f"{title}\n windows  memory (MB)  window (ms)  graphs")
     for fact in facts[:: max(1, len(facts) // 10)] + facts[-1:]:
         print(f"{fact[0]:8}  {fact[1]:11.1f}  {1000 * fact[2]:11.2f}  {fact[3]:6}")
     tenth = max(1, len(facts) // 10)

@@ -19,6 +19,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, lazy_inline, nn
 from mindspore.parallel.auto_parallel import AutoParallel
+from windows import versions
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell, simulate
 
@@ -36,8 +37,9 @@ _TENSORS = (200, 400, 1000)
 
 
 class Layers(nn.Cell):
-    """Dense layers of two parameters each."""
+    """Dense layers of two parameters each, compiled once for all micro batches."""
 
+    @lazy_inline
     def __init__(self, tensors: int) -> None:
         super().__init__()
         self.layers = nn.SequentialCell(*[nn.Dense(_WIDTH, _WIDTH) for _ in range(tensors // 2)])
@@ -46,20 +48,12 @@ class Layers(nn.Cell):
         return self.layers(x)
 
 
-class LazyLayers(Layers):
-    """The same, compiled once for all micro batches."""
-
-    @lazy_inline
-    def __init__(self, tensors: int) -> None:
-        super().__init__(tensors)
-
-
 def build() -> Any:
     """Return the step of the case that the environment names, and a batch."""
     case = json.loads(os.environ[_CASE])
     ms.set_recursion_limit(_DEPTH)
     if "tensors" in case:
-        network: nn.Cell = (LazyLayers if case["lazy"] else Layers)(case["tensors"])
+        network: nn.Cell = Layers(case["tensors"])
         cell = AutoParallel(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), _MICRO_SIZE))
         batch = (np.ones((64, _WIDTH), np.float32),) * 2
     else:
@@ -76,13 +70,8 @@ def build() -> Any:
 
 def dense_cases() -> dict[str, dict[str, Any]]:
     return {
-        f"{tensors} tensors, {level or 'plain'}, {'lazy_inline' if lazy else 'inlined'}": {
-            "tensors": tensors,
-            "lazy": lazy,
-            "level": level,
-        }
+        f"{tensors} tensors, {level or 'plain'}": {"tensors": tensors, "level": level}
         for tensors in _TENSORS
-        for lazy in (True, False)
         for level in (None, "level1")
     }
 
@@ -103,7 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     cases = dense_cases() if args.cases == "dense" else llama_cases()
-    print(f"MindSpore {ms.__version__}, {os.cpu_count()} cores")
+    print(versions())
     print(f"{'':44}{'ours':>8}{'MindSpore':>11}{'time':>8}{'ours':>10}{'MindSpore':>11}{'memory':>8}")
     for name, case in cases.items():
         if args.only not in name:

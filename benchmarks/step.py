@@ -6,7 +6,6 @@ python benchmarks/step.py --small    # 2 x (Dense(8), GELU), batch 64
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,10 +13,9 @@ from typing import Any, NamedTuple
 import mindspore as ms
 import numpy as np
 from bare_parts import loop_of_bare_parts
-from figures import reset_peak, status
 from mindspore import nn
 from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
-from windows import loop_by_hand, make_batch, make_network, run_window, versions
+from windows import loop_by_hand, make_batch, make_network, reset_peak, run_child, run_window, status, versions
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
@@ -112,18 +110,16 @@ def measure_child(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
     return Cost(peak - resident, first - second, trains)
 
 
-def run_child(name: str, micro_size: int, args: argparse.Namespace, batch: int) -> Cost:
+def cost_of(name: str, micro_size: int, args: argparse.Namespace, batch: int) -> Cost:
     settings = [f"--width={args.width}", f"--layers={args.layers}", f"--batch={batch}"]
-    command = [sys.executable, __file__, *settings, "--child", name, "--micro-sizes", str(micro_size)]
-    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return Cost(*json.loads(child.stdout.splitlines()[-1]))
+    return Cost(*json.loads(run_child(__file__, *settings, "--child", name, "--micro-sizes", str(micro_size))))
 
 
 def measure_cost(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
     """Return the memory of one child process and the compile time of another one."""
     # Compiling takes as long for a small batch, whose windows are too short to disturb the difference.
-    small = run_child(name, micro_size, args, min(args.batch, max(64, micro_size)))
-    return run_child(name, micro_size, args, args.batch)._replace(compile_s=small.compile_s)
+    small = cost_of(name, micro_size, args, min(args.batch, max(64, micro_size)))
+    return cost_of(name, micro_size, args, args.batch)._replace(compile_s=small.compile_s)
 
 
 def measure_times(micro_size: int, args: argparse.Namespace) -> dict[str, float]:

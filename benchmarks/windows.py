@@ -1,10 +1,14 @@
 """What the benchmarks share: the network, how a window is timed, and the loops that are written by hand."""
 
 import argparse
+import math
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GLOG_v", "3")
@@ -127,3 +131,22 @@ def adding_loop_by_hand(micro_step: nn.Cell, update: nn.Cell, micro_size: int) -
 
 def versions() -> str:
     return f"MindSpore {ms.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
+
+
+def status(key: str) -> float:
+    """Return a figure of this process in MB: VmRSS is now, VmHWM the peak. NaN on systems other than Linux."""
+    file = Path("/proc/self/status")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(key)), math.nan)
+
+
+def reset_peak() -> None:
+    """Set VmHWM back to what is resident now."""
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def run_child(file: str, *arguments: str) -> str:
+    """Run a program in a process of its own and return the last line that it prints."""
+    child = subprocess.run([sys.executable, file, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    return child.stdout.splitlines()[-1]
