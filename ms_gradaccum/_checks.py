@@ -1,6 +1,8 @@
 """Argument checks: the one place that words errors."""
 
 import contextlib
+import difflib
+import inspect
 import math
 import os
 import sys
@@ -20,11 +22,44 @@ MAX_INT = 2**31 - 1
 _LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 # Where what is not the user's program lies: the package, MindSpore, and what calls them in between.
 LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
+# Arguments by the names that other libraries have for them.
+_OTHER_NAMES = {
+    "accumulation_steps": "gradient_accumulation_steps grad_accumulation_steps gradient_accumulate_steps "
+    "grad_accum_steps accumulate_grad_batches gradient_accumulation accum_steps acc_steps accumulate_steps accum_iter",
+    "micro_size": "micro_batches num_micro_batches micro_batch_num micro_batch_size num_microbatches chunks",
+    "clip": "clip_grad clip_grad_norm clip_norm clip_value max_norm max_grad_norm gradient_clip_val gradient_clipping "
+    "grad_clip clip_global_norm use_clip_grad",
+    "mixed_precision": "precision amp amp_level use_amp fp16 bf16 float16 bfloat16 dtype autocast loss_scale "
+    "loss_scaler loss_scale_manager scaler grad_scaler scale_sense keep_batchnorm_fp32",
+    "last_window": "drop_last drop_remainder",
+    "batch_axis": "batch_dim axis dim",
+    "compile": "jit use_jit jit_level",
+}
+_RIGHT_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other in (name, *others.split())}
+_IN_FULL = {"clip": "clip=ClipByGlobalNorm(1.0)", "mixed_precision": "mixed_precision='fp16'"}
+_OF_GRAD_ACCUMULATION = ("micro_size", "batch_axis")
 
 
 def sentence(owner: str, name: str, rule: str, value: object, remedy: str) -> str:
     """Return the sentence that all argument errors have: the rule, the value, the way out."""
     return f"For '{owner}', the argument '{name}' must be {rule}, but got {value}. {remedy}"
+
+
+def refuse_unknown(owner: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise for arguments that a function takes by no name, and say which names are meant."""
+    if not arguments:
+        return
+    known = [name for name, each in inspect.signature(function).parameters.items() if each.kind != each.VAR_KEYWORD]
+    meant = []
+    for name in arguments:
+        right = _RIGHT_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
+        if right is not None:
+            home = "GradAccumulation" if right in _OF_GRAD_ACCUMULATION else "TrainOneStepCell or Model"
+            place = "" if right in known else f" of {home}"
+            meant.append(f"{_IN_FULL.get(right, right)}{place}" + f" for {name}" * (len(arguments) > 1))
+    remedy = f"Did you mean {', '.join(meant)}?" if meant else f"It has {', '.join(known[1:])}."
+    names = ", ".join(map(repr, arguments))
+    raise TypeError(f"For '{owner}', the arguments must be those that it has, but got {names}. {remedy}")
 
 
 def typed(value: object) -> str:

@@ -5,6 +5,7 @@ they come. So a micro step is given tensors alone and rebuilds from them what th
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from inspect import Signature
 from typing import Any
 
 import mindspore as ms
@@ -175,3 +176,16 @@ def as_call(owner: str, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     got = f"{batch!r} of type {type(batch).__name__}"
     remedy = "Give the inputs of network in a tuple, or by name in a dict."
     raise TypeError(sentence(owner, "batch", "a tensor, a tuple, a list or a dict", got, remedy))
+
+
+def how_to_name(signature: Signature, given: int, kwargs: Mapping[str, object]) -> str:
+    """Return what to do about inputs by name of which a network takes none, after some that are given by position."""
+    wrong = [name for name in kwargs if name not in signature.parameters]
+    arguments = list(signature.parameters.values())[given:]
+    free = [each.name for each in arguments if each.name not in kwargs and each.kind == each.POSITIONAL_OR_KEYWORD]
+    if not wrong:
+        return "Give them as the network takes them."
+    if len(wrong) > len(free):
+        return f"Leave out {', '.join(map(repr, wrong[len(free) :]))}."
+    names, own = (", ".join(map(repr, each)) for each in (wrong, free))
+    return f"Rename {names} to {own}, for example with dataset.rename()."

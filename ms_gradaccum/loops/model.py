@@ -19,9 +19,11 @@ from ms_gradaccum._checks import (
     check_choice,
     check_dataset,
     check_last_window,
+    refuse_unknown,
     sentence,
 )
 from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
@@ -30,7 +32,8 @@ from ms_gradaccum.loops.epoch import PassSteps, ResumingCallback
 from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
-from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
+from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
+from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "Model"
@@ -53,7 +56,8 @@ class Model(ms.Model):
         optimizer (Cell, optional): Optimizer of the network's parameters. Without one, the model can only
             evaluate and predict. Default: ``None``.
         metrics (Union[dict, set], optional): Metrics of `eval` and `fit`. Default: ``None``.
-        eval_network (Cell, optional): Network of `eval`. Default: ``None``.
+        eval_network (Cell, optional): Network of `eval`. Without one it is made of `network` and `loss_fn`, or of an
+            ``nn.WithLossCell`` in `network`. Default: ``None``.
         eval_indexes (list, optional): Places of loss, output and label in the outputs of `eval_network`.
             Default: ``None``.
         amp_level (str): ``"O0"`` (no mixed precision), ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``: what computes in
@@ -134,7 +138,7 @@ class Model(ms.Model):
         _check_cells(network, loss_fn, eval_network)
         check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
         self.last_window = check_last_window(_OWNER, last_window)
-        _refuse_unknown(kwargs)
+        refuse_unknown(_OWNER, Model.__init__, kwargs)
         precision = combined(_OWNER, mixed_precision, amp_level, loss_scale_manager)
         self._step_settings: dict[str, Any] = {
             "accumulation_steps": accumulation_steps,
@@ -146,7 +150,7 @@ class Model(ms.Model):
         }
         # Of the levels, stock Model takes the name alone: its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level
-        self._init_stock(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
+        self._init_stock(adopted(network), loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
 
     def _init_stock(self, network: nn.Cell, loss_fn: Any, optimizer: Any, *args: Any) -> None:
         settings = self._step_settings
@@ -154,7 +158,11 @@ class Model(ms.Model):
             # Its settings are taken over here; in force they would have the compiler look for another device.
             if settings["parallel"] == "auto" and optimizer is not None:
                 settings["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"
-            network = network.network
+            network = adopted(network.network)
+        elif isinstance(network, AutoParallel) and adopted(network.network) is not network.network:
+            remedy = "Write 'from ms_gradaccum import GradAccumulation'."
+            got = "MindSpore's, which sums the losses of a batch where it evaluates"
+            raise ValueError(sentence(_OWNER, "network", "a GradAccumulation of ms_gradaccum", got, remedy))
         try:
             super().__init__(network, loss_fn, optimizer, *args)
         except BaseException:
@@ -171,7 +179,27 @@ class Model(ms.Model):
         loss_cell = as_grad_accumulation(_OWNER, self._network)
         if self._loss_fn is not None:
             loss_cell = loss_cell.with_loss(self._loss_fn)
+        # Before the step checks them by its own name.
+        StepSettings.checked(_OWNER, **self._step_settings)
+        check_optimizer(_OWNER, self._optimizer, loss_cell)
         return TrainOneStepCell(loss_cell, self._optimizer, **self._step_settings)
+
+    def _build_eval_network(self, metrics: Any, eval_network: Any, eval_indexes: Any) -> None:
+        if metrics and eval_network is None and self._loss_fn is None:
+            eval_network, eval_indexes = self._evaluation(), [0, 1, 2]
+        super()._build_eval_network(metrics, eval_network, eval_indexes)
+
+    def _evaluation(self) -> nn.Cell:
+        """Return what evaluates a network with its loss inside, as MindSpore does for a network and its loss."""
+        inner = self._network.network if isinstance(self._network, AutoParallel) else self._network
+        inner = inner.network if isinstance(inner, TrainOneStepCell) else inner
+        loss_cell = inner.network if isinstance(inner, GradAccumulation) else inner
+        if type(loss_cell) is not nn.WithLossCell:
+            rule, got = "a cell that returns loss, output and label where there are metrics", type(loss_cell).__name__
+            remedy = "Give eval_network=nn.WithEvalCell(network, loss_fn), or network and loss_fn apart."
+            raise ValueError(sentence(_OWNER, "eval_network", rule, f"None beside {got}", remedy))
+        casts = self._amp_level in ("O2", "O3", "auto")
+        return nn.WithEvalCell(loss_cell.backbone_network, loss_cell._loss_fn, casts)
 
     def _adopt(self, train_step: TrainOneStepCell) -> TrainOneStepCell:
         """Train with a step that the user built; its settings are its own."""
@@ -314,12 +342,6 @@ class Model(ms.Model):
         if self._steps is not None:
             self._steps.end_epoch(cb_params, list_callback)
         super()._eval_during_train(valid_infos, cb_params, list_callback)
-
-
-def _refuse_unknown(arguments: dict[str, Any]) -> None:
-    if arguments:
-        got = ", ".join(sorted(arguments))
-        raise ValueError(f"For '{_OWNER}', the arguments {got} are unknown or do not work with accumulation.")
 
 
 def _check_cells(network: Any, loss_fn: Any, eval_network: Any) -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -16,11 +16,13 @@ from ms_gradaccum._checks import (
     check_choice,
     check_construct,
     check_positive_int,
+    refuse_unknown,
     sentence,
     warn,
 )
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
 from ms_gradaccum.batch.loss_kind import LossKind
+from ms_gradaccum.batch.nested_inputs import how_to_name
 from ms_gradaccum.batch.split import (
     BatchAxis,
     SplitBatch,
@@ -38,6 +40,13 @@ from ms_gradaccum.gradients.mixed_precision import Precision
 
 _OWNER = "GradAccumulation"
 # How errors begin that have said what is wrong.
+# Cells of MindSpore that split a batch themselves, and what to do with each.
+_OF_MINDSPORE = ("GradAccumulation", "GradAccumulationCell")
+_SPLIT_THEMSELVES = {
+    **dict.fromkeys(_OF_MINDSPORE, "Put the GradAccumulation of ms_gradaccum around the loss cell in its place."),
+    "PipelineCell": "Give the cell inside it: pipelines are trained by MindSpore's own step alone.",
+    "MicroBatchInterleaved": "Give the cell inside it, and a larger micro_size for less memory.",
+}
 _SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
 # What becomes of several losses that a network returns.
 _Losses = Literal["sum", "first"]
@@ -118,8 +127,10 @@ class GradAccumulation(nn.Cell):
         weighted: bool = False,
         batch_axis: BatchAxis = 0,
         losses: _Losses | None = None,
+        **unknown: NoReturn,
     ) -> None:
         super().__init__(auto_prefix=False)
+        refuse_unknown(_OWNER, GradAccumulation.__init__, unknown)
         remedy = "Put what it does into the construct of network, the loss cell."
         check_construct(_OWNER, type(self), GradAccumulation, remedy)
         remedy = "Wrap the network and its loss, for example in nn.WithLossCell."
@@ -228,7 +239,7 @@ class GradAccumulation(nn.Cell):
         except TypeError as error:
             raise TypeError(
                 f"For '{_OWNER}', the inputs must fit the network's construct{self._signature}, but got {error}. "
-                f"Give them as the network takes them."
+                f"{how_to_name(self._signature, len(args), kwargs)}"
             ) from None
 
     def positional(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
@@ -288,12 +299,25 @@ def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
     network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
     if isinstance(network, AutoParallel):
         network = network.network
+    network = adopted(network)
     return network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
+
+
+def adopted(network: nn.Cell) -> nn.Cell:
+    """Return MindSpore's GradAccumulation as one of this package, and any other cell as it is."""
+    is_theirs = type(network).__module__.startswith("mindspore.") and type(network).__name__ in _OF_MINDSPORE
+    return GradAccumulation(network.network, network.micro_size) if is_theirs else network
 
 
 def _check_inside(network: nn.Cell) -> None:
     """Raise for cells that update or split by themselves."""
     for _, cell in network.cells_and_names():
+        bases = [kind.__name__ for kind in type(cell).__mro__ if kind.__module__.startswith("mindspore.")]
+        name = next((each for each in bases if each in _SPLIT_THEMSELVES), None)
+        if name is not None:
+            got = f"MindSpore's {type(cell).__name__}, which returns the sum of the losses of its parts"
+            rule = "a network that does not split its batches itself"
+            raise ValueError(sentence(_OWNER, "network", rule, got, _SPLIT_THEMSELVES[name]))
         if isinstance(cell, nn.TrainOneStepCell):
             got, remedy = f"{type(cell).__name__}, a training step", "Give the loss cell inside it."
             raise ValueError(sentence(_OWNER, "network", "a loss cell", got, remedy))

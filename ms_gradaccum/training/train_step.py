@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import check_construct, sentence
+from ms_gradaccum._checks import check_construct, refuse_unknown, sentence
 from ms_gradaccum.backend.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
@@ -233,7 +233,9 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        refuse_unknown(_OWNER, TrainOneStepCell.__init__, unknown)
         check_construct(_OWNER, type(self), TrainOneStepCell, STEP_REMEDY)
         check_stock_arguments(_OWNER, sens, return_grad)
         settings = StepSettings.checked(

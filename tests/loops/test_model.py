@@ -5,7 +5,7 @@ import functools
 import mindspore as ms
 import numpy as np
 import pytest
-from linear_toy import ALL, Recorder, X, batches, descend, hsdp, line, sgd, toy, toy_with_metrics, weight_of
+from linear_toy import ALL, Recorder, X, batches, descend, hsdp, line, sgd, toy, toy_with_metrics, weight_of, whole
 from mindspore import Tensor, nn
 from mindspore.common.api import _cell_graph_executor
 from mindspore.dataset import NumpySlicesDataset
@@ -232,6 +232,35 @@ def test_evaluation_gives_the_metrics_of_stock_model(mode):
     stock = ms.Model(Classifier(), LOSS(), metrics={"loss", "accuracy"})
     model = Model(GradAccumulation(Classifier(), MICRO_SIZE), LOSS(), metrics={"loss", "accuracy"})
     assert model.eval(samples(ROWS, LABELS)) == pytest.approx(stock.eval(samples(ROWS, LABELS)))
+
+
+@pytest.mark.parametrize("wrap", [lambda cell: cell, hsdp], ids=["alone", "AutoParallel"])
+def test_a_classifier_with_its_loss_inside_is_evaluated_too(wrap, mode):
+    network, metrics = Classifier(), {"loss", "accuracy"}
+    stock = ms.Model(Classifier(), LOSS(), metrics=metrics)
+    model = Model(wrap(GradAccumulation(nn.WithLossCell(network, LOSS()), MICRO_SIZE)), metrics=metrics)
+    assert model.eval(samples(ROWS, LABELS)) == pytest.approx(stock.eval(samples(ROWS, LABELS)))
+    network = Classifier()
+    step = TrainOneStepCell(GradAccumulation(nn.WithLossCell(network, LOSS()), MICRO_SIZE), momentum(network))
+    model = Model(step, metrics=metrics)
+    model.train(EPOCHS, samples(ROWS, LABELS))
+    assert close(values(network), stock_weights())
+    stock = ms.Model(network, LOSS(), metrics=metrics)
+    assert model.eval(samples(ROWS, LABELS)) == pytest.approx(stock.eval(samples(ROWS, LABELS)))
+
+
+def test_a_loss_cell_of_the_users_needs_a_cell_that_evaluates_it():
+    cell = GradAccumulation(ShiftedLoss(Classifier()), MICRO_SIZE)
+    sentence = (
+        "For 'Model', the argument 'eval_network' must be a cell that returns loss, output and label where there are "
+        "metrics, but got None beside ShiftedLoss. Give eval_network=nn.WithEvalCell(network, loss_fn), or network and "
+        "loss_fn apart."
+    )
+    with pytest.raises(ValueError, match=whole(sentence)):
+        Model(cell, metrics={"accuracy"})
+    network = Classifier()
+    given = nn.WithEvalCell(network, LOSS())
+    assert Model(cell, metrics={"loss"}, eval_network=given, eval_indexes=[0, 1, 2])._eval_network is given
 
 
 @pytest.mark.parametrize("rows", [10, 2])  # More rows than micro batches, and fewer.

@@ -360,10 +360,10 @@ WRONG = {
     "accumulation_steps of a model": (
         ValueError,
         lambda: toy(accumulation_steps=0),
-        ("TrainOneStepCell", "accumulation_steps"),
+        ("Model", "accumulation_steps"),
         STEPS.format(0),
     ),
-    "clip of a model": (TypeError, lambda: toy(clip=1.0), ("TrainOneStepCell", "clip"), CLIP.format(1.0)),
+    "clip of a model": (TypeError, lambda: toy(clip=1.0), ("Model", "clip"), CLIP.format(1.0)),
     **{
         name: (
             TypeError,
@@ -439,8 +439,9 @@ def test_what_is_like_a_wrong_argument_is_taken():
 
 
 def test_arguments_of_mindspores_model_that_do_nothing_here_are_named():
-    text = "For 'Model', the arguments acc_level, keep_batchnorm_fp32 are unknown or do not work with accumulation."
-    with raises(ValueError, text):
+    rest = "'keep_batchnorm_fp32', 'acc_level'. Did you mean mixed_precision='fp16' for keep_batchnorm_fp32, amp_level "
+    text = f"For 'Model', the arguments must be those that it has, but got {rest}for acc_level?"
+    with raises(TypeError, text):
         toy(keep_batchnorm_fp32=None, acc_level="O0")
 
 

@@ -57,8 +57,8 @@ STRANGER = (
     "not have, first 'weight'. Build it from network.trainable_params()."
 )
 TAKEN = (
-    "For '{0}', the argument 'optimizer' must be one that nothing else trains with, but got the optimizer of another "
-    "{0}. Two training cells would divide its windows between them: use the first one, or delete it."
+    "For '{}', the argument 'optimizer' must be one that nothing else trains with, but got the optimizer of another "
+    "{}. Two training cells would divide its windows between them: use the first one, or delete it."
 )
 INSIDE = (
     "For 'GradAccumulation', the argument 'network' must be a network without GradAccumulation, but got one inside. "
@@ -77,7 +77,7 @@ TOGETHER = {
     ),
     "a model and a stranger's optimizer": (
         lambda: Model(GradAccumulation(line(), 2), nn.MSELoss(), sgd(line())),
-        STRANGER.format("TrainOneStepCell", 1),
+        STRANGER.format("Model", 1),
     ),
     "a loop and a stranger's optimizer": (lambda: of_two(1, 1), STRANGER.format("Accumulator", 1)),
     "too few optimizers": (
@@ -100,7 +100,7 @@ TOGETHER = {
         "For 'Accumulator', the argument 'network' must be different networks, but got one of them twice. Nobody could "
         "tell its batches apart: put its losses into one cell.",
     ),
-    "an optimizer that is taken": (with_an_optimizer_that_is_taken, TAKEN.format("Accumulator")),
+    "an optimizer that is taken": (with_an_optimizer_that_is_taken, TAKEN.format("Accumulator", "Accumulator")),
     "one scale for two": (
         lambda: of_two(0, 1, mixed_precision=amp.DynamicLossScaleManager()),
         "For 'Accumulator', the argument 'mixed_precision' must be a rule for the scale of each network, but got one "
@@ -130,7 +130,7 @@ def test_an_optimizer_serves_one_train_cell_at_a_time():
         with pytest.raises((TypeError, ValueError)):
             TrainOneStepCell(network, optimizer, **wrong)
     step = TrainOneStepCell(network, optimizer)
-    with raises(ValueError, TAKEN.format("TrainOneStepCell")):
+    with raises(ValueError, TAKEN.format("TrainOneStepCell", "TrainOneStepCell")):
         TrainOneStepCell(network, optimizer)
     del step
     assert TrainOneStepCell(network, optimizer).optimizer is optimizer
@@ -140,7 +140,7 @@ def test_a_second_model_with_the_same_optimizer_is_refused(eager):
     network = line()
     optimizer = sgd(network)
     model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=optimizer)
-    with raises(ValueError, TAKEN.format("TrainOneStepCell")):
+    with raises(ValueError, TAKEN.format("Model", "TrainOneStepCell")):
         Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=optimizer)
     model.train(1, batches(8))
     assert weight_of(network) == pytest.approx(2.04)
@@ -162,6 +162,6 @@ def test_a_refused_model_leaves_the_parallel_context_as_it_was():
     finally:
         ms.reset_auto_parallel_context()
     assert context() == before
-    with raises(ValueError, STRANGER.format("TrainOneStepCell", 1)):
+    with raises(ValueError, STRANGER.format("Model", 1)):
         Model(network, optimizer=sgd(line()))
     assert context() == before

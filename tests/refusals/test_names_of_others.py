@@ -1,0 +1,180 @@
+"""Cells and arguments of other libraries in the place of those of this package: taken as meant, or named."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X, batches, line, sgd, weight_of
+from mindspore import Tensor, nn
+from mindspore.parallel import nn as parallel_nn
+from mindspore.parallel.auto_parallel import AutoParallel
+from refusal import loss_cell, raises
+
+from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell
+from ms_gradaccum.backend.device import built_for
+
+NETWORK = "For 'GradAccumulation', the argument 'network' must be a network"
+ARGUMENTS = "For '{}', the arguments must be those that it has, but got {}. Did you mean {}?"
+
+
+def by_model(cell, network):
+    Model(cell, optimizer=sgd(network)).train(1, batches(8))
+
+
+def by_step(cell, network):
+    TrainOneStepCell(cell, sgd(network))(Tensor(X), Tensor(2 * X))
+
+
+def by_loop(cell, network):
+    accumulator = Accumulator(cell, sgd(network))
+    accumulator.backward(Tensor(X), Tensor(2 * X))
+    accumulator.step()
+
+
+TRAINERS = [by_model, by_step, by_loop]
+
+
+@pytest.mark.parametrize("train", TRAINERS)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda cell: parallel_nn.GradAccumulation(cell, 4),
+        lambda cell: nn.GradAccumulationCell(cell, 4),
+        lambda cell: AutoParallel(parallel_nn.GradAccumulation(cell, 4)),
+    ],
+    ids=["GradAccumulation", "GradAccumulationCell", "AutoParallel"],
+)
+def test_mindspores_grad_accumulation_trains_as_ours(wrap, train, mode):
+    network = line()
+    train(wrap(nn.WithLossCell(network, nn.MSELoss())), network)
+    assert weight_of(network) == pytest.approx(2.04)
+
+
+@pytest.mark.parametrize("train", TRAINERS)
+@pytest.mark.parametrize(
+    "wrap, name",
+    [
+        (lambda cell: nn.PipelineCell(cell, 4), "PipelineCell"),
+        (lambda cell: parallel_nn.Pipeline(cell, 4), "Pipeline"),
+        (lambda cell: parallel_nn.Pipeline(GradAccumulation(cell, 2), 2), "Pipeline"),
+        (lambda cell: nn.MicroBatchInterleaved(cell, 2), "MicroBatchInterleaved"),
+        (lambda cell: AutoParallel(parallel_nn.MicroBatchInterleaved(cell, 2)), "MicroBatchInterleaved"),
+        (lambda cell: GradAccumulation(parallel_nn.GradAccumulation(cell, 2), 2), "GradAccumulation"),
+        (lambda cell: nn.SequentialCell(parallel_nn.GradAccumulation(cell, 2)), "GradAccumulation"),
+        (lambda cell: parallel_nn.GradAccumulation(nn.MicroBatchInterleaved(cell, 2), 2), "MicroBatchInterleaved"),
+    ],
+)
+def test_cells_that_split_a_batch_themselves_are_refused(wrap, name, train, eager):
+    network = line()
+    with pytest.raises(
+        ValueError, match=f"^{NETWORK} that does not split its batches itself, but got MindSpore's {name},"
+    ):
+        train(wrap(nn.WithLossCell(network, nn.MSELoss())), network)
+    assert weight_of(network) == 0
+
+
+def test_two_kinds_of_grad_accumulation_in_each_other_are_refused(eager):
+    network = line()
+    inner = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+    rest = "without GradAccumulation, but got one inside. Use one, with the product of the two micro_size."
+    with raises(ValueError, f"{NETWORK} {rest}"):
+        by_step(parallel_nn.GradAccumulation(inner, 2), network)
+
+
+def test_a_partitioned_model_does_not_evaluate_sums(eager):
+    network = line()
+    partitioned = AutoParallel(parallel_nn.GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4))
+    sentence = (
+        "For 'Model', the argument 'network' must be a GradAccumulation of ms_gradaccum, but got MindSpore's, which "
+        "sums the losses of a batch where it evaluates. Write 'from ms_gradaccum import GradAccumulation'."
+    )
+    with built_for("GPU"), raises(ValueError, sentence):
+        Model(partitioned, optimizer=sgd(network))
+
+
+def test_a_prediction_does_not_sum_parts(mode):
+    network = line()
+    model = Model(parallel_nn.GradAccumulation(network, 4), nn.MSELoss(), sgd(network))
+    model.train(1, batches(8))
+    assert model.predict(Tensor(X)).asnumpy() == pytest.approx(2.04 * X)
+
+
+CLIP = "clip=ClipByGlobalNorm(1.0)"
+OTHER_NAMES = [
+    ("micro_size", "micro_size of GradAccumulation", None),
+    ("gradient_accumulation_steps", "accumulation_steps", "accumulation_steps of TrainOneStepCell or Model"),
+    ("accumulate_grad_batches", "accumulation_steps", "accumulation_steps of TrainOneStepCell or Model"),
+    ("acumulation_steps", "accumulation_steps", None),
+    ("num_micro_batches", "micro_size of GradAccumulation", "micro_size"),
+    ("max_grad_norm", CLIP, f"{CLIP} of TrainOneStepCell or Model"),
+]
+
+
+@pytest.mark.parametrize("name, meant, inside", OTHER_NAMES)
+def test_arguments_by_other_names_are_answered_with_the_right_ones(name, meant, inside, eager):
+    cell = loss_cell()
+    for owner, build in (
+        ("Model", lambda: Model(cell, optimizer=sgd(cell), **{name: 4})),
+        ("TrainOneStepCell", lambda: TrainOneStepCell(cell, sgd(cell), **{name: 4})),
+    ):
+        with raises(TypeError, ARGUMENTS.format(owner, repr(name), meant)):
+            build()
+    if inside is not None:
+        with raises(TypeError, ARGUMENTS.format("GradAccumulation", repr(name), inside)):
+            GradAccumulation(cell, 4, **{name: 4})
+
+
+def test_each_of_several_arguments_is_answered(eager):
+    cell = loss_cell()
+    got, meant = "'use_amp', 'max_norm'", f"mixed_precision='fp16' for use_amp, {CLIP} for max_norm"
+    with raises(TypeError, ARGUMENTS.format("TrainOneStepCell", got, meant)):
+        TrainOneStepCell(cell, sgd(cell), use_amp=True, max_norm=1.0)
+    names = "network, micro_size, weighted, batch_axis, losses"
+    with raises(
+        TypeError, f"For 'GradAccumulation', the arguments must be those that it has, but got 'x'. It has {names}."
+    ):
+        GradAccumulation(cell, 4, x=1)
+
+
+@pytest.mark.parametrize(
+    "value, meant",
+    [("float16", "'fp16'"), ("bf16-mixed", "'bf16'"), ("no", "None"), (ms.float16, "'fp16'"), (True, "'fp16'")],
+)
+def test_mixed_precision_by_other_names(value, meant, eager):
+    cell = loss_cell()
+    with pytest.raises((TypeError, ValueError), match=rf"^For 'Model', .*'mixed_precision'.* Did you mean {meant}\?$"):
+        Model(cell, optimizer=sgd(cell), mixed_precision=value)
+
+
+def test_arguments_of_a_model_are_headed_by_its_name(eager):
+    cell = loss_cell()
+    for wrong in ({"accumulation_steps": 0}, {"clip": 1.0}, {"bad_micro_batch": "x"}, {"compile": 1}):
+        with pytest.raises((TypeError, ValueError), match=f"^For 'Model', the argument '{next(iter(wrong))}' must be "):
+            Model(cell, optimizer=sgd(cell), **wrong)
+    with pytest.raises(ValueError, match="^For 'Model', the argument 'optimizer' must be "):
+        Model(cell, optimizer=sgd(line()))
+
+
+FIT = "For 'GradAccumulation', the inputs must fit the network's construct(data, label), but got {}. {}"
+MISSING = "missing a required argument: '{}'"
+COLUMNS = [
+    ({"image": X, "label": X}, MISSING.format("data"), "Rename 'image' to 'data', for example with dataset.rename()."),
+    (
+        {"image": X, "target": X},
+        MISSING.format("data"),
+        "Rename 'image', 'target' to 'data', 'label', for example with dataset.rename().",
+    ),
+    ({"data": X, "label": X, "index": X}, "got an unexpected keyword argument 'index'", "Leave out 'index'."),
+    ({"data": X}, MISSING.format("label"), "Give them as the network takes them."),
+]
+
+
+@pytest.mark.parametrize("batch, got, remedy", COLUMNS)
+def test_columns_of_other_names_are_named(batch, got, remedy, eager):
+    cell = loss_cell()
+    step, accumulator = TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell)), None
+    with raises(TypeError, FIT.format(got, remedy)):
+        step(**{name: Tensor(value) for name, value in batch.items()})
+    cell = loss_cell()
+    accumulator = Accumulator(GradAccumulation(cell, 2), sgd(cell))
+    with pytest.raises(TypeError, match=remedy.replace("(", r"\(").replace(")", r"\)")):
+        accumulator.backward(**{name: Tensor(np.array(value)) for name, value in batch.items()})
