@@ -297,9 +297,7 @@ class GradAccumulation(nn.Cell):
 def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
     """Return the GradAccumulation in ``network``, or one that feeds a loss cell whole batches."""
     network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
-    if isinstance(network, AutoParallel):
-        network = network.network
-    network = adopted(network)
+    network = adopted(network.network if isinstance(network, AutoParallel) else network)
     return network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
 
 
