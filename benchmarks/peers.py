@@ -29,10 +29,9 @@ ROUNDING = 1e-3
 
 
 class Result(NamedTuple):
-    """What became of one row: an error, or the seconds of each turn, those of all cores, and what its first one did."""
+    """What became of one row: an error, or the seconds of each turn, and what its first one did."""
 
     seconds: tuple[float, ...] = ()
-    core_seconds: tuple[float, ...] = ()
     same: str = ""
     error: str = ""
 
@@ -74,11 +73,10 @@ def measure(workers: dict[str, Worker], network: str, micro_size: int, args: arg
     for turn in range(args.repeat):
         first = turn % max(len(runs), 1)
         for name, done in [*runs.items()][first:] + [*runs.items()][:first]:
-            if turn < MIN_TURNS or sum(seconds for seconds, *_ in done) < args.seconds:
+            if turn < MIN_TURNS or sum(seconds for seconds, _ in done) < args.seconds:
                 done.append(workers[name].ask("run", name))
     for name, done in runs.items():
-        seconds, of_cores, _ = zip(*done)
-        results[name] = results[name]._replace(seconds=seconds, core_seconds=of_cores)
+        results[name] = results[name]._replace(seconds=tuple(seconds for seconds, _ in done))
     return results
 
 
@@ -122,13 +120,12 @@ def compare(first: Any, full: Any) -> str:
 
 def print_table(results: Results) -> None:
     ours = results.get(OURS) or next(result for result in results.values() if not result.error)
-    print(f"{'window':34}{'least time':>12}{'ours = 1':>10}{'cores':>7}  same result")
+    print(f"{'window':34}{'least time':>12}{'ours = 1':>10}  same result")
     for name, result in results.items():
         if result.error:
-            print(f"{name:34}{'-':>12}{'':17}  {result.error[:120]}")
+            print(f"{name:34}{'-':>12}{'':10}  {result.error[:120]}")
             continue
-        cores = sum(result.core_seconds) / sum(result.seconds)
-        print(f"{name:34}{min(result.seconds) * 1e3:9.2f} ms{result.over(ours):10.2f}{cores:7.1f}  {result.same}")
+        print(f"{name:34}{min(result.seconds) * 1e3:9.2f} ms{result.over(ours):10.2f}  {result.same}")
 
 
 def parse_args() -> argparse.Namespace:

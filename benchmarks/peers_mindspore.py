@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-from bare_parts import loop_of_bare_parts
 from mindspore import nn, ops
-from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, loop_by_hand, versions
+from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, loop_by_hand, loop_of_bare_parts, versions
 from worker import Row, serve
 from workload import (
     ADDING,

@@ -12,10 +12,19 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from bare_parts import loop_of_bare_parts
 from mindspore import nn
 from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
-from windows import loop_by_hand, make_batch, make_network, reset_peak, run_child, run_window, status, versions
+from windows import (
+    loop_by_hand,
+    loop_of_bare_parts,
+    make_batch,
+    make_network,
+    reset_peak,
+    run_child,
+    run_window,
+    status,
+    versions,
+)
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 

@@ -74,6 +74,43 @@ class ForwardBackward(nn.Cell):
         return self.loss_and_grads(x, y)
 
 
+class DroppingGrads(ForwardBackward):
+    """The same, computed and dropped."""
+
+    def construct(self, x: ms.Tensor, y: ms.Tensor) -> ms.Tensor:
+        loss, grads = self.loss_and_grads(x, y)
+        return ops.depend(loss, grads)
+
+
+class UpdateFromGiven(nn.Cell):
+    """The optimizer alone, from gradients that are given."""
+
+    def __init__(self, optimizer: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer = optimizer
+
+    def construct(self, *grads: ms.Tensor) -> Any:
+        return self.optimizer(grads)
+
+
+def loop_of_bare_parts(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Callable[..., None]:
+    """Return the parts of a window and nothing between them: nothing is split or added, no loss is kept.
+
+    What is returned takes one batch, and the same one in later calls.
+    """
+    forward_backward, update = DroppingGrads(network, optimizer.parameters), UpdateFromGiven(optimizer)
+    zeros = [ms.Tensor(np.zeros(parameter.shape, np.float32)) for parameter in optimizer.parameters]
+    parts: list[tuple[ms.Tensor, ms.Tensor]] = []
+
+    def run(x: ms.Tensor, y: ms.Tensor) -> None:
+        parts[:] = parts or micro_batches(x, y, micro_size)
+        for part in parts:
+            forward_backward(*part).asnumpy()
+        update(*zeros)
+
+    return run
+
+
 class AddingMicroStep(ForwardBackward):
     """Forward and backward of one micro batch, added into sums in the same graph, by hand.
 

@@ -49,18 +49,18 @@ def serve(build: Builder, versions: str) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _run_window(row: Row, file: str | None = None) -> tuple[float, float, float | None]:
-    """Return the seconds of a window, those of all cores, and its loss. ``file`` gets what it adds to the weights."""
+def _run_window(row: Row, file: str | None = None) -> tuple[float, float | None]:
+    """Return the seconds of a window and its loss. ``file`` gets what it adds to the weights."""
     before = [weight.copy() for weight in row.weights()] if file else []
     if not file:
         # After a window of another row caches are cold and threads asleep, so one that is not counted goes before.
         row.run()
-    start, start_of_cores = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     loss = row.run()
-    seconds, of_cores = time.perf_counter() - start, time.process_time() - start_of_cores
+    seconds = time.perf_counter() - start
     if file:
         np.savez(file, *(after - first for after, first in zip(row.weights(), before)))
-    return seconds, of_cores, loss
+    return seconds, loss
 
 
 class Worker:
