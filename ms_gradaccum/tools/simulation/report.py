@@ -186,14 +186,14 @@ class Simulation:
         programs = {"ms_gradaccum": self.ours} | ({} if self.stock is None else {"MindSpore": self.stock})
         thickness = 0.8 / len(programs)
         for number, (name, program) in enumerate(programs.items()):
-            nbytes = {_key(kind): kind.nbytes / 2**20 for kind in program.messages}
+            nbytes = {_key(kind): kind.nbytes for kind in program.messages}
             places = [place + number * thickness for place in range(len(keys))]
-            sent.barh(places, [nbytes.get(key, 0.0) for key in keys], thickness, label=name)
+            sent.barh(places, [nbytes.get(key, 0) for key in keys], thickness, label=name)
         middles = [place + (0.8 - thickness) / 2 for place in range(len(keys))]
         sent.set_yticks(middles, [f"{_label(key)}, ranks {_group(key)}" for key in keys])
         sent.invert_yaxis()
-        sent.set_xlabel("sent per update and rank, MiB")
-        sent.legend(fontsize="small")
+        sent.set(xscale="log", xlim=(1, None), xlabel="bytes that a rank passes to messages, per update (log)")
+        sent.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
         held.barh(list(self.ours.held_bytes), [size / 2**20 for size in self.ours.held_bytes.values()])
         held.set_xlabel("held by a device, MiB")
         figure.savefig(path, format="png")
