@@ -1,8 +1,8 @@
 """The folder of saved states: written whole or not at all, checked before anything of it is used.
 
 A state is a folder with tensors in files of the safetensors format and a ``manifest.json`` with everything else: sizes
-and checksums of these files among it. It is written under another name and gets its own by a rename, once all of it
-is on the disk. Nothing in it is ever executed.
+and checksums of these files among it, and a checksum of its own content. It is written under another name and gets its
+own by a rename, once all of it is on the disk. Nothing in it is ever executed.
 """
 
 import errno
@@ -20,9 +20,10 @@ import safetensors
 from mindspore.common import np_dtype
 from safetensors.numpy import save as to_bytes
 
-from ms_gradaccum._checks import DamagedState
+from ms_gradaccum._checks import DamagedState, warn
 
-FORMAT, VERSION = "ms_gradaccum", 1
+# States of version 1 have no checksum of their manifest.
+FORMAT, VERSION, UNSIGNED = "ms_gradaccum", 2, 1
 MANIFEST = "manifest.json"
 # What one process holds of the tensors at a time. Unit: bytes.
 CHUNK = 256 * 2**20
@@ -105,13 +106,20 @@ def _write(path: Path, data: bytes) -> None:
 def commit(directory: Path, name: str, manifest: dict[str, Any]) -> Path:
     """Make a state of what was written, at one instant."""
     partial, state = partial_of(directory, name), directory / name
-    text = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=1)
+    text = json.dumps(signed({"format": FORMAT, "version": VERSION, **manifest}), indent=1)
     _write(partial / MANIFEST, text.encode())
     for folder in (*(path for path in partial.iterdir() if path.is_dir()), partial):
         _sync(folder)
     partial.rename(state)
     _sync(directory)
     return state
+
+
+def signed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest with the checksum of its content."""
+    content: dict[str, Any] = json.loads(json.dumps(manifest))
+    content.pop("sha256", None)
+    return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
 def _sync(folder: Path) -> None:
@@ -150,8 +158,14 @@ def read_manifest(state: Path) -> dict[str, Any]:
         raise DamagedState(f"{path} is no JSON") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DamagedState(f"{path} is no manifest of a state")
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") not in (VERSION, UNSIGNED):
         raise DamagedState(f"{path} has the version {manifest.get('version')!r}, not {VERSION}")
+    if manifest["version"] == UNSIGNED and "sha256" not in manifest:
+        warn(
+            f"For 'load_state', {path} should have a checksum, but got one of an older version, without. Save it anew."
+        )
+    elif manifest.get("sha256") != signed(manifest)["sha256"]:
+        raise DamagedState(f"{path} has another checksum than what was written")
     _check_files(path, manifest.get("files"))
     return manifest
 

@@ -167,7 +167,7 @@ def with_checksum(state, name, data):
     manifest = json.loads((state / files.MANIFEST).read_text())
     facts = {"size": len(data), "sha256": files.hashlib.sha256(data).hexdigest()}
     manifest["files"][name] = facts
-    (state / files.MANIFEST).write_text(json.dumps(manifest))
+    (state / files.MANIFEST).write_text(json.dumps(files.signed(manifest)))
 
 
 def test_a_file_that_is_no_safetensors_is_refused_and_never_executed(saved):
@@ -215,7 +215,7 @@ def test_an_open_window_without_a_sum_or_with_another_one_is_refused(name, saved
 def test_a_manifest_leads_to_no_other_file(name, saved):
     manifest = json.loads((saved / files.MANIFEST).read_text())
     manifest["files"][name] = {"size": 1, "sha256": ""}
-    (saved / files.MANIFEST).write_text(json.dumps(manifest))
+    (saved / files.MANIFEST).write_text(json.dumps(files.signed(manifest)))
     assert_refused(saved, f"lists the file {name!r} in a way that this version does not write")
 
 
@@ -223,8 +223,9 @@ MANIFESTS = {
     "no JSON": (b"{", "is no JSON"),
     "deep": (b"[" * 10**6, "is no JSON"),
     "a list": (b"[]", "is no manifest of a state"),
-    "a later version": (b'{"format": "ms_gradaccum", "version": 99}', "has the version 99, not 1"),
-    "no files": (b'{"format": "ms_gradaccum", "version": 1}', "lists no files"),
+    "a later version": (b'{"format": "ms_gradaccum", "version": 99}', "has the version 99, not 2"),
+    "no files": (json.dumps(files.signed({"format": "ms_gradaccum", "version": 2})).encode(), "lists no files"),
+    "no checksum": (b'{"format": "ms_gradaccum", "version": 2}', "has another checksum than what was written"),
     "bytes": (b"\xff\xfe\x00", "is no JSON"),
 }
 
@@ -234,6 +235,44 @@ def test_a_manifest_that_is_none_is_refused(name, saved):
     content, text = MANIFESTS[name]
     (saved / files.MANIFEST).write_bytes(content)
     assert_refused(saved, f"{saved / files.MANIFEST} {text}")
+
+
+def changed_digits(text):
+    """The text with another digit, at each place where it has one."""
+    for i, letter in enumerate(text):
+        if letter.isdigit():
+            yield text[:i] + str((int(letter) + 1) % 10) + text[i + 1 :]
+
+
+def test_each_changed_digit_of_a_manifest_is_refused(saved):
+    manifest = saved / files.MANIFEST
+    good = json.loads(manifest.read_text())
+    good["ranks"][0]["random"] = {}  # 624 numbers, of which one is like the other.
+    for changed in changed_digits(json.dumps(files.signed(good))):
+        manifest.write_text(changed)
+        with pytest.raises(files.DamagedState, match="has another checksum than what was written|has the version"):
+            files.read_manifest(saved)
+
+
+def test_one_batch_more_in_a_window_is_not_trained_on(saved):
+    manifest = saved / files.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"batches": 1', '"batches": 2'))
+    assert_refused(saved, f"{manifest} has another checksum than what was written")
+
+
+def test_a_state_of_an_older_version_is_loaded_with_a_warning(saved):
+    manifest, step = json.loads((saved / files.MANIFEST).read_text()), new_step()
+    assert load_state(step, saved).batches == 4
+    expected = held(step)
+    del manifest["sha256"]
+    (saved / files.MANIFEST).write_text(json.dumps({**manifest, "version": 1}))
+    step = new_step()
+    text = (
+        f"For 'load_state', {saved / files.MANIFEST} should have a checksum, but got one of an older version, without"
+    )
+    with pytest.warns(UserWarning, match=f"^{text}. Save it anew.$"):
+        assert load_state(step, saved).batches == 4
+    assert held(step) == expected
 
 
 def test_a_state_of_other_settings_is_refused(saved):
@@ -299,8 +338,9 @@ def test_no_manifest_crashes_or_is_taken_by_half(kind, tmp_path):
         for key in place[:-1]:
             inner = inner[key]
         inner[place[-1]] = value
-        (state / files.MANIFEST).write_text(json.dumps(manifest))
         before = everything()
+        # Someone may mean to change it, and write the checksum anew.
+        (state / files.MANIFEST).write_text(json.dumps(files.signed(manifest)))
         try:
             load_state(step, state)
         except ValueError as error:

@@ -14,6 +14,7 @@ from mindspore.dataset import vision
 from state_probe import INPUTS, LABELS
 
 from ms_gradaccum import GradAccumulation, Model, StateCheckpoint, load_state, save_state
+from ms_gradaccum.checkpoint.files import signed
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -249,7 +250,7 @@ def test_a_step_takes_a_models_state_unless_its_place_is_damaged(place, tmp_path
     manifest = tmp_path / "state-000001" / "manifest.json"
     known = json.loads(manifest.read_text())
     known["ranks"][0]["data"] = [place]
-    manifest.write_text(json.dumps(known))
+    manifest.write_text(json.dumps(signed(known)))
     with pytest.raises(ValueError, match="Nothing was changed."):
         load_state(model.train_network, tmp_path)
 
