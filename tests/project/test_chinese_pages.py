@@ -21,7 +21,7 @@ TWINS = {ROOT / "README_CN.md": ROOT / "README.md"} | {
     page: ROOT / "docs" / page.relative_to(ZH) for page in sorted(ZH.rglob("*.md"))
 }
 # Pages of docs/ that are English alone.
-UNTRANSLATED = {"architecture.md", "tools.md"}
+UNTRANSLATED = {"architecture.md"}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4}\S.*\n)+")
 # Of shells and of diffs; Python's are no part of its syntax tree.
