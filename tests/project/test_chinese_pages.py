@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ZH = ROOT / "docs" / "zh"
-TWINS = {ROOT / "README_CN.md": ROOT / "README.md"} | {
+TWINS = {folder / "README_CN.md": folder / "README.md" for folder in (ROOT, ROOT / "sample_code")} | {
     page: ROOT / "docs" / page.relative_to(ZH) for page in sorted(ZH.rglob("*.md"))
 }
 # Pages of docs/ that are English alone.
