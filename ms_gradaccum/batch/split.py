@@ -1,19 +1,21 @@
 """One batch of inputs into micro batches."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import COOTensor, CSRTensor, Tensor
 
-from ms_gradaccum._checks import sentence, typed, warn
+from ms_gradaccum._checks import sentence, typed
 from ms_gradaccum.batch.nested_inputs import has_tensors, take_apart
 
 # One axis for all inputs, or a tree with one entry per input (None: the input is not split).
 BatchAxis = int | None | Sequence["BatchAxis"] | Mapping[str, "BatchAxis"]
 
 _OWNER = "GradAccumulation"
+_PAD = "Pad a list that has an item for each row to one tensor. "
+TENSORS = (Tensor, np.ndarray)
 _AXIS_REMEDY = "Give batch_axis one axis for all inputs, or one entry per input, None for one that is not split."
 
 
@@ -31,10 +33,18 @@ class SplitBatch(NamedTuple):
     micro_batches: list[MicroBatch]
 
 
+class _Item(NamedTuple):
+    place: str
+    value: Any
+    axis: Any
+    in_list: bool
+
+
 class _Leaf(NamedTuple):
     place: str
     shape: tuple[int, ...]
     axis: int | None
+    in_list: bool = False
 
 
 def check_batch_axis(axis: Any) -> BatchAxis:
@@ -75,41 +85,25 @@ def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis)
         got = ", ".join(type(item).__name__ for item in inputs) or "nothing"
         remedy = "Give tensors, or tuples, lists and dicts of them; dict(batch) makes a dict of what is like one."
         raise ValueError(f"For '{_OWNER}', at least one input must be a tensor, but got {got}. {remedy}")
-    leaves: list[_Leaf] = []
-    _place_leaves(inputs, batch_axis, "input", leaves)
+    items = list(walk(inputs, batch_axis))
+    leaves = leaves_of(items)
     bounds = split_rows(leaves, micro_size)
     if len(bounds) == 1:
         return SplitBatch(structure, [MicroBatch(bounds[0][1], tuple(tensors))])
-    _refuse_other_mappings(inputs)
+    _refuse_mappings(items)
     columns = [cut(tensor, leaf.axis, bounds) for tensor, leaf in zip(tensors, leaves)]
     parts = [MicroBatch(end - begin, part) for (begin, end), part in zip(bounds, zip(*columns))]
     return SplitBatch(structure, parts)
 
 
-def _refuse_other_mappings(items: Iterable[Any]) -> None:
-    """Raise for what is like a dict and is none: its tensors would go whole into each micro batch."""
-    for item in items:
-        if isinstance(item, (tuple, list)):
-            _refuse_other_mappings(item)
-        elif isinstance(item, dict):
-            _refuse_other_mappings(item.values())
-        elif isinstance(item, Mapping) and has_tensors(item):
-            got, remedy = f"a {type(item).__name__}, whose tensors nobody would split", "Give dict(batch)."
-            raise TypeError(
-                f"For '{_OWNER}', the inputs must be tensors, tuples, lists and dicts, but got {got}. {remedy}"
-            )
-
-
 def leaf_axes(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> list[int | None]:
     """Return the batch axis of each tensor in ``inputs``, in the order of `take_apart`."""
-    leaves: list[_Leaf] = []
-    _place_leaves(inputs, batch_axis, "input", leaves)
-    return [leaf.axis for leaf in leaves]
+    return [leaf.axis for leaf in leaves_of(walk(inputs, batch_axis))]
 
 
 def split_rows(leaves: Iterable[_Leaf], micro_size: int) -> list[tuple[int, int]]:
     """Return the first row and the row after the last one of each micro batch; the larger ones come first."""
-    rows = _count_rows(leaves)
+    rows = count_rows(leaves)
     count = min(micro_size, rows)
     size, larger = divmod(rows, count)
     ends = [i * size + min(i, larger) for i in range(1, count + 1)]
@@ -127,7 +121,7 @@ def split_shapes(shapes: tuple[Any, ...], batch_axis: BatchAxis, micro_size: int
     return axes, tuple(split_rows(leaves, micro_size))
 
 
-def _count_rows(leaves: Iterable[_Leaf]) -> int:
+def count_rows(leaves: Iterable[_Leaf]) -> int:
     place, rows = "", -1
     for leaf in leaves:
         if leaf.axis is None:
@@ -139,7 +133,7 @@ def _count_rows(leaves: Iterable[_Leaf]) -> int:
         if rows not in (-1, length):
             raise ValueError(
                 f"For '{_OWNER}', the inputs must have the same number of rows on their batch axis, but got "
-                f"{rows} in {place} and {length} in {leaf.place}. {_AXIS_REMEDY}"
+                f"{rows} in {place} and {length} in {leaf.place}. {_PAD if leaf.in_list else ''}{_AXIS_REMEDY}"
             )
         place, rows = leaf.place, length
     if rows == -1:
@@ -153,25 +147,46 @@ def _count_rows(leaves: Iterable[_Leaf]) -> int:
     return rows
 
 
-def _place_leaves(item: Any, axis: Any, place: str, leaves: list[_Leaf]) -> None:
-    """Append each tensor's place in the inputs, its shape and its batch axis, in the order of `take_apart`."""
+def walk(item: Any, axis: Any, place: str = "input", in_list: bool = False) -> Iterator[_Item]:
+    """Yield the inputs and all that is inside them, what holds something before that, in the order of `take_apart`."""
+    yield _Item(place, item, axis, in_list)
+    in_list = in_list or isinstance(item, list)
     if isinstance(item, (tuple, list)):
         for i, child_axis in enumerate(spread_axes(axis, item)):
-            _place_leaves(item[i], child_axis, f"{place}[{i}]", leaves)
+            yield from walk(item[i], child_axis, f"{place}[{i}]", in_list)
     elif isinstance(item, dict):
         axes = _named_axes(axis, item)
         for key, child in item.items():
-            _place_leaves(child, axes[key], f"{place}[{key!r}]", leaves)
-    elif isinstance(item, (Tensor, np.ndarray)):
-        shape = tuple(item.shape)
-        if isinstance(axis, (tuple, dict)):
-            raise ValueError(sentence(_OWNER, "batch_axis", f"an int or None for {place}", axis, _AXIS_REMEDY))
-        leaves.append(_Leaf(place, shape, axis if shape else None))
-    elif isinstance(item, (CSRTensor, COOTensor)):
-        remedy = "Give it dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
-        raise TypeError(
-            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(item).__name__} in {place}. {remedy}"
-        )
+            yield from walk(child, axes[key], f"{place}[{key!r}]", in_list)
+
+
+def leaves_of(items: Iterable[_Item]) -> list[_Leaf]:
+    """Return each tensor's place in the inputs, its shape and its batch axis."""
+    leaves = []
+    for place, item, axis, in_list in items:
+        if isinstance(item, (CSRTensor, COOTensor)):
+            remedy = (
+                "Give it dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
+            )
+            raise TypeError(
+                f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(item).__name__} in {place}. "
+                f"{remedy}"
+            )
+        if isinstance(item, TENSORS):
+            if isinstance(axis, (tuple, dict)):
+                raise ValueError(sentence(_OWNER, "batch_axis", f"an int or None for {place}", axis, _AXIS_REMEDY))
+            leaves.append(_Leaf(place, tuple(item.shape), axis if item.shape else None, in_list))
+    return leaves
+
+
+def _refuse_mappings(items: Iterable[_Item]) -> None:
+    """Raise for what is like a dict and is none: its tensors would go whole into each micro batch."""
+    for _, item, *_ in items:
+        if isinstance(item, Mapping) and not isinstance(item, dict) and has_tensors(item):
+            got, remedy = f"a {type(item).__name__}, whose tensors nobody would split", "Give dict(batch)."
+            raise TypeError(
+                f"For '{_OWNER}', the inputs must be tensors, tuples, lists and dicts, but got {got}. {remedy}"
+            )
 
 
 def spread_axes(axis: Any, items: Any) -> tuple[Any, ...]:
@@ -221,66 +236,3 @@ def _cut_on_host(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]
 def _rows(tensor: Tensor, axis: int, begin: int, end: int) -> tuple[slice, ...]:
     before: int = axis % tensor.ndim
     return (slice(None),) * before + (slice(begin, end),)
-
-
-def ambiguous_inputs(inputs: tuple[Any, ...], batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
-    """Return the places of the inputs that may be no batch and are split all the same.
-
-    That is a tensor that is as long as the batch on another axis, too, such as a mask, or a vector of floating-point
-    numbers; with integers also these, which may be indices of rows.
-    """
-    places, found = 0, []
-    for i, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):
-        if not isinstance(item, (Tensor, np.ndarray)) or not isinstance(axis, int) or not item.shape:
-            continue
-        others = list(item.shape)
-        rows = others.pop(axis)
-        places += 1
-        dtype = str(item.dtype).lower()
-        if rows > 1 and (rows in others or (not others and "float" in dtype) or (with_integers and "int" in dtype)):
-            found.append(i)
-    return found if places > 1 else []  # Something must be the batch.
-
-
-def hint_of_split(
-    error: str, inputs: tuple[Any, ...], batch_axis: BatchAxis, name_of_input: Callable[[int], str]
-) -> str:
-    """Return which inputs may be split by mistake, as far as an error of a micro batch can come from that, or ""."""
-    shapes = _described(ambiguous_inputs(inputs, batch_axis, "indices" in error), inputs, name_of_input)
-    begin = f"For '{_OWNER}', the split may be at fault, where no shape shows what the batch is"
-    return shapes and f"{begin}: {shapes}. What is no batch needs None in batch_axis."
-
-
-def _described(places: Sequence[int], inputs: tuple[Any, ...], name_of_input: Callable[[int], str]) -> str:
-    return ", ".join(f"{name_of_input(place)} of shape {tuple(inputs[place].shape)}" for place in places)
-
-
-def warn_of_split(
-    inputs: tuple[Any, ...],
-    micro_batches: Sequence[MicroBatch],
-    batch_axis: BatchAxis,
-    name_of_input: Callable[[int], str],
-) -> None:
-    """Warn of inputs that may be split by mistake, or not split, where no error shows it.
-
-    That is a list of numbers or texts, as long as the batch, that goes whole into each micro batch, and a square matrix
-    that may be a mask and is cut into single rows, which fit any shape.
-    """
-    rows = sum(part.rows for part in micro_batches)
-    for place, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):
-        if axis is None or not isinstance(item, list):
-            continue
-        if len(item) == rows and all(isinstance(each, (int, float, str)) for each in item):
-            warn(
-                f"For '{_OWNER}', the input {name_of_input(place)} should be a tensor if it has something of each row, "
-                f"but got a list of {rows}, which goes whole into each micro batch. Give a tensor, or else a tuple."
-            )
-    if len(micro_batches) < rows or isinstance(batch_axis, tuple):
-        return
-    places = [place for place in ambiguous_inputs(inputs, batch_axis) if inputs[place].shape == (rows, rows)]
-    shapes = _described(places, inputs, name_of_input)
-    if shapes:
-        warn(
-            f"For '{_OWNER}', the inputs that are cut into single rows, which fit any shape, should be batches, but "
-            f"got {shapes}. Give batch_axis an entry per input, None for a mask and what else is no batch."
-        )

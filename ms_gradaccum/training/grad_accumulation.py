@@ -20,6 +20,7 @@ from ms_gradaccum._checks import (
     sentence,
     warn,
 )
+from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
 from ms_gradaccum.batch.loss_kind import LossKind
 from ms_gradaccum.batch.nested_inputs import how_to_name
@@ -27,11 +28,9 @@ from ms_gradaccum.batch.split import (
     BatchAxis,
     SplitBatch,
     check_batch_axis,
-    hint_of_split,
     split_batch,
     split_shapes,
     spread_axes,
-    warn_of_split,
 )
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -115,8 +114,6 @@ class GradAccumulation(nn.Cell):
 
     # Whether a window has more batches than one, and whether other processes add theirs.
     adds_batches = adds_ranks = False
-    # Whether a batch that is split has still to be looked at.
-    _looks_at_split = True
     __call__: Callable[..., Tensor | tuple[Tensor, ...]]
 
     def __init__(
@@ -224,9 +221,6 @@ class GradAccumulation(nn.Cell):
         inputs = self.positional(args, kwargs)
         batch = split_batch(inputs, self.micro_size, self.batch_axis)
         self.bind(inputs, {})
-        if self._looks_at_split and len(batch.micro_batches) > 1:
-            self._looks_at_split = False
-            warn_of_split(inputs, batch.micro_batches, self.batch_axis, self.name_of_input)
         if self.adds_parts and not self._loss_kind.is_settled:
             # Any batch may be the first one with a label that is ignored.
             self._loss_kind.look_at(part.tensors for part in batch.micro_batches)

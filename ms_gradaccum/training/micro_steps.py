@@ -11,6 +11,7 @@ from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
 from ms_gradaccum.batch.loss_calls import normalises_batches
 from ms_gradaccum.batch.nested_inputs import why_no_graph
 from ms_gradaccum.batch.split import MicroBatch
@@ -76,7 +77,8 @@ class MicroSteps:
         self.may_use_thread_pool = not reducers[0].several
         self.empty_step = EmptyStep(reducers)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
-        self.has_begun = False
+        # Whether a network has been looked at in this training, and a batch that is split.
+        self.has_begun = self.has_split = False
         # Whether the last batch may have added something before it failed.
         self.has_added = False
 
@@ -87,11 +89,14 @@ class MicroSteps:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
         """Add one batch and return what each of its micro steps returned; the last one may reduce the sums too."""
         self.has_added = False
-        if not self.has_begun:
-            self.has_begun = True
+        is_first, self.has_begun = not self.has_begun, True
+        if is_first:
             _tell_of_modes(self.owner, self.network)
             _tell_of_own_backward(self.owner, self.network, self.cell.parameters)
         batch = self.network.split(*args, **kwargs)
+        if not self.has_split:
+            inputs = self.network.positional(args, kwargs)
+            self.has_split = warn_of_split(self.network, inputs, len(batch.micro_batches), is_first)
         (structure, micro_batches), batch_rows = self.first_pass.run(batch, self._runs_eagerly())
         micro_step, pace = self._micro_step(structure, micro_batches)
         numbers = {part.rows: pace.share_and_factor(part.rows, batch_rows) for part in micro_batches}

@@ -1,5 +1,7 @@
 """Inputs that are no batch: the error and `verify` name them where the shapes cannot tell."""
 
+import warnings
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from mindspore import COOTensor, CSRTensor, Parameter, Tensor, nn, ops
 from step_probe import KeepGradients, keeping_step, number, tensors
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell, verify
-from ms_gradaccum.batch.split import ambiguous_inputs
+from ms_gradaccum.batch.ambiguous_inputs import ambiguous_inputs
 
 RANDOM = np.random.default_rng(3)
 X, Y = RANDOM.normal(size=(4, 3)).astype(np.float32), RANDOM.normal(size=(4, 1)).astype(np.float32)
@@ -138,3 +140,148 @@ def test_a_sparse_tensor_is_refused_by_its_place(kind, eager):
 def test_a_sparse_tensor_that_was_made_dense_trains(eager):
     step = keeping_step(Mixed(), 2, batch_axis=(0, None, 0))
     assert number(step(Tensor(X), SPARSE["COOTensor"].to_dense(), Tensor(Y)).weight) == 4
+
+
+class AnyInputs(nn.Cell):
+    def __init__(self, recurrent=None):
+        super().__init__()
+        self.net, self.recurrent = nn.Dense(3, 1), recurrent
+
+    def construct(self, x, targets=None):
+        x = x["x"] if isinstance(x, dict) else x
+        return (self.net(x) if self.recurrent is None else self.recurrent(x)[0]).mean()
+
+
+def warnings_of(*inputs, micro_size=4, cell=None, **settings):
+    """What two steps on one cell say of these inputs, each of them."""
+    cell, said = cell or AnyInputs(), []
+    loss_cell = GradAccumulation(cell, micro_size, **settings)
+    for _ in range(2):
+        step = TrainOneStepCell(loss_cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                step(*inputs)
+        said.append([str(each.message) for each in caught if "'GradAccumulation'" in str(each.message)])
+        del step
+    assert said[0] == said[1]
+    return said[0]
+
+
+IF_OF_ROWS = "For 'GradAccumulation', the input {} should be a tensor if it has something of each row, but got "
+WHOLE = "which goes whole into each micro batch. "
+STACK = "Stack it, or else give it None in batch_axis."
+EIGHT = np.ones((8, 3), np.float32)
+OF_ROWS = {
+    "numbers": ((EIGHT, [1.0] * 8), "'targets'", f"a list of 8, {WHOLE}Give a tensor, or else a tuple."),
+    "in a dict": (
+        ({"x": EIGHT, "y": [1.0] * 8},),
+        "input[0]['y']",
+        f"a list of 8, {WHOLE}Give a tensor, or else a tuple.",
+    ),
+    "of NumPy": ((EIGHT, list(EIGHT[:, 0])), "'targets'", f"a list of 8, {WHOLE}Give a tensor, or else a tuple."),
+    "dicts": ((EIGHT, [{"class": 1}] * 8), "'targets'", f"a list of 8, {WHOLE}Give a tensor, or else a tuple."),
+    "tokens": ((EIGHT, [[1, 2]] * 8), "'targets'", f"a list of 8, {WHOLE}Give a tensor, or else a tuple."),
+    "tensors without axes": ((EIGHT, [Tensor(1.0)] * 8), "'targets'", f"a list of 8, {WHOLE}{STACK}"),
+    "the same in a tuple": ((EIGHT, (Tensor(1.0),) * 8), "'targets'", f"a tuple of 8, {WHOLE}{STACK}"),
+    "boxes": (
+        (EIGHT, [np.ones((8, 4), np.float32)] * 8),
+        "'targets'",
+        "a list of 8, each of which is cut along its axis 0. Pad it to one tensor, or else give batch_axis an entry "
+        "per input.",
+    ),
+    "boxes in dicts": (
+        (EIGHT, [{"boxes": np.ones((8, 4), np.float32), "classes": np.ones(8, np.int32)}] * 8),
+        "'targets'",
+        "a list of 8, each of which is cut along its axis 0. Pad it to one tensor, or else give batch_axis an entry "
+        "per input.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_ROWS)
+def test_lists_with_an_item_per_row_are_named(case, eager):
+    inputs, place, rest = OF_ROWS[case]
+    assert warnings_of(*inputs) == [IF_OF_ROWS.format(place) + rest]
+
+
+@pytest.mark.parametrize(
+    "targets, axis",
+    [
+        ([1.0] * 5, 0),
+        ((1.0,) * 8, 0),
+        ([1.0] * 8, (0, None)),
+        ([Tensor(1.0)] * 8, (0, None)),
+        ([EIGHT] * 2, 0),
+        ((EIGHT,) * 8, 0),
+        ([EIGHT] * 8, (0, 0)),
+        ([], 0),
+    ],
+)
+def test_other_lists_are_not(targets, axis, eager):
+    assert warnings_of(EIGHT, targets, batch_axis=axis) == []
+
+
+def test_targets_of_different_lengths_are_refused_with_the_way_out(eager):
+    boxes = [np.ones((length, 4), np.float32) for length in range(1, 9)]
+    text = (
+        "For 'GradAccumulation', the inputs must have the same number of rows on their batch axis, but got 8 in "
+        "input[0] and 1 in input[1][0]. Pad a list that has an item for each row to one tensor. Give batch_axis one "
+        "axis for all inputs, or one entry per input, None for one that is not split."
+    )
+    with pytest.raises(ValueError, match=whole(text)):
+        warnings_of(EIGHT, boxes)
+
+
+def test_a_list_of_tensors_without_axes_trains_as_the_whole_batch_once_it_is_stacked(eager):
+    class Loss(AnyInputs):
+        def construct(self, x, targets):
+            return ops.square(self.net(x)[:, 0] - (ops.stack(targets) if isinstance(targets, list) else targets)).mean()
+
+    weights, targets = [], [Tensor(value) for value in np.arange(8, dtype=np.float32)]
+    for step_of, given in ((nn.TrainOneStepCell, targets), (TrainOneStepCell, ops.stack(targets))):
+        cell = Loss()
+        cell.net.weight.set_data(Tensor(np.ones((1, 3), np.float32)))
+        cell.net.bias.set_data(Tensor(np.zeros(1, np.float32)))
+        loss_cell = cell if step_of is nn.TrainOneStepCell else GradAccumulation(cell, 8)
+        step_of(loss_cell, nn.SGD(cell.trainable_params(), 0.1)).set_train()(Tensor(EIGHT), given)
+        weights.append(cell.net.weight.asnumpy())
+    np.testing.assert_allclose(*weights, rtol=1e-5)
+
+
+ROWS_OF_ALL = (
+    "For 'GradAccumulation', the micro_size must be the number of micro batches of a batch, and not their rows, but "
+    "got 16 for a batch of {}, which is split into single rows. For an update of several small batches give "
+    "accumulation_steps."
+)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_more_micro_batches_than_rows_are_named_once(rows, eager):
+    assert warnings_of(EIGHT[:rows], micro_size=16) == [ROWS_OF_ALL.format(rows)]
+
+
+def test_as_many_micro_batches_as_rows_and_a_short_last_batch_are_not_named(eager):
+    assert warnings_of(EIGHT, micro_size=8) == []
+    cell = AnyInputs()
+    step = TrainOneStepCell(GradAccumulation(cell, 8), nn.SGD(cell.trainable_params(), 0.1)).set_train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (8, 3, 1):
+            step(Tensor(EIGHT[:rows]))
+
+
+TIMES = np.random.default_rng(0).normal(size=(8, 8, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_times_that_are_as_many_as_rows_are_named(kind, eager):
+    text = (
+        "For 'GradAccumulation', the rows must be on the axis that the network takes for them, on axis 1 for "
+        f"{kind.__name__} with batch_first=False, but got 'x' of shape (8, 8, 3) cut along axis 0. Give batch_axis an "
+        "entry per input, or build it with batch_first=True."
+    )
+    assert warnings_of(TIMES, cell=AnyInputs(kind(3, 2))) == [text]
+    assert warnings_of(TIMES, cell=AnyInputs(kind(3, 2)), batch_axis=1) == []
+    assert warnings_of(TIMES, cell=AnyInputs(kind(3, 2, batch_first=True))) == []
+    assert warnings_of(TIMES[:6], cell=AnyInputs(kind(3, 2))) == []

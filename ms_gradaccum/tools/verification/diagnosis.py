@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from mindspore import nn
 
-from ms_gradaccum.batch.split import ambiguous_inputs
+from ms_gradaccum.batch.ambiguous_inputs import ambiguous_inputs
 from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, misfit, misfits, norm
 from ms_gradaccum.tools.verification.experiment import Experiment
 from ms_gradaccum.tools.verification.loss_search import WRONG_REDUCTIONS, LossSearch

@@ -1,0 +1,125 @@
+"""Inputs that may be no batch, or the batch that no shape shows: warnings of the first batch, and hints of errors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ms_gradaccum._checks import warn
+from ms_gradaccum.batch.split import TENSORS, BatchAxis, count_rows, leaves_of, spread_axes, walk
+
+_OWNER = "GradAccumulation"
+# What a list may hold of each row. Tensors in it are looked at apart.
+_VALUES = (int, float, str, np.generic, list, tuple, dict)
+
+
+def ambiguous_inputs(inputs: tuple[Any, ...], batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
+    """Return the places of the inputs that may be no batch and are split all the same.
+
+    That is a tensor that is as long as the batch on another axis, too, such as a mask, or a vector of floating-point
+    numbers; with integers also these, which may be indices of rows.
+    """
+    places, found = 0, []
+    for i, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):
+        if not isinstance(item, TENSORS) or not isinstance(axis, int) or not item.shape:
+            continue
+        others = list(item.shape)
+        rows = others.pop(axis)
+        places += 1
+        dtype = str(item.dtype).lower()
+        if rows > 1 and (rows in others or (not others and "float" in dtype) or (with_integers and "int" in dtype)):
+            found.append(i)
+    return found if places > 1 else []  # Something must be the batch.
+
+
+def hint_of_split(
+    error: str, inputs: tuple[Any, ...], batch_axis: BatchAxis, name_of_input: Callable[[int], str]
+) -> str:
+    """Return which inputs may be split by mistake, as far as an error of a micro batch can come from that, or ""."""
+    shapes = _described(ambiguous_inputs(inputs, batch_axis, "indices" in error), inputs, name_of_input)
+    begin = f"For '{_OWNER}', the split may be at fault, where no shape shows what the batch is"
+    return shapes and f"{begin}: {shapes}. What is no batch needs None in batch_axis."
+
+
+def _described(places: Sequence[int], inputs: tuple[Any, ...], name_of_input: Callable[[int], str]) -> str:
+    return ", ".join(f"{name_of_input(place)} of shape {tuple(inputs[place].shape)}" for place in places)
+
+
+def warn_of_split(accumulation: Any, inputs: tuple[Any, ...], parts: int, is_first: bool) -> bool:
+    """Warn of inputs that may be split by mistake, or not split, where no error shows it.
+
+    Args:
+        accumulation: The GradAccumulation.
+        inputs: A batch, by position.
+        parts: The number of its micro batches.
+        is_first: Whether there was no batch before.
+
+    Returns:
+        Whether the batch was split, so that no other one has to be looked at.
+    """
+    if accumulation.micro_size == 1:
+        return False
+    batch_axis, name_of_input = accumulation.batch_axis, accumulation.name_of_input
+    items = list(walk(inputs, batch_axis))
+    rows = count_rows(leaves_of(items))
+    if is_first and rows < accumulation.micro_size:
+        warn(
+            f"For '{_OWNER}', the micro_size must be the number of micro batches of a batch, and not their rows, but "
+            f"got {accumulation.micro_size} for a batch of {rows}, which is split into single rows. For an update of "
+            f"several small batches give accumulation_steps."
+        )
+    if parts == 1:
+        return False
+    for place, item, axis, _ in items[1:]:
+        got = _each_row(item, axis, rows, isinstance(batch_axis, int))
+        if got:
+            name = name_of_input(int(place[6:-1])) if place.count("[") == 1 else place
+            warn(f"For '{_OWNER}', the input {name} should be a tensor if it has something of each row, but got {got}.")
+            return True
+    if isinstance(batch_axis, int):
+        _warn_of_equal_lengths(accumulation, inputs, parts, rows)
+    return True
+
+
+def _each_row(item: Any, axis: Any, rows: int, is_default: bool) -> str:
+    """Return what becomes of an input whose items may belong to one row each, and the remedy; "" for all others."""
+    if axis is None or not isinstance(item, (list, tuple)) or len(item) != rows:
+        return ""
+    with_rows = [any(leaf.axis is not None for leaf in leaves_of(walk(each, 0))) for each in item]
+    whole = f"a {type(item).__name__} of {rows}, which goes whole into each micro batch"
+    if all(isinstance(each, TENSORS) for each in item) and not any(with_rows):
+        return f"{whole}. Stack it, or else give it None in batch_axis"
+    if not isinstance(item, list):
+        return ""
+    if all(isinstance(each, _VALUES) for each in item) and not any(with_rows):
+        return f"{whole}. Give a tensor, or else a tuple"
+    if all(with_rows) and is_default:
+        each = f"each of which is cut along its axis {axis}"
+        return f"a list of {rows}, {each}. Pad it to one tensor, or else give batch_axis an entry per input"
+    return ""
+
+
+def _warn_of_equal_lengths(accumulation: Any, inputs: tuple[Any, ...], parts: int, rows: int) -> None:
+    """Warn of a tensor that is as long as the batch on two axes, where the other one may be the batch, or none is."""
+    batch_axis, name_of_input = accumulation.batch_axis, accumulation.name_of_input
+    cells = [cell for _, cell in accumulation.network.cells_and_names()]
+    time_major = next((cell.cls_name for cell in cells if getattr(cell, "batch_first", None) is False), None)
+    if time_major and batch_axis == 0:
+        square = [i for i, each in enumerate(inputs) if isinstance(each, TENSORS) and each.shape[:2] == (rows, rows)]
+        shapes = _described(square, inputs, name_of_input)
+        if shapes:
+            warn(
+                f"For '{_OWNER}', the rows must be on the axis that the network takes for them, on axis 1 for "
+                f"{time_major} with batch_first=False, but got {shapes} cut along axis 0. Give batch_axis an entry per "
+                f"input, or build it with batch_first=True."
+            )
+            return
+    if parts < rows:
+        return
+    places = [place for place in ambiguous_inputs(inputs, batch_axis) if inputs[place].shape == (rows, rows)]
+    shapes = _described(places, inputs, name_of_input)
+    if shapes:
+        warn(
+            f"For '{_OWNER}', the inputs that are cut into single rows, which fit any shape, should be batches, but "
+            f"got {shapes}. Give batch_axis an entry per input, None for a mask and what else is no batch."
+        )
