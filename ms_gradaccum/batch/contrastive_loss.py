@@ -1,4 +1,4 @@
-"""Contrastive losses whose table of similarities, rows times rows, exists a block of rows at a time."""
+"""Contrastive losses that compute the similarity matrix in blocks of rows."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _NONE = -1e30
 
 
 class ContrastiveLoss(nn.Cell):
-    r"""InfoNCE, in the memory of a block of rows: symmetric for two towers, supervised if there are labels.
+    r"""InfoNCE loss computed in blocks of rows: symmetric for two towers, supervised if there are labels.
 
     With :math:`s_{ij} = a_i \cdot b_j / \tau` and the positives :math:`P_i` of a row, which are the row of the same
     place alone or all rows of the same label, the loss of two towers is the mean over both directions of
@@ -116,7 +116,7 @@ class ContrastiveLoss(nn.Cell):
 
 
 class LogSumExps(nn.Cell):
-    """A weighted sum of the logarithms of the sums of exponentials of the products of rows with rows, along both axes.
+    """Weighted sum of log-sum-exp of the products of all rows of ``a`` and ``b``, along both axes.
 
     No table is broadcast: for each such operator MindSpore keeps, on CPU, two lists of places as long as its result.
     What is added to whole rows or columns of products is one more factor of each row.
@@ -135,7 +135,7 @@ class LogSumExps(nn.Cell):
     def construct(self, a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum, weighted by ``weights`` along both axes, or along that of the rows of ``a`` if these are one.
 
-        After it there are the logarithms, for the backward pass. Nothing goes back into the weights.
+        The logarithms follow it, for the backward pass. The weights get no gradient.
         """
         by_row: tuple[Tensor, ...] = ()
         by_column = ops.zeros((b.shape[0],), ms.float32) + _NONE
@@ -161,7 +161,7 @@ class LogSumExps(nn.Cell):
         return products
 
     def bprop(self, a: Tensor, b: Tensor, weights: Tensor, out: Any, dout: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients, from the products computed once more."""
+        """Return the gradients; the products are computed again."""
         rows, columns = b.shape[0], ops.ones((b.shape[0], 1), ms.float32)
         logs = ops.log(weights)
         longer_b = ops.concat((b, columns), 1)
@@ -180,7 +180,7 @@ class LogSumExps(nn.Cell):
 
 
 def label_numbers(labels: Tensor) -> Tensor:
-    """Return a number below that of the rows for each label, the same for those that are equal."""
+    """Number the labels from 0; equal labels get the same number."""
     ordered, places = ops.sort(labels.reshape(-1))
     begins = ops.cast(ops.not_equal(ordered[1:], ordered[:-1]), ms.float32)
     numbers = ops.concat((ops.zeros((1,), ms.float32), ops.cumsum(begins, 0)))

@@ -1,4 +1,4 @@
-"""A Dropout whose masks can be drawn again."""
+"""Dropout with reproducible masks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ _BITS = 24
 
 
 class ReplayDropout(nn.Cell):
-    r"""Dropout whose mask is a function of a seed and of an element's place, so that it can be drawn again.
+    r"""Dropout with a mask that depends only on a seed and on the position of an element, so it can be reproduced.
 
     In training each element is zero with probability `p`, and the others are divided by :math:`1 - p`, as in
     ``nn.Dropout``. The seed is a parameter that each forward pass counts up, so that masks differ from one to the
@@ -60,7 +60,7 @@ class ReplayDropout(nn.Cell):
         True False
     """
 
-    # How many layers without a seed there are.
+    # Number of layers without a seed.
     _layers = 0
 
     __call__: Callable[[Tensor], Tensor]
@@ -100,11 +100,11 @@ class ReplayDropout(nn.Cell):
         return x * ops.stop_gradient(kept * (1 / (1 - self.p)))
 
     def _places(self, x: Tensor, seed: Tensor) -> Tensor:
-        """Return the numbers from 1 on, one for each element. As constants of a graph they would stay for ever."""
+        """Number the elements from 1. They are computed, since constants of a graph are never freed."""
         return self.cumulate(ops.FillV2()((x.size,), _unknown(1, seed)), 0)
 
     def _hashed(self, values: Tensor, seed: Tensor) -> Tensor:
-        """Return 32 bits of which each depends on all of a number's, by products and shifts modulo 2 ** 32."""
+        """Hash each number to 32 bits by products and shifts modulo 2 ** 32."""
         for i, bits in enumerate(_SHIFTS):
             # A shift of signed numbers brings ones in at the left.
             shifted = ops.bitwise_right_shift(values, Tensor(bits, ms.int32))

@@ -1,1 +1,1 @@
-"""Steps and trainers of other projects, with this package's accumulation inside. None of them is imported unasked."""
+"""Training steps and trainers of other projects that use this package's accumulation. They are imported on demand."""

@@ -1,4 +1,4 @@
-"""``create_trainer`` of mindcv, whose Model accumulates as this package does."""
+"""``create_trainer`` of mindcv with this package's accumulation."""
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -41,9 +41,9 @@ def create_trainer(
     bad_micro_batch: BadMicroBatch = "skip_window",
     compile: bool | None = None,
 ) -> Model:
-    r"""Return a model as mindcv's function of this name does, with this package's accumulation in it.
+    r"""Return a Model like mindcv's function of the same name, with this package's accumulation.
 
-    The arguments are those of mindcv 0.3.0, and two things more. What converts the network to half precision is
+    The arguments are those of mindcv 0.3.0, and two more. The conversion to half precision is
     mindcv's own.
 
     Args:
@@ -95,7 +95,7 @@ def create_trainer(
 
 
 def _with_loss(network: nn.Cell, loss: nn.Cell, amp_level: str, amp_cast_list: str | None) -> nn.Cell:
-    """Return the loss cell of mindcv, which has converted the network in place."""
+    """Return mindcv's loss cell. mindcv converts the network in place."""
     from mindcv.utils.amp import auto_mixed_precision
     from mindcv.utils.trainer_factory import add_loss_network
 
@@ -110,7 +110,7 @@ def _check_no_ema(ema: Any, ema_decay: Any) -> None:
 
 
 def _check_own_scale(optimizer: Any) -> None:
-    """Raise if the optimizer would divide the gradient by a scale once more."""
+    """Raise if the optimizer divides the gradient by a loss scale again."""
     factor = getattr(optimizer, "reciprocal_scale", 1.0)
     factor = factor.asnumpy().item() if isinstance(factor, Tensor) else factor
     if factor != 1:

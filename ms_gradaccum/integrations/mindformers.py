@@ -1,4 +1,4 @@
-"""The wrapper ``AccumulatedStep`` in the registry of mindformers. To import this file is to register it."""
+"""The wrapper ``AccumulatedStep`` in the registry of mindformers. Importing this file registers it."""
 
 from mindformers.core.context.build_context import is_legacy_model
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -12,9 +12,9 @@ from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "AccumulatedStep"
-# What mindformers' trainer gives to every wrapper and this one has no use for.
+# Arguments that mindformers' trainer passes to every wrapper and that are not needed here.
 _UNUSED = ("parallel_config", "lr_scheduler", "global_norm_spike_threshold")
-# What must be off, and what to do about it.
+# Settings that must be off, with the remedy.
 _OFF = {
     "local_norm": "The norm is that of the window's mean gradient over all parameters.",
     "use_skip_data_by_global_norm": "A large gradient can be clipped: use_clip_grad: True.",
@@ -24,11 +24,11 @@ _OFF = {
 
 
 class SummedLoss(nn.Cell):
-    """The one loss of a model that returns its terms, as those of mindformers without ``use_legacy`` do.
+    """Sum of the loss terms of a model, such as mindformers' models without ``use_legacy``.
 
     Args:
         network: Returns four mean losses, or six items with sums of losses and the number of tokens.
-        per_token: Which of the two.
+        per_token: True for six items.
     """
 
     def __init__(self, network: nn.Cell, per_token: bool) -> None:
@@ -45,7 +45,7 @@ class SummedLoss(nn.Cell):
 
 
 class AccumulatedStep(TrainOneStepCell):
-    r"""Train a network of mindformers with the batches of its dataset in `micro_size` micro batches each.
+    r"""Train a network of mindformers with each batch of its dataset split into `micro_size` micro batches.
 
     Takes the place of ``MFTrainOneStepCell`` in ``runner_wrapper`` of the YAML file.
 
@@ -107,11 +107,11 @@ class AccumulatedStep(TrainOneStepCell):
         return self.shown(tuple(super().__call__(*args, **kwargs)._asdict().values()))
 
     def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return what the monitors read."""
+        """Return the outputs in the order of mindformers' monitors."""
         loss, overflow, _, _, norm, _, rates, _ = items
-        # mindformers saves the scale of its next step, to go on with it.
+        # mindformers saves the scale of the next step in order to resume.
         scale = ops.depend(self.body.loss_scale.value(), items)
-        # Of groups with rates of their own, that of the last one.
+        # With a rate per group, the rate of the last group.
         return loss, overflow, scale, rates[-1] if rates.ndim > 0 else rates, norm
 
 

@@ -16,7 +16,7 @@ _OWNER = "train_step"
 
 
 class ModelLoss(nn.Cell):
-    r"""The loss that a model of ``mindone.transformers`` computes itself, given labels.
+    r"""Loss cell around a model of ``mindone.transformers``, which computes its loss from the labels.
 
     Args:
         model (Cell): The model. It is called with keywords and ``return_dict=False``, and returns its loss first.
@@ -75,8 +75,7 @@ def train_step(
 ) -> TrainOneStepCell:
     """Return the training step for mindone's trainers, in place of ``TrainOneStepWrapper``.
 
-    The arguments are those of ``mindone.trainers.train_step.TrainOneStepWrapper`` in mindone 0.5.0, and two things
-    more.
+    The arguments are those of ``mindone.trainers.train_step.TrainOneStepWrapper`` in mindone 0.5.0, and two more.
 
     Args:
         network (Cell): The loss cell, for example a :class:`ModelLoss`.

@@ -1,4 +1,4 @@
-"""The loss scale that MindSpore's own training steps take as ``scale_sense``, as a `mixed_precision` of ours."""
+"""Conversion of ``scale_sense``, the loss scale of MindSpore's training steps, to `mixed_precision`."""
 
 import warnings
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _REMEDY = "For example 1024, or nn.DynamicLossScaleUpdateCell(65536, 2, 1000)."
 def scale_taken_out() -> Iterator[None]:
     """Build a step in place of one that divides the gradient by a fixed scale itself.
 
-    That MindSpore's own step would leave it to the optimizer is then nothing to warn of: the steps of mindcv and
+    No warning is needed that MindSpore's own step leaves this to the optimizer: the steps of mindcv and
     mindone divide as ours does, so no number changes. Of an optimizer that divides by a scale of its own, warnings and
     errors come through.
     """
@@ -30,10 +30,10 @@ def scale_taken_out() -> Iterator[None]:
 
 
 def precision_of(owner: str, scale_sense: ScaleSense, drop_overflow_update: bool = True) -> PrecisionChoice:
-    """Return the `mixed_precision` that scales the loss as this ``scale_sense`` does and converts nothing.
+    """Return a `mixed_precision` with the loss scale of ``scale_sense`` and no conversion.
 
-    ``drop_overflow_update`` is whether a window with an Inf or a NaN makes no update, which a fixed scale can do
-    without.
+    ``drop_overflow_update`` selects whether a window with an Inf or a NaN makes no update; a fixed scale can
+    turn this off.
     """
     if isinstance(scale_sense, (amp.LossScaler, amp.LossScaleManager)):
         return scale_sense
