@@ -238,6 +238,7 @@ class Accumulator(nn.Cell, Observed):
         """
         trained = self.window.only(network)
         with self.window.batch_of(trained):
+            self.window.recognise((args, kwargs))
             return trained.backward(args, kwargs)
 
     def __call__(
@@ -253,6 +254,7 @@ class Accumulator(nn.Cell, Observed):
         check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
         trained = self.window.only(network)
         with self.window.batch_of(trained):
+            self.window.recognise((), None if weight == 1.0 else weight)
             self.events.micro_batch_begin(0, None)
             trained.add_grads(grads, weight, loss, weight if reduction == "mean" else 1.0)
             self.events.micro_batch_end(0, None)

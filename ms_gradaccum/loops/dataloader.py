@@ -10,36 +10,14 @@ from mindspore import nn
 from mindspore.dataset import Dataset
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from ms_gradaccum._checks import check_saved, is_flag, sentence, typed
+from ms_gradaccum._checks import check_saved, is_flag, sentence, typed, warn
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of, tuples_of
+from ms_gradaccum.loops.handed_batches import Handed, HandedBatches
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
 _OWNER = "Accumulator"
 _ITERATORS = ("create_tuple_iterator", "create_dict_iterator")
-
-
-class ActivePasses:
-    """The passes over prepared datasets that are under way, the innermost one last."""
-
-    def __init__(self) -> None:
-        self._open: list[PreparedDataset] = []
-
-    def enter(self, dataset: "PreparedDataset") -> None:
-        """Note that ``dataset`` gives a batch: what was begun inside its last one has been left."""
-        if dataset in self._open:
-            del self._open[self._open.index(dataset) + 1 :]
-        else:
-            self._open.append(dataset)
-
-    def leave(self, dataset: "PreparedDataset") -> None:
-        """Note that a pass over ``dataset`` is over."""
-        if dataset in self._open:
-            del self._open[self._open.index(dataset) :]
-
-    def innermost(self) -> "PreparedDataset | None":
-        """Return the dataset that the current batch is from."""
-        return self._open[-1] if self._open else None
 
 
 class PreparedDataset:
@@ -55,8 +33,7 @@ class PreparedDataset:
         self.number = window.enroll(self)
         self.epoch = -1
         self.at_end = False
-        # Of the current batch, None if it has no tensors.
-        self.rows: int | None = None
+        self.handed = HandedBatches()
         # Of the current pass: batches taken, those that every process has, and what their order depends on.
         self.batches = self.common = 0
         self.sources: Sources | None = None
@@ -103,18 +80,23 @@ class PreparedDataset:
         lengths = gather_counts(self._length() - self.batches) if self.several else [0]
         missing = max(lengths) - (self._length() - self.batches) if self.several else 0
         self.common = self.batches + min(lengths)
+        is_left = True
         try:
             for batch, is_last in _look_ahead(self._batches(*begin, iterate)):
                 self.at_end = is_last and missing == 0
                 self.batches += 1
-                self.rows = _rows_of(batch)
                 passes.enter(self)
+                place = self.epoch, self.batches, self.at_end, self.sources
+                self.handed.hand_out(Handed(self.handed, batch, *place))
                 yield batch
-            for i in range(missing):
-                self.at_end = i == missing - 1
-                passes.enter(self)
-                self.window.join()
+            is_left = False
+            if self.handed.are_fetched:
+                # The other ranks wait for what this one has not trained yet.
+                self.handed.joins = missing
+            else:
+                self.window.join_others(missing, self.epoch)
         finally:
+            self.handed.end(is_left)
             self.at_end, self.sources = False, None
             passes.leave(self)
 
@@ -131,6 +113,13 @@ class PreparedDataset:
             self.batches, self.sources, random_now = place.batches, place.sources, place.random_now
         if self.sources is None:
             self.sources = Sources.now(current_world(_OWNER).size)
+        if self.window.passes.begin(self.handed) and not self.handed.restarts:
+            self.handed.restarts = True
+            warn(
+                f"For '{_OWNER}', a prepared dataset that is trained together with another one has begun anew before "
+                f"the end of that one, but its last batch has ended a window. Prepare only the data whose end ends "
+                f"the loop."
+            )
         return self.sources, random_now
 
     def _batches(
@@ -154,6 +143,10 @@ class PreparedDataset:
         if ahead is not None:
             # Nothing was taken since a state was loaded.
             return ahead.among(length, ranks)._replace(ranks=ranks)
+        if self.handed.is_ahead and self.handed.waiting:
+            # What was fetched and not trained is still to come.
+            first = self.handed.waiting[0]
+            return PassPlace(first.epoch, first.place - 1, length, first.origin, ranks)
         if self.sources is None or self.at_end:
             return PassPlace(self.epoch, None, length, None, ranks)
         if self.several and self.batches > self.common:
@@ -231,11 +224,6 @@ def _of_whole(method: Any) -> Any:
         return result
 
     return checked
-
-
-def _rows_of(batch: Any) -> int | None:
-    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (tuple, list)) else [batch]
-    return next((int(item.shape[0]) for item in items if getattr(item, "shape", ())), None)
 
 
 def _look_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

@@ -9,7 +9,8 @@ from mindspore import nn
 
 from ms_gradaccum._checks import all_or_nothing, check_number, check_saved, check_saved_list, is_flag, sentence, warn
 from ms_gradaccum.loops.data_position import PassPlace
-from ms_gradaccum.loops.dataloader import ActivePasses, PreparedDataset, PreparedScheduler
+from ms_gradaccum.loops.dataloader import PreparedDataset, PreparedScheduler
+from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, arrays_in, rows_of
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
 from ms_gradaccum.loops.schedule import AccumulationConfig, WindowCounter
 from ms_gradaccum.training.events import Events
@@ -41,6 +42,11 @@ class LoopWindow:
         self._places: list[PassPlace | None] = []
         self.ends = self.updated = self.in_batch = False
         self._withheld = 0
+        # Of the current batch: whether it is inside no_sync(), the prepared batches that it has, or is expected to
+        # have, whether it was seen to have them, and its rows if it is a piece of one.
+        self._is_withheld = self._is_known = False
+        self._batches: list[Handed] = []
+        self._piece_rows: float | None = None
         # Of the window's last batch that came without a weight, if known. Whether a difference has been warned of.
         self._rows: int | None = None
         self._has_warned_of_rows = False
@@ -51,11 +57,14 @@ class LoopWindow:
         return any(trained.is_open for trained in self.networks)
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Enclose one batch. A failure before anything was added leaves no trace."""
+    def batch(self, join: tuple[bool, int] | None = None) -> Iterator[None]:
+        """Enclose one batch. A failure before anything was added leaves no trace.
+
+        ``join`` is of a batch that only other processes have: whether it is the last one, and its epoch.
+        """
         if self.in_batch:
             raise _disorder("accumulate() must not be entered twice", "it inside itself", "Write one 'with' per batch.")
-        self._begin()
+        self._begin(join)
         self.in_batch, was_open = True, self.is_open
         try:
             yield
@@ -63,13 +72,18 @@ class LoopWindow:
             if self._awaits_batch:
                 self.counter.take_back_batch()
                 self.events.batches -= 1
-                self.ends = False
+                self.ends, self._batches = False, []
             if was_open and not self.is_open and not self.ends:
                 self.counter.end_window()
             raise
         finally:
             self.in_batch = False
             self._keep_count()
+            for each in self._batches:
+                each.source.train(each, self._piece_rows)
+        for source in [each.source for each in self._batches if each.source.joins and not each.source.waiting]:
+            missing, source.joins = source.joins, 0
+            self.join_others(missing, self._batches[0].epoch)
 
     def _follow_sums(self) -> None:
         """Go on with the windows whose sums are there: MindSpore's checkpoints have them, and how many batches."""
@@ -85,24 +99,44 @@ class LoopWindow:
     def _count_of(self, trained: TrainedNetwork) -> int:
         return self.counter.batches if trained.is_open else 0
 
-    def _begin(self) -> None:
+    def _begin(self, join: tuple[bool, int] | None) -> None:
         self._follow_sums()
         if self.ends and self.is_open:
             remedy = "Call step(), or zero_grad() to throw the window away; a batch in no_sync() ends none."
             raise _disorder("a full window must be followed by step()", "the next batch", remedy)
         if self.ends:
             self.counter.end_window()
+        batches = [] if join is not None else self.passes.coming()
         # First: a schedule can refuse, and then nothing has begun.
-        self._count_batch()
+        self._count_batch(batches, join)
         for trained in self.networks:
             trained.has_batch = False
         self.updated = False
         self.events.batches += 1
 
-    def _count_batch(self) -> None:
-        source = self.passes.innermost()
-        end, epoch = (False, None) if source is None else (source.at_end, source.epoch)
-        self.ends = self.counter.begin_batch(end, epoch, self._withheld > 0)
+    def _count_batch(self, batches: list[Handed], join: tuple[bool, int] | None = None) -> None:
+        """Count a batch that is expected to have these batches of prepared datasets."""
+        found = batches[0].epoch if batches else None
+        end, epoch = join or (any(each.ends_with(each.source.piece_rows) for each in batches), found)
+        self._is_withheld = self._withheld > 0
+        self.ends = self.counter.begin_batch(end, epoch) and not self._is_withheld
+        self._batches, self._is_known, self._piece_rows = batches, False, None
+
+    def recognise(self, inputs: Any, rows: float | None = None) -> None:
+        """Find out which batch of a prepared dataset ``inputs`` are, all of it or a piece with so many rows."""
+        arrays = list(arrays_in(inputs))
+        found = self.passes.find(arrays)
+        if found:
+            self._batches = list(dict.fromkeys([*self._batches, *found] if self._is_known else found))
+            self.passes.trained = [each.source for each in self._batches]
+            self._is_known, self._piece_rows = True, None
+        elif not self._is_known:
+            # A weight counts tokens, too: it tells of pieces where there were some before.
+            cuts = any(each.source.pieces_before_that_of(each) > 1 for each in self._batches)
+            self._piece_rows = rows if cuts and rows is not None else rows_of(arrays)
+        if self._batches:
+            end = any(each.ends_with(self._piece_rows) for each in self._batches)
+            self.ends = self.counter.is_full(end) and not self._is_withheld
 
     @property
     def _awaits_batch(self) -> bool:
@@ -113,7 +147,7 @@ class LoopWindow:
         """Begin a window, with the current batch if nothing of it was added to the last one."""
         self.counter.end_window()
         if self._awaits_batch:
-            self._count_batch()
+            self._count_batch(self._batches)
 
     def _keep_count(self) -> None:
         """Write the number of batches beside the sums that they are in."""
@@ -141,8 +175,8 @@ class LoopWindow:
     def checked_weight(self, weight: Any) -> float:
         """Return the weight of a batch; warn if it has none and the batch before in its window had other rows."""
         number = check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
-        source = self.passes.innermost()
-        rows = None if source is None or number != 1.0 else source.rows
+        batches = self._batches if self.in_batch else self.passes.coming()
+        rows = None if number != 1.0 or not batches else batches[0].rows
         before, self._rows = self._rows if self.is_open else None, rows
         if None in (rows, before) or rows == before or self._has_warned_of_rows:
             return number
@@ -264,9 +298,14 @@ class LoopWindow:
         self._begin_anew()
         return batches
 
-    def join(self) -> None:
+    def join_others(self, missing: int, epoch: int) -> None:
+        """Take part in the last batches of an epoch, of which this process has so many less than others."""
+        for i in range(missing):
+            self.join((i == missing - 1, epoch))
+
+    def join(self, join: tuple[bool, int] | None = None) -> None:
         """Take part in a batch of the other processes without one."""
-        with self.batch():
+        with self.batch(join):
             for trained in self.networks:
                 trained.join()
         if not self.ends:

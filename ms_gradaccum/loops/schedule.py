@@ -210,13 +210,16 @@ class WindowCounter:
         """Go on from the counts that `state_dict` has returned."""
         vars(self).update(check_saved(saved, "how many batches, updates and tokens its loop had", self._RULES))
 
-    def begin_batch(self, end_of_data: bool, epoch: int | None, withheld: bool) -> bool:
-        """Count one batch and return whether it ends the window, unless the end is withheld."""
+    def begin_batch(self, end_of_data: bool, epoch: int | None) -> bool:
+        """Count one batch and return whether it fills the window."""
         if self.batches == 0 or self.steps == 0:
             self.steps = self.config.steps_for(epoch, self.updates, self.tokens)
         self.batches += 1
-        full = self.batches >= self.steps or (end_of_data and self.config.sync_with_dataloader)
-        return full and not withheld
+        return self.is_full(end_of_data)
+
+    def is_full(self, end_of_data: bool) -> bool:
+        """Return whether the window has all of its batches."""
+        return self.batches >= self.steps or (end_of_data and self.config.sync_with_dataloader)
 
     def go_on_at(self, batches: int) -> None:
         """Go on in a window that has so many batches, and is as long as one that would begin now."""

@@ -48,7 +48,7 @@ def used_events(events):
 
 def used_counter(counter):
     for _ in range(5):
-        if counter.begin_batch(False, None, False):
+        if counter.begin_batch(False, None):
             counter.count_update(2.5)
             counter.end_window()
 

@@ -296,7 +296,7 @@ def test_windows_partition_any_passes(passes, steps, apply):
     sizes = []
     for length in passes:
         for index in range(length):
-            if counter.begin_batch(index == length - 1, 0, False):
+            if counter.begin_batch(index == length - 1, 0):
                 sizes.append(counter.batches)
                 counter.end_window()
     if not apply:

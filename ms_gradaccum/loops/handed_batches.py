@@ -1,0 +1,223 @@
+"""The batches that prepared datasets have handed out, and which of them a loop trains.
+
+A window ends with the data, and that is where the last batch is trained, not where it is handed out: a loop may fetch
+batches ahead, cut them, skip some, or draw from other prepared datasets as well.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor
+
+
+class Handed:
+    """One batch that a prepared dataset has handed out.
+
+    Args:
+        source: The batches of its dataset.
+        batch: The batch itself, which is known again by its tensors and arrays.
+        epoch: Number of its pass.
+        place: Number of the batch in its pass, from 1 on.
+        is_last: Whether it ends the pass, on all ranks.
+        origin: What the order of the samples of its pass depends on.
+
+    Attributes:
+        pieces: How many times `accumulate()` was entered for it so far.
+        rows_trained: Rows of the pieces that were trained; None if nobody knows.
+    """
+
+    def __init__(self, source: "HandedBatches", batch: Any, epoch: int, place: int, is_last: bool, origin: Any) -> None:
+        self.source, self.epoch, self.place, self.is_last, self.origin = source, epoch, place, is_last, origin
+        arrays = list(arrays_in(batch))
+        # Weakly: a loop that skips a batch shall not keep it in memory.
+        self._parts = [weakref.ref(each) for each in arrays]
+        self.rows = rows_of(arrays)
+        self.pieces = 0
+        self.rows_trained: float | None = 0.0
+
+    def arrays_among(self, arrays: list[Any]) -> int:
+        """Return how many of ``arrays`` are of this batch."""
+        parts = [part() for part in self._parts]
+        return sum(any(part is each for part in parts) for each in arrays)
+
+    def ends_with(self, rows: float | None) -> bool:
+        """Return whether the data ends once a piece of so many rows (None: not known) is trained.
+
+        The batch before this one shows whether the loop cuts batches, and into how many pieces.
+        """
+        source = self.source
+        before = source.pieces_before_that_of(self)
+        if source.is_shuffled and not source.is_open:
+            return not any(each is not self for each in source.waiting)
+        if not self.is_last or source.restarts or before == 1:
+            return self.is_last and not source.restarts
+        if rows is None or self.rows_trained is None or self.rows is None or rows > self.rows:
+            return self.pieces + 1 >= before
+        return self.rows_trained + rows >= self.rows
+
+
+class HandedBatches:
+    """The batches of one prepared dataset that were handed out.
+
+    Attributes:
+        waiting: Those of which nothing was trained yet, in order.
+        current: The one that was trained last.
+        is_open: Whether a pass is under way.
+        is_ahead: Whether the loop fetches batches before it trains the ones before them.
+        is_shuffled: Whether the loop trains a pass in another order.
+        restarts: Whether passes begin anew inside one over another dataset that is trained with it.
+        pieces_before: Pieces of the batch before the current one; 0 if there was none.
+        piece_rows: Rows of the last piece, which the coming one is expected to have.
+        joins: Batches of other ranks in which this one takes part once it has trained its last.
+    """
+
+    is_open = is_ahead = is_shuffled = restarts = False
+    current: Handed | None = None
+    newest: Handed | None = None
+    pieces_before = joins = 0
+    piece_rows: float | None = None
+
+    def __init__(self) -> None:
+        self.waiting: list[Handed] = []
+
+    def begin(self) -> None:
+        """Begin a pass. What is left of the last one is still to come where the loop fetches ahead."""
+        if not self.is_ahead:
+            self.waiting.clear()
+        self.is_open, self.is_shuffled, self.newest = True, False, None
+
+    def hand_out(self, batch: Handed) -> None:
+        """Note a batch that goes to the loop now."""
+        self.newest = batch
+        self.waiting.append(batch)
+
+    def end(self, is_left: bool) -> None:
+        """End a pass; ``is_left`` if the loop wants no more of it."""
+        self.is_open = False
+        if is_left:
+            self.waiting.clear()
+
+    @property
+    def are_fetched(self) -> bool:
+        """Whether batches of the pass are still to be trained although all were handed out."""
+        seen = self.current is not None and self.newest is not None and self.current.epoch == self.newest.epoch
+        return bool(self.waiting) and (self.is_ahead or not seen)
+
+    def pieces_before_that_of(self, batch: Handed) -> int:
+        """Return the pieces of the batch that was trained before this one; 0 if there was none."""
+        if batch is self.current or self.current is None:
+            return self.pieces_before
+        return self.current.pieces
+
+    def coming(self) -> Handed | None:
+        """Return the batch that is trained next, as far as it is known before."""
+        if self.waiting:
+            return self.waiting[0 if self.is_ahead or not self.is_open else -1]
+        return self._current_if_open()
+
+    def _current_if_open(self) -> Handed | None:
+        """Return the batch that was trained last if more of it is to come."""
+        goes_on = self.is_open or (self.current is not None and self.current.pieces < self.pieces_before)
+        return self.current if goes_on else None
+
+    def find(self, arrays: list[Any]) -> Handed | None:
+        """Return the batch that most of ``arrays`` are of; in doubt the one that is expected."""
+        best, most = None, 0
+        known = self.waiting if self.is_ahead or not self.is_open else self.waiting[::-1]
+        for each in (*known, self._current_if_open()):
+            count = 0 if each is None else each.arrays_among(arrays)
+            if count > most:
+                best, most = each, count
+            if most == len(arrays):
+                break
+        return best
+
+    def train(self, batch: Handed, rows: float | None) -> None:
+        """Note that a piece of ``batch`` with so many rows was trained."""
+        before, self.current, self.piece_rows = self.current, batch, rows
+        batch.pieces += 1
+        batch.rows_trained = None if rows is None or batch.rows_trained is None else batch.rows_trained + rows
+        if batch is before:
+            return
+        if before is not None:
+            self.pieces_before = before.pieces
+            self.is_shuffled |= before.epoch == batch.epoch and batch.place < before.place
+        if self.is_open:
+            self.is_ahead = batch is not self.newest
+            # Those before it were passed over.
+            self.waiting = [each for each in self.waiting if (each.epoch, each.place) > (batch.epoch, batch.place)]
+        elif batch in self.waiting:
+            self.waiting.remove(batch)
+
+
+class ActivePasses:
+    """The passes over prepared datasets that are under way, the innermost one last, and those that are trained.
+
+    Attributes:
+        trained: Whose batches the loop was seen to train last.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[Any] = []
+        # Whatever may still be trained: strongly, since a loop may have the batches without the dataset.
+        self._recent: list[HandedBatches] = []
+        self.trained: list[HandedBatches] = []
+
+    def begin(self, handed: HandedBatches) -> bool:
+        """Begin a pass. Return whether it begins inside one over another dataset that is trained with it."""
+        handed.begin()
+        self._recent = [each for each in self._recent if each is not handed and (each.is_open or each.waiting)]
+        self._recent = [*self._recent[-7:], handed]
+        return handed in self.trained and any(each.is_open for each in self.trained if each is not handed)
+
+    def enter(self, dataset: Any) -> None:
+        """Note that ``dataset`` gives a batch: what was begun inside its last one has been left."""
+        if dataset in self._open:
+            del self._open[self._open.index(dataset) + 1 :]
+        else:
+            self._open.append(dataset)
+
+    def leave(self, dataset: Any) -> None:
+        """Note that a pass over ``dataset`` is over."""
+        if dataset in self._open:
+            del self._open[self._open.index(dataset) :]
+
+    def innermost(self) -> Any:
+        """Return the dataset that the current batch is from, if nothing else is known."""
+        return self._open[-1] if self._open else None
+
+    def coming(self) -> list[Handed]:
+        """Return the batches that are trained next, as far as it is known before."""
+        found = [each.coming() for each in self.trained if each.waiting]
+        if not found and self._open:
+            found = [self._open[-1].handed.coming()]
+        if not found:
+            found = [each.coming() for each in self._recent if each.are_fetched][-1:]
+        return [batch for batch in found if batch is not None]
+
+    def find(self, arrays: list[Any]) -> list[Handed]:
+        """Return the batches that ``arrays`` are of: one of each dataset that has some of them."""
+        inner = [each.handed for each in reversed(self._open)]
+        found: list[Handed] = []
+        for each in dict.fromkeys([*self.trained, *inner, *reversed(self._recent)]):
+            batch = each.find(arrays) if arrays else None
+            if batch is not None:
+                found.append(batch)
+                arrays = [array for array in arrays if not batch.arrays_among([array])]
+        return found
+
+
+def arrays_in(batch: Any) -> Iterator[Any]:
+    """Yield the tensors and arrays of a batch."""
+    if isinstance(batch, (Tensor, np.ndarray)):
+        yield batch
+    elif isinstance(batch, (dict, tuple, list)):
+        for each in batch.values() if isinstance(batch, dict) else batch:
+            yield from arrays_in(each)
+
+
+def rows_of(arrays: list[Any]) -> int | None:
+    """Return the rows of a batch or a piece of one: the length of its first array."""
+    return next((int(each.shape[0]) for each in arrays if each.shape), None)

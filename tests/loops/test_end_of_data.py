@@ -1,0 +1,211 @@
+"""The end of the data belongs to the batch that is trained last, however a loop comes by its batches."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from linear_toy import batches, descend, weight_of
+from loop_toy import FOUR, batch, toy_loop, train, updates_of
+from mindspore import Tensor
+from mindspore.dataset import NumpySlicesDataset
+
+from ms_gradaccum import load_state, save_state
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+SIX = [batch(row) for row in range(1, 7)]
+ENDS_OF_SIX = [False, False, False, True, False, True]
+
+
+def prefetched(data, depth=1):
+    """The batches of `data`, each when so many after it were fetched."""
+    data, held = iter(data), []
+    for each in data:
+        held.append(each)
+        if len(held) > depth:
+            yield held.pop(0)
+    yield from held
+
+
+WAYS = {
+    "plain": lambda prepared: prepared,
+    "one ahead": prefetched,
+    "three ahead": lambda prepared: prefetched(prepared, 3),
+    "further ahead than there are batches": lambda prepared: prefetched(prepared, 20),
+    "a list": list,
+    "as arrays": lambda prepared: (tuple(Tensor(each.asnumpy()) for each in pair) for pair in prepared),
+}
+
+
+@pytest.mark.parametrize("make", [lambda: SIX, lambda: (each for each in SIX)], ids=["list", "generator"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_loop_may_fetch_batches_before_it_trains_them(way, make):
+    network, accumulator = toy_loop(4)
+    for _ in range(2):
+        assert updates_of(accumulator, way(accumulator.prepare(make()))) == ENDS_OF_SIX
+    assert weight_of(network) == pytest.approx(descend(*[(1, 2, 3, 4), (5, 6)] * 2), rel=1e-5)
+    assert not accumulator.window.is_open
+
+
+def test_batches_of_a_pipeline_are_fetched_ahead_over_the_end_of_a_pass():
+    network, accumulator = toy_loop(3)
+    prepared = accumulator.prepare(batches(2))
+    chained = itertools.chain.from_iterable(prepared for _ in range(3))
+    assert updates_of(accumulator, prefetched(chained, 2)) == [False, False, True, True] * 3
+    assert weight_of(network) == pytest.approx(descend(*[(1, 2, 3, 4, 5, 6), (7, 8)] * 3), rel=1e-5)
+
+
+def test_a_list_may_be_trained_in_any_order():
+    _, accumulator = toy_loop(4)
+    shuffled = list(accumulator.prepare(SIX))
+    random.Random(0).shuffle(shuffled)
+    assert shuffled[0] is not SIX[5]
+    assert updates_of(accumulator, shuffled) == ENDS_OF_SIX
+
+
+@pytest.mark.parametrize("way", ["plain", "one ahead", "a list", "as arrays"])
+def test_batches_may_be_skipped(way):
+    _, accumulator = toy_loop(4)
+    ends = updates_of(accumulator, itertools.islice(WAYS[way](accumulator.prepare(SIX)), 1, None, 2))
+    assert ends == [False, False, True]
+
+
+def test_a_second_dataset_that_is_drawn_by_hand_ends_nothing():
+    """As a semi-supervised loop does: its second data begins anew where it ends."""
+    network, accumulator = toy_loop(4)
+    labelled, unlabelled = accumulator.prepare(SIX, [batch(9), batch(10)])
+    again, ends = itertools.chain.from_iterable(unlabelled for _ in range(9)), []
+    for each in labelled:
+        next(again)
+        ends += updates_of(accumulator, [each])
+    assert ends == ENDS_OF_SIX
+    assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4), (5, 6)), rel=1e-5)
+
+
+def test_an_iterator_of_the_validation_that_stands_at_its_last_batch_ends_nothing():
+    _, accumulator = toy_loop(4)
+    training, validation = accumulator.prepare(SIX, [batch(9)])
+    ends = []
+    for each in training:
+        held = iter(validation)
+        next(held)
+        ends += updates_of(accumulator, [each])
+    assert ends == ENDS_OF_SIX
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["shorter first", "longer first"])
+def test_two_datasets_side_by_side_end_with_the_shorter_one(order):
+    _, accumulator = toy_loop(4)
+    others = [batch(row) for row in range(11, 20)]
+    for _ in range(2):
+        ends = []
+        for pair in zip(*accumulator.prepare(*(SIX, others)[::order]), strict=False):
+            with accumulator.accumulate():
+                accumulator.window.recognise(pair)
+                accumulator.backward(*pair[0])
+                accumulator.step()
+            ends.append(accumulator.updated)
+        assert ends == ENDS_OF_SIX
+
+
+def test_a_dataset_that_is_trained_with_another_one_and_begins_anew_is_named():
+    _, accumulator = toy_loop(8)
+    outer, inner = accumulator.prepare(SIX, [batch(9), batch(10)])
+    again = itertools.chain.from_iterable(inner for _ in range(9))
+    ends = []
+    with pytest.warns(UserWarning, match="has begun anew before the end of that one, but its last batch") as told:
+        for pair in zip(outer, again, strict=False):
+            with accumulator.accumulate():
+                accumulator.window.recognise(pair)
+                accumulator.backward(*pair[0])
+                accumulator.step()
+                ends.append(accumulator.updated)
+    assert len(told) == 1 and ends[-1]
+
+
+def slices(data, rows):
+    for x, y in data:
+        for begin in range(0, len(x), rows):
+            yield x[begin : begin + rows], y[begin : begin + rows]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("pairs", [[(1, 2, 3, 4), (5, 6, 7, 8)], [(1, 2, 3, 4), (5, 6)], [(1, 2, 3, 4)]])
+def test_slices_of_the_last_batch_end_with_the_last_of_them(rows, pairs):
+    network, accumulator = toy_loop(20)
+    prepared = accumulator.prepare([batch(*each) for each in pairs])
+    for _ in range(2):
+        ends = updates_of(accumulator, slices(prepared, rows))
+        assert ends == [False] * (len(ends) - 1) + [True]
+    every = tuple(itertools.chain.from_iterable(pairs))
+    assert weight_of(network) == pytest.approx(descend(every, every), rel=1e-5)
+
+
+def test_a_batch_that_is_trained_several_times_ends_with_the_last_time():
+    _, accumulator = toy_loop(20)
+    repeated = (each for each in accumulator.prepare(SIX) for _ in range(3))
+    assert updates_of(accumulator, repeated) == [False] * 17 + [True]
+
+
+def test_rows_that_a_loop_leaves_out_are_no_slices():
+    _, accumulator = toy_loop(20)
+    filtered = ((x[1:], y[1:]) for x, y in accumulator.prepare(FOUR))
+    assert updates_of(accumulator, filtered) == [False, False, False, True]
+
+
+def test_slices_of_gradients_that_the_caller_takes():
+    _, accumulator = toy_loop(20)
+    ends = []
+    for x, _ in slices(accumulator.prepare([batch(1, 2, 3, 4), batch(5, 6, 7)]), 2):
+        accumulator((Tensor([[1.0]]),), len(x))
+        ends.append(accumulator.updated)
+    assert ends == [False, False, False, True]
+
+
+def test_it_is_known_at_the_beginning_of_a_batch():
+    _, accumulator = toy_loop(4)
+    for way in (WAYS["one ahead"], lambda prepared: slices(prepared, 1)):
+        known = []
+        for each in way(accumulator.prepare(SIX)):
+            with accumulator.accumulate():
+                known.append(accumulator.sync_gradients)
+                accumulator.backward(*each)
+                accumulator.step()
+        assert known == ENDS_OF_SIX
+
+
+def test_a_state_knows_what_was_fetched_and_not_trained(tmp_path):
+    network, accumulator = toy_loop(4)
+    prepared = accumulator.prepare(SIX)
+    for index, _ in enumerate(train(accumulator, prefetched(prepared, 2))):
+        if index == 2:
+            save_state(accumulator, tmp_path)
+    expected = weight_of(network)
+    load_state(accumulator, tmp_path)
+    assert updates_of(accumulator, prefetched(prepared, 2)) == ENDS_OF_SIX[3:]
+    assert weight_of(network) == expected
+
+
+def test_batches_of_other_ranks_come_after_those_that_were_fetched(monkeypatch):
+    """A process that has run out of data joins in the batches of others once it has trained its own."""
+    _, accumulator = toy_loop(20)
+    prepared = accumulator.prepare(FOUR)
+    order = []
+    monkeypatch.setattr(prepared, "several", True)
+    monkeypatch.setattr("ms_gradaccum.loops.dataloader.gather_counts", lambda length: [length, length + 2])
+    monkeypatch.setattr(accumulator.window, "join", lambda join: order.append(join))
+    for each in train(accumulator, prefetched(prepared)):
+        order.append(each.sync_gradients)
+    assert order == [False, False, False, (False, 0), (True, 0), False]
+    order.clear()
+    for each in train(accumulator, prepared):
+        order.append(each.sync_gradients)
+    assert order == [False] * 4 + [(False, 1), (True, 1)]
+
+
+def test_a_pipeline_of_arrays_is_known_again():
+    _, accumulator = toy_loop(4)
+    data = NumpySlicesDataset({"x": np.ones((6, 1), np.float32), "y": np.ones((6, 1), np.float32)}, shuffle=False)
+    fetched = prefetched(accumulator.prepare(data.batch(1)).create_tuple_iterator(output_numpy=True))
+    assert updates_of(accumulator, fetched) == ENDS_OF_SIX
