@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import functools
 import inspect
 import math
 import os
@@ -60,6 +61,35 @@ def refuse_unknown(owner: str, function: Callable[..., Any], arguments: Mapping[
     remedy = f"Did you mean {', '.join(meant)}?" if meant else f"It has {', '.join(known[1:])}."
     names = ", ".join(map(repr, arguments))
     raise TypeError(f"For '{owner}', the arguments must be those that it has, but got {names}. {remedy}")
+
+
+class Settled:
+    """Base of objects that read their settings once: to assign one later is refused, where it would change nothing.
+
+    A constructor ends with ``self._is_built = True``. `_checks` has the settings that are read in each call.
+    """
+
+    _is_built = False
+    _checks: Mapping[str, Callable[[Any], Any]] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_built and name in self._checks:
+            value = self._checks[name](value)
+        elif self._is_built and name in _settings(type(self)) and value is not getattr(self, name, None):
+            kind = next(each for each in type(self).__mro__ if each.__module__.startswith(f"{__package__}."))
+            rule, remedy = "the one that it was built with", f"Build a new {kind.__name__}; an optimizer goes with one."
+            raise ValueError(sentence(kind.__name__, name, rule, "another one", remedy))
+        super().__setattr__(name, value)
+
+
+def _settings_of(kind: Any) -> frozenset[str]:
+    """Return the names of the settings of a class and of those around it, as any of their users may write them."""
+    constructors = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)]
+    ours = [each for each in constructors if getattr(each, "__module__", "").startswith(f"{__package__}.")]
+    return frozenset(_RIGHT_NAMES).union(_RIGHT_NAMES.values(), *(inspect.signature(each).parameters for each in ours))
+
+
+_settings: Callable[[Any], frozenset[str]] = functools.cache(_settings_of)
 
 
 def typed(value: object) -> str:
@@ -200,6 +230,12 @@ def check_accumulation_steps(owner: str, value: Any) -> int:
     """Return ``value`` if it is a number of batches of one update."""
     remedy = "It counts the batches of one update; 1 means an update per batch."
     return check_positive_int(owner, "accumulation_steps", value, remedy)
+
+
+def check_micro_size(value: Any) -> int:
+    """Return ``value`` if it is a number of micro batches of one batch."""
+    remedy = "It counts the micro batches of one batch; 1 means no split."
+    return check_positive_int("GradAccumulation", "micro_size", value, remedy)
 
 
 def check_last_window(owner: str, value: Any) -> str:

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int
+from ms_gradaccum._checks import Settled, check_bool, check_positive_float, check_positive_int
 from ms_gradaccum.backend.kernels import as_dtype
 
 _OWNER = "ContrastiveLoss"
@@ -17,7 +17,7 @@ _MOST_BLOCKS = 32
 _NONE = -1e30
 
 
-class ContrastiveLoss(nn.Cell):
+class ContrastiveLoss(Settled, nn.Cell):
     r"""InfoNCE loss computed in blocks of rows: symmetric for two towers, supervised if there are labels.
 
     With :math:`s_{ij} = a_i \cdot b_j / \tau` and the positives :math:`P_i` of a row, which are the row of the same
@@ -87,6 +87,7 @@ class ContrastiveLoss(nn.Cell):
         value = Tensor(-math.log(temperature), ms.float32)
         self.logit_scale = Parameter(value, name="logit_scale", requires_grad=learnable)
         self.log_sum_exps = LogSumExps(block_rows, towers == 1)
+        self._is_built = True
 
     def construct(self, first: Tensor, *rest: Tensor) -> Tensor:
         if len(rest) not in ((1,) if self.towers == 1 else (1, 2)):

@@ -12,7 +12,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import check_cell, check_construct, check_int, sentence
+from ms_gradaccum._checks import Settled, check_cell, check_construct, check_int, sentence
 from ms_gradaccum.backend.kernels import as_dtype
 from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
@@ -22,7 +22,7 @@ _OUTPUT_REMEDY = "Return a tensor or a tuple of tensors with a row per row of th
 _HALF = (ms.float16, ms.bfloat16)
 
 
-class GradCacheLoss(nn.Cell):
+class GradCacheLoss(Settled, nn.Cell):
     r"""A network and a loss that looks at all rows of a batch together: contrastive, ranking, correlation, batch Dice.
 
     Inside :class:`GradAccumulation` it is trained with the gradient of the whole batch, of all processes, at the memory
@@ -96,6 +96,7 @@ class GradCacheLoss(nn.Cell):
         if labels < 0:
             raise ValueError(sentence(_OWNER, "labels", "an int of at least 0", labels, remedy))
         self._get_attr_from_cell(backbone)
+        self._is_built = True
 
     def construct(self, *inputs: object) -> Tensor:
         end = len(inputs) - self.labels

@@ -7,7 +7,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import check_int, sentence
+from ms_gradaccum._checks import Settled, check_int, sentence
 from ms_gradaccum.backend.kernels import fits_kernels, replay_mask
 
 _OWNER = "ReplayDropout"
@@ -17,7 +17,7 @@ _SHIFTS = (16, 15, 16)
 _BITS = 24
 
 
-class ReplayDropout(nn.Cell):
+class ReplayDropout(Settled, nn.Cell):
     r"""Dropout with a mask that depends only on a seed and on the position of an element, so it can be reproduced.
 
     In training each element is zero with probability `p`, and the others are divided by :math:`1 - p`, as in
@@ -82,6 +82,7 @@ class ReplayDropout(nn.Cell):
         self.kept_from = round(self.p * 2**_BITS)
         self.bound = Tensor(self.kept_from, ms.int32)
         self.cumulate = ops.CumSum()
+        self._is_built = True
 
     def construct(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:

@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import check_cell, check_int
+from ms_gradaccum._checks import Settled, check_cell, check_int
 
 _OWNER = "TokenMeanLoss"
 _OWN_LOSS_REMEDY = (
@@ -19,7 +19,7 @@ _OWN_LOSS_REMEDY = (
 _INTS = (*mstype.int_type, *mstype.uint_type)
 
 
-class TokenMeanLoss(nn.Cell):
+class TokenMeanLoss(Settled, nn.Cell):
     r"""Cross-entropy of a network's logits, summed over the valid tokens, and the number of these tokens.
 
     In :class:`GradAccumulation`, :class:`TrainOneStepCell`, :class:`Model` and :class:`Accumulator` the sums and the
@@ -76,6 +76,7 @@ class TokenMeanLoss(nn.Cell):
         self.required = _required_inputs(backbone)
         self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, "It is the label of padding.")
         self._get_attr_from_cell(backbone)
+        self._is_built = True
 
     def construct(self, *inputs: object) -> tuple[Tensor, Tensor]:
         if len(inputs) - 1 < self.required:

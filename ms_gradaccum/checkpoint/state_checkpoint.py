@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int
+from ms_gradaccum._checks import Settled, check_bool, check_positive_float, check_positive_int
 from ms_gradaccum.checkpoint.files import states_in
 from ms_gradaccum.checkpoint.load import load_state
 from ms_gradaccum.checkpoint.ranks import Ranks
@@ -21,7 +21,7 @@ from ms_gradaccum.parallel.world import current_world, gather_counts
 _OWNER = "StateCheckpoint"
 
 
-class StateCheckpoint(Callback):
+class StateCheckpoint(Settled, Callback):
     """Save the state of a training with :func:`save_state`, so that ``Model.train(..., resume=True)`` goes on from it.
 
     At the end of each pass over the data; in between as often as asked for, also in the middle of a window; and when
@@ -94,6 +94,7 @@ class StateCheckpoint(Callback):
         self._saved_step = -1
         self._told_to_end = False
         self._time = 0.0
+        self._is_built = True
 
     @contextmanager
     def watching(self, model: Model) -> Iterator[None]:

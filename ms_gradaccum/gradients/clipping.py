@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import check_positive_float32, sentence
+from ms_gradaccum._checks import Settled, check_positive_float32, sentence
 from ms_gradaccum.backend.kernels import as_dtype, scale, squares_of_each
 from ms_gradaccum.backend.tensors import Chunks, chunk_of, copy_after
 
@@ -55,7 +55,7 @@ class NoClip(nn.Cell):
         return norm
 
 
-class ClipByGlobalNorm(nn.Cell):
+class ClipByGlobalNorm(Settled, nn.Cell):
     r"""Scale the window's mean gradient down so that its global L2 norm is at most `max_norm`.
 
     All gradients are multiplied by :math:`\min(1, max\_norm / norm)`, so the direction stays.
@@ -93,6 +93,7 @@ class ClipByGlobalNorm(nn.Cell):
         super().__init__()
         remedy = "Typical norms are 0.5 to 5."
         self.max_norm = check_positive_float32("ClipByGlobalNorm", "max_norm", max_norm, remedy)
+        self._is_built = True
 
     def as_tensor(self) -> Tensor:
         """Return the limit as an input of `construct`."""
@@ -120,7 +121,7 @@ class ClipByGlobalNorm(nn.Cell):
         return ops.minimum(norm, self.limit_or(max_norm))
 
 
-class ClipByValue(nn.Cell):
+class ClipByValue(Settled, nn.Cell):
     r"""Limit each element of the window's mean gradient to :math:`[-limit, limit]`.
 
     Args:
@@ -155,6 +156,7 @@ class ClipByValue(nn.Cell):
     def __init__(self, limit: float) -> None:
         super().__init__()
         self.limit = check_positive_float32("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
+        self._is_built = True
 
     def as_tensor(self) -> Tensor:
         """Return the limit as an input of `construct`."""

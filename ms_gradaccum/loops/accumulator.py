@@ -6,7 +6,7 @@ from typing import Literal, TypeVar, overload
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import check_choice, check_tensor
+from ms_gradaccum._checks import Settled, check_choice, check_tensor
 from ms_gradaccum.backend.optimizers import claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
@@ -32,7 +32,7 @@ _C = TypeVar("_C")
 _D = TypeVar("_D")
 
 
-class Accumulator(nn.Cell, Observed):
+class Accumulator(Settled, nn.Cell, Observed):
     r"""Gradient accumulation for hand-written training loops, with Hugging Face Accelerate's words.
 
     .. code-block:: python
@@ -151,6 +151,7 @@ class Accumulator(nn.Cell, Observed):
                 claim_optimizer(each, self)
         self.window = LoopWindow(self.config, self._networks, self.events)
         self.in_graph: Callable[..., tuple[Tensor, ...]] = self._window_in_graph()
+        self._is_built = True
 
     def _window_in_graph(self) -> GraphWindow | NoGraphWindow:
         """Return what this loop is inside a larger graph, which knows one network with one optimizer alone."""

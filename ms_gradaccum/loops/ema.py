@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import check_bool, check_number, sentence, typed
+from ms_gradaccum._checks import Settled, check_bool, check_number, sentence, typed
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.averages import Averages, averages_of, hold_averages
 from ms_gradaccum.training.events import Observed, StatefulCallback, StepEvent, check_told
@@ -19,7 +19,7 @@ from ms_gradaccum.training.train_step import TrainOneStepCell
 _OWNER = "EMA"
 
 
-class EMA(Callback, StatefulCallback):
+class EMA(Settled, Callback, StatefulCallback):
     r"""Average the weights exponentially over the updates, and evaluate with the averages.
 
     After the update number :math:`t`, each average moves towards its weight:
@@ -95,6 +95,7 @@ class EMA(Callback, StatefulCallback):
         self._averages: Averages | None = None
         # Whether it was an evaluation that has put the averages into the network.
         self._evaluates = False
+        self._is_built = True
 
     def attach(self, step: Observed) -> None:
         """Give ``step`` the averages of its weights, unless it has them already."""

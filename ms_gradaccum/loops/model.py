@@ -1,8 +1,9 @@
 """``mindspore.train.Model`` that trains with gradient accumulation."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import mindspore as ms
@@ -14,6 +15,7 @@ from mindspore.train import Callback, Metric
 
 from ms_gradaccum._checks import (
     LastWindow,
+    Settled,
     check_bool,
     check_cell,
     check_choice,
@@ -40,7 +42,7 @@ _OWNER = "Model"
 _DATASET_REMEDY = "An Accumulator loops over anything."
 
 
-class Model(ms.Model):
+class Model(Settled, ms.Model):
     r"""Train, evaluate and predict as ``mindspore.train.Model`` does, with gradient accumulation.
 
     Everything of ``mindspore.train.Model`` works as it is documented there: `train`, `fit`, `eval`, `predict`,
@@ -114,6 +116,8 @@ class Model(ms.Model):
     _resume = False
     resumed_place: PassPlace | None = None
 
+    _checks: Mapping[str, Callable[[Any], Any]] = {"last_window": partial(check_last_window, "Model")}
+
     def __init__(
         self,
         network: nn.Cell,
@@ -151,6 +155,7 @@ class Model(ms.Model):
         # Of the levels, stock Model takes the name alone: its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level
         self._init_stock(adopted(network), loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
+        self._is_built = True
 
     def _init_stock(self, network: nn.Cell, loss_fn: Any, optimizer: Any, *args: Any) -> None:
         settings = self._step_settings

@@ -1,7 +1,7 @@
 """A loss cell that is fed in micro batches."""
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NoReturn, get_args
 
 import mindspore as ms
@@ -11,11 +11,12 @@ from mindspore.ops.primitive import _primexpr
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
+    Settled,
     check_bool,
     check_cell,
     check_choice,
     check_construct,
-    check_positive_int,
+    check_micro_size,
     refuse_unknown,
     sentence,
     warn,
@@ -51,7 +52,7 @@ _SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
 _Losses = Literal["sum", "first"]
 
 
-class GradAccumulation(nn.Cell):
+class GradAccumulation(Settled, nn.Cell):
     r"""Feed a loss cell its batch in micro batches, so that a batch needs the memory of one micro batch.
 
     Trained by :class:`TrainOneStepCell` or :class:`Model`, a batch makes one update, with the gradient that
@@ -116,6 +117,8 @@ class GradAccumulation(nn.Cell):
     adds_batches = adds_ranks = False
     __call__: Callable[..., Tensor | tuple[Tensor, ...]]
 
+    _checks: Mapping[str, Callable[[Any], Any]] = {"micro_size": check_micro_size}
+
     def __init__(
         self,
         network: nn.Cell,
@@ -133,8 +136,7 @@ class GradAccumulation(nn.Cell):
         remedy = "Wrap the network and its loss, for example in nn.WithLossCell."
         network = check_cell(_OWNER, "network", network, remedy)
         _check_inside(network)
-        remedy = "It counts the micro batches of one batch; 1 means no split."
-        self.micro_size = check_positive_int(_OWNER, "micro_size", micro_size, remedy)
+        self.micro_size = check_micro_size(micro_size)
         remedy = "True means that network returns (loss_sum, weight)."
         self.weighted = check_bool(_OWNER, "weighted", weighted, remedy) or getattr(network, "returns_weight", False)
         self.losses = _check_losses(losses, self.weighted)
@@ -149,6 +151,7 @@ class GradAccumulation(nn.Cell):
         # Why its loss is no mean over rows, as far as it shows without labels: for graphs, which see none.
         self.loss_reason = self._loss_kind.reason
         self._get_attr_from_cell(network)
+        self._is_built = True
 
     @property
     def adds_parts(self) -> bool:

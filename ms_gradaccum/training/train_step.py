@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import check_construct, refuse_unknown, sentence
+from ms_gradaccum._checks import Settled, check_construct, refuse_unknown
 from ms_gradaccum.backend.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
@@ -23,8 +23,6 @@ from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window
 
 _OWNER = "TrainOneStepCell"
-# What a step is built of.
-_READ_ONCE = frozenset(("network", "optimizer", "clip", "mixed_precision", "parallel", "bad_micro_batch"))
 # Device matrix, tensor map, slice shape, field size, uniform split, shard group, shapes before and after a reshape.
 _ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 
@@ -142,7 +140,7 @@ class HostDrivenStep(nn.Cell):
         return output
 
 
-class TrainOneStepCell(nn.TrainOneStepCell, Observed):
+class TrainOneStepCell(Settled, nn.TrainOneStepCell, Observed):
     r"""Train with gradient accumulation: one call per batch, one optimizer update per window of batches.
 
     .. code-block:: python
@@ -259,13 +257,6 @@ class TrainOneStepCell(nn.TrainOneStepCell, Observed):
         self._shows_whole = True
         claim_optimizer(optimizer, self)
         self._is_built = True
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse what would change nothing: MindSpore's own cell reads its network and its optimizer in each call."""
-        if name in _READ_ONCE and "_is_built" in vars(self) and value is not getattr(self, name, None):
-            remedy = "Build a new step; two steps cannot share an optimizer."
-            raise ValueError(sentence(_OWNER, name, "the one that the step was built with", "another one", remedy))
-        super().__setattr__(name, value)
 
     @property
     def windows(self) -> list[Window | PartitionedStep]:

@@ -84,7 +84,7 @@ def a_complex_parameter(*_):
     step_of(Complex())
 
 
-@says("For 'TrainOneStepCell', the argument 'optimizer' must be the one that the step was built with")
+@says("For 'TrainOneStepCell', the argument 'optimizer' must be the one that it was built with")
 def another_optimizer_for_a_built_step(*_):
     cell = loss_cell()
     step = step_of(cell)

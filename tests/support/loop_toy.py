@@ -35,20 +35,19 @@ def _built(make_optimizer):
     return network, Accumulator(nn.WithLossCell(network, nn.MSELoss()), make_optimizer(network))
 
 
-def renew(accumulator):
+def renew(accumulator, config=None):
     """Let an Accumulator begin as if it were new. What it has compiled stays."""
     accumulator.drop()
     accumulator.events = Events("Accumulator")
     for trained in accumulator._networks:
         trained.micro_steps.events = accumulator.events
-    accumulator.window = LoopWindow(accumulator.config, accumulator._networks, accumulator.events)
+    accumulator.window = LoopWindow(config or accumulator.config, accumulator._networks, accumulator.events)
 
 
 def toy_loop(accumulation_steps=1, make_optimizer=sgd, **settings):
     """The weight of y = weight * x at 0, and an Accumulator as if it were new."""
     network, accumulator = _built(make_optimizer)
-    accumulator.config = AccumulationConfig(accumulation_steps, **settings)
-    renew(accumulator)
+    renew(accumulator, AccumulationConfig(accumulation_steps, **settings))
     network.weight.set_data(ops.zeros_like(network.weight))
     optimizer = optimizer_of(accumulator)
     if make_optimizer is adjustable_sgd:

@@ -6,7 +6,7 @@ from typing import Any, SupportsFloat
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import check_bool, sentence, typed
+from ms_gradaccum._checks import Settled, check_bool, sentence, typed
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.reporting.metric_sinks import Call, EventFile, JsonLines
@@ -18,7 +18,7 @@ from ms_gradaccum.training.train_step import TrainOneStepCell
 _OWNER = "MetricsLogger"
 
 
-class MetricsLogger(Callback):
+class MetricsLogger(Settled, Callback):
     """Write a :class:`StepReport` of each update: a line of JSON, and if asked a TensorBoard event file or a call.
 
     In ``Model.train`` and ``Model.fit`` it is a callback, and writes what `fit` evaluates too. In a loop of your own,
@@ -108,6 +108,7 @@ class MetricsLogger(Callback):
                 raise
             if log is not None:
                 self._sinks.append(Call(log))
+        self._is_built = True
 
     def log(self, output: StepOutput | StepReport | None, **extra: SupportsFloat) -> StepReport | None:
         """Write the report of an update, and return it.

@@ -10,14 +10,14 @@ from mindspore import Tensor
 from mindspore.communication import GlobalComm, get_rank
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int
+from ms_gradaccum._checks import Settled, check_bool, check_positive_float, check_positive_int
 from ms_gradaccum.tools.reporting.progress_display import Bar, Display, Lines
 from ms_gradaccum.training.step_output import StepOutput, check_output
 
 _OWNER = "ProgressBar"
 
 
-class ProgressBar(Callback):
+class ProgressBar(Settled, Callback):
     """Show the epoch, the updates, the losses, the learning rate, the norm of the gradient and the speed.
 
     On a terminal this is a bar on the standard error stream, with what other callbacks print above it.
@@ -77,6 +77,7 @@ class ProgressBar(Callback):
         self._display: Display | None = None  # set while training runs, on the rank that shows it
         self._entered = 0  # how often: Model.fit enters and leaves its callbacks for each evaluation too
         self._begin()
+        self._is_built = True
 
     def _begin(self) -> None:
         self._step, self._shown_step = 0, 0

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mindspore import nn
 
-from ms_gradaccum._checks import check_bool, check_positive_int, sentence, typed
+from ms_gradaccum._checks import Settled, check_bool, check_positive_int, sentence, typed
 from ms_gradaccum.backend.optimizers import inner_optimizer
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -103,7 +103,7 @@ class _Trained(NamedTuple):
     is_open: Callable[[], bool]
 
 
-class StepReporter:
+class StepReporter(Settled):
     """Make a :class:`StepReport` of each update.
 
     It reads the device at the end of a window alone. The arguments `weight_norm`, `communication_time` and
@@ -178,6 +178,7 @@ class StepReporter:
         self._weight = 0.0
         # Those that the optimizer has made and the reporter has not seen, as of the last report.
         self._unseen = 0
+        self._is_built = True
 
     def report(self, output: StepOutput | None) -> StepReport | None:
         """Return the report of a window, or None: inside it, for None, and for windows between those of `every`.

@@ -1,0 +1,101 @@
+"""A setting that is assigned after its object was built is obeyed or refused."""
+
+import inspect
+
+import numpy as np
+import pytest
+from linear_toy import X, line, sgd, weight_of
+from loop_toy import optimizer_of, toy_loop
+from mindspore import Tensor, nn
+from mindspore.dataset import NumpySlicesDataset
+
+import ms_gradaccum
+from ms_gradaccum import GradAccumulation, Model, TrainOneStepCell
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+def loss_cell():
+    return nn.WithLossCell(line(), nn.MSELoss())
+
+
+def step(micro_size=2):
+    network = line()
+    cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    return network, TrainOneStepCell(cell, sgd(network))
+
+
+def model():
+    network = line()
+    return Model(network, nn.MSELoss(), sgd(network), accumulation_steps=3)
+
+
+OBJECTS = {
+    "Accumulator": lambda: toy_loop(2)[1],
+    "TrainOneStepCell": lambda: step()[1],
+    "GradAccumulation": lambda: GradAccumulation(loss_cell(), 2),
+    "Model": model,
+    "ClipByGlobalNorm": lambda: ms_gradaccum.ClipByGlobalNorm(1.0),
+    "ClipByValue": lambda: ms_gradaccum.ClipByValue(1.0),
+    "ClipByGroupNorm": lambda: ms_gradaccum.ClipByGroupNorm({"weight": 1.0}),
+    "MixedPrecision": lambda: ms_gradaccum.MixedPrecision("float16"),
+    "AccumulationConfig": lambda: ms_gradaccum.AccumulationConfig(2),
+    "AccumulationSchedule": lambda: ms_gradaccum.AccumulationSchedule({0: 2}),
+    "DataParallel": ms_gradaccum.DataParallel,
+    "HSDP": ms_gradaccum.HSDP,
+    "EMA": ms_gradaccum.EMA,
+    "StateCheckpoint": lambda: ms_gradaccum.StateCheckpoint("folder"),
+    "ProgressBar": ms_gradaccum.ProgressBar,
+    "MetricsLogger": lambda: ms_gradaccum.MetricsLogger("folder"),
+    "TokenMeanLoss": lambda: ms_gradaccum.TokenMeanLoss(line()),
+    "GradCacheLoss": lambda: ms_gradaccum.GradCacheLoss(line(), nn.MSELoss()),
+    "ContrastiveLoss": ms_gradaccum.ContrastiveLoss,
+    "ReplayDropout": ms_gradaccum.ReplayDropout,
+}
+OBEYED = {("GradAccumulation", "micro_size"), ("Model", "last_window")}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_each_setting_of_each_object_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    built = OBJECTS[name]()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    settings = [each.name for each in inspect.signature(type(built)).parameters.values() if each.kind in kinds]
+    assert settings
+    for setting in settings:
+        if (name, setting) not in OBEYED:
+            with pytest.raises((ValueError, AttributeError), match=setting):
+                setattr(built, setting, object())
+
+
+def test_settings_of_another_object_are_refused_too():
+    for built in (toy_loop(2)[1], step()[1]):
+        for name in ("accumulation_steps", "gradient_accumulation_steps", "micro_size", "max_grad_norm"):
+            rule = f"For '{type(built).__name__}', the argument '{name}' must be the one that it was built with, but"
+            with pytest.raises(ValueError, match=rule):
+                setattr(built, name, 8)
+
+
+def test_a_setting_that_is_the_same_and_other_attributes_are_taken():
+    accumulator = toy_loop(2)[1]
+    accumulator.config, accumulator.note = accumulator.config, "mine"
+    assert accumulator.note == "mine" and optimizer_of(accumulator) is not None
+
+
+def test_another_micro_size_is_obeyed_if_it_is_one():
+    network, train_step = step()
+    train_step.network.micro_size = 4
+    with pytest.raises(ValueError, match="'micro_size' must be a positive int, but got 0"):
+        train_step.network.micro_size = 0
+    train_step(*map(Tensor, (X, 2 * X)))
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_another_last_window_is_obeyed_if_it_is_one():
+    trained = model()
+    with pytest.raises(ValueError, match="'last_window' must be one of 'apply', 'drop', 'carry', but got 'keep'"):
+        trained.last_window = "keep"
+    trained.last_window = "drop"
+    data = NumpySlicesDataset((X[:4], np.float32(2) * X[:4]), shuffle=False).batch(1)
+    trained.train(1, data)
+    assert trained.train_network.open_batches() == 0 and int(trained._optimizer.global_step.asnumpy().item()) == 1
