@@ -66,19 +66,18 @@ def refuse_unknown(owner: str, function: Callable[..., Any], arguments: Mapping[
 class Settled:
     """Base of objects that read their settings once: to assign one later is refused, where it would change nothing.
 
-    A constructor ends with ``self._is_built = True``. `_checks` has the settings that are read in each call.
+    A constructor ends with ``self._is_built = True``. `_OBEYED` has the settings that are read in each call.
     """
 
     _is_built = False
-    _checks: Mapping[str, Callable[[Any], Any]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_built and name in self._checks:
-            value = self._checks[name](value)
-        elif self._is_built and name in _settings(type(self)) and value is not getattr(self, name, None):
-            kind = next(each for each in type(self).__mro__ if each.__module__.startswith(f"{__package__}."))
-            rule, remedy = "the one that it was built with", f"Build a new {kind.__name__}; an optimizer goes with one."
-            raise ValueError(sentence(kind.__name__, name, rule, "another one", remedy))
+        if self._is_built and name in _settings(type(self)) and value is not getattr(self, name, None):
+            kind = next(each for each in type(self).__mro__ if each.__module__.startswith(f"{__package__}.")).__name__
+            if (kind, name) not in _OBEYED:
+                rule, remedy = "the one that it was built with", f"Build a new {kind}; an optimizer goes with one."
+                raise ValueError(sentence(kind, name, rule, "another one", remedy))
+            value = _OBEYED[kind, name](value)
         super().__setattr__(name, value)
 
 
@@ -242,6 +241,12 @@ def check_last_window(owner: str, value: Any) -> str:
     """Return ``value`` if it says what becomes of a window that is unfinished at the end of the data."""
     remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
     return check_choice(owner, "last_window", value, get_args(LastWindow), remedy)
+
+
+_OBEYED: dict[tuple[str, str], Callable[[Any], Any]] = {
+    ("GradAccumulation", "micro_size"): check_micro_size,
+    ("Model", "last_window"): functools.partial(check_last_window, "Model"),
+}
 
 
 def warn(message: str) -> None:

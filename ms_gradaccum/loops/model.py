@@ -1,9 +1,8 @@
 """``mindspore.train.Model`` that trains with gradient accumulation."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, Literal, NoReturn
 
 import mindspore as ms
@@ -115,8 +114,6 @@ class Model(Settled, ms.Model):
     _steps: PassSteps | None = None
     _resume = False
     resumed_place: PassPlace | None = None
-
-    _checks: Mapping[str, Callable[[Any], Any]] = {"last_window": partial(check_last_window, "Model")}
 
     def __init__(
         self,

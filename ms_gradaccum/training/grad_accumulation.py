@@ -1,7 +1,7 @@
 """A loss cell that is fed in micro batches."""
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, NoReturn, get_args
 
 import mindspore as ms
@@ -116,8 +116,6 @@ class GradAccumulation(Settled, nn.Cell):
     # Whether a window has more batches than one, and whether other processes add theirs.
     adds_batches = adds_ranks = False
     __call__: Callable[..., Tensor | tuple[Tensor, ...]]
-
-    _checks: Mapping[str, Callable[[Any], Any]] = {"micro_size": check_micro_size}
 
     def __init__(
         self,
