@@ -132,7 +132,7 @@ class GradAccumulation(Settled, nn.Cell):
         remedy = "Put what it does into the construct of network, the loss cell."
         check_construct(_OWNER, type(self), GradAccumulation, remedy)
         remedy = "Wrap the network and its loss, for example in nn.WithLossCell."
-        network = check_cell(_OWNER, "network", network, remedy)
+        self.network = network = check_cell(_OWNER, "network", network, remedy)
         _check_inside(network)
         self.micro_size = check_micro_size(micro_size)
         remedy = "True means that network returns (loss_sum, weight)."
@@ -142,7 +142,6 @@ class GradAccumulation(Settled, nn.Cell):
         self.is_cached = isinstance(network, GradCacheLoss)
         _check_cached(network, self.weighted, losses)
         self.batch_axis = check_batch_axis(batch_axis)
-        self.network = network
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
         self._loss_kind = LossKind(network, should_be_mean=not (self.weighted or self.is_cached))
