@@ -35,7 +35,7 @@ def test_a_picture_has_its_size_and_shows_the_run(tmp_path, capsys):
     assert main(["plot", str(run)]) == 0
     output = tmp_path / "run.png"
     assert capsys.readouterr().out == f"{output}\n"
-    assert Image.open(output).size == (1000, 1200) and Image.open(output).format == "PNG"
+    assert Image.open(output).size == (1000, 400) and Image.open(output).format == "PNG"
     # The curves, and not only their axes: another run looks different.
     assert 0.01 < ink(output) < 0.5
     other = write_run(tmp_path / "other.jsonl", range(1, 40), loss=lambda update: update)
@@ -44,32 +44,52 @@ def test_a_picture_has_its_size_and_shows_the_run(tmp_path, capsys):
 
 
 def axes_of(monkeypatch, *runs):
-    """The three panels of a picture."""
+    """The panels of a picture, by their titles."""
     from matplotlib.figure import Figure
 
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
     draw(runs, "unused.png")
-    return figures[0].axes
+    return {axes.get_ylabel(): axes for axes in figures[0].axes}
+
+
+def rewrite(path, **changes):
+    """Change items of each report, by functions of its update."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [{**each, **{name: of(each["update"]) for name, of in changes.items()}} for each in records]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
 
 
 def test_the_curves_are_the_numbers_and_wide_ranges_are_logarithmic(tmp_path, monkeypatch):
-    run = write_run(tmp_path / "run.jsonl", range(1, 40), clipped_grad_norm=0.5, weight_norm=3.0)
-    loss, rate, norm = axes_of(monkeypatch, run)
-    (curve,) = loss.get_lines()
+    run = write_run(tmp_path / "run.jsonl", range(1, 40), weight_norm=3.0)
+    rewrite(run, grad_norm=lambda update: 1 + update % 3, clipped_grad_norm=lambda update: min(2, 1 + update % 3))
+    panels = axes_of(monkeypatch, run)
+    # Neither the learning rate nor the norm of the weights changes.
+    assert list(panels) == ["loss", "gradient norm"]
+    (curve,) = panels["loss"].get_lines()
     np.testing.assert_allclose(curve.get_xydata(), [(update, 1 / update) for update in range(1, 40)])
-    assert (loss.get_yscale(), rate.get_yscale(), norm.get_yscale()) == ("log", "linear", "linear")
-    assert [text.get_text() for text in norm.get_legend().get_texts()] == [
-        "grad_norm",
-        "clipped_grad_norm",
-        "weight_norm",
-    ]
-    assert {curve.get_ydata()[0] for curve in norm.get_lines()} == {1.0, 0.5, 3.0}
+    assert [axes.get_yscale() for axes in panels.values()] == ["log", "linear"]
+    norm = panels["gradient norm"]
+    assert [text.get_text() for text in norm.get_legend().get_texts()] == ["before clipping", "after clipping"]
+    before, after = norm.get_lines()
+    assert (max(before.get_ydata()), max(after.get_ydata())) == (3, 2)
+    # Both are seen where they coincide.
+    assert before.get_linewidth() > 2 * after.get_linewidth() and before.get_alpha() < 0.5
+
+
+def test_a_norm_that_is_never_clipped_is_one_curve_and_what_varies_has_a_panel(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run.jsonl", range(1, 40))
+    changes = dict.fromkeys(("grad_norm", "clipped_grad_norm", "weight_norm", "learning_rate"), float)
+    panels = axes_of(monkeypatch, rewrite(run, **changes))
+    assert list(panels) == ["loss", "learning rate", "gradient norm", "weight norm"]
+    for axes in panels.values():
+        assert len(axes.get_lines()) == 1 and axes.get_legend() is None
 
 
 def test_several_runs_are_in_one_picture_with_their_names(tmp_path, monkeypatch):
     runs = [write_run(tmp_path / f"{name}.jsonl", range(1, 4)) for name in "ab"]
-    loss, *_ = axes_of(monkeypatch, *runs)
+    loss = axes_of(monkeypatch, *runs)["loss"]
     assert [text.get_text() for text in loss.get_legend().get_texts()] == [str(run) for run in runs]
     assert len({curve.get_color() for curve in loss.get_lines()}) == 2
 
@@ -84,7 +104,8 @@ def test_a_resumed_run_has_its_last_report_on_each_update_and_nulls_are_gaps(tmp
         reports = read_run(path)
     assert [(report["update"], report["loss"]) for report in reports] == [(1, None), (2, 5.0), (3, 7.0), (4, 7.0)]
     with pytest.warns(UserWarning):
-        loss, rate, _ = axes_of(monkeypatch, path)
+        panels = axes_of(monkeypatch, path)
+    loss, rate = panels["loss"], panels["learning rate"]
     np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), [np.nan, 5.0, 7.0, 7.0])
     # Three rates, of which two are the same.
     assert [list(curve.get_ydata()) for curve in rate.get_lines()] == [[0.1] * 4, [0.1, 0.1, 0.2, 0.2]]

@@ -2,9 +2,10 @@
 
 import sys
 import time
-from typing import Any, Protocol, TextIO
+from typing import Protocol
 
 from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
 
 
 class Display(Protocol):
@@ -58,7 +59,8 @@ class Bar:
     def __init__(self, total: int | None, unit: str) -> None:
         self.bar = tqdm(total=total, unit=unit, mininterval=0, miniters=0)
         self.streams = sys.stdout, sys.stderr
-        self.above = AboveBar(sys.stdout, self.bar), AboveBar(sys.stderr, self.bar)
+        # Whole lines of what others write go above the bar.
+        self.above = DummyTqdmFile(sys.stdout), DummyTqdmFile(sys.stderr)
         sys.stdout, sys.stderr = self.above
 
     def show(self, step: int, epoch: str, facts: str) -> None:
@@ -70,34 +72,8 @@ class Bar:
     def close(self) -> None:
         """Leave the bar as it is and give the streams back."""
         for stream in self.above:
-            stream.finish()
+            if any(stream._buf):  # The start of a line without its end.
+                stream.write("\n")
         if (sys.stdout, sys.stderr) == self.above:  # else someone else redirected them since
             sys.stdout, sys.stderr = self.streams
         self.bar.close()
-
-
-class AboveBar:
-    """Stands in for a stream while there is a bar: whole lines go above it."""
-
-    def __init__(self, stream: TextIO, bar: tqdm) -> None:
-        self.stream, self.bar = stream, bar
-        self.unfinished = ""  # the start of a line whose end has not been written yet
-
-    def write(self, text: str) -> int:
-        """Write the lines that are whole."""
-        lines, newline, rest = (self.unfinished + text).rpartition("\n")
-        self.unfinished = rest
-        if newline:
-            self.bar.clear()
-            self.stream.write(lines + newline)
-            self.stream.flush()
-            self.bar.refresh()
-        return len(text)
-
-    def finish(self) -> None:
-        """End the last line."""
-        if self.unfinished:
-            self.write("\n")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)

@@ -2,21 +2,37 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.tools.reporting.figures import new_figure
 
+# The items of each panel, with their labels where there are several.
 _PANELS = {
-    "loss": ("loss",),
-    "learning rate": ("learning_rate",),
-    "norm": ("grad_norm", "clipped_grad_norm", "weight_norm"),
+    "loss": {"loss": ""},
+    "learning rate": {"learning_rate": ""},
+    "gradient norm": {"grad_norm": "before clipping", "clipped_grad_norm": "after clipping"},
+    "weight norm": {"weight_norm": ""},
 }
-_STYLES = ("-", "--", ":")
+# A broad pale line with a thin one on it, so that both are seen where they coincide.
+_STYLES: dict[str, dict[str, float]] = {"before clipping": {"linewidth": 4, "alpha": 0.35}}
 # A range as wide as this is easier to see on a logarithmic axis.
 _WIDE = 20
+
+
+class _Curve(NamedTuple):
+    """One item of one run over its updates."""
+
+    run: int
+    label: str
+    updates: list[int]
+    values: list[float]
+
+    def varies(self) -> bool:
+        """Return whether there is something to see."""
+        return len({value for value in self.values if math.isfinite(value)}) > 1
 
 
 def read_run(path: Any) -> list[dict[str, Any]]:
@@ -50,9 +66,9 @@ def read_run(path: Any) -> list[dict[str, Any]]:
 
 
 def draw(paths: Iterable[Any], output: Any) -> None:
-    """Draw loss, learning rate and norms over the updates of one or more runs.
+    """Draw the loss over the updates of one or more runs, and of learning rate and norms those that vary.
 
-    The picture is a PNG of 1000 x 1200 pixels.
+    The picture is a PNG of 1000 pixels times 400 per panel.
 
     Args:
         paths (Iterable[Union[str, os.PathLike]]): Files of a :class:`MetricsLogger`.
@@ -64,27 +80,42 @@ def draw(paths: Iterable[Any], output: Any) -> None:
         ValueError: If there is no report in a file.
     """
     runs = {str(path): read_run(path) for path in paths}
-    figure = new_figure(10, 12)
-    panels = figure.subplots(len(_PANELS), 1, sharex=True)
-    for axes, (title, names) in zip(panels, _PANELS.items()):
-        _draw_panel(axes, title, names, runs)
+    found = {title: list(_curves(names, runs)) for title, names in _PANELS.items()}
+    shown = {title: curves for title, curves in found.items() if title == "loss" or any(map(_Curve.varies, curves))}
+    figure = new_figure(10, 4 * len(shown))
+    panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (title, curves) in zip(panels, shown.items()):
+        _draw_panel(axes, title, curves)
     panels[-1].set_xlabel("update")
     figure.savefig(output, format="png")
 
 
-def _draw_panel(axes: Any, title: str, names: tuple[str, ...], runs: dict[str, list[dict[str, Any]]]) -> None:
-    shown: list[float] = []
+def _curves(names: dict[str, str], runs: dict[str, list[dict[str, Any]]]) -> Iterator[_Curve]:
+    """Yield the curves of a panel. A gradient that is never clipped has one norm."""
+    clipped = any(
+        "clipped_grad_norm" in report and report["clipped_grad_norm"] != report.get("grad_norm")
+        for reports in runs.values()
+        for report in reports
+    )
     for number, (path, reports) in enumerate(runs.items()):
         updates = [report["update"] for report in reports]
-        for name, style in zip(names, _STYLES):
+        for name, kind in names.items():
+            if kind and not clipped and name == "clipped_grad_norm":
+                continue
+            label = ", ".join(filter(None, [path if len(runs) > 1 else "", kind if clipped else ""]))
             for values in _columns(reports, name):
-                if all(math.isnan(value) for value in values):
-                    continue
-                label = ", ".join([path] * (len(runs) > 1) + [name] * (len(names) > 1))
-                # A dot too, or a single report would be invisible.
-                dot = "." if len(values) < 50 else ""
-                axes.plot(updates, values, style, marker=dot, color=f"C{number}", label=label or None)
-                shown += [value for value in values if math.isfinite(value)]
+                if not all(map(math.isnan, values)):
+                    yield _Curve(number, label, updates, values)
+
+
+def _draw_panel(axes: Any, title: str, curves: list[_Curve]) -> None:
+    for curve in curves:
+        # A dot too, or a single report would be invisible.
+        dot = "." if len(curve.values) < 50 else ""
+        style = _STYLES.get(curve.label.rpartition(", ")[2], {})
+        color = f"C{curve.run}"
+        axes.plot(curve.updates, curve.values, marker=dot, color=color, label=curve.label or None, **style)
+    shown = [value for curve in curves for value in curve.values if math.isfinite(value)]
     if shown and min(shown) > 0 and max(shown) / min(shown) > _WIDE:
         axes.set_yscale("log")
     axes.set_ylabel(title)
