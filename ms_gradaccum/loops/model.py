@@ -22,6 +22,7 @@ from ms_gradaccum._checks import (
     check_last_window,
     refuse_unknown,
     sentence,
+    warn,
 )
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.optimizers import check_optimizer
@@ -34,6 +35,7 @@ from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
+from ms_gradaccum.training.micro_steps import FREEZE, frozen_cell
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
@@ -112,7 +114,7 @@ class Model(Settled, ms.Model):
 
     # What happens around the steps of the current training; whether it shall go on from a state, and from where.
     _steps: PassSteps | None = None
-    _resume = False
+    _resume = _has_trained = False
     resumed_place: PassPlace | None = None
 
     def __init__(
@@ -297,6 +299,9 @@ class Model(Settled, ms.Model):
         callbacks = self._transform_callbacks(callbacks)
         if not isinstance(self._train_network, TrainOneStepCell):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
+        if not self._has_trained:
+            self._has_trained = True
+            _warn_of_frozen(self._network)
         # Before a state is loaded, which has their tensors.
         self._train_network.adopt(callbacks)
         checkpoints = [callback for callback in callbacks if isinstance(callback, ResumingCallback)]
@@ -344,6 +349,16 @@ class Model(Settled, ms.Model):
         if self._steps is not None:
             self._steps.end_epoch(cb_params, list_callback)
         super()._eval_during_train(valid_infos, cb_params, list_callback)
+
+
+def _warn_of_frozen(network: nn.Cell) -> None:
+    """Warn of a cell that a training will set to training mode, and that was told otherwise."""
+    cell = frozen_cell(network)
+    if cell:
+        warn(
+            f"For '{_OWNER}', a cell that was set to evaluation mode should stay in it, but got {cell}, which train() "
+            f"sets to training mode with all others. Freeze it with {FREEZE}."
+        )
 
 
 def _check_cells(network: Any, loss_fn: Any, eval_network: Any) -> None:

@@ -39,6 +39,7 @@ _BATCH_NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm),
     *(mint.nn.BatchNorm1d, mint.nn.BatchNorm2d, mint.nn.BatchNorm3d, mint.nn.SyncBatchNorm),
 )
+FREEZE = "use_batch_statistics=False, or with its set_train(False) in a callback's on_train_step_begin()"
 _TRAINS_ONLY = (*_BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
@@ -218,8 +219,7 @@ def _tell_of_modes(owner: str, network: Any) -> None:
     if has_parts and norms:
         warn(
             f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, and not those of "
-            f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with set_train(False) "
-            f"or use_batch_statistics=False."
+            f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with {FREEZE}."
         )
     idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY) and follows_mode(cell)]
     if idle and not in_training:
@@ -227,6 +227,22 @@ def _tell_of_modes(owner: str, network: Any) -> None:
             f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "
             f"training. Call set_train() of the training step or of the network before the first batch."
         )
+
+
+def frozen_cell(network: nn.Cell) -> str:
+    """Return the name of a cell that was told not to train, apart from the network as a whole, or "" for none."""
+    cells = dict(network.cells_and_names())
+    in_training = any(cell.training for cell in cells.values())
+    whole = len(network.trainable_params())
+    # MindSpore notes the phase of a cell that was told itself, and not as a part of another one.
+    told = [cell for cell in cells.values() if cell.phase == "predict" and not cell.training]
+    parts = [] if any(len(cell.trainable_params()) == whole for cell in told) else told
+    frozen = {id(inner) for cell in parts for _, inner in cell.cells_and_names()}
+    for name, cell in cells.items():
+        is_idle = isinstance(cell, _TRAINS_ONLY) and follows_mode(cell) and not cell.training
+        if is_idle and (in_training or id(cell) in frozen):
+            return f"{cell.cls_name} {name!r}"
+    return ""
 
 
 def follows_mode(cell: nn.Cell) -> bool:

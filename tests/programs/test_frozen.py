@@ -116,7 +116,9 @@ PROGRAMS = {
     "never in training mode": Program(**DOUBLES, prepare=never_trained),
     "BatchNorm before building": Program(**NORM, prepare=freeze_mode, faces=STEPS),
     "BatchNorm after building": Program(**NORM, built=freeze_mode, faces=STEPS),
-    "BatchNorm before building, Model": Program(**NORM, prepare=freeze_mode, faces=("Model",), parts=1),
+    "BatchNorm before building, Model": Program(
+        **NORM, prepare=freeze_mode, faces=("Model",), parts=1, warned="a cell that was set to evaluation mode"
+    ),
     "BatchNorm in mid-training": Program(**NORM, between=freeze_later, parts=1),
     "BatchNorm in training": Program(**NORM, nature="BatchNorm"),
     "BatchNorm of moving averages": Program(

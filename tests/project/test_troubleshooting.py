@@ -211,6 +211,32 @@ def batch_norm_in_training(*_):
     step_of(GradAccumulation(cell, 2))(*LINES)
 
 
+@says("For 'Model', a cell that was set to evaluation mode")
+def a_frozen_cell_that_training_wakes(*_):
+    norm = nn.BatchNorm1d(1)
+    cell = nn.WithLossCell(nn.SequentialCell(line(), norm), nn.MSELoss())
+    norm.set_train(False)
+    Model(cell, optimizer=sgd(cell)).train(1, batches(4))
+
+
+@says("For 'GradAccumulation', the micro_size must be the number of micro batches")
+def more_micro_batches_than_rows(*_):
+    step_of(GradAccumulation(loss_cell(), 16))(*LINES)
+
+
+@says("For 'GradAccumulation', the rows must be on the axis that the network takes for them")
+def as_many_times_as_rows(*_):
+    class Recurrent(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.GRU(3, 2)
+
+        def construct(self, x):
+            return self.layer(x)[0].mean()
+
+    step_of(GradAccumulation(Recurrent(), 2))(ops.ones((8, 8, 3)))
+
+
 @says("For 'GradAccumulation', the loss should be a mean over rows")
 def a_sum_over_rows(*_):
     step_of(GradAccumulation(nn.WithLossCell(line(), nn.MSELoss(reduction="sum")), 2))(*LINES)

@@ -4,9 +4,11 @@ import warnings
 
 import numpy as np
 import pytest
+from linear_toy import batches, sgd
 from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.train import Callback
 
-from ms_gradaccum import GradAccumulation, TrainOneStepCell
+from ms_gradaccum import GradAccumulation, Model, TrainOneStepCell
 
 SHAPES = {1: (4, 2), 2: (4, 2, 3, 3), 3: (4, 2, 2, 3, 3)}
 
@@ -109,3 +111,79 @@ class ByDefault(ByFunction):
 def test_the_function_goes_by_what_it_is_given(kind, count, eager):
     assert len(warnings_of(kind(), 1)) == count
     assert warnings_of(kind(), 1, micro_size=1) == []
+
+
+class Blocks(nn.Cell):
+    """A block with a BatchNorm and Dropout, and a layer after it."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.block = nn.SequentialCell(nn.Dense(1, 2, "ones"), nn.BatchNorm1d(2, **settings), nn.Dropout(p=0.5))
+        self.last = nn.Dense(2, 1)
+
+    def construct(self, x):
+        return self.last(self.block(x))
+
+
+def woken_by_model(network, callbacks=None):
+    """What a Model warns of when it trains the network, twice and with an evaluation in between."""
+    model = Model(GradAccumulation(network, 2), nn.MSELoss(), sgd(network), metrics={"loss"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.train(1, batches(4), callbacks=callbacks)
+        model.eval(batches(4))
+        model.train(1, batches(4), callbacks=callbacks)
+    return [str(each.message) for each in caught if str(each.message).startswith("For 'Model', a cell ")]
+
+
+TOLD = {
+    "a norm": lambda network: network.block[1].set_train(False),
+    "a block": lambda network: network.block.set_train(False),
+    "a norm in training": lambda network: network.set_train().block[1].set_train(False),
+    "a block in training": lambda network: network.set_train().block.set_train(False),
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_a_frozen_cell_that_a_model_wakes_is_named_once(told, eager):
+    network = Blocks()
+    TOLD[told](network)
+    (said,) = woken_by_model(network)
+    assert "but got BatchNorm1d 'network.block.1', which train() sets to training mode with all others." in said
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda network: None,
+        lambda network: network.set_train(),
+        lambda network: network.set_train(False),
+        lambda network: [cell.set_train(False) for _, cell in network.cells_and_names()],
+        lambda network: network.set_train().set_train(False),
+    ],
+)
+def test_a_network_that_was_evaluated_as_a_whole_is_not(prepare, eager):
+    network = Blocks()
+    prepare(network)
+    assert woken_by_model(network) == []
+
+
+class Freeze(Callback):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def on_train_step_begin(self, run_context):
+        self.cell.set_train(False)
+
+
+def test_the_ways_to_freeze_statistics_hold_under_model(mode):
+    for network in (Blocks(), Blocks(use_batch_statistics=False)):
+        norm = network.block[1]
+        callbacks = Freeze(norm) if norm.use_batch_statistics is None else None
+        model = Model(GradAccumulation(network, 2), nn.MSELoss(), sgd(network))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            model.train(2, batches(4), callbacks=callbacks)
+        np.testing.assert_array_equal(norm.moving_mean.asnumpy(), 0)
+        np.testing.assert_array_equal(norm.moving_variance.asnumpy(), 1)
