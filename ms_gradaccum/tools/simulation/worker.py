@@ -31,7 +31,7 @@ from ms_gradaccum.tools.simulation.collectives import collectives_of, groups_of,
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, differences, own_part, plain_name, whole_values
 from ms_gradaccum.tools.simulation.job import OWNER
 from ms_gradaccum.tools.simulation.partition import WORLD_GROUP, connect, gpu_target, partition
-from ms_gradaccum.tools.simulation.whole_batch import WholeBatch
+from ms_gradaccum.tools.whole_batch import WholeBatchStep
 from ms_gradaccum.training.partitioned_step import PartitionedStep
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
@@ -172,7 +172,7 @@ class _Rank:
         if auto_parallel_context().get_parallel_mode() != "stand_alone":
             # Set by the user's function, for the compiler.
             auto_parallel_context().reset()
-        whole = WholeBatch(step)
+        whole = WholeBatchStep(step)
         for parameter in whole.get_parameters():
             if parameter.name in start:
                 parameter.set_data(Tensor(start[parameter.name], parameter.dtype))

@@ -7,17 +7,18 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import ParameterTuple, Tensor, nn
 from mindspore.common.seed import _KERNEL_SEED
 
 from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op, runs_eagerly
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch, leaf_axes, split_batch
-from ms_gradaccum.batch.weighted_loss import RowWeight, WeightedLoss
-from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, reciprocal
+from ms_gradaccum.batch.weighted_loss import RowWeight
+from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals
 from ms_gradaccum.gradients.mixed_precision import check_precision
 from ms_gradaccum.loops import random_state
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.verification.comparison import Run
+from ms_gradaccum.tools.whole_batch import WholeBatch
 from ms_gradaccum.training.first_pass import first_pass_of
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.micro_step import AddMicroBatch, EagerMicroStep, MicroLoss, Pace, build_micro_step
@@ -250,47 +251,6 @@ class EagerCell:
         forget_passes()
         with op_by_op():
             return self.cell(*tensors)
-
-
-class MeanLoss(nn.Cell):
-    """The loss of a batch in one piece, and its weight."""
-
-    def __init__(self, weighted_loss: WeightedLoss) -> None:
-        super().__init__(auto_prefix=False)
-        self.weighted_loss = weighted_loss
-
-    def construct(self, *tensors: Any) -> tuple[Tensor, Tensor]:
-        sums = self.weighted_loss(Tensor(1.0, ms.float32), *tensors)
-        return sums[0] * reciprocal(sums[1]), sums[1]
-
-
-class WholeBatch(nn.Cell):
-    """Loss, weight and gradient of a batch in one piece: no sums, no buffer."""
-
-    def __init__(self, weighted_loss: WeightedLoss, parameters: ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss = MeanLoss(weighted_loss)
-        self.loss_and_grads = ops.value_and_grad(self.loss, None, parameters, has_aux=True)
-        self.map = ops.HyperMap()
-        self._get_attr_from_cell(weighted_loss.network)
-
-    def construct(self, *tensors: Any) -> tuple[Any, ...]:
-        (loss, weight), grads = self.loss_and_grads(*tensors)
-        return loss, weight, self.map(_dense, grads)
-
-
-_dense = ops.MultitypeFuncGraph("dense_gradient")
-
-
-@_dense.register("Tensor")
-def _keep(grad: Tensor) -> Tensor:
-    return grad
-
-
-@_dense.register("RowTensor")
-def _scatter(grad: Any) -> Tensor:
-    # A sparse lookup has a gradient for the rows that it read; a row can be there more than once.
-    return ops.unsorted_segment_sum(ops.cast(grad.values, ms.float32), grad.indices, grad.dense_shape[0])
 
 
 def _mean_grads(buffer: GradientBuffer) -> list[Any]:
