@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import Settled, check_choice, check_tensor
+from ms_gradaccum._checks import Settled, check_cell, check_choice, check_tensor, sentence
 from ms_gradaccum.backend.optimizers import claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
@@ -210,8 +210,19 @@ class Accumulator(Settled, nn.Cell, Observed):
         prepared = tuple(prepare(item, self.window) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Enclose what is done with one batch. At its beginning it is known whether it ends the window."""
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Number of batches of one update, by Accelerate's name; 1 with a schedule."""
+        return self.config.accumulation_steps
+
+    def accumulate(self, *networks: nn.Cell) -> AbstractContextManager[None]:
+        """Enclose what is done with one batch. At its beginning it is known whether it ends the window.
+
+        Args:
+            networks (Cell): What Accelerate wants to be told. A window is that of all networks in any case.
+        """
+        for each in networks:
+            check_cell(_OWNER, "networks", each, "Write 'with accumulator.accumulate():'.")
         return self.window.batch()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -238,6 +249,9 @@ class Accumulator(Settled, nn.Cell, Observed):
             network (Cell, optional): Which of several networks. Default: ``None``, the only one.
         """
         trained = self.window.only(network)
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].ndim == 0:
+            remedy = "Call backward(*batch), which computes the loss and returns it."
+            raise TypeError(sentence(_OWNER, "args", "a batch, as the network takes it", "one number", remedy))
         with self.window.batch_of(trained):
             self.window.recognise((args, kwargs))
             return trained.backward(args, kwargs)
@@ -275,6 +289,24 @@ class Accumulator(Settled, nn.Cell, Observed):
         It counts its batches itself, and knows nothing of the end of the data: call `flush` there.
         """
         return self.in_graph(grads, weight, loss, reduction)
+
+    def clip_grad_norm_(self, parameters: object, max_norm: float) -> Tensor | None:
+        """Clip as :meth:`clip_grad_norm` does, with Accelerate's arguments: all parameters that are trained."""
+        self._check_all(parameters)
+        return self.clip_grad_norm(max_norm)
+
+    def clip_grad_value_(self, parameters: object, clip_value: float) -> Tensor | None:
+        """Clip as :meth:`clip_grad_value` does, with Accelerate's arguments: all parameters that are trained."""
+        self._check_all(parameters)
+        return self.clip_grad_value(clip_value)
+
+    def _check_all(self, parameters: Any) -> None:
+        given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        trained = [each for network in self._networks for group in network.optimizers for each in group.parameters]
+        missing = [each.name for each in trained if id(each) not in given]
+        if missing:
+            got, remedy = f"none of {missing[0]!r}", "The norm is that of the whole gradient: see ClipByGroupNorm."
+            raise ValueError(sentence(_OWNER, "parameters", "all that are trained", got, remedy))
 
     def clip_grad_norm(self, max_norm: float, *, network: nn.Cell | None = None) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.

@@ -74,7 +74,7 @@ class HostDrivenStep(nn.Cell):
         """Add one batch, and end the window if it is the last one."""
         batches = self.open_batches()
         try:
-            self.window.add(args, kwargs, is_last=batches + 1 == self.accumulation_steps)
+            self.window.add(args, kwargs, is_last=batches + 1 >= self.accumulation_steps)
         except BaseException:
             self.events.batches -= 1
             raise
@@ -87,7 +87,8 @@ class HostDrivenStep(nn.Cell):
 
     def _end_batch(self, batches: int) -> StepOutput:
         """Count a batch after so many, and end the window if it is the last one."""
-        if batches + 1 == self.accumulation_steps:
+        # A checkpoint may have come with more than this step collects.
+        if batches + 1 >= self.accumulation_steps:
             return self._close()
         self.window.set_count(batches + 1)
         return self.window.so_far()

@@ -220,12 +220,12 @@ class WindowEnd(nn.Cell):
         return self.updates[key]
 
     def after_batch(self, done: Any, batches_of_window: int) -> tuple[Tensor, ...]:
-        """Count a batch as part of a graph, after ``done``, and end the window if it has so many of them now.
+        """Count a batch as part of a graph, after ``done``, and end the window if it has so many of them now, or more.
 
         Return the items of a StepOutput.
         """
         batches = ops.depend(self.buffer.count_batch(), done)
-        if batches == batches_of_window:
+        if batches >= batches_of_window:
             output = self.ended(batches)
         else:
             output = self.open(batches)

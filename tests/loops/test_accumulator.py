@@ -312,3 +312,31 @@ def test_a_window_of_a_checkpoint_can_be_ended_at_once(end, tmp_path, eager):
     assert found == 2 if end == "drop" else number(found.weight) == 4
     assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4)) if end == "flush" else 0, rel=1e-6)
     assert updates_of(accumulator, FOUR) == [False, False, False, True]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_more_open_batches_in_a_checkpoint_than_a_window_has_are_updated_with(steps, tmp_path, mode):
+    network, accumulator = toy_loop(4)
+    list(train(accumulator, FOUR[:3]))
+    ms.save_checkpoint(accumulator, str(tmp_path / "middle.ckpt"))
+    network, accumulator = toy_loop(steps)
+    ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
+    assert updates_of(accumulator, FOUR[3:]) == [True]
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_names_and_arguments_of_accelerate_are_taken():
+    network, accumulator = toy_loop(4)
+    assert accumulator.gradient_accumulation_steps == accumulator.config.accumulation_steps
+    for each in accumulator.prepare(FOUR):
+        with accumulator.accumulate(network):
+            accumulator.backward(*each)
+            norm = accumulator.clip_grad_norm_(network.trainable_params(), 1.0)
+            accumulator.step()
+    assert number(norm) == pytest.approx(102.0, rel=1e-5) and weight_of(network) == pytest.approx(0.02, rel=1e-5)
+    with pytest.raises(ValueError, match="'parameters' must be all that are trained, but got none of 'weight'"):
+        accumulator.clip_grad_norm_([], 1.0)
+    with pytest.raises(TypeError, match="'args' must be a batch, as the network takes it, but got one number. Call ba"):
+        accumulator.backward(Tensor(1.0))
+    with pytest.raises(TypeError, match="the argument 'networks' must be an nn.Cell"):
+        accumulator.accumulate(4)
