@@ -34,6 +34,7 @@ from ms_gradaccum.loops.epoch import PassSteps, ResumingCallback
 from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
+from ms_gradaccum.parallel.world import check_agreement
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
 from ms_gradaccum.training.micro_steps import FREEZE, frozen_cell
 from ms_gradaccum.training.settings import StepSettings
@@ -302,6 +303,9 @@ class Model(Settled, ms.Model):
         if not self._has_trained:
             self._has_trained = True
             _warn_of_frozen(self._network)
+        if self._train_network.windows[0].several:
+            agreed = {name: kwargs.get(name) for name in ("initial_epoch", "dataset_sink_mode")}
+            check_agreement(_OWNER, {"epoch": epoch, "last_window": self.last_window, "resume": self._resume, **agreed})
         # Before a state is loaded, which has their tensors.
         self._train_network.adopt(callbacks)
         checkpoints = [callback for callback in callbacks if isinstance(callback, ResumingCallback)]

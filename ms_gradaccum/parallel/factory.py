@@ -12,6 +12,7 @@ from ms_gradaccum._checks import sentence, warn
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
 from ms_gradaccum.gradients.non_finite import check_can_drop
+from ms_gradaccum.parallel.agreement import settings_of, shapes_of, structure_of
 from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.hsdp import HSDPReducer, check_shardable
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, check_kind, choose_kind
@@ -85,6 +86,8 @@ def build_reducers(
         drops: Whether micro batches can be left out.
         dtype: In which the ranks add up gradients.
     """
+    if kind is not None:
+        _agree(owner, kind, network, optimizers, agreed)
     if drops:
         check_can_drop(owner, network)
     totals = WindowTotals(drops, network.other_losses)
@@ -94,7 +97,8 @@ def build_reducers(
     ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
     reducers = []
     for optimizer in optimizers:
-        _agree(owner, kind, network, optimizer, agreed, dtype)
+        _check_sent(owner, kind, network, optimizer, dtype)
+        _start_alike(owner, network, optimizer)
         layout = reducer_layout(kind, optimizer.parameters, ranks, totals.scalars, dtype)
         buffer = _buffer_of(optimizer, layout.buffer_shapes, totals)
         reducers.append(_build_reducer(kind, optimizer, buffer, layout, world.rank))
@@ -105,18 +109,29 @@ def _buffer_of(optimizer: nn.Cell, shapes: Any, totals: WindowTotals) -> Gradien
     return GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), shapes, totals)
 
 
-def _agree(owner: str, kind: Any, network: Any, optimizer: nn.Cell, agreed: dict[str, Any], dtype: Any) -> None:
-    """Raise where the ranks cannot train together, and let all of them start alike. Collective."""
-    parameters = optimizer.parameters
-    shapes = [(parameter.name, tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
+def _agree(owner: str, kind: Any, network: Any, optimizers: Sequence[nn.Cell], agreed: dict[str, Any]) -> None:
+    """Raise on all ranks where they were told different things, before one waits for the others. Collective."""
+    settings = {
+        "the training cell": owner,
+        "mode": "GRAPH_MODE" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE_MODE",
+        **agreed,
+        "parallel": repr(kind),
+        "batch_axis": repr(network.batch_axis),
+        "weighted": network.weighted,
+    }
+    for number, optimizer in enumerate(optimizers):
+        settings |= settings_of("optimizer" if len(optimizers) == 1 else f"optimizer[{number}]", optimizer)
+    check_agreement(owner, settings | structure_of(network) | shapes_of([network, *optimizers]))
+
+
+def _check_sent(owner: str, kind: Any, network: Any, optimizer: nn.Cell, dtype: Any) -> None:
+    """Raise where the ranks cannot send what they would have to."""
     check_sent(owner, dtype)
-    check_parameters_sent(owner, parameters)
-    check_agreement(owner, {**agreed, "parallel": repr(kind), "the optimizer's parameters": shapes})
+    check_parameters_sent(owner, optimizer.parameters)
     if kind.sync_each_batch:
         _check_shared_dense(owner, network)
     if isinstance(kind, HSDP):
         _check_hsdp(owner, kind, optimizer)
-    _start_alike(owner, network, optimizer)
 
 
 def _check_hsdp(owner: str, kind: HSDP, optimizer: nn.Cell) -> None:

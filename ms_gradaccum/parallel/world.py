@@ -55,19 +55,18 @@ def gather_values(value: Any) -> list[Any]:
     """Return each rank's ``value``, anything that JSON holds, in the order of the ranks. Collective."""
     data = json.dumps(value).encode()
     lengths = gather_counts(len(data))
-    padded = np.zeros(max(lengths), np.float32)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = _gather_floats(padded).reshape(len(lengths), -1).astype(np.uint8)
-    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
+    padded = np.frombuffer(data.ljust(-(-max(lengths) // 4) * 4), np.int32)
+    rows = _gather_words(padded).reshape(len(lengths), -1)
+    return [json.loads(row.tobytes()[:length]) for row, length in zip(rows, lengths)]
 
 
 def gather_counts(count: int) -> list[int]:
     """Return each rank's ``count``, in the order of the ranks. Collective, one message."""
-    return [int(value) for value in _gather_floats(np.array([count], np.float32))]
+    return [int(value) for value in _gather_words(np.array([count], np.int32))]
 
 
-def _gather_floats(values: Any) -> Any:
-    # Float32 is what the collectives of every backend know; it holds bytes and lengths exactly.
+def _gather_words(values: Any) -> Any:
+    """Return the int32 ``values`` of all ranks. The collectives of every backend know this type, and no bit changes."""
     with graph_mode():
         return _the(_Gather)(Tensor(values)).asnumpy()
 
@@ -80,14 +79,19 @@ def _the(kind: type[nn.Cell]) -> nn.Cell:
 
 def check_agreement(owner: str, settings: dict[str, Any]) -> None:
     """Raise on every rank if the ranks have different settings, instead of hanging in a collective later."""
+    hashes = gather_values(hashlib.sha256(json.dumps(settings).encode()).hexdigest())
+    if all(value == hashes[0] for value in hashes):
+        return
     everyone = gather_values(settings)
-    for name in settings:
-        for rank, theirs in enumerate(everyone):
-            if theirs.get(name) != everyone[0].get(name):
-                raise ValueError(
-                    f"For '{owner}', the ranks must agree about '{name}', but got {everyone[0].get(name)} on rank 0 "
-                    f"and {theirs.get(name)} on rank {rank}. Start all ranks with the same settings."
-                )
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = [theirs.get(name) for theirs in everyone]
+        # By their text, in which a NaN is equal to itself.
+        rank = next((rank for rank, value in enumerate(values) if repr(value) != repr(values[0])), 0)
+        if rank:
+            raise ValueError(
+                f"For '{owner}', the ranks must agree about '{name}', but got {values[0]} on rank 0 and "
+                f"{values[rank]} on rank {rank}. Start all ranks with the same settings."
+            )
 
 
 def digest(parameters: Any) -> str:
@@ -117,12 +121,12 @@ def broadcast_parameters(parameters: Any) -> bool:
     if len(set(digests)) == 1:
         return False
     for parameter in parameters:
-        values = parameter.asnumpy()
+        values = np.ascontiguousarray(parameter.asnumpy())
         with graph_mode():
-            # As bytes: they arrive whole whatever the dtype.
-            raw = np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8).astype(np.float32)
-            sent = _the(_Broadcast)(Tensor(raw)).asnumpy().astype(np.uint8)
-        parameter.set_data(Tensor(np.frombuffer(sent.tobytes(), values.dtype).reshape(values.shape)))
+            # As words: they arrive whole whatever the dtype.
+            sent = _the(_Broadcast)(Tensor(_as_words(values.reshape(1, -1))[0])).asnumpy()
+        received = sent.tobytes()[: values.nbytes]
+        parameter.set_data(Tensor(np.frombuffer(received, values.dtype).reshape(values.shape)))
     return True
 
 
@@ -132,34 +136,34 @@ def gather_rows(owner: str, arrays: list[Any]) -> tuple[int, int, list[Any]]:
     A rank without rows gives no arrays and gets none. Collective, two messages: each rank's numbers of rows and of
     values in a row, and the rows, padded to the most that a rank has.
     """
-    columns = [_as_floats(array) for array in arrays]
-    rows = np.concatenate(columns, axis=1) if columns else np.zeros((0, 0), np.float32)
-    counts, widths = _gather_floats(np.array([rows.shape], np.float32)).astype(np.int64).T
+    columns = [_as_words(array) for array in arrays]
+    rows = np.concatenate(columns, axis=1) if columns else np.zeros((0, 0), np.int32)
+    counts, widths = _gather_words(np.array([rows.shape], np.int32)).T
     if len(set(widths[counts > 0])) > 1:
         got = ", ".join(str(width) for width in widths)
         raise ValueError(
             f"For '{owner}', outputs and labels must have as many values in a row on all ranks, but got {got}. Pad "
             f"their other axes to one length."
         )
-    padded = np.zeros((counts.max(), widths.max()), np.float32)
+    padded = np.zeros((counts.max(), widths.max()), np.int32)
     padded[: len(rows), : rows.shape[1]] = rows
-    received = _gather_floats(padded).reshape(len(counts), *padded.shape)
+    received = _gather_words(padded).reshape(len(counts), *padded.shape)
     everyone = np.concatenate([part[:count] for part, count in zip(received, counts)])
     ends = np.cumsum([column.shape[1] for column in columns])[:-1] if columns else []
     parts = np.split(everyone, ends, axis=1) if columns else []
-    whole = [_from_floats(part, array) for part, array in zip(parts, arrays)]
+    whole = [_from_words(part, array) for part, array in zip(parts, arrays)]
     return int(counts[: current_world(owner).rank].sum()), int(counts.sum()), whole
 
 
-def _as_floats(array: Any) -> Any:
-    """Return rows as float32, from which `_from_floats` makes the same bits again."""
+def _as_words(array: Any) -> Any:
+    """Return rows as int32, from which `_from_words` makes the same bits again."""
     flat = np.ascontiguousarray(array).reshape(len(array), -1)
-    if flat.dtype != np.float32:
-        flat = flat.view(np.uint8 if flat.dtype.itemsize == 1 else np.uint16).astype(np.float32)
-    return flat
+    if flat.dtype.itemsize % 4:
+        flat = flat.view(np.uint8)
+        flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 4)))
+    return flat.view(np.int32)
 
 
-def _from_floats(rows: Any, like: Any) -> Any:
-    if like.dtype != np.float32:
-        rows = rows.astype(np.uint8 if like.dtype.itemsize == 1 else np.uint16)
-    return np.ascontiguousarray(rows).view(like.dtype).reshape(len(rows), *like.shape[1:])
+def _from_words(rows: Any, like: Any) -> Any:
+    flat = np.ascontiguousarray(rows).view(np.uint8)[:, : like[0].nbytes]
+    return np.ascontiguousarray(flat).view(like.dtype).reshape(len(rows), *like.shape[1:])

@@ -74,6 +74,7 @@ class StepSettings:
             "clip": repr(self.clip),
             "mixed_precision": self.precision.text,
             "bad_micro_batch": self.drops,
+            "compile": self.compiles,
         }
 
 

@@ -1,0 +1,83 @@
+"""Describe optimizers and networks by plain values, which the ranks of a job compare before they train together."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+
+# Parameters of an optimizer that hold settings. All others hold its state, which is broadcast.
+_TUNED = frozenset(("learning_rate", "group_lr", "momentum", "lr", "lrs", "weight_decay"))
+# What each cell has, what MindSpore's parallel optimizer says of this rank alone, and what is told by another name.
+_SKIPPED = frozenset(
+    (*vars(nn.Cell()), "optim_filter")
+    + ("init_params", "init_args", "init_learning_rate", "exec_weight_decay", "decay_flags", "parameters", "params")
+)
+_OPTIMIZERS = (nn.Optimizer, ExperimentalOptimizer)
+# A longer array is told by its hash.
+_MANY = 16
+
+
+def settings_of(name: str, optimizer: nn.Cell) -> dict[str, Any]:
+    """Return the class of an optimizer, the order of its parameters and its numbers, by their names."""
+    found: dict[str, Any] = {name: type(optimizer).__name__}
+    found |= {f"{name}.parameters[{i}]": parameter.name for i, parameter in enumerate(optimizer.parameters)}
+    _describe_cell(name, optimizer, found)
+    return found
+
+
+def structure_of(network: nn.Cell) -> dict[str, Any]:
+    """Return the classes of a network's cells, and the numbers of its losses, by their names."""
+    found: dict[str, Any] = {}
+    for name, cell in network.cells_and_names():
+        place = f"network.{name}" if name else "network"
+        if isinstance(cell, nn.LossBase):
+            _describe_cell(place, cell, found)
+        found[place] = type(cell).__name__
+    return found
+
+
+def _describe_cell(place: str, cell: nn.Cell, found: dict[str, Any]) -> None:
+    found[place] = type(cell).__name__
+    attributes = {**vars(cell).get("_params", {}), **vars(cell).get("_cells", {}), **vars(cell)}
+    for name, value in attributes.items():
+        # A cell may know its rank.
+        if not name.startswith("_") and name not in _SKIPPED and "rank" not in name:
+            is_table = isinstance(cell, LearningRateSchedule)
+            _describe(f"{place}.{name}", value, is_table or name in _TUNED, found)
+
+
+def _describe(place: str, value: Any, tuned: bool, found: dict[str, Any]) -> None:
+    """Note the numbers in ``value``. Of parameters and cells only those that are ``tuned`` hold settings."""
+    if isinstance(value, (bool, int, float, str)):
+        found[place] = value
+    elif isinstance(value, (Tensor, np.ndarray, np.generic)):
+        if tuned or not isinstance(value, Parameter):
+            found[place] = _numbers(value.asnumpy() if isinstance(value, Tensor) else np.asarray(value))
+    elif isinstance(value, (list, tuple)) and all(isinstance(item, (bool, int, float)) for item in value):
+        found[place] = _numbers(np.array(value))
+    elif isinstance(value, (list, tuple)) and not isinstance(value, nn.Cell):
+        for index, item in enumerate(value):
+            _describe(f"{place}[{index}]", item, tuned, found)
+    elif isinstance(value, dict):
+        for key in filter(lambda key: isinstance(key, str), value):
+            _describe(f"{place}.{key}", value[key], key in _TUNED, found)
+    elif isinstance(value, (LearningRateSchedule, *_OPTIMIZERS)) or (tuned and isinstance(value, nn.Cell)):
+        _describe_cell(place, value, found)
+
+
+def _numbers(array: Any) -> Any:
+    if array.size > _MANY:
+        return f"{array.size} values with the hash {hashlib.sha256(array.tobytes()).hexdigest()[:8]}"
+    # By its digits: as a double a float32 has others.
+    numbers = [float(str(number)) if array.dtype.kind == "f" else number.item() for number in array.ravel()]
+    return numbers[0] if array.ndim == 0 else numbers
+
+
+def shapes_of(cells: Sequence[nn.Cell]) -> dict[str, Any]:
+    """Return the shapes and dtypes of all parameters of these cells."""
+    parameters = (parameter for cell in cells for parameter in cell.get_parameters())
+    return {f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}" for each in parameters}
