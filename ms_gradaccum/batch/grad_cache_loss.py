@@ -129,8 +129,8 @@ class CachedLoss(WeightedLoss):
         - The inputs of the network.
 
     Outputs:
-        The share of the loss, and the share. Then of each of these outputs the largest difference from that of the
-        first pass, and below it the largest number in it.
+        The share of the loss, and the share. Then for each of these outputs how far it is from that of the first
+        pass, see `distance`.
     """
 
     counts_rows = True
@@ -148,17 +148,29 @@ class CachedLoss(WeightedLoss):
         for i, parameter in enumerate(self.own):
             start = start + _product(parameter, own_grads[i]) * share
         place = 0
-        differences: tuple[Tensor, ...] = ()
-        sizes: tuple[Tensor, ...] = ()
+        distances: tuple[Tensor, ...] = ()
         for output in self.network.outputs(items[4:]):
             if output.dtype in mstype.float_type:
                 start = start + _product(output, cache[place])
-                differences += (scalar(ops.max(ops.abs(ops.stop_gradient(output) - firsts[place]))[0]),)
-                sizes += (scalar(ops.max(ops.abs(firsts[place]))[0]),)
+                distances += (distance(ops.stop_gradient(output), firsts[place]),)
                 place += 1
         # The number is that of the loss, the gradient that of the other one.
         value = scalar(loss) * share + (start - ops.stop_gradient(start))
-        return value, share, ops.stack((ops.stack(differences), ops.stack(sizes)))
+        return value, share, ops.stack(distances)
+
+
+def distance(second: Tensor, first: Tensor) -> Tensor:
+    """Return the largest difference of two outputs, as a part of the largest number in its row. NaN equals NaN.
+
+    A row counts as at least 0.01 of the largest one, in whose rounding it may be lost.
+    """
+    same = ops.logical_or(second == first, ops.logical_and(ops.isnan(second), ops.isnan(first)))
+    zeros = ops.zeros_like(first)
+    difference = ops.select(same, zeros, ops.abs(second - first)).reshape((first.shape[0], -1))
+    size = ops.select(ops.isfinite(first), ops.abs(first), zeros).reshape((first.shape[0], -1))
+    rows = ops.amax(size, 1)
+    least = ops.maximum(ops.amax(size) * 0.01, Tensor(1e-30, ms.float32))
+    return scalar(ops.amax(ops.amax(difference, 1) / ops.maximum(rows, least)))
 
 
 def _product(values: Tensor, grads: Tensor) -> Tensor:

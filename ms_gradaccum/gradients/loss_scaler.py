@@ -22,8 +22,9 @@ class NoLossScale(nn.Cell):
 
     # Whether a window whose gradient has an Inf or a NaN makes no update.
     skips_overflow = True
-    # Whether losses are scaled.
+    # Whether losses are scaled, and whether by a scale that looks for its size, which takes windows that are skipped.
     scales = False
+    searches = False
 
     def left_to_optimizer(self) -> float | None:
         """Return the scale if MindSpore's own step leaves it to the optimizer to divide by it."""
@@ -68,7 +69,7 @@ class LossScale(NoLossScale):
         growth_interval: Clean windows until it grows.
     """
 
-    scales = True
+    scales = searches = True
 
     def __init__(
         self,
@@ -132,6 +133,8 @@ class FixedLossScale(NoLossScale):
 
 class ForeignLossScale(FixedLossScale):
     """The scale that an object of MindSpore's interfaces, or of a user's own class, chooses in Python."""
+
+    searches = True
 
     def __init__(self, chooser: Any) -> None:
         super().__init__(new_scale(1.0))

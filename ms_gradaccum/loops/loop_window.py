@@ -58,7 +58,7 @@ class LoopWindow:
 
     @contextmanager
     def batch(self, join: tuple[bool, int] | None = None) -> Iterator[None]:
-        """Enclose one batch. A failure before anything was added leaves no trace.
+        """Enclose one batch. A failure before anything was added leaves no trace; to other processes it is one.
 
         ``join`` is of a batch that only other processes have: whether it is the last one, and its epoch.
         """
@@ -66,24 +66,31 @@ class LoopWindow:
             raise _disorder("accumulate() must not be entered twice", "it inside itself", "Write one 'with' per batch.")
         self._begin(join)
         self.in_batch, was_open = True, self.is_open
+        error: BaseException | None = None
         try:
             yield
-        except BaseException:
-            if self._awaits_batch:
+        except BaseException as raised:
+            error = raised
+            if self.networks[0].goes_on(error):
+                self._join_batch()
+                self._end_joined()
+            elif self._awaits_batch:
                 self.counter.take_back_batch()
                 self.events.batches -= 1
                 self.ends, self._batches = False, []
             if was_open and not self.is_open and not self.ends:
                 self.counter.end_window()
-            raise
         finally:
             self.in_batch = False
             self._keep_count()
             for each in self._batches:
                 each.source.train(each, self._piece_rows)
-        for source in [each.source for each in self._batches if each.source.joins and not each.source.waiting]:
-            missing, source.joins = source.joins, 0
-            self.join_others(missing, self._batches[0].epoch)
+        if error is None or self.networks[0].goes_on(error):
+            for source in [each.source for each in self._batches if each.source.joins and not each.source.waiting]:
+                missing, source.joins = source.joins, 0
+                self.join_others(missing, self._batches[0].epoch)
+        if error is not None:
+            raise error
 
     def _follow_sums(self) -> None:
         """Go on with the windows whose sums are there: MindSpore's checkpoints have them, and how many batches."""
@@ -306,11 +313,20 @@ class LoopWindow:
     def join(self, join: tuple[bool, int] | None = None) -> None:
         """Take part in a batch of the other processes without one."""
         with self.batch(join):
-            for trained in self.networks:
+            self._join_batch()
+        self._end_joined()
+
+    def _join_batch(self) -> None:
+        """Take part in what the other processes do with a batch, or with the rest of one that has failed here."""
+        for trained in self.networks:
+            if not trained.has_batch:
                 trained.join()
+
+    def _end_joined(self) -> None:
+        """End the window as the other processes do, if the batch ends it."""
         if not self.ends:
             return
-        for trained in self.networks:
+        for trained in filter(lambda trained: trained.is_open, self.networks):
             trained.clip = trained.last_clip
             self.step(trained)
         for scheduler in self.schedulers:

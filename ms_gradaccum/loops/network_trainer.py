@@ -72,7 +72,13 @@ class TrainedNetwork(Window):
 
     def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Add one batch and return its mean loss."""
-        outputs = self.add(args, kwargs)
+        try:
+            outputs = self.add(args, kwargs)
+        except BaseException as error:
+            # To the other ranks it is a batch.
+            self.has_batch = self.goes_on(error)
+            self.is_open = self.is_open or self.has_batch
+            raise
         self.is_open = self.has_batch = True
         return _mean_loss([output[:2] for output in outputs])
 

@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
+from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import graph_mode
 
 
@@ -92,6 +93,21 @@ def check_agreement(owner: str, settings: dict[str, Any]) -> None:
                 f"For '{owner}', the ranks must agree about '{name}', but got {values[0]} on rank 0 and "
                 f"{values[rank]} on rank {rank}. Start all ranks with the same settings."
             )
+
+
+def warn_of_same_data(owner: str, first_batch: bytes) -> None:
+    """Warn if ranks have begun with the same batch, by its hash; b"" for a rank that had none. Collective."""
+    own = np.frombuffer(first_batch[:8].ljust(8, b"\0"), np.int32)
+    hashes = [row.tobytes() for row in _gather_words(own).reshape(-1, 2)]
+    # Of the largest such group.
+    groups = [[rank for rank, other in enumerate(hashes) if other == each] for each in hashes if any(each)]
+    same = max(groups, key=len, default=[])
+    if len(same) > 1:
+        warn(
+            f"For '{owner}', the ranks must read different data, but ranks {same} have begun with the same batch, "
+            f"whose rows then count {len(same)} times. Give the dataset num_shards={len(hashes)} and "
+            f"shard_id=get_rank(), or leave rows of the others out in another way."
+        )
 
 
 def digest(parameters: Any) -> str:

@@ -82,6 +82,8 @@ class MicroSteps:
         self.has_begun = self.has_split = False
         # Whether the last batch may have added something before it failed.
         self.has_added = False
+        # Micro batches of the last batch in which other ranks may still meet this one; None before they are counted.
+        self.rounds: int | None = None
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
@@ -89,7 +91,7 @@ class MicroSteps:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
         """Add one batch and return what each of its micro steps returned; the last one may reduce the sums too."""
-        self.has_added = False
+        self.has_added, self.rounds = False, None
         is_first, self.has_begun = not self.has_begun, True
         if is_first:
             _tell_of_modes(self.owner, self.network)
@@ -103,7 +105,7 @@ class MicroSteps:
         numbers = {part.rows: pace.share_and_factor(part.rows, batch_rows) for part in micro_batches}
         starts = {rows: tuple(Tensor(number, ms.float32) for number in pair) for rows, pair in numbers.items()}
         # Before any of them: the messages of all ranks must come in one order.
-        rounds = self.reducers[0].max_micro_batches(len(micro_batches))
+        self.rounds = self.reducers[0].max_micro_batches(len(micro_batches))
         outputs: list[Any] = []
         done = self.events.micro_batches
         last, _ = self._micro_step(structure, micro_batches, reduces)
@@ -114,6 +116,7 @@ class MicroSteps:
             for index, (step, (rows, tensors)) in enumerate(zip(steps, micro_batches)):
                 self.events.micro_batch_begin(index, rows)
                 outputs.append(step(*starts[rows], *tensors))
+                self.rounds -= 1
                 self.events.micro_batch_end(index, rows)
             self.first_pass.check(outputs)
         except BaseException as error:
@@ -122,8 +125,15 @@ class MicroSteps:
             if isinstance(error, Exception):
                 self.network.explain_split(error, args, kwargs)
             raise
-        self._add_nothing(rounds - len(outputs))
+        self._add_nothing(self.rounds)
         return outputs
+
+    def take_part(self) -> None:
+        """Take part in what the other processes do with the rest of a batch that has failed here."""
+        if self.rounds is None:
+            self.join()
+        else:
+            self._add_nothing(self.rounds)
 
     def join(self) -> None:
         """Take part in a batch of the other processes without one."""

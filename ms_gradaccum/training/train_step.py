@@ -75,8 +75,11 @@ class HostDrivenStep(nn.Cell):
         batches = self.open_batches()
         try:
             self.window.add(args, kwargs, is_last=batches + 1 >= self.accumulation_steps)
-        except BaseException:
-            self.events.batches -= 1
+        except BaseException as error:
+            if self.window.goes_on(error):
+                self._end_batch(batches)  # As the other ranks do.
+            else:
+                self.events.batches -= 1
             raise
         return self._end_batch(batches)
 
@@ -96,9 +99,13 @@ class HostDrivenStep(nn.Cell):
     def _close(self) -> StepOutput:
         try:
             self.events.update_begin()
-        except BaseException:
+        except BaseException as error:
             # As after a failure in the update itself: its rows would be in the next window too.
-            self.window.discard()
+            goes_on = self.window.goes_on(error)
+            if not (goes_on and self.window.is_reduced):
+                self.window.discard(for_all=True)
+            if goes_on:
+                self.events.update_end(self.window.close())
             raise
         output = self.window.close()
         self.events.update_end(output)

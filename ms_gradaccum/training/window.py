@@ -1,5 +1,6 @@
 """A window of one network: its micro batches, its sums, and the update of its optimizers."""
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +9,11 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn_of_dropped
+from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn, warn_of_dropped
+from ms_gradaccum.batch.nested_inputs import take_apart
 from ms_gradaccum.gradients.clipping import ClipByValue
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.parallel.world import warn_of_same_data
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
@@ -44,6 +47,11 @@ class Window:
     is_reduced = False
     outputs: list[StepOutput] | None = None
     clip: nn.Cell | None = None
+    # The hash of the first batch of this rank, if there are several, and whether the ranks have compared theirs.
+    first_batch: bytes | None = None
+    has_compared = False
+    # Whether it was said that a window was skipped for a gradient that is not finite.
+    has_told = False
 
     def __init__(
         self,
@@ -100,14 +108,24 @@ class Window:
         reduces = is_last and self.reducers[0].overlaps
         try:
             outputs = self.micro_steps.run(args, kwargs, reduces)
-        except BaseException:
-            if self.micro_steps.has_added:
+        except BaseException as error:
+            # The other ranks may have the sums of the whole batch already.
+            self.is_reduced = reduces and self.micro_steps.rounds == 0
+            if self.micro_steps.has_added and not (self.is_reduced and self.goes_on(error)):
                 batches = self.count()
-                self.discard()
+                self.discard(for_all=True)
                 warn_of_dropped(self.owner, batches)
+            if self.goes_on(error):
+                self.micro_steps.take_part()
             raise
         self.is_reduced = reduces
+        if self.several and self.first_batch is None:
+            self.first_batch = _hash_of((args, kwargs))
         return outputs
+
+    def goes_on(self, error: BaseException) -> bool:
+        """Return whether this rank takes part in its window after an error, which a program may catch."""
+        return self.several and isinstance(error, Exception) and not isinstance(error, StopIteration)
 
     def join(self) -> None:
         """Take part in a batch of the other processes without one: this process has run out of data."""
@@ -132,6 +150,8 @@ class Window:
         self.measure()
         outputs, clip = self.outputs or [], self.clip
         try:
+            if not outputs[0].updated.asnumpy():
+                outputs = self._skipped(outputs)
             outputs = [end.finish(output, clip) for end, output in zip(self.ends, outputs)]
             self.ends[0].adjust(outputs[0])
             self._count_overflow(outputs[0])
@@ -139,13 +159,64 @@ class Window:
             self.discard()
             raise
         self.reset()
+        if self.several and not self.has_compared:
+            # Here all ranks meet, also one that has had no batch.
+            self.has_compared = True
+            warn_of_same_data(self.owner, self.first_batch or b"")
         return _as_one_report(outputs, clip or self.ends[0].update.gradients.clip.clip)
 
-    def discard(self) -> None:
-        """Throw the window away."""
+    def discard(self, for_all: bool = False) -> None:
+        """Throw the window away, on this rank or ``for_all``, who see it when they add up the weights."""
         for reducer in self.reducers:
             reducer.buffer.clear()
+            if for_all and self.several:
+                weight = reducer.buffer.weight
+                weight.set_data(Tensor(-math.inf, weight.dtype))
         self.reset()
+
+    def _skipped(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        """Say why a window makes no update, and return what is reported of it."""
+        weight = float(outputs[0].weight.asnumpy())
+        if self.several and weight == -math.inf:
+            warn(
+                f"For '{self.owner}', a window must be whole on all ranks, but a batch of it has failed on one: all "
+                f"drop it, and the next update is that of the next window. The log of that rank has the error."
+            )
+            nothing = {"overflow": Tensor(False), "weight": Tensor(0.0, ms.float32)}
+            nothing |= dict.fromkeys(("loss", "grad_norm", "clipped_grad_norm"), Tensor(math.nan, ms.float32))
+            self.ends[0].is_bad = Tensor(False)
+            return [output._replace(**nothing) for output in outputs]
+        scale = float(outputs[0].loss_scale.asnumpy())
+        is_search = self.loss_scale.searches and scale > 1.0
+        if not self.has_told and not is_search and outputs[0].overflow.asnumpy():
+            self.has_told = True
+            remedy = "lower the loss scale or the learning rate" if scale > 1.0 else "lower the learning rate"
+            warn(
+                f"For '{self.owner}', the gradient of a window must have a finite norm, but got "
+                f"{self._non_finite(weight, scale)}: this window makes no update, and further ones like it make none "
+                f"without a word. Look for NaN in the data and the loss, or {remedy}."
+            )
+        return outputs
+
+    def _non_finite(self, weight: float, scale: float) -> str:
+        """Return what makes the norm of the sums no number, which are ``weight`` times ``scale`` times the gradient."""
+        if weight == 0.0:
+            return "an Inf or a NaN in each micro batch"
+        if not math.isfinite(weight):
+            return f"the weight {weight}"
+        largest, largest_name = 0.0, ""
+        for name, total in (
+            (name, total) for each in self.reducers for name, total in zip(each.buffer.names, each.sums)
+        ):
+            size = float(np.abs(total.asnumpy()).max(initial=0.0))
+            if not math.isfinite(size):
+                return f"an Inf or a NaN for the parameter {name!r}"
+            largest, largest_name = max((largest, largest_name), (size, name))
+        if largest < 1e12:
+            return "an Inf or a NaN in another rank's shard"
+        return (
+            f"up to {largest / weight / scale:.3g} for the parameter {largest_name!r}, whose squares are Inf in float32"
+        )
 
     def reset(self) -> None:
         """Forget what was measured, and the clip of the window that has ended."""
@@ -164,6 +235,16 @@ class Window:
                 f"NaN in each of the last {MAX_OVERFLOWS}, which made no update. The weights are those of the last "
                 f"update. Look for NaN in the data and the loss, lower the learning rate, or use float32."
             )
+
+
+def _hash_of(inputs: Any) -> bytes:
+    """Return a hash of the tensors in ``inputs``; b"" if there are none."""
+    tensors: list[Tensor] = []
+    take_apart(inputs, tensors)
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(np.ascontiguousarray(tensor.asnumpy()).tobytes())
+    return total.digest() if tensors else b""
 
 
 def _total_norm(norms: list[Tensor]) -> Tensor:

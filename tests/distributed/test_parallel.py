@@ -275,56 +275,6 @@ def test_settings_that_differ_raise_on_every_rank(four):
     assert [report["disagreement"] for report in four] == [sentence] * 4
 
 
-DISAGREEMENTS = {
-    "decay": ("optimizer.weight_decay", "0.0", "0.1"),
-    "rate": ("optimizer.learning_rate", "0.1", "0.2"),
-    "momentum": ("optimizer.momentum", "0.9", "0.8"),
-    "epsilon": ("optimizer.eps", "1e-08", "2e-08"),
-    "class": ("optimizer", "Momentum", "Adam"),
-    "groups": ("optimizer.learning_rate[0]", "0.1", "0.2"),
-    "schedule": ("optimizer.learning_rate.decay_rate", "0.5", "0.6"),
-    "table": ("optimizer.learning_rate.learning_rate", "100 values with the hash", "100 values with the hash"),
-    "parameters": ("optimizer.parameters[0]", "0.weight", "0.bias"),
-    "experimental": ("optimizer.defaults.lr", "0.1", "0.2"),
-    "experimental groups": ("optimizer.group_start_id", "[0, 1, 6]", "[0, 2, 6]"),
-    "mode": ("mode", "GRAPH_MODE", "PYNATIVE_MODE"),
-    "loss": ("network.network._loss_fn", "MSELoss", "L1Loss"),
-    "reduction": ("network.network._loss_fn.ignore_index", "-1", "-2"),
-    "axis": ("batch_axis", "0", "1"),
-    "compile": ("compile", "False", "True"),
-    "drop": ("bad_micro_batch", "False", "True"),
-    "kind": ("parallel", "DataParallel(sync_each_batch=False", "HSDP(shard_size=-1"),
-    "cell": ("the training cell", "TrainOneStepCell", "Accumulator"),
-    "layers": ("parameter 1.weight", "(3, 3) of Float32", "(4, 3) of Float32"),
-    "last_window": ("last_window", "apply", "drop"),
-    "epoch": ("epoch", "1", "2"),
-}
-
-
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_would_train_unlike_or_wait_for_each_other_are_told_what_differs(what, two):
-    name, *values = DISAGREEMENTS[what]
-    for rank, report in enumerate(two):
-        assert what in report["disagreements"], f"rank {rank} trains"
-        said = report["disagreements"][what]
-        assert f"the ranks must agree about '{name}', but got {values[0]}" in said
-        assert f" on rank 0 and {values[1]}" in said and said.endswith(" Start all ranks with the same settings.")
-
-
-def test_a_cell_may_know_its_rank_and_takes_over_the_count_of_updates(two):
-    assert [report["agreed"] for report in two] == [3, 3]
-
-
-def test_parameters_of_all_dtypes_arrive_bit_for_bit(two):
-    assert [report["broadcast"] for report in two] == [True, True]
-    assert two[0]["bits"] == two[1]["bits"] == two[0]["own bits"]
-    assert all(mine != theirs for mine, theirs in zip(two[0]["own bits"], two[1]["own bits"]))
-
-
-def test_counts_beyond_those_of_a_float32_arrive(two):
-    assert [report["counts"] for report in two] == [[2**24 + 1, 2**24 + 2]] * 2
-
-
 @pytest.mark.parametrize("name", ["data parallel", "data parallel, overlapping", "two shards, level2"])
 @pytest.mark.parametrize("last_window,updates", [("apply", 4), ("drop", 2)])
 def test_a_process_that_runs_out_of_data_joins_the_others(last_window, updates, name, two):

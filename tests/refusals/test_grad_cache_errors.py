@@ -14,7 +14,7 @@ from whole_batch_losses import Clip, Correlation, OrdinaryLoss, Tower, Towers, b
 
 from ms_gradaccum import GradAccumulation, GradCacheLoss, TrainOneStepCell, verify
 from ms_gradaccum.parallel.semi_auto import SemiAuto
-from ms_gradaccum.training.first_pass import FirstPass
+from ms_gradaccum.training.first_pass import FirstPass, random_cells
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -155,6 +155,23 @@ def test_a_loss_that_draws_is_refused_on_several_processes():
     # In evaluation mode it draws nothing.
     network.set_train(False)
     FirstPass("TrainOneStepCell", network, network, [], several, half=False)
+
+
+class Uses(nn.Cell):
+    def __init__(self, operator):
+        super().__init__()
+        self.operator = operator
+
+
+OPERATORS = {
+    True: [ops.StandardNormal(), ops.UniformReal(), ops.Dropout2D(), ops.Multinomial(), ops.RandomShuffle()],
+    False: [ops.L2Normalize(), ops.LayerNorm(), ops.BatchNorm(), ops.Softmax(), ops.NMSWithMask()],
+}
+
+
+@pytest.mark.parametrize("draws,operator", [(draws, each) for draws in OPERATORS for each in OPERATORS[draws]])
+def test_operators_that_draw_are_told_from_those_that_normalise(draws, operator):
+    assert random_cells(Uses(operator).set_train()) == ("Uses" if draws else "")
 
 
 class TwoNumbers(nn.Cell):

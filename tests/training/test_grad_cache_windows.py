@@ -309,7 +309,8 @@ def test_a_network_that_computes_something_else_the_second_time_is_refused(compi
     before = parameters_of(step)
     sentence = (
         r"^For 'GradCacheLoss', the backbone must compute in the second pass what it has in the first, but its outputs "
-        r"of up to \S+ differ by \S+ in Drawing, where Dropout 'drop' may draw anew\. Use ReplayDropout in place of "
+        r"differ by \S+ of the largest number in their row in Drawing, where Dropout 'drop' may draw anew\. Use "
+        r"ReplayDropout in place of "
         r"Dropout, and keep what the forward pass changes in parameters\.$"
     )
     with pytest.raises(RuntimeError, match=sentence):
@@ -341,6 +342,46 @@ def test_a_small_output_is_not_lost_beside_a_large_one():
     step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
     with pytest.raises(RuntimeError, match="where Dropout 'drop' may draw anew"):
         step(Tensor(batch(0, 16)[0]))
+
+
+class Changing(nn.Cell):
+    """Its second pass of the first micro batch returns what a function makes of the outputs."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.tower, self.function, self.calls = Tower(), function, 0
+
+    def construct(self, x):
+        self.calls += 1
+        rows = self.tower(x) * Tensor([[1e3]] + [[1.0]] * (len(x) - 1))
+        return self.function(rows) if self.calls == 3 else rows
+
+
+CHANGES = {
+    "a row that is small beside another": lambda rows: rows * Tensor([[1.0]] * 7 + [[1.001]]),
+    "a NaN": lambda rows: rows / Tensor([[1.0]] * 7 + [[0.0]]) * 0.0,
+    "an Inf": lambda rows: rows / Tensor([[1.0]] * 7 + [[0.0]]),
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_one_row_is_seen(name):
+    cell = GradCacheLoss(Changing(CHANGES[name]), Alike())
+    step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
+    with pytest.raises(RuntimeError, match="must compute in the second pass what it has in the first"):
+        step(Tensor(batch(0, 16)[0]))
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.filterwarnings("ignore:For 'TrainOneStepCell', the gradient must be finite")
+def test_what_is_no_number_in_both_passes_skips_the_window():
+    cell = GradCacheLoss(Tower(), Alike())
+    step = TrainOneStepCell(GradAccumulation(cell, 2), nn.SGD(cell.trainable_params(), 0.1))
+    rows = batch(0, 16)[0]
+    rows[3] = np.nan
+    output = step(Tensor(rows))
+    assert number(output.overflow) and not number(output.updated)
 
 
 class Returning(nn.Cell):

@@ -1,0 +1,164 @@
+"""Ranks that were told different things, read the same rows, or fail alone: an error or a warning, and no hang."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from quick_mindspore import eagerly
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scenarios import batch, build_network, share, weights_of, whole_batches  # noqa: E402
+
+PART, SIZES = "unlike_worker", (2,)
+KINDS = ["data parallel", "overlap", "each batch", "level1", "level2"]
+DISAGREEMENTS = {
+    "decay": ("optimizer.weight_decay", "0.0", "0.1"),
+    "rate": ("optimizer.learning_rate", "0.1", "0.2"),
+    "momentum": ("optimizer.momentum", "0.9", "0.8"),
+    "epsilon": ("optimizer.eps", "1e-08", "2e-08"),
+    "class": ("optimizer", "Momentum", "Adam"),
+    "groups": ("optimizer.learning_rate[0]", "0.1", "0.2"),
+    "schedule": ("optimizer.learning_rate.decay_rate", "0.5", "0.6"),
+    "table": ("optimizer.learning_rate.learning_rate", "100 values with the hash", "100 values with the hash"),
+    "parameters": ("optimizer.parameters[0]", "0.weight", "0.bias"),
+    "experimental": ("optimizer.defaults.lr", "0.1", "0.2"),
+    "experimental groups": ("optimizer.group_start_id", "[0, 1, 6]", "[0, 2, 6]"),
+    "mode": ("mode", "GRAPH_MODE", "PYNATIVE_MODE"),
+    "loss": ("network.network._loss_fn", "MSELoss", "L1Loss"),
+    "reduction": ("network.network._loss_fn.ignore_index", "-1", "-2"),
+    "axis": ("batch_axis", "0", "1"),
+    "compile": ("compile", "False", "True"),
+    "drop": ("bad_micro_batch", "False", "True"),
+    "kind": ("parallel", "DataParallel(sync_each_batch=False", "HSDP(shard_size=-1"),
+    "cell": ("the training cell", "TrainOneStepCell", "Accumulator"),
+    "layers": ("parameter 1.weight", "(3, 3) of Float32", "(4, 3) of Float32"),
+    "last_window": ("last_window", "apply", "drop"),
+    "epoch": ("epoch", "1", "2"),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_would_train_unlike_or_wait_for_each_other_are_told_what_differs(what, two):
+    name, *values = DISAGREEMENTS[what]
+    for rank, report in enumerate(two):
+        assert what in report["disagreements"], f"rank {rank} trains"
+        said = report["disagreements"][what]
+        assert f"the ranks must agree about '{name}', but got {values[0]}" in said
+        assert f" on rank 0 and {values[1]}" in said and said.endswith(" Start all ranks with the same settings.")
+
+
+def test_a_cell_may_know_its_rank_and_takes_over_the_count_of_updates(two):
+    assert [report["agreed"] for report in two] == [3, 3]
+
+
+def test_parameters_of_all_dtypes_arrive_bit_for_bit(two):
+    assert [report["broadcast"] for report in two] == [True, True]
+    assert two[0]["bits"] == two[1]["bits"] == two[0]["own bits"]
+    assert all(mine != theirs for mine, theirs in zip(two[0]["own bits"], two[1]["own bits"]))
+
+
+def test_counts_beyond_those_of_a_float32_arrive(two):
+    assert [report["counts"] for report in two] == [[2**24 + 1, 2**24 + 2]] * 2
+
+
+DROPPED = (
+    "a window must be whole on all ranks, but a batch of it has failed on one: all drop it, and the next update is "
+    "that of the next window. The log of that rank has the error."
+)
+
+
+def check_second_window(weights):
+    """Only the rows of the second window have trained, those of both ranks: MindSpore's own step with all of them."""
+    expected = np.array(whole_batches("Momentum", ((2, 3),)))
+    assert not np.allclose(expected, weights_of(build_network()), atol=1e-3)
+    assert not np.allclose(expected, whole_batches("Momentum", ((0, 1), (2, 3))), atol=1e-3)
+    np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("failure", ["mid-batch", "last micro batch", "update"])
+def test_a_window_in_which_a_batch_has_failed_on_one_rank_is_dropped_on_all(kind, failure, two):
+    key = f"{kind}, {failure}"
+    if kind == "overlap" and failure != "mid-batch":
+        # All of it was added, and sent with the last micro batch.
+        for report in two:
+            np.testing.assert_allclose(
+                report[key][0], whole_batches("Momentum", ((0, 1), (2, 3))), rtol=2e-5, atol=2e-6
+            )
+        return
+    assert [report[f"errors {key}"] for report in two] == [[], ["of this rank"]]
+    for report in two:
+        weights, updates, skipped, open_batches = report[key]
+        assert (updates, skipped, open_batches) == (1, 1, 0)
+        check_second_window(weights)
+        assert [said for said in report[f"warnings {key}"] if DROPPED in said] != []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_which_nothing_was_added_is_left_out(kind, two):
+    """The first batch has the rows of rank 0 alone."""
+    rows = [np.concatenate([share(batch(0), 0, 2)[i], batch(1)[i]]) for i in (0, 1)]
+    first = momentum_on([rows, [np.concatenate([batch(2)[i], batch(3)[i]]) for i in (0, 1)]])
+    for report in two:
+        weights, updates, skipped, _ = report[f"{kind}, first micro batch"]
+        assert (updates, skipped) == (2, 0) and report[f"warnings {kind}, first micro batch"] == []
+        np.testing.assert_allclose(weights, first, rtol=2e-5, atol=2e-6)
+
+
+def momentum_on(windows):
+    """MindSpore's own step on each window as one batch."""
+    network = build_network()
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    step = nn.TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer).set_train()
+    with eagerly():
+        for rows in windows:
+            step(*map(Tensor, rows))
+    return weights_of(network)
+
+
+def test_a_batch_that_was_given_wrong_is_left_out(two):
+    expected = momentum_on([[np.concatenate([batch(0)[i], share(batch(1), 0, 2)[i]]) for i in (0, 1)]])
+    for report in two:
+        weights, updates, skipped = report["wrong batch"]
+        assert (updates, skipped) == (1, 0)
+        np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
+    assert [len(report["errors wrong batch"]) for report in two] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "overlap"])
+def test_a_loop_goes_on_after_an_error_of_one_rank(kind, two):
+    """Before the backward pass the batch is left out; inside it the window is dropped; after it all rows are there."""
+    without = [np.concatenate([share(batch(0), 0, 2)[i], batch(1)[i]]) for i in (0, 1)]
+    second = [np.concatenate([batch(2)[i], batch(3)[i]]) for i in (0, 1)]
+    for report in two:
+        np.testing.assert_allclose(
+            report[f"loop {kind}, before 1"][0], momentum_on([without, second]), rtol=2e-5, atol=2e-6
+        )
+        check_second_window(report[f"loop {kind}, inside 1"][0])
+        expected = whole_batches("Momentum", ((0, 1), (2, 3)))
+        np.testing.assert_allclose(report[f"loop {kind}, after 2"][0], expected, rtol=2e-5, atol=2e-6)
+        assert [report[f"loop {kind}, {place}"][1] for place in ("before 1", "inside 1", "after 2")] == [2, 1, 2]
+    for place in ("before 1", "inside 1", "after 2"):
+        assert [report[f"errors loop {kind}, {place}"] for report in two] == [[], ["of this rank"]]
+
+
+def test_ranks_that_read_the_same_data_are_told_once(two):
+    sentence = (
+        "For 'TrainOneStepCell', the ranks must read different data, but ranks [0, 1] have begun with the same batch, "
+        "whose rows then count 2 times. Give the dataset num_shards=2 and shard_id=get_rank(), or leave rows of the "
+        "others out in another way."
+    )
+    for report in two:
+        assert report["warnings data same"] == report["warnings data joined"] == [sentence]
+        assert report["warnings data other"] == report["warnings data none"] == []
+
+
+def test_a_skipped_window_names_the_parameter_once_on_all_ranks(two):
+    said = "For 'TrainOneStepCell', the gradient of a window must have a finite norm, but got an Inf or a NaN "
+    for report in two:
+        (sentence,) = report["not finite data parallel"]
+        assert sentence.startswith(f"{said}for the parameter '0.weight': this window makes no update")
+        (sentence,) = report["not finite level2"]
+        assert sentence.startswith(said)

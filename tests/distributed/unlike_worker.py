@@ -1,0 +1,276 @@
+"""What each process of `test_ranks_that_differ.py` does: what the ranks do not have in common."""
+
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from mindspore.communication import get_rank, init
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.experimental import optim as experimental
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import report  # noqa: E402
+from quick_mindspore import eagerly  # noqa: E402
+from scenarios import batch, build_network, build_step, share, uneven_data, weights_of  # noqa: E402
+
+from ms_gradaccum import HSDP, Accumulator, DataParallel, GradAccumulation, Model, TrainOneStepCell  # noqa: E402
+from ms_gradaccum.parallel import world  # noqa: E402
+
+init()
+rank = get_rank()
+results = {}
+KINDS = {
+    "data parallel": DataParallel(),
+    "overlap": DataParallel(overlap=True),
+    "each batch": DataParallel(sync_each_batch=True),
+    "level1": HSDP(threshold=0),
+    "level2": HSDP(-1, 0, "level2"),
+}
+
+
+def disagree_about(what, build):
+    """Note the error that both ranks must get, each of its own."""
+    try:
+        build(build_network())
+    except ValueError as error:
+        results.setdefault("disagreements", {})[what] = str(error)
+
+
+def step_with(optimizer, network, loss=None, **settings):
+    loss_cell = GradAccumulation(
+        nn.WithLossCell(network, loss or nn.MSELoss()), 2, batch_axis=settings.pop("batch_axis", 0)
+    )
+    return TrainOneStepCell(loss_cell, optimizer, **settings)
+
+
+def train_unlike(network, epochs=1, **settings):
+    model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1), **settings)
+    model.train(epochs, NumpySlicesDataset(tuple(uneven_data(1)), shuffle=False).batch(2))
+
+
+def in_another_mode(network):
+    ms.set_context(mode=ms.PYNATIVE_MODE if rank else ms.GRAPH_MODE)
+    try:
+        step_with(nn.SGD(network.trainable_params(), 0.1), network)
+    finally:
+        ms.set_context(mode=ms.GRAPH_MODE)
+
+
+def weights(network):
+    return network.trainable_params()
+
+
+def halves(network):
+    return [{"params": weights(network)[: 1 + rank]}, {"params": weights(network)[1 + rank :]}]
+
+
+def sgd(network):
+    return nn.SGD(weights(network), 0.1)
+
+
+def disagree_about_what_trains():
+    """Everything that makes ranks train different weights, or wait for each other, if they are told it unlike."""
+    rate = 0.1 * (1 + rank)
+    makers = {
+        "decay": lambda net: nn.Momentum(weights(net), 0.1, 0.9, weight_decay=0.1 * rank),
+        "rate": lambda net: nn.Momentum(weights(net), rate, 0.9),
+        "momentum": lambda net: nn.Momentum(weights(net), 0.1, 0.9 - 0.1 * rank),
+        "epsilon": lambda net: nn.Adam(weights(net), 0.1, eps=1e-8 * (1 + rank)),
+        "class": lambda net: nn.Adam(weights(net), 0.1) if rank else nn.Momentum(weights(net), 0.1, 0.9),
+        "groups": lambda net: nn.SGD([{**group, "lr": rate} for group in halves(net)[:1]] + halves(net)[1:], 0.1),
+        "schedule": lambda net: nn.SGD(weights(net), nn.ExponentialDecayLR(0.1, 0.5 + 0.1 * rank, 1)),
+        "table": lambda net: nn.SGD(weights(net), [0.1] * 99 + [rate]),
+        "parameters": lambda net: nn.SGD(weights(net)[rank:], 0.1),
+        "experimental": lambda net: experimental.Adam(weights(net), rate),
+        "experimental groups": lambda net: experimental.SGD(halves(net), 0.1),
+    }
+    for what, make in makers.items():
+        disagree_about(what, lambda network, make=make: step_with(make(network), network))
+    disagree_about("mode", in_another_mode)
+    disagree_about("loss", lambda net: step_with(sgd(net), net, nn.L1Loss() if rank else nn.MSELoss()))
+    disagree_about("reduction", lambda net: step_with(sgd(net), net, nn.CrossEntropyLoss(ignore_index=-1 - rank)))
+    disagree_about("axis", lambda net: step_with(sgd(net), net, batch_axis=rank))
+    disagree_about("compile", lambda net: step_with(sgd(net), net, compile=rank == 1 or None))
+    disagree_about("drop", lambda net: step_with(sgd(net), net, bad_micro_batch="drop" if rank else "skip_window"))
+    disagree_about("kind", lambda net: step_with(sgd(net), net, parallel=HSDP() if rank else DataParallel()))
+    disagree_about(
+        "cell", lambda net: (Accumulator if rank else TrainOneStepCell)(nn.WithLossCell(net, nn.MSELoss()), sgd(net))
+    )
+    disagree_about("layers", lambda net: step_with(sgd(net), nn.SequentialCell(net, nn.Dense(3, 3 + rank))))
+    disagree_about("last_window", lambda net: train_unlike(net, last_window="drop" if rank else "apply"))
+    disagree_about("epoch", lambda net: train_unlike(net, 1 + rank))
+
+
+def agree_although_unlike():
+    """A rank may know its number, and have counted its updates."""
+    network = build_network()
+    optimizer = nn.Adam(network.trainable_params(), 0.1)
+    optimizer.rank_id = network.shard = rank
+    optimizer.global_step.set_data(Tensor([3 * (1 - rank)], ms.int32))
+    step_with(optimizer, network)
+    results["agreed"] = int(optimizer.global_step.asnumpy()[0])
+
+
+def send_every_bit():
+    """Parameters of all dtypes and sizes, with NaN of different bits, arrive as rank 0 has them; so do large counts."""
+    random = np.random.default_rng(rank)
+    bits = [random.integers(0, 256, size, np.uint8) for size in (12, 6, 5, 24, 16, 2)]
+    dtypes = [np.float32, np.float16, np.uint8, np.int64, np.float64, np.float16]
+    values = [part.view(dtype) for part, dtype in zip(bits, dtypes)] + [np.arange(5) % 2 == rank]
+    values[0][0] = np.array([0x7F812345 + rank], np.uint32).view(np.float32)[0]
+    values[0][1:] = np.array([0xFFC00001 + rank, 0x80000000], np.uint32).view(np.float32)
+    values.append(np.array(1.5 + rank, np.float32))
+    parameters = [Parameter(Tensor(value), f"p{i}", requires_grad=False) for i, value in enumerate(values)]
+    results["broadcast"] = world.broadcast_parameters(parameters)
+    results["bits"] = [each.asnumpy().tobytes().hex() for each in parameters]
+    results["own bits"] = [value.tobytes().hex() for value in values]
+    results["counts"] = world.gather_counts(2**24 + 1 + rank)
+
+
+class Failure(Exception):
+    """An error of one rank."""
+
+
+class Fails:
+    """Raises on rank 1 where an event of one batch has a name."""
+
+    def __init__(self, batch, name, micro_batch=None):
+        self.batch, self.name, self.micro_batch = batch, name, micro_batch
+
+    def _fail(self, name, event):
+        if rank and (event.batch, name, event.micro_batch) == (self.batch, self.name, self.micro_batch):
+            raise Failure("of this rank")
+
+    def on_micro_batch_begin(self, event):
+        self._fail("begin", event)
+
+    def on_micro_batch_end(self, event):
+        self._fail("end", event)
+
+    def on_update_begin(self, event):
+        self._fail("update", event)
+
+
+@contextmanager
+def noting(key):
+    """Note what is warned of, and the errors that the program catches."""
+    errors = results[f"errors {key}"] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield errors
+    results[f"warnings {key}"] = [text for each in caught if "ranks" in (text := str(each.message))]
+
+
+# The batch that fails, where, and whether the window has rows of it: windows have two batches of three micro batches.
+FAILURES = {
+    "first micro batch": (1, "begin", 0),
+    "mid-batch": (1, "begin", 2),
+    "last micro batch": (2, "end", 2),
+    "update": (2, "update", None),
+}
+
+
+def train_on_after_an_error(kind, failure):
+    """Two windows of two batches; in the first one rank 1 catches an error and goes on."""
+    network, step = build_step("Momentum", accumulation_steps=2, parallel=KINDS[kind])
+    step.add_callback(Fails(*FAILURES[failure]))
+    key, updated = f"{kind}, {failure}", []
+    with noting(key) as errors:
+        for number in range(4):
+            try:
+                output = step(*[Tensor(array) for array in share(batch(number), rank, 2)])
+                updated.append(bool(output.updated.asnumpy()))
+            except Failure as error:
+                errors.append(str(error))
+    results[key] = [weights_of(network), step.events.updates, step.events.skipped_updates, step.open_batches()]
+
+
+def give_one_batch_wrong():
+    """Rank 1 hands over a batch without its labels: nothing of it was added, and the window is that of the rest."""
+    network, step = build_step("Momentum", accumulation_steps=2)
+    with noting("wrong batch") as errors:
+        for number in range(2):
+            inputs = [Tensor(array) for array in share(batch(number), rank, 2)]
+            try:
+                step(*inputs[: 1 if rank and number == 1 else 2])
+            except TypeError as error:
+                errors.append(str(error))
+    results["wrong batch"] = [weights_of(network), step.events.updates, step.events.skipped_updates]
+
+
+def loop_on_after_an_error(kind, place):
+    """The same in a hand-written loop; an error can also be the program's own, before or after the backward pass."""
+    network = build_network()
+    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
+    accumulator = Accumulator(loss_cell, optimizer, 2, parallel=KINDS[kind])
+    accumulator.add_callback(Fails(place[0], "begin", 1) if place[1] == "inside" else Fails(0, ""))
+    key = f"loop {kind}, {place[1]} {place[0]}"
+    with noting(key) as errors:
+        for number in range(4):
+            here = rank and number + 1 == place[0]
+            try:
+                with accumulator.accumulate():
+                    if here and place[1] == "before":
+                        raise Failure("of this rank")
+                    accumulator.backward(*[Tensor(array) for array in share(batch(number), rank, 2)])
+                    if here and place[1] == "after":
+                        raise Failure("of this rank")
+                    accumulator.step()
+            except Failure as error:
+                errors.append(str(error))
+    results[key] = [weights_of(network), accumulator.window.counter.updates]
+
+
+def read_the_same_data(key, number, **settings):
+    """One window of one batch, and one more."""
+    _, step = build_step(**settings)
+    with noting(f"data {key}"):
+        for _ in range(2):
+            step(*[Tensor(array) for array in batch(number)])
+        if key == "joined":
+            step.join()
+
+
+def begin_without_a_batch():
+    _, step = build_step()
+    with noting("data none"):
+        step(*[Tensor(array) for array in batch(0)]) if rank else step.join()
+
+
+def meet_what_is_not_finite():
+    """The rows of rank 1 have a NaN, in a parameter of which each rank keeps a shard."""
+    for kind in ("data parallel", "level2"):
+        _, step = build_step("Momentum", parallel=KINDS[kind])
+        with noting(f"not finite {kind}"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(3):
+                x, y = share(batch(number), rank, 2)
+                x[0, 0] = np.nan if rank else x[0, 0]
+                step(Tensor(x), Tensor(y))
+        results[f"not finite {kind}"] = [text for each in caught if "norm" in (text := str(each.message))]
+
+
+def main():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    disagree_about_what_trains()
+    agree_although_unlike()
+    send_every_bit()
+    with eagerly():
+        for kind in KINDS:
+            for failure in FAILURES:
+                train_on_after_an_error(kind, failure)
+            for place in ((1, "before"), (1, "inside"), (2, "after")):
+                if kind != "overlap":
+                    loop_on_after_an_error(kind, place)
+        give_one_batch_wrong()
+        read_the_same_data("same", 0)
+        read_the_same_data("other", rank)
+        read_the_same_data("joined", 0, accumulation_steps=3)
+        begin_without_a_batch()
+        meet_what_is_not_finite()
+    report(rank, results)
