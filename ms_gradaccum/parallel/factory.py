@@ -33,6 +33,7 @@ from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, c
 def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
     """Return the kind of parallelism, or None for a single process. Raise for one that cannot work here."""
     check_kind(owner, parallel)
+    _check_not_wrapped(owner, network)
     world = current_world(owner)
     if world.size == 1:
         return None
@@ -43,6 +44,14 @@ def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
         if parallel == "auto":
             parallel = _settings_of(network)
     return choose_kind(owner, parallel, world.size)
+
+
+def _check_not_wrapped(owner: str, network: Any) -> None:
+    cells = network.cells_and_names() if isinstance(network, nn.Cell) else ()
+    # By name: MindSpore before 2.6 has none to import.
+    if any(type(cell).__name__ == "DistributedDataParallel" for _, cell in cells):
+        rule, got = "one whose gradients nothing else adds up over the processes", "a DistributedDataParallel in it"
+        raise ValueError(sentence(owner, "network", rule, got, "Give the network in it: parallel='auto' adds them up."))
 
 
 def _compilers_own(owner: str, parallel: Any, network: nn.Cell) -> SemiAuto:

@@ -137,7 +137,7 @@ def broadcast_parameters(parameters: Any) -> bool:
     if len(set(digests)) == 1:
         return False
     for parameter in parameters:
-        values = np.ascontiguousarray(parameter.asnumpy())
+        values = parameter.asnumpy()
         with graph_mode():
             # As words: they arrive whole whatever the dtype.
             sent = _the(_Broadcast)(Tensor(_as_words(values.reshape(1, -1))[0])).asnumpy()

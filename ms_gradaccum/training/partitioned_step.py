@@ -27,6 +27,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling, gradient_
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.window import MAX_OVERFLOWS, broken_gradient
 
 _NO_NORM = Tensor(0.0, ms.float32)
 
@@ -67,6 +68,8 @@ class PartitionedStep(nn.Cell):
         self.learning_rate = LearningRate(optimizer)
         self.loss_scale = settings.precision.loss_scale
         self.handed_scale = scale_for(settings.owner, optimizer, self.loss_scale)
+        # The overflow and the update of up to 100 last windows, which are read together.
+        self.skipped: list[tuple[Tensor, Tensor]] = []
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.map = ops.HyperMap()
 
@@ -101,7 +104,20 @@ class PartitionedStep(nn.Cell):
             output = StepOutput(*as_graph(*self.network.positional(args, kwargs)))
         if self.events.heard:  # Else nothing waits for the device.
             self.events.update_end(output)
+        self.skipped.append((output.overflow, output.updated))
+        if len(self.skipped) == MAX_OVERFLOWS:
+            broken = all(overflow.asnumpy() and not updated.asnumpy() for overflow, updated in self.skipped)
+            self.skipped.clear()
+            if broken:
+                raise broken_gradient(self.events.owner)
         return output
+
+    def join(self) -> StepOutput:
+        """Refuse: a batch of the compiler's is one of all devices."""
+        raise RuntimeError(
+            f"For '{self.events.owner}', each device must have as many batches as the others in semi-auto-parallel, "
+            f"but got a join() in place of one. Give all devices data of one length, or leave the last batches out."
+        )
 
     def open_batches(self) -> int:
         """Return 0: each call ends its window."""

@@ -230,11 +230,16 @@ class Window:
             self.overflows_in_a_row += 1
         if self.overflows_in_a_row >= MAX_OVERFLOWS:
             self.overflows_in_a_row = 0
-            raise RuntimeError(
-                f"For '{self.owner}', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or "
-                f"NaN in each of the last {MAX_OVERFLOWS}, which made no update. The weights are those of the last "
-                f"update. Look for NaN in the data and the loss, lower the learning rate, or use float32."
-            )
+            raise broken_gradient(self.owner)
+
+
+def broken_gradient(owner: str) -> RuntimeError:
+    """Return the error of a training that makes no update any more."""
+    return RuntimeError(
+        f"For '{owner}', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or NaN in each of the "
+        f"last {MAX_OVERFLOWS}, which made no update. The weights are those of the last update. Look for NaN in the "
+        f"data and the loss, lower the learning rate, or use float32."
+    )
 
 
 def _hash_of(inputs: Any) -> bytes:

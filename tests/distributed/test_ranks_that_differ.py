@@ -56,6 +56,7 @@ def test_a_cell_may_know_its_rank_and_takes_over_the_count_of_updates(two):
 def test_parameters_of_all_dtypes_arrive_bit_for_bit(two):
     assert [report["broadcast"] for report in two] == [True, True]
     assert two[0]["bits"] == two[1]["bits"] == two[0]["own bits"]
+    assert all(two[0]["shapes"] + two[1]["shapes"])
     assert all(mine != theirs for mine, theirs in zip(two[0]["own bits"], two[1]["own bits"]))
 
 

@@ -127,6 +127,7 @@ def send_every_bit():
     parameters = [Parameter(Tensor(value), f"p{i}", requires_grad=False) for i, value in enumerate(values)]
     results["broadcast"] = world.broadcast_parameters(parameters)
     results["bits"] = [each.asnumpy().tobytes().hex() for each in parameters]
+    results["shapes"] = [each.shape == value.shape for each, value in zip(parameters, values)]
     results["own bits"] = [value.tobytes().hex() for value in values]
     results["counts"] = world.gather_counts(2**24 + 1 + rank)
 

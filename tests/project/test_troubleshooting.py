@@ -349,6 +349,11 @@ def gradients_of_other_parameters(*_):
     accumulator_of()((ops.ones((1, 1)), ops.ones((1,))))
 
 
+@says("For 'TrainOneStepCell', the gradient of a window must have a finite norm")
+def a_nan_in_the_data(*_):
+    step_of(loss_cell())(Tensor(X * np.nan), Tensor(X))
+
+
 @says("For 'TrainOneStepCell', the 2 processes of this job must be connected")
 def no_init(monkeypatch, _):
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
@@ -372,6 +377,33 @@ def other_parameters_on_another_rank(monkeypatch, _):
 def parameters_that_became_different(monkeypatch, _):
     monkeypatch.setattr(world, "gather_values", lambda value: [value, "another"])
     world.check_equal("TrainOneStepCell", [])
+
+
+@says("For 'TrainOneStepCell', the ranks must read different data")
+def the_same_rows_on_two_ranks(monkeypatch, _):
+    monkeypatch.setattr(world, "_gather_words", lambda words: np.stack((words, words)))
+    world.warn_of_same_data("TrainOneStepCell", b"12345678")
+
+
+@says("For 'TrainOneStepCell', a window must be whole on all ranks")
+def a_batch_that_has_failed_on_a_rank(*_):
+    window = step_of(loss_cell()).body.window
+    window.several = window.has_compared = True
+    window.discard(for_all=True)
+    window.close()
+
+
+class DistributedDataParallel(nn.Cell):
+    """Called as MindSpore's own, which needs several processes."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+
+@says("For 'TrainOneStepCell', the argument 'network' must be one whose gradients nothing else adds up")
+def a_network_that_adds_its_gradients_up_itself(*_):
+    step_of(DistributedDataParallel(loss_cell()))
 
 
 @says("For 'HSDP', the argument 'shard_size' must be a divisor of the")
