@@ -353,12 +353,12 @@ class Changing(nn.Cell):
 
     def construct(self, x):
         self.calls += 1
-        rows = self.tower(x) * Tensor([[1e3]] + [[1.0]] * (len(x) - 1))
+        rows = self.tower(x) * Tensor([[1e4]] + [[1.0]] * (len(x) - 1))
         return self.function(rows) if self.calls == 3 else rows
 
 
 CHANGES = {
-    "a row that is small beside another": lambda rows: rows * Tensor([[1.0]] * 7 + [[1.001]]),
+    "a row that is small beside another": lambda rows: rows * Tensor([[1.0]] * 7 + [[1.1]]),
     "a NaN": lambda rows: rows / Tensor([[1.0]] * 7 + [[0.0]]) * 0.0,
     "an Inf": lambda rows: rows / Tensor([[1.0]] * 7 + [[0.0]]),
 }
