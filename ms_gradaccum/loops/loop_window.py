@@ -318,9 +318,8 @@ class LoopWindow:
 
     def _join_batch(self) -> None:
         """Take part in what the other processes do with a batch, or with the rest of one that has failed here."""
-        for trained in self.networks:
-            if not trained.has_batch:
-                trained.join()
+        for trained in filter(lambda trained: not trained.has_batch, self.networks):
+            trained.join()
 
     def _end_joined(self) -> None:
         """End the window as the other processes do, if the batch ends it."""
