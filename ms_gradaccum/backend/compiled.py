@@ -4,7 +4,7 @@ import ctypes
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,6 +59,7 @@ class Compiled:
         what: What the cell is to the user, the subject of an error.
         code: The cell of the user's inside, if there is one: its hooks no graph would call, and errors name its lines.
         needs_fixed: Whether each shape gets a graph of its own, however many there are.
+        open_axes: One axis per input whose length changes from the first call on (None: none does), if it is known.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class Compiled:
         what: str,
         code: nn.Cell | None = None,
         needs_fixed: bool = False,
+        open_axes: Sequence[int | None] | None = None,
     ) -> None:
+        self.open_axes = open_axes
         self.make_cell = make_cell
         self.owner = owner
         self.what = what
@@ -146,16 +149,16 @@ class Compiled:
         """Return a cell and the name of its graph for these shapes."""
         if shapes in self.fixed:
             return self.cell, self._compile(self.cell, tensors, shapes)
-        general = _widen(self.general or shapes, shapes)
+        general = _widen(self.general or _opened(shapes, self.open_axes), shapes)
+        is_due = (len(self.fixed) >= MAX_FIXED_SHAPES or self.open_axes is not None) and not self.needs_fixed
         if self.general_cell is None or general != self.general:
-            is_due = len(self.fixed) >= MAX_FIXED_SHAPES and not self.needs_fixed
             self.general_cell = self._general_cell_for(tensors, general) if is_due else None
         if self.general_cell is not None:
             self.general = general
             return self.general_cell, self._compile(self.general_cell, tensors, general)
         name = self._compile(self.cell, tensors, shapes)
         # The shapes are good, so what failed was the length that changes.
-        self.needs_fixed = self.needs_fixed or len(self.fixed) >= MAX_FIXED_SHAPES
+        self.needs_fixed = self.needs_fixed or is_due
         self.fixed.add(shapes)
         self.general = general
         return self.cell, name
@@ -265,6 +268,16 @@ def return_memory() -> None:
 def _widen(general: Shapes, shapes: Shapes) -> Shapes:
     """Return the shapes that fit both."""
     return tuple(tuple(a if a == b else -1 for a, b in zip(*pair)) for pair in zip(general, shapes))
+
+
+def _opened(shapes: Shapes, axes: Sequence[int | None] | None) -> Shapes:
+    """Return the shapes with -1 on these axes."""
+    if axes is None:
+        return shapes
+    opened = (
+        [-1 if axis is not None and i == axis % len(s) else n for i, n in enumerate(s)] for s, axis in zip(shapes, axes)
+    )
+    return tuple(map(tuple, opened))
 
 
 def follow_mode(cell: nn.Cell, like: nn.Cell) -> None:

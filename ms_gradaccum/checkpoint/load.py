@@ -16,11 +16,11 @@ from ms_gradaccum._checks import (
     is_count,
     sentence,
 )
+from ms_gradaccum.backend import random_state
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Assignments, Contents, assign
 from ms_gradaccum.checkpoint.ranks import Ranks
 from ms_gradaccum.checkpoint.saved_state import SavedState, check_directory, step_of
-from ms_gradaccum.loops import random_state
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.training.train_step import TrainOneStepCell

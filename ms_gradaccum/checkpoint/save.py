@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import mindspore as ms
 
 from ms_gradaccum._checks import check_positive_int, sentence, typed, warn
+from ms_gradaccum.backend import random_state
 from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Contents, Held
 from ms_gradaccum.checkpoint.ranks import Ranks
 from ms_gradaccum.checkpoint.saved_state import SavedState, check_directory, step_of
-from ms_gradaccum.loops import random_state
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.training.train_step import TrainOneStepCell

@@ -75,6 +75,7 @@ class Accumulator(Settled, nn.Cell, Observed):
         parallel (Union[str, DataParallel, HSDP]): As for :class:`Model`. Default: ``"auto"``.
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
         compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
+        check_loss (bool): As for :class:`TrainOneStepCell`. Default: ``True``.
 
     Inputs:
         - **grads** (tuple[Tensor]) - Gradients of a batch, in the order of ``optimizer.parameters``. With
@@ -127,6 +128,7 @@ class Accumulator(Settled, nn.Cell, Observed):
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
+        check_loss: bool = True,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.config = merge_config(_OWNER, accumulation_steps, config)
@@ -141,6 +143,7 @@ class Accumulator(Settled, nn.Cell, Observed):
                 parallel=parallel,
                 bad_micro_batch=bad_micro_batch,
                 compile=self.config.compile if compile is None else compile,
+                check_loss=check_loss,
             )
             for _ in pairs
         ]

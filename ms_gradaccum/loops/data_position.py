@@ -16,7 +16,7 @@ from mindspore.dataset.engine.datasets import ShuffleDataset
 from mindspore.dataset.transforms.py_transforms_util import Implementation
 
 from ms_gradaccum._checks import DamagedState, is_count, warn
-from ms_gradaccum.loops import random_state
+from ms_gradaccum.backend import random_state
 
 # What MindSpore takes for "not set".
 _UNSET = 5489

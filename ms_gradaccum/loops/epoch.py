@@ -10,7 +10,7 @@ from mindspore import Tensor
 from mindspore.train.callback import Callback, LossMonitor
 
 from ms_gradaccum._checks import sentence
-from ms_gradaccum.loops import random_state
+from ms_gradaccum.backend import random_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput

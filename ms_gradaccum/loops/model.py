@@ -87,6 +87,7 @@ class Model(Settled, ms.Model):
 
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
         compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
+        check_loss (bool): As for :class:`TrainOneStepCell`. Default: ``True``.
         loss_scale_manager (LossScaleManager, optional): Another name of `mixed_precision`, which
             ``mindspore.train.Model`` has. Default: ``None``.
 
@@ -136,6 +137,7 @@ class Model(Settled, ms.Model):
         last_window: LastWindow = "apply",
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
+        check_loss: bool = True,
         loss_scale_manager: amp.LossScaleManager | None = None,
         **kwargs: NoReturn,
     ) -> None:
@@ -151,6 +153,7 @@ class Model(Settled, ms.Model):
             "parallel": parallel,
             "bad_micro_batch": bad_micro_batch,
             "compile": compile,
+            "check_loss": check_loss,
         }
         # Of the levels, stock Model takes the name alone: its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level
@@ -317,6 +320,9 @@ class Model(Settled, ms.Model):
         # Ours first, so that the others see and save what the step really left; states last, with what they changed.
         callbacks = [steps, *(each for each in callbacks if each not in checkpoints), *checkpoints]
         self._steps = steps
+        if kwargs.get("dataset_sink_mode") and device_target() != "CPU":
+            # A graph will take the batches by itself.
+            self._train_network.body.measure_loss(next(train_dataset.create_tuple_iterator(num_epochs=1)))
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._train_network.events.listening(callbacks))
@@ -357,8 +363,7 @@ class Model(Settled, ms.Model):
 
 def _warn_of_frozen(network: nn.Cell) -> None:
     """Warn of a cell that a training will set to training mode, and that was told otherwise."""
-    cell = frozen_cell(network)
-    if cell:
+    if cell := frozen_cell(network):
         warn(
             f"For '{_OWNER}', a cell that was set to evaluation mode should stay in it, but got {cell}, which train() "
             f"sets to training mode with all others. Freeze it with {FREEZE}."

@@ -66,7 +66,7 @@ class SemiAuto:
                 raise ValueError(sentence(owner, name, f"{rule} in semi-auto-parallel", got, remedy))
         if network.micro_size > 1:
             _check_all_are_trained(network, optimizer)
-        _warn_of_loss(network)
+        _warn_of_losses(network)
         if NetworkCode(network.network).has_own_backward():
             warn(
                 "For 'TrainOneStepCell', what the network does in the backward pass (a bprop, a hook) must be linear "
@@ -97,10 +97,8 @@ class SemiAuto:
             forget_accumulation()
 
 
-def _warn_of_loss(network: Any) -> None:
-    """Warn of a loss that is no mean over rows, and of losses that are not reported."""
-    if network.micro_size > 1 and network.loss_reason:
-        warn(network.loss_reason)
+def _warn_of_losses(network: Any) -> None:
+    """Warn of losses that are not reported."""
     if network.losses is not None:
         # The compiler follows one output of the forward, and the loss is that.
         warn(

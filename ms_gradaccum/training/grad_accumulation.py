@@ -23,7 +23,6 @@ from ms_gradaccum._checks import (
 )
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
-from ms_gradaccum.batch.loss_kind import LossKind
 from ms_gradaccum.batch.nested_inputs import how_to_name
 from ms_gradaccum.batch.split import (
     BatchAxis,
@@ -144,9 +143,6 @@ class GradAccumulation(Settled, nn.Cell):
         self.batch_axis = check_batch_axis(batch_axis)
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
-        self._loss_kind = LossKind(network, should_be_mean=not (self.weighted or self.is_cached))
-        # Why its loss is no mean over rows, as far as it shows without labels: for graphs, which see none.
-        self.loss_reason = self._loss_kind.reason
         self._get_attr_from_cell(network)
         self._is_built = True
 
@@ -221,9 +217,6 @@ class GradAccumulation(Settled, nn.Cell):
         inputs = self.positional(args, kwargs)
         batch = split_batch(inputs, self.micro_size, self.batch_axis)
         self.bind(inputs, {})
-        if self.adds_parts and not self._loss_kind.is_settled:
-            # Any batch may be the first one with a label that is ignored.
-            self._loss_kind.look_at(part.tensors for part in batch.micro_batches)
         return batch
 
     def bind(self, args: tuple[object, ...], kwargs: dict[str, object]) -> inspect.BoundArguments:
@@ -276,8 +269,6 @@ class GradAccumulation(Settled, nn.Cell):
             if isinstance(item, Tensor) and not F.isconstant(item.shape):
                 _refuse_unknown_rows()
             shapes += (item.shape if isinstance(item, Tensor) else None,)
-        if self.loss_reason and self.adds_parts:
-            _warn_in_graph(self.loss_reason)
         axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
         parts: tuple[Any, ...] = ()
         for begin, end in bounds:
@@ -368,11 +359,6 @@ def _refuse_unknown_rows() -> None:
         f"For '{_OWNER}', the inputs inside a larger graph must have known shapes, but got one whose lengths are "
         f"open. Give set_inputs() whole shapes, or call the training step from Python."
     )
-
-
-@_primexpr
-def _warn_in_graph(message: str) -> None:
-    warn(message)
 
 
 @_primexpr

@@ -12,7 +12,6 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_e
 from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
-from ms_gradaccum.batch.loss_calls import normalises_batches
 from ms_gradaccum.batch.nested_inputs import why_no_graph
 from ms_gradaccum.batch.split import MicroBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
@@ -20,6 +19,7 @@ from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import first_pass_of
+from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.micro_step import (
     AddMicroBatch,
     EagerMicroStep,
@@ -78,6 +78,8 @@ class MicroSteps:
         self.may_use_thread_pool = not reducers[0].several
         self.empty_step = EmptyStep(reducers)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
+        half = self.cell.micro_loss.half
+        self.loss_check = LossCheck(network, self.cell.parameters, settings, half, reducers[0].several)
         # Whether a network has been looked at in this training, and a batch that is split.
         self.has_begun = self.has_split = False
         # Whether the last batch may have added something before it failed.
@@ -109,6 +111,7 @@ class MicroSteps:
         outputs: list[Any] = []
         done = self.events.micro_batches
         last, _ = self._micro_step(structure, micro_batches, reduces)
+        self.loss_check.before_batch()
         steps = [micro_step] * (len(micro_batches) - 1) + [last]
         # A callback may raise before its first run.
         steps[0].has_run = False
@@ -117,8 +120,10 @@ class MicroSteps:
                 self.events.micro_batch_begin(index, rows)
                 outputs.append(step(*starts[rows], *tensors))
                 self.rounds -= 1
+                self.loss_check.after_micro_batch()
                 self.events.micro_batch_end(index, rows)
             self.first_pass.check(outputs)
+            self.loss_check.after_batch(len(micro_batches), args, kwargs)
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
@@ -134,6 +139,10 @@ class MicroSteps:
             self.join()
         else:
             self._add_nothing(self.rounds)
+
+    def measure_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Measure the loss of a batch that a larger graph will train."""
+        self.loss_check.after_batch(len(self.network.split(*args, **kwargs).micro_batches), args, kwargs)
 
     def join(self) -> None:
         """Take part in a batch of the other processes without one."""
@@ -224,8 +233,6 @@ def _tell_of_modes(owner: str, network: Any) -> None:
     norms = [cell.cls_name for cell in cells if isinstance(cell, _BATCH_NORMS) and takes_batch_statistics(cell)]
     has_parts = network.micro_size > 1 or network.adds_batches
     in_training = any(cell.training for cell in cells)
-    if has_parts and not norms and in_training and normalises_batches(NetworkCode(network.network)):
-        norms = ["batch_norm"]
     if has_parts and norms:
         warn(
             f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, and not those of "

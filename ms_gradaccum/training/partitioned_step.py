@@ -17,6 +17,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
+from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.kernels import scale
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
@@ -25,6 +26,7 @@ from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByValue
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling, gradient_is_returned
 from ms_gradaccum.training.events import Events
+from ms_gradaccum.training.loss_check import not_measured
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import MAX_OVERFLOWS, broken_gradient
@@ -54,6 +56,7 @@ class PartitionedStep(nn.Cell):
         sums = settings.of_sums()
         kind.check(network, optimizer, accumulation_steps=settings.accumulation_steps, clip=settings.clip, **sums)
         self.network = network
+        self.is_unmeasured = settings.check_loss and network.micro_size > 1
         self.optimizers = [optimizer]
         self.reducers: list[Any] = []
         self.semi_auto = kind
@@ -99,6 +102,9 @@ class PartitionedStep(nn.Cell):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], as_graph: Callable[..., Any]) -> StepOutput:
         """Run ``as_graph``, which is this step from its outermost cell on, with one batch."""
+        if self.is_unmeasured:
+            self.is_unmeasured = False
+            warn(not_measured("the compiler partitions the whole step").text)
         self.events.update_begin()
         with graph_mode():
             output = StepOutput(*as_graph(*self.network.positional(args, kwargs)))
@@ -118,6 +124,9 @@ class PartitionedStep(nn.Cell):
             f"For '{self.events.owner}', each device must have as many batches as the others in semi-auto-parallel, "
             f"but got a join() in place of one. Give all devices data of one length, or leave the last batches out."
         )
+
+    def measure_loss(self, batch: tuple[Any, ...]) -> None:
+        """Do nothing: a network that is partitioned runs in one graph alone."""
 
     def open_batches(self) -> int:
         """Return 0: each call ends its window."""

@@ -31,6 +31,7 @@ class StepSettings:
         parallel: What the caller has said of several processes.
         drops: Whether a micro batch that is not finite is left out.
         compiles: Whether code of the user's is compiled in PYNATIVE mode too.
+        check_loss: True if the first batches are measured, see `LossCheck`.
     """
 
     owner: str
@@ -40,6 +41,7 @@ class StepSettings:
     parallel: Any
     drops: bool
     compiles: bool
+    check_loss: bool
 
     @staticmethod
     def checked(
@@ -51,6 +53,7 @@ class StepSettings:
         parallel: Any = "auto",
         bad_micro_batch: Any = "skip_window",
         compile: Any = None,
+        check_loss: Any = True,
     ) -> "StepSettings":
         """Return the settings that these arguments give, or raise."""
         return StepSettings(
@@ -61,6 +64,9 @@ class StepSettings:
             check_kind(owner, parallel),
             check_bad_micro_batch(owner, bad_micro_batch),
             check_compile(owner, compile),
+            check_bool(
+                owner, "check_loss", check_loss, "False trains without measuring the loss of the first batches."
+            ),
         )
 
     def of_sums(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
+from ms_gradaccum.training.loss_check import warn_of_larger_graph
 from ms_gradaccum.training.partitioned_step import PartitionedStep
 from ms_gradaccum.training.settings import STEP_REMEDY, StepSettings, check_stock_arguments
 from ms_gradaccum.training.step_output import StepOutput
@@ -52,6 +53,8 @@ class HostDrivenStep(nn.Cell):
         self.buffer = self.reducer.buffer
         self.loss_scale = settings.precision.loss_scale
         self.micro_step = self.window.micro_steps.cell
+        # Whether a larger graph would train a loss of which nothing is known.
+        self.is_unmeasured = not self.window.micro_steps.loss_check.is_done and network.adds_parts
 
     def attach_to(self, step: nn.Cell) -> None:
         """Let MindSpore's saving, which asks ``step`` for the whole of a parameter, know how to gather one."""
@@ -73,6 +76,7 @@ class HostDrivenStep(nn.Cell):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], as_graph: Callable[..., Any]) -> StepOutput:
         """Add one batch, and end the window if it is the last one."""
         batches = self.open_batches()
+        self.is_unmeasured = False
         try:
             self.window.add(args, kwargs, is_last=batches + 1 >= self.accumulation_steps)
         except BaseException as error:
@@ -82,6 +86,12 @@ class HostDrivenStep(nn.Cell):
                 self.events.batches -= 1
             raise
         return self._end_batch(batches)
+
+    def measure_loss(self, batch: tuple[Any, ...]) -> None:
+        """Measure the loss of a batch, before a larger graph trains it."""
+        if self.is_unmeasured:
+            self.is_unmeasured = False
+            self.window.micro_steps.measure_loss(batch, {})
 
     def join(self) -> StepOutput:
         """Count a batch of the window to which this process adds nothing."""
@@ -133,6 +143,8 @@ class HostDrivenStep(nn.Cell):
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""
         check_compiling(False)
+        if self.is_unmeasured:
+            warn_of_larger_graph()
         parts = self.network.split_in_graph(inputs)
         batch_rows = Tensor(0.0, ms.float32)
         for part in parts:
@@ -194,6 +206,9 @@ class TrainOneStepCell(Settled, nn.TrainOneStepCell, Observed):
             says, a compiled graph in GRAPH mode, op by op in PYNATIVE mode. ``True``: a compiled graph in PYNATIVE mode
             too, which is often several times as fast and decides once what Python decides in `construct`;
             :func:`verify` tells whether that trains the same. Default: ``None``.
+        check_loss (bool): Whether the first batches are measured: forward passes of some rows tell whether the loss can
+            be trained in micro batches, and a warning says so if not. Nothing of the training changes.
+            Default: ``True``.
 
     Inputs:
         - **\*inputs** - One batch, as `network` takes it. Keywords are allowed.
@@ -239,6 +254,7 @@ class TrainOneStepCell(Settled, nn.TrainOneStepCell, Observed):
         parallel: ParallelChoice = "auto",
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
+        check_loss: bool = True,
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(_OWNER, TrainOneStepCell.__init__, unknown)
@@ -252,13 +268,13 @@ class TrainOneStepCell(Settled, nn.TrainOneStepCell, Observed):
             parallel=parallel,
             bad_micro_batch=bad_micro_batch,
             compile=compile,
+            check_loss=check_loss,
         )
         kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
         self.events = Events(_OWNER)
-        # On Ascend and GPU, AutoParallel lets the compiler partition the whole step.
         build = PartitionedStep if isinstance(kind, SemiAuto) else HostDrivenStep
         self.body: Any = build(self.network, optimizer, kind, settings, self.events)
         self.body.attach_to(self)

@@ -237,9 +237,35 @@ def as_many_times_as_rows(*_):
     step_of(GradAccumulation(Recurrent(), 2))(ops.ones((8, 8, 3)))
 
 
-@says("For 'GradAccumulation', the loss should be a mean over rows")
+@says("For 'GradAccumulation', the loss should be a mean over rows, but ...")
 def a_sum_over_rows(*_):
     step_of(GradAccumulation(nn.WithLossCell(line(), nn.MSELoss(reduction="sum")), 2))(*LINES)
+
+
+@says("For 'GradAccumulation', the loss should be a mean over rows, but that could not be measured")
+def a_loss_of_pairs_of_rows(*_):
+    class Pairs(Returning):
+        def construct(self, x, y):
+            return super().construct(x, y) + 0 * x.reshape(-1, 4).mean()
+
+    step_of(GradAccumulation(Pairs(lambda loss: loss), 2))(*LINES)
+
+
+@says("For 'GradAccumulation', sums and weights of a loss with weighted=True should add up")
+def a_mean_with_a_weight(*_):
+    step_of(GradAccumulation(Returning(lambda loss: (loss, Tensor(2.0))), 2, weighted=True))(*LINES)
+
+
+@says("For 'GradAccumulation', the forward pass should leave what no optimizer updates as it is")
+def a_moving_centre(*_):
+    class Centred(Returning):
+        def construct(self, x, y):
+            ops.assign(self.centre, self.centre + 1)
+            return super().construct(x, y)
+
+    cell = Centred(lambda loss: loss)
+    cell.centre = Parameter(Tensor(0.0), "centre", requires_grad=False)
+    step_of(GradAccumulation(cell, 2))(*LINES)
 
 
 @says("For 'GradAccumulation', the inputs must be tensors, tuples, lists and dicts")

@@ -10,12 +10,12 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, nn
 from mindspore.common.seed import _KERNEL_SEED
 
+from ms_gradaccum.backend import random_state
 from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op, runs_eagerly
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch, leaf_axes, split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals
 from ms_gradaccum.gradients.mixed_precision import check_precision
-from ms_gradaccum.loops import random_state
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.verification.comparison import Run
 from ms_gradaccum.tools.whole_batch import WholeBatch

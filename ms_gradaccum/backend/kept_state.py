@@ -1,0 +1,131 @@
+"""Everything of a network that running it may change, to be put back afterwards."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.seed import _KERNEL_SEED
+
+from ms_gradaccum.backend import random_state
+from ms_gradaccum.backend.compiled import op_by_op
+
+Array = np.ndarray[Any, np.dtype[Any]]
+# BatchNorm of mindspore.nn goes by this before its mode: whether it takes the statistics of its batch.
+STATISTICS = "use_batch_statistics"
+_HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook")
+
+
+class KeptTensors:
+    """The values of tensors, copied to the host, to compare and to come back to."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self.values = [as_array(tensor).copy() for tensor in self.tensors]
+
+    def changed(self) -> list[int]:
+        """Return the places of the tensors whose values are not what they were."""
+        pairs = enumerate(zip(self.tensors, self.values))
+        return [i for i, (tensor, value) in pairs if as_array(tensor).tobytes() != value.tobytes()]
+
+    def put_back(self) -> None:
+        """Give the tensors the values that they had, in the memory that they have."""
+        for i in self.changed():
+            tensor, value = self.tensors[i], Tensor(self.values[i], self.tensors[i].dtype)
+            if isinstance(tensor, Parameter):
+                with op_by_op():
+                    ops.assign(tensor, value)
+            else:
+                tensor.assign_value(value)
+
+
+def as_array(tensor: Tensor) -> Array:
+    """Return the numbers of a tensor on the host; NumPy lacks bfloat16."""
+    array: Array = tensor.float().asnumpy() if tensor.dtype == ms.bfloat16 else tensor.asnumpy()
+    return array
+
+
+class KeptState:
+    """The parameters, buffers, attributes, modes and hooks of a network's cells, and the states of random generators.
+
+    Objects of the user's that are no cells, and generators inside kernels, cannot be put back.
+    """
+
+    def __init__(self, network: nn.Cell) -> None:
+        self.cells = list({id(cell): cell for _, cell in network.cells_and_names()}.values())
+        self.attributes = [dict(vars(cell)) for cell in self.cells]
+        held = [value for attributes in self.attributes for value in attributes.values()]
+        held += [value for attributes in self.attributes for value in attributes["_buffers"].values()]
+        self.contents = [(value, _content(value)) for value in held if _content(value) is not None]
+        tensors = (value for value in held if isinstance(value, Tensor))
+        self.tensors = KeptTensors([*network.get_parameters(), *tensors])
+        self.random, self.kernel_seeds = random_state.take(), dict(_KERNEL_SEED)
+
+    def without_hooks(self) -> None:
+        """Leave the hooks of the forward pass out."""
+        for cell in self.cells:
+            vars(cell).update(dict.fromkeys(_HOOKS))
+
+    def evaluate(self, words: tuple[str, ...] = ("",)) -> None:
+        """Set the cells in evaluation mode whose class has one of these words in its name, with what is in them."""
+        outer = (
+            cell for cell in self.cells if any(word in kind.__name__ for kind in type(cell).__mro__ for word in words)
+        )
+        for cell in (inner for each in outer for _, inner in each.cells_and_names()):
+            set_mode(cell, False, False if vars(cell).get(STATISTICS) else None)
+
+    def put_back(self) -> None:
+        """Leave everything as it was."""
+        self.tensors.put_back()
+        random_state.put(self.random)
+        _KERNEL_SEED.clear()
+        _KERNEL_SEED.update(self.kernel_seeds)
+        for value, content in self.contents:
+            _fill(value, content)
+        for cell, attributes in zip(self.cells, self.attributes):
+            cell.add_flags(training=attributes["training"])
+            vars(cell).clear()
+            vars(cell).update(attributes)
+
+
+@contextmanager
+def kept(network: nn.Cell) -> Iterator[KeptState]:
+    """Enclose what runs a network without its hooks, and leave no trace of it."""
+    state = KeptState(network)
+    try:
+        state.without_hooks()
+        yield state
+    finally:
+        state.put_back()
+
+
+def set_mode(cell: nn.Cell, training: bool, statistics: bool | None) -> None:
+    """Set the mode of one cell; ``set_train`` sets the cells inside, too."""
+    cell.phase = "train" if training else "predict"
+    cell.add_flags(training=training)
+    if STATISTICS in vars(cell):
+        setattr(cell, STATISTICS, statistics)
+
+
+def _content(value: Any) -> Any:
+    """Return a copy of what a container holds; None for what is no container."""
+    if isinstance(value, (list, deque)):
+        return list(value)
+    if isinstance(value, (dict, set)):
+        return value.copy()
+    return value.copy() if isinstance(value, np.ndarray) else None
+
+
+def _fill(value: Any, content: Any) -> None:
+    """Give a container what it held, unless it is still the same."""
+    if isinstance(value, np.ndarray):
+        value[...] = content
+        return
+    before = [*content.items()] if isinstance(content, dict) else [(each, each) for each in content]
+    now = [*value.items()] if isinstance(value, dict) else [(each, each) for each in value]
+    if len(now) != len(before) or any(a is not c or b is not d for (a, b), (c, d) in zip(now, before)):
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(content)

@@ -1,0 +1,159 @@
+"""The loss of some rows beside the losses of their parts: whether it can be trained in parts, as numbers say it.
+
+A mean over rows is the mean of its parts, weighted by their rows. Of a loss that brings its own weight, sums and
+weights add up. All other losses give micro batches another gradient than the whole batch has.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_BEGIN = "For 'GradAccumulation', the loss should be a mean over rows, but"
+_PAIR_BEGIN = "For 'GradAccumulation', sums and weights of a loss with weighted=True should add up, but"
+_PAIR = "return (loss_sum, weight) with weighted=True"
+_SUM = "it adds up its rows, so that {share}. Give it reduction='mean', or {pair}."
+_EMPTY = "some rows alone give {value}, as a mean over a mask without entries does. Use TokenMeanLoss, or {pair}."
+_WEIGHTS = (
+    "it is a mean over something else (tokens, a mask, class weights, boxes), so that parts of a batch miss it by up "
+    "to {miss}. Use TokenMeanLoss, or {pair}."
+)
+_ROWS = (
+    "its rows meet (negatives, statistics of the batch, a root of a mean) or some of it is a sum, so that parts of a "
+    "batch miss it by up to {miss}. Train it as a GradCacheLoss, give all of it reduction='mean', or split no batch."
+)
+_CONSTANT = "parts of a batch miss the weight by up to {miss}. Return the number that the loss sum is over."
+_MEAN = "it returns a mean where its sum is expected, missed by up to {miss}. Return (loss_sum, weight)."
+_OTHER = (
+    "parts of a batch miss the loss sum by up to {miss}. Return the sum over what the weight counts; where rows meet, "
+    "train the loss as a GradCacheLoss."
+)
+
+
+class Loss(NamedTuple):
+    """The loss of some rows: a mean and its rows, or a sum and the weight that the network returns."""
+
+    value: float
+    weight: float
+
+
+def relative(difference: float, losses: Sequence[Loss]) -> float:
+    """Return a difference relative to the largest of these losses."""
+    scale = max(abs(loss.value) for loss in losses)
+    return abs(difference) / scale if scale else 0.0
+
+
+class Split(NamedTuple):
+    """The losses of some rows and of the two parts of them."""
+
+    whole: Loss
+    first: Loss
+    second: Loss
+
+    @property
+    def expected(self) -> float:
+        """The mean of the parts, weighted by their rows."""
+        _, first, second = self
+        return (first.value * first.weight + second.value * second.weight) / (first.weight + second.weight)
+
+    def larger_first(self) -> "tuple[int, int]":
+        """Return the places of the parts, first that which has more to say: an empty one may have a loss of 0."""
+        return (1, 2) if abs(self.first.value) >= abs(self.second.value) else (2, 1)
+
+    @property
+    def total(self) -> float:
+        """The sum of the parts."""
+        return self.first.value + self.second.value
+
+    def misses(self, predicted: float) -> float:
+        """Return by how much the whole misses a prediction, relative to the largest of the losses."""
+        return relative(self.whole.value - predicted, self)
+
+    def misses_weight(self) -> float:
+        """Return by how much the weights of the parts miss that of the whole."""
+        whole, first, second = (loss.weight for loss in self)
+        scale = max(abs(whole), abs(first), abs(second))
+        return abs(whole - first - second) / scale if scale else 0.0
+
+    def spread(self, weighted: bool) -> float:
+        """Return by how much the means of the two parts differ, relative to the larger one."""
+        means = [loss.value / loss.weight if weighted and loss.weight else loss.value for loss in self[1:]]
+        scale = max(map(abs, means))
+        return abs(means[0] - means[1]) / scale if scale else 0.0
+
+
+class Finding(NamedTuple):
+    """The reason why a loss cannot be trained in parts, and by how much it misses."""
+
+    miss: float
+    text: str
+
+
+def judge(
+    split: Split, weighted: bool, tolerance: float, parts: int, twice: tuple[float, float] | None = None
+) -> Finding | None:
+    """Return why the parts of some rows do not give the loss of all of them; None if they do.
+
+    Args:
+        split: The losses.
+        weighted: Whether the loss brings its weight.
+        tolerance: The largest miss that rounding explains.
+        parts: The number of micro batches in a batch.
+        twice: The losses of the larger part with each row twice, alone and before the other part, if they are known.
+    """
+    if not math.isfinite(split.whole.value):
+        return None
+    empty = [loss.value for loss in split if not math.isfinite(loss.value)]
+    if empty:
+        return Finding(math.inf, f"{_BEGIN} {_EMPTY.format(value=empty[0], pair=_PAIR)}")
+    return _judge_pairs(split, tolerance) if weighted else _judge_mean(split, tolerance, parts, twice)
+
+
+def _judge_mean(split: Split, tolerance: float, parts: int, twice: tuple[float, float] | None) -> Finding | None:
+    miss = split.misses(split.expected)
+    if miss <= tolerance:
+        return None
+    larger, other = (split[place] for place in split.larger_first())
+    # A part that has nothing to say hides the difference between a sum and a mean.
+    doubles = min(abs(loss.value) for loss in split) > tolerance * abs(larger.value)
+    if twice is not None:
+        doubles = abs(twice[0] - 2 * larger.value) <= tolerance * abs(twice[0])
+    if doubles and split.misses(split.total) <= tolerance:
+        gives = f"{parts} micro batches give {1 / parts:.3g} of the gradient"
+        gives = gives if parts > 1 else "a window of 4 batches gives 0.25 of the gradient"
+        return Finding(miss, f"{_BEGIN} {_SUM.format(share=gives, pair=_PAIR)}")
+    is_mean = _lies_between(split, tolerance)
+    if twice is not None and is_mean:
+        # What the larger part counts for in a weighted mean, and so what counting it twice would give.
+        share = (split.whole.value - other.value) / (larger.value - other.value)
+        predicted = (2 * share * larger.value + (1 - share) * other.value) / (1 + share)
+        misses = abs(twice[0] - larger.value), abs(twice[1] - predicted)
+        is_mean = max(misses) <= 4 * tolerance * abs(larger.value)
+    reason = (_WEIGHTS if is_mean else _ROWS).format(miss=_percent(miss), pair=_PAIR)
+    return Finding(miss, f"{_BEGIN} {reason}")
+
+
+def _judge_pairs(split: Split, tolerance: float) -> Finding | None:
+    weight = split.misses_weight()
+    if weight > tolerance:
+        return Finding(weight, f"{_PAIR_BEGIN} {_CONSTANT.format(miss=_percent(weight))}")
+    miss = split.misses(split.total)
+    if miss <= tolerance:
+        return None
+    is_mean = split.whole.weight > 0 and split.misses(split.expected) <= tolerance
+    return Finding(miss, f"{_PAIR_BEGIN} {(_MEAN if is_mean else _OTHER).format(miss=_percent(miss))}")
+
+
+def other_gradient(miss: float) -> Finding:
+    """Return the finding for a loss whose rows have one value now, and whose parts have another gradient."""
+    return Finding(miss, f"{_BEGIN} {_WEIGHTS.format(miss=_percent(miss), pair=_PAIR)}")
+
+
+def _lies_between(split: Split, tolerance: float) -> bool:
+    """Return whether the whole is some weighted mean of its parts."""
+    low, high = sorted((split.first.value, split.second.value))
+    slack = tolerance * max(abs(low), abs(high))
+    return low - slack <= split.whole.value <= high + slack
+
+
+def _percent(miss: float) -> str:
+    return f"{100 * miss:.{1 if miss < 0.1 else 0}f} %"

@@ -1,0 +1,350 @@
+"""The measurement of a loss: the first batches tell whether it can be trained in micro batches."""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.ops.primitive import _primexpr
+
+from ms_gradaccum._checks import first_line, warn
+from ms_gradaccum.backend.compiled import Compiled, execution_mode, forget_passes, runs_eagerly
+from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept
+from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient, relative
+from ms_gradaccum.batch.nested_inputs import take_apart
+from ms_gradaccum.batch.split import leaf_axes
+from ms_gradaccum.batch.weighted_loss import WeightedLoss
+from ms_gradaccum.gradients.buffer import reciprocal, sparse_lookup
+from ms_gradaccum.training.settings import StepSettings
+
+# A right loss misses by what rounding makes of a sum in another order: some hundred steps of float32, which has
+# reductions over many elements, and some of a 16-bit format, in which no long sum is exact.
+TOLERANCES = {ms.float32: 2.0**-14, ms.float16: 2.0**-6, ms.bfloat16: 2.0**-4}
+# A smaller miss in float32 may be a small difference of large numbers: it must be larger than what another order makes.
+_SURE = 1e-2
+_ORDERS = 10
+# By how many standard deviations of a loss that draws random numbers it must miss, how many draws tell these, and when
+# they are too much to say anything.
+_DRAWS = 10
+_TOO_RANDOM = 0.25
+_REPEATS = 8
+# A gradient has cancelled more than its loss.
+_GRADIENT = 1e-3
+# The last batch that is measured.
+_LAST = 64
+# So many values of a row are looked at to choose rows.
+_COLUMNS = 4096
+_OWNER = "GradAccumulation"
+# Classes of cells that are not in training meanwhile: those of chance and of statistics of the batch, or all.
+_AS_IN_TRAINING, _IN_EVALUATION = ("Drop", "BatchNorm"), ("",)
+_NOT_MEASURED = (
+    "For 'GradAccumulation', the loss should be a mean over rows, but that could not be measured: {reason}. "
+    "verify(network, batch, micro_size) compares a window with its batch; check_loss=False leaves this out."
+)
+_MOVES = (
+    "For 'GradAccumulation', the forward pass should leave what no optimizer updates as it is, but it changes {names}: "
+    "each micro batch does so, and the next one sees it. Change it at the end of an update, as in a callback's "
+    "on_update_end()."
+)
+
+
+class Rows(NamedTuple):
+    """Some rows of a batch, as tensors in the order of their structure."""
+
+    structure: Hashable
+    tensors: tuple[Tensor, ...]
+    axes: tuple[int | None, ...]
+    size: int
+
+    def take(self, places: Sequence[int]) -> "Rows":
+        """Return the rows in these places."""
+        tensors = tuple(_taken(tensor, axis, places) for tensor, axis in zip(self.tensors, self.axes))
+        return self._replace(tensors=tensors, size=len(places))
+
+    def cut(self, most: int, number: int, mixed: bool) -> tuple["Rows", "Rows", "Rows"]:
+        """Return at most so many rows and their halves, others for each number.
+
+        The rows are those that differ most in what fills them up: padding, ignored labels and the zeros of a mask are
+        the smallest or the largest value of a tensor. Full and empty ones are in different halves, or ``mixed``. Halves
+        have as many rows as each other, so that two lengths do for a graph that takes no others.
+        """
+        half = min(most, self.size) // 2
+        filled = sum(_filled(*pair, self.size) for pair in zip(self.tensors, self.axes))
+        order = np.argsort(filled, kind="stable")
+        begin = number % (self.size // (2 * half)) * half
+        low, high = order[begin : begin + half], order[self.size - begin - half : self.size - begin]
+        if mixed and half == 1:
+            low = order[self.size - begin - 2 :][:1]
+        both = np.concatenate((low, high)).tolist()
+        parts = (both[::2], both[1::2]) if mixed else (both[:half], both[half:])
+        return self.take(both), self.take(parts[0]), self.take(parts[1])
+
+    def joined(self, other: "Rows") -> "Rows | None":
+        """Return these rows and others after them, or None if they do not fit together."""
+        pairs = list(zip(self.tensors, other.tensors, self.axes))
+        if self.structure != other.structure or any(not _fit(*pair) for pair in pairs):
+            return None
+        return self._replace(tensors=tuple(_joined(*pair) for pair in pairs), size=self.size + other.size)
+
+
+# Rows and their halves.
+Cut = tuple[Rows, Rows, Rows]
+
+
+class LossCheck:
+    """Measure the loss of a network at batches 1, 2, 4, 8 ... 64, and warn if it cannot be trained in parts.
+
+    The losses of some rows and of their halves, without Dropout and BatchNorm, are compared as numbers; the network is
+    left as it was, to the bit.
+
+    Args:
+        network: The GradAccumulation.
+        updated: The parameters that an optimizer updates.
+        settings: The settings of the training step.
+        half: True if the network computes in 16 bits.
+        several: True if other processes measure at the same time: then all run it equally often, since it may
+            communicate.
+    """
+
+    def __init__(
+        self, network: Any, updated: Sequence[Parameter], settings: StepSettings, half: bool, several: bool
+    ) -> None:
+        self.network, self.settings, self.several = network, settings, several
+        self.updated = {id(parameter) for parameter in updated}
+        self.parameters = ParameterTuple(network.trainable_params())
+        dtypes = {parameter.dtype for parameter in self.parameters}
+        self.tolerance = TOLERANCES[ms.bfloat16 if ms.bfloat16 in dtypes else ms.float16 if half else ms.float32]
+        self.batches = 0
+        self.is_done = network.is_cached or not settings.check_loss
+        self.has_warned = False
+        # The only row of the batch before.
+        self.row: Rows | None = None
+        # What no optimizer updates, as it was before the first micro batch, and whether that has changed it.
+        self.state: KeptTensors | None = None
+        self.moves = False
+        self.runs: dict[Hashable, Any] = {}
+        self.evaluated: tuple[str, ...] = _AS_IN_TRAINING
+
+    def before_batch(self) -> None:
+        """Keep what the first micro batch should leave as it is."""
+        if self.batches == 0 and not self.is_done and self.network.adds_parts:
+            norms = [cell for _, cell in self.network.cells_and_names() if _is_batch_norm(cell)]
+            known = self.updated | {id(each) for norm in norms for each in norm.get_parameters()}
+            self.state = KeptTensors(each for each in self.network.get_parameters() if id(each) not in known)
+
+    def after_micro_batch(self) -> None:
+        """Warn if the first micro batch has changed what no optimizer updates."""
+        state, self.state = self.state, None
+        moved = [] if state is None else [state.tensors[i].name for i in state.changed()]
+        if moved:
+            self.moves = True
+            warn(_MOVES.format(names=", ".join(map(repr, moved[:3]))))
+
+    def after_batch(self, parts: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a batch of which so many micro batches have run, and measure if it is time."""
+        if self.is_done or not self.network.adds_parts:
+            return
+        self.batches += 1
+        if self.batches & (self.batches - 1) != 0 and self.row is None:
+            return
+        rows = self._rows(self.network.positional(args, kwargs))
+        finding = None if rows is None else self.measure(rows, parts)
+        if finding is not None and not self.has_warned:
+            self.has_warned = True
+            warn(finding.text)
+        self.is_done = self.batches >= _LAST or (self.has_warned and not self.several)
+
+    def _rows(self, inputs: tuple[Any, ...]) -> Rows | None:
+        """Return the rows of a batch, with that of the batch before if it is the only one."""
+        tensors: list[Tensor] = []
+        structure = take_apart(inputs, tensors)
+        axes = tuple(leaf_axes(inputs, self.network.batch_axis))
+        size = next(tensor.shape[axis] for tensor, axis in zip(tensors, axes) if axis is not None)
+        rows = Rows(structure, tuple(tensors), axes, size)
+        if size > 1:
+            return rows
+        before, self.row = self.row, rows if self.row is None else None
+        return None if before is None else before.joined(rows)
+
+    def measure(self, rows: Rows, parts: int) -> Finding | None:
+        """Return why the loss cannot be trained in so many parts, as far as these rows show it."""
+        # Half of no weight hides a mean among sums. Once it is compiled, another run is cheap.
+        mixed = self.network.weighted or self.batches in (4, 16)
+        both = (mixed,) if runs_eagerly(self.settings.compiles) else (mixed, not mixed)
+        finding = None
+        for is_mixed in both:
+            cut = rows.cut(max(-(-rows.size // parts), 2), self.batches - 1, is_mixed)
+            finding = finding or self._measure_in(_AS_IN_TRAINING, cut, parts)
+            if finding is not None and math.isnan(finding.miss):
+                # What draws random numbers in training by a function need not do so out of it.
+                finding = self._measure_in(_IN_EVALUATION, cut, parts)
+        return finding
+
+    def _measure_in(self, evaluated: tuple[str, ...], cut: Cut, parts: int) -> Finding | None:
+        """Measure with the cells of these names in evaluation mode."""
+        self.evaluated = evaluated
+        try:
+            with kept(self.network.network) as state:
+                state.evaluate(evaluated)
+                return self._judge(lambda part: self._loss(state, part), cut, parts)
+        except Exception as error:
+            if first_line(error).startswith(f"For '{_OWNER}'"):
+                return not_measured("out of training it returns no scalar loss")
+            return not_measured(f"a part of a batch raises {type(error).__name__}: {first_line(error)}")
+
+    def _judge(self, loss: Callable[[Rows], Loss], cut: Cut, parts: int) -> Finding | None:
+        tolerance, weighted = self.tolerance, self.network.weighted
+        split = Split(*map(loss, cut))
+        finding = judge(split, weighted, tolerance, parts)
+        again = loss(cut[0]) if finding or self.several else split.whole
+        if finding is None or not math.isfinite(finding.miss):
+            shows = split.spread(weighted) > tolerance
+            return finding if finding or shows or self.several else self._judge_gradient(cut, split)
+        noise = relative(again.value - split.whole.value, split)
+        if noise > tolerance:
+            draws = [again.value, *(loss(cut[0]).value for _ in range(_REPEATS))]
+            noise = _DRAWS * relative(float(np.std(draws, ddof=1)), split)
+        if noise > (tolerance if self.evaluated is _AS_IN_TRAINING else _TOO_RANDOM) and finding.miss <= noise:
+            return not_measured("it draws random numbers out of training, too")
+        if finding.miss <= noise or self.several:
+            return finding if finding.miss > noise else None
+        if finding.miss < _SURE and self._is_rounding(loss, cut[0], split, finding.miss):
+            return None
+        larger, other = (cut[place] for place in split.larger_first())
+        twice = larger.take([*range(larger.size)] * 2)
+        more = twice.joined(other)
+        both = loss(twice).value, loss(more).value if more is not None else math.nan
+        return judge(split, weighted, tolerance, parts, both)
+
+    def _is_rounding(self, loss: Callable[[Rows], Loss], rows: Rows, split: Split, miss: float) -> bool:
+        """Return whether the same rows in another order differ by nearly as much."""
+        other = loss(rows.take(range(rows.size)[::-1]))
+        return self.tolerance < _ORDERS * relative(other.value - split.whole.value, split) >= miss
+
+    def _judge_gradient(self, cut: Cut, split: Split) -> Finding | None:
+        """Return the finding for rows that all have one value, of which their gradients can tell more."""
+        if sparse_lookup(self.network) is not None:
+            return None
+        whole, first, second = (self._gradient(rows) for rows in cut)
+        shares = [loss.weight / (split.first.weight + split.second.weight or 1.0) for loss in split[1:]]
+        differences = [w - shares[0] * a - shares[1] * b for w, a, b in zip(whole, first, second)]
+        size = _norm(whole)
+        miss = _norm(differences) / size if size else 0.0
+        return other_gradient(miss) if miss > max(self.tolerance, _GRADIENT) else None
+
+    def _gradient(self, rows: Rows) -> list[Array]:
+        run = self._run(rows, "gradient", lambda loss: Gradient(MeanOfRows(loss), self.parameters))
+        # MindSpore divides that of a BCEWithLogitsLoss by the rows of a pass before, if it knows one.
+        forget_passes()
+        return [as_array(gradient).astype(np.float64) for gradient in run(*rows.tensors)]
+
+    def _loss(self, state: KeptState, rows: Rows) -> Loss:
+        if self.moves:
+            state.tensors.put_back()
+        sums = self._run(rows, "loss", LossOfRows)(*rows.tensors)
+        return Loss(*(float(number.asnumpy()) for number in sums))
+
+    def _run(self, rows: Rows, kind: str, make: Callable[[WeightedLoss], nn.Cell]) -> Callable[..., Any]:
+        """Return what runs a cell around the loss as the training runs the network: compiled, or op by op."""
+        eager = runs_eagerly(self.settings.compiles)
+        key = (kind, eager, self.evaluated, rows.structure)
+        if key not in self.runs:
+            build = partial(_built, make, self.network, rows.structure)
+            code, axes = self.network.network, rows.axes if kind == "loss" else None
+            self.runs[key] = Eager(build()) if eager else Compiled(build, _OWNER, "the network", code, open_axes=axes)
+        run: Callable[..., Any] = self.runs[key]
+        return run
+
+
+class LossOfRows(nn.Cell):
+    """The loss of some rows: a mean and 1, or a sum and its weight."""
+
+    def __init__(self, loss: WeightedLoss) -> None:
+        super().__init__(auto_prefix=False)
+        self.loss = loss
+
+    def construct(self, *tensors: Any) -> tuple[Tensor, Tensor]:
+        sums = self.loss(ONE, *tensors)
+        return sums[0], sums[1]
+
+
+class MeanOfRows(LossOfRows):
+    """The mean loss of some rows."""
+
+    def construct(self, *tensors: Any) -> Tensor:
+        sums = self.loss(ONE, *tensors)
+        return sums[0] * reciprocal(sums[1])
+
+
+class Gradient(nn.Cell):
+    """The gradient of a loss."""
+
+    def __init__(self, loss: nn.Cell, parameters: ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.gradient = ops.grad(loss, None, parameters)
+
+    def construct(self, *tensors: Any) -> Any:
+        return self.gradient(*tensors)
+
+
+class Eager:
+    """A cell that is called op by op."""
+
+    def __init__(self, cell: nn.Cell) -> None:
+        self.cell = cell
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        with execution_mode(ms.PYNATIVE_MODE):
+            return self.cell(*tensors)
+
+
+def not_measured(reason: str) -> Finding:
+    """Return the finding for a loss of which nothing is known."""
+    return Finding(math.nan, _NOT_MEASURED.format(reason=reason.rstrip(".")))
+
+
+@_primexpr
+def warn_of_larger_graph() -> None:
+    """Warn, while a larger graph is compiled, that it trains a loss that is not measured."""
+    warn(not_measured("the step is part of a larger graph").text)
+
+
+def _built(make: Callable[[WeightedLoss], nn.Cell], network: Any, structure: Hashable) -> nn.Cell:
+    cell = make(network.loss_of(structure))
+    cell.phase = "predict"
+    return cell
+
+
+def _is_batch_norm(cell: nn.Cell) -> bool:
+    return any("BatchNorm" in kind.__name__ for kind in type(cell).__mro__)
+
+
+def _norm(arrays: Sequence[Array]) -> float:
+    return math.sqrt(sum(float(np.square(array).sum()) for array in arrays))
+
+
+def _taken(tensor: Tensor, axis: int | None, places: Sequence[int]) -> Tensor:
+    return tensor if axis is None else Tensor(np.take(as_array(tensor), places, axis), tensor.dtype)
+
+
+def _filled(tensor: Tensor, axis: int | None, size: int) -> Array:
+    """Return what part of each row is the smallest value of a tensor, less what is the largest one."""
+    if axis is None:
+        return np.zeros(size)
+    rows = np.moveaxis(as_array(tensor), axis, 0).reshape(size, -1)
+    rows = rows[:, :: rows.shape[1] // _COLUMNS + 1]
+    found: Array = (rows == rows.min()).mean(1) - (rows == rows.max()).mean(1) if rows.size else np.zeros(size)
+    return found
+
+
+def _fit(a: Tensor, b: Tensor, axis: int | None) -> bool:
+    """Return whether two tensors can be joined along an axis; without one they are taken for the same."""
+    return axis is None or np.delete(a.shape, axis).tolist() == np.delete(b.shape, axis).tolist()
+
+
+def _joined(a: Tensor, b: Tensor, axis: int | None) -> Tensor:
+    return a if axis is None else Tensor(np.concatenate([as_array(a), as_array(b)], axis), a.dtype)

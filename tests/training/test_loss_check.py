@@ -1,0 +1,400 @@
+"""The measurement of a loss: it leaves no trace, comes when it should, and is not fooled."""
+
+import random
+import warnings
+
+import mindspore as ms
+import numpy as np
+import pytest
+from losses_as_written import LABELS, MASK, WRONG, X, Y, build, net
+from mindspore import Parameter, Tensor, nn, ops
+from step_probe import Around
+
+from ms_gradaccum import Accumulator, GradAccumulation, Model, TokenMeanLoss, TrainOneStepCell
+from ms_gradaccum.backend.kept_state import kept
+from ms_gradaccum.training.loss_check import LossCheck
+
+NAME = "For 'GradAccumulation', the loss should be a mean over rows, but "
+
+
+def said_in(caught):
+    return [str(each.message) for each in caught if "For 'GradAccumulation'" in str(each.message)]
+
+
+def said_by(run):
+    """What a program warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return said_in(caught)
+
+
+def step_of(cell, micro_size=4, weighted=False, learning_rate=0.05, batch_axis=0, **settings):
+    network = GradAccumulation(cell, micro_size, weighted=weighted, batch_axis=batch_axis)
+    return TrainOneStepCell(network, nn.SGD(cell.trainable_params(), learning_rate), **settings).set_train()
+
+
+class Of(nn.Cell):
+    """A loss cell that is a function of itself and its inputs."""
+
+    def __init__(self, function, out=3, **held):
+        super().__init__()
+        self.net, self.function = net(out), function
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def construct(self, *inputs):
+        return self.function(self, *inputs)
+
+
+# ---- no trace
+
+
+class Everything(nn.Cell):
+    """A network that changes all that a forward pass can change."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.norm, self.drop = net(), nn.BatchNorm1d(3), nn.Dropout(p=0.4)
+        self.frozen = nn.Dense(3, 3, weight_init="ones").set_train(False)
+        self.count = Parameter(Tensor(0.0), "count", requires_grad=False)
+        self.register_buffer("queue", Tensor(np.zeros(4, np.float32)))
+        self.calls, self.seen, self.array, self.best = 0, [], np.zeros(2), {"loss": None}
+
+    def construct(self, x, y):
+        self.calls += 1
+        self.seen.append(tuple(x.shape))
+        self.array += 1
+        self.best["loss"] = self.calls
+        ops.assign_add(self.count, Tensor(1.0))
+        self.queue[0] = self.queue[0] + 1
+        out = self.drop(self.norm(self.net(x) + ops.standard_normal((1, 3)) * random.random() * np.random.rand()))
+        out = ops.dropout(out, 0.2, self.training)
+        return (self.frozen(out) - y).square().mean()
+
+
+def hook(log):
+    return lambda cell, inputs, output: log.append(tuple(output.shape))
+
+
+def everything_trained(check_loss, batches=5):
+    ms.set_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    cell, log = Everything(), []
+    for inner in (cell, cell.net):
+        inner.register_forward_hook(hook(log))
+    optimizer = nn.Adam(cell.trainable_params(), 0.05)
+    step = TrainOneStepCell(GradAccumulation(cell, 4), optimizer, check_loss=check_loss)
+    cell.set_train()
+    cell.frozen.set_train(False)
+    losses = [float(step(Tensor(X), Tensor(Y)).loss.asnumpy()) for _ in range(batches)]
+    numbers = [parameter.asnumpy() for parameter in [*optimizer.get_parameters(), *cell.get_parameters()]]
+    modes = [(inner.training, inner.phase) for _, inner in cell.cells_and_names()]
+    plain = [cell.calls, cell.seen, cell.array.tolist(), cell.best, cell.queue.asnumpy().tolist(), log]
+    chance = [random.random(), np.random.rand(), ops.standard_normal((2,)).asnumpy().tolist()]
+    return [losses, [number.tobytes() for number in numbers], modes, plain, chance]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_is_the_same_with_it_to_the_bit(eager, monkeypatch):
+    runs = []
+    measure = LossCheck.measure
+    monkeypatch.setattr(LossCheck, "measure", lambda *args: (runs.append(1), measure(*args))[1])
+    with_it = everything_trained(True)
+    assert len(runs) == 1  # It draws random numbers, which is said once.
+    assert with_it == everything_trained(False)
+
+
+class Compilable(nn.Cell):
+    """The same of what a graph can change."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.norm, self.drop = net(), nn.BatchNorm1d(3), nn.Dropout(p=0.4)
+        self.count = Parameter(Tensor(0.0), "count", requires_grad=False)
+
+    def construct(self, x, y):
+        ops.assign_add(self.count, Tensor(1.0))
+        out = self.drop(self.norm(self.net(x))) + ops.standard_normal((1, 3))
+        return (ops.dropout(out, 0.2, self.training) - y).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_training_is_the_same_with_it_to_the_bit(mode):
+    found = []
+    for check_loss in (True, False):
+        ms.set_seed(3)
+        cell = Compilable().set_train()
+        optimizer = nn.Adam(cell.trainable_params(), 0.05)
+        step = TrainOneStepCell(GradAccumulation(cell, 4), optimizer, check_loss=check_loss)
+        losses = [float(step(Tensor(X), Tensor(Y)).loss.asnumpy()) for _ in range(3)]
+        numbers = [each.asnumpy().tobytes() for each in [*optimizer.get_parameters(), *cell.get_parameters()]]
+        found.append((losses, numbers))
+    assert found[0] == found[1]
+    assert len(set(found[0][0])) == 3
+
+
+def test_what_fails_inside_is_put_back_too(eager):
+    cell = Everything().set_train()
+    cell.frozen.set_train(False)
+    before = [(inner.training, inner.phase) for _, inner in cell.cells_and_names()]
+    with pytest.raises(KeyboardInterrupt), kept(cell) as state:
+        state.evaluate()
+        cell(Tensor(X), Tensor(Y))
+        assert cell.calls == 1 and float(cell.count.asnumpy()) == 1
+        raise KeyboardInterrupt
+    assert cell.calls == 0 and cell.seen == [] and cell.best == {"loss": None}
+    assert float(cell.count.asnumpy()) == 0 and float(cell.queue.asnumpy()[0]) == 0
+    assert [(inner.training, inner.phase) for _, inner in cell.cells_and_names()] == before
+
+
+# ---- when
+
+
+def measured_batches(step, batches, inputs):
+    """The numbers of the batches that are measured, and what is said."""
+    found = []
+    check = step.body.window.micro_steps.loss_check
+    measure = check.measure
+    check.measure = lambda *args: (found.append(check.batches), measure(*args))[1]
+    said = said_by(lambda: [step(*inputs) for _ in range(batches)])
+    return found, said
+
+
+def test_a_right_loss_is_measured_seldom_and_then_never(eager):
+    step = step_of(nn.WithLossCell(net(), nn.MSELoss()))
+    assert measured_batches(step, 200, (Tensor(X), Tensor(Y))) == ([1, 2, 4, 8, 16, 32, 64], [])
+
+
+def test_batches_of_one_row_are_measured_with_the_next_one(eager):
+    step = step_of(nn.WithLossCell(net(), nn.MSELoss()), 1, accumulation_steps=2)
+    assert measured_batches(step, 70, (Tensor(X[:1]), Tensor(Y[:1]))) == ([2, 5, 9, 17, 33], [])
+
+
+def test_a_wrong_one_once(eager):
+    cell, inputs = build(WRONG["sum_of_squares"])
+    found, said = measured_batches(step_of(cell, learning_rate=1e-4), 9, inputs)
+    assert found == [1] and len(said) == 1
+
+
+@pytest.mark.parametrize("settings", [{"check_loss": False}, {"micro_size": 1}])
+def test_nothing_is_measured_where_there_is_nothing_to_tell(settings, eager):
+    cell, inputs = build(WRONG["sum_of_squares"])
+    assert measured_batches(step_of(cell, learning_rate=1e-4, **settings), 3, inputs) == ([], [])
+
+
+def test_a_label_to_be_ignored_that_comes_later_is_found(eager):
+    step = step_of(nn.WithLossCell(net(), nn.CrossEntropyLoss(ignore_index=-1)))
+    later = np.where(MASK == 1, LABELS, -1).astype(np.int32)
+    assert said_by(lambda: [step(Tensor(X), Tensor(LABELS)) for _ in range(7)]) == []
+    (said,) = said_by(lambda: [step(Tensor(X), Tensor(later)) for _ in range(3)])
+    assert "TokenMeanLoss" in said
+
+
+@pytest.mark.parametrize("face", ["step", "Model", "Accumulator"])
+def test_windows_of_several_batches_are_measured_by_all_faces(face, eager):
+    cell, inputs = build(WRONG["sum_of_squares"])
+    optimizer = nn.SGD(cell.trainable_params(), 1e-4)
+
+    def run(**settings):
+        if face == "step":
+            TrainOneStepCell(cell, optimizer, accumulation_steps=2, **settings)(*inputs)
+        elif face == "Model":
+            data = ms.dataset.NumpySlicesDataset((X, Y), shuffle=False).batch(8)
+            Model(cell, optimizer=optimizer, accumulation_steps=2, **settings).train(1, data)
+        else:
+            Accumulator(cell, optimizer, 2, **settings).backward(*inputs)
+
+    (said,) = said_by(run)
+    assert "a window of 4 batches gives 0.25 of the gradient" in said
+    optimizer = nn.SGD(cell.trainable_params(), 1e-4)
+    assert said_by(lambda: run(check_loss=False)) == []
+
+
+@pytest.mark.parametrize("name", ["sum_of_squares", "masked_mean_eps", "in_batch_negatives"])
+@pytest.mark.parametrize("micro_size", [16, 1])
+def test_single_rows_are_measured_in_pairs(name, micro_size, eager):
+    cell, inputs = build(WRONG[name])
+    if micro_size == 16:
+        said = said_by(lambda: step_of(cell, 16)(*inputs))
+    else:  # One row a batch.
+        step = step_of(cell, 1, accumulation_steps=8)
+        said = said_by(lambda: [step(*(each[i : i + 1] for each in inputs)) for i in range(6)])
+    assert len(said) == 1 and NAME in said[0]
+
+
+def test_rows_of_other_lengths_are_not_joined(eager):
+    step = step_of(Of(lambda self, x: x.square().mean() + 0 * self.net[0].weight.sum()), 1, accumulation_steps=4)
+    assert said_by(lambda: [step(Tensor(np.ones((1, length), np.float32))) for length in (3, 5, 4)]) == []
+
+
+# ---- what is found
+
+
+def test_rows_that_all_have_one_loss_are_told_by_their_gradient(mode):
+    """At the start all logits are 0, and each label has the loss log(3)."""
+
+    def masked(self, x, y, mask):
+        each = ops.cross_entropy(self.dense(x), y, reduction="none")
+        return (each * mask).sum() / mask.sum()
+
+    def said_with(mask):
+        step = step_of(Of(masked, dense=nn.Dense(6, 3, weight_init="zeros", bias_init="zeros")))
+        return said_by(lambda: step(Tensor(X), Tensor(LABELS), Tensor(np.float32(mask * 4))))
+
+    assert len(said_with([1, 2, 3, 1])) == 1
+    assert said_with([1, 1, 1, 1]) == []
+
+
+class Weighted(nn.Cell):
+    def __init__(self, kind):
+        super().__init__()
+        self.net, self.kind = net(), kind
+
+    def construct(self, x, y, mask):
+        each = (self.net(x) - y).square().mean(-1)
+        total = (each * mask).sum()
+        if self.kind == "right":
+            return total, mask.sum()
+        if self.kind == "mean":
+            return total / ops.maximum(mask.sum(), Tensor(1.0)), mask.sum()
+        if self.kind == "constant":
+            return total, Tensor(4.0)
+        return total * mask.sum(), mask.sum()
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("right", None),
+        ("mean", "it returns a mean where its sum is expected"),
+        ("constant", "parts of a batch miss the weight by up to"),
+        ("other", "parts of a batch miss the loss sum by up to"),
+    ],
+)
+def test_sums_and_weights_must_add_up(kind, text, eager):
+    said = said_by(lambda: step_of(Weighted(kind), weighted=True)(Tensor(X), Tensor(Y), Tensor(MASK)))
+    assert [text in each for each in said] == [True] * (text is not None)
+
+
+def test_a_token_mean_is_right(eager):
+    labels = np.where(MASK == 1, LABELS, -100).astype(np.int32)
+    assert said_by(lambda: step_of(TokenMeanLoss(net()))(Tensor(X), Tensor(labels))) == []
+
+
+@pytest.mark.parametrize("reduction, count", [("sum", 1), ("mean", 0)])
+def test_random_numbers_do_not_hide_a_sum(reduction, count, network_mode):
+    """A VAE draws out of training, too."""
+
+    def vae(self, x, y):
+        mean, log_var = ops.chunk(self.net(x), 2, -1)
+        z = mean + ops.exp(0.5 * log_var) * 0.1 * ops.standard_normal(mean.shape)
+        error, kl = (z - y).square(), mean.square() + log_var.exp() - log_var
+        return error.sum() + kl.sum() if reduction == "sum" else error.mean() + kl.mean()
+
+    said = said_by(lambda: step_of(Of(vae, out=6), learning_rate=1e-3)(Tensor(X), Tensor(Y)))
+    assert [NAME in each for each in said] == [True] * count
+
+
+def test_dropout_of_any_kind_is_no_finding(eager):
+    def dropping(self, x, y):
+        return (ops.dropout(self.drop(self.net(x)), 0.5, self.training) - y).square().mean()
+
+    class DropPath(nn.Cell):
+        def construct(self, x):
+            return x * (ops.rand(x.shape[0], 1) > 0.5) if self.training else x
+
+    step = step_of(Of(dropping, drop=nn.SequentialCell(nn.Dropout(p=0.5), DropPath())))
+    assert said_by(lambda: [step(Tensor(X), Tensor(Y)) for _ in range(4)]) == []
+
+
+def test_what_cannot_be_measured_is_said(eager):
+    def in_pairs(self, x):
+        return self.net(x).reshape(-1, 2, 3).square().mean()
+
+    (said,) = said_by(lambda: step_of(Of(in_pairs), 8)(Tensor(X)))
+    assert f"{NAME}that could not be measured: a part of a batch raises" in said and "verify(" in said
+
+    def noise(self, x):
+        return self.net(x).square().mean() + ops.standard_normal((1,))[0]
+
+    (said,) = said_by(lambda: step_of(Of(noise))(Tensor(X)))
+    assert "it draws random numbers" in said
+
+    def of_training(self, x):
+        return self.net(x).square().mean() if self.training else self.net(x)
+
+    assert said_by(lambda: step_of(Of(of_training))(Tensor(X))) == []
+
+
+def test_a_batch_norm_by_function_is_found(eager):
+    def normalised(self, x, y):
+        out = ops.batch_norm(self.net(x), self.mean, self.var, self.gamma, self.beta, self.training)
+        return (out - y).square().mean()
+
+    ones, zeros = Tensor(np.ones(3, np.float32)), Tensor(np.zeros(3, np.float32))
+    held = {"mean": zeros, "var": ones, "gamma": Parameter(ones, "gamma"), "beta": Parameter(zeros, "beta")}
+    (said,) = said_by(lambda: step_of(Of(normalised, **held))(Tensor(X), Tensor(Y)))
+    assert "statistics of the batch" in said
+
+
+def test_all_rows_that_are_nan_are_no_finding(eager):
+    step = step_of(nn.WithLossCell(net(), nn.MSELoss()))
+    assert said_by(lambda: step(Tensor(X * np.nan), Tensor(Y))) == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_state_that_the_forward_pass_changes_is_named_once(training, network_mode):
+    def centred(self, x):
+        out = self.net(x)
+        ops.assign(self.centre, 0.9 * self.centre + 0.1 * ops.stop_gradient(out.mean(0)))
+        return (out - self.centre).square().mean()
+
+    cell = Of(centred, centre=Parameter(Tensor(np.zeros(3, np.float32)), "centre", requires_grad=False))
+    step = step_of(cell)
+    said = said_by(lambda: [step(Tensor(X)) for _ in range(2)])
+    assert len([each for each in said if "but it changes 'centre'" in each]) == 1
+
+
+def test_a_batch_norm_is_no_such_state(eager):
+    step = step_of(nn.WithLossCell(nn.SequentialCell(net(), nn.BatchNorm1d(3)), nn.MSELoss()))
+    assert not [each for each in said_by(lambda: step(Tensor(X), Tensor(Y))) if "it changes" in each]
+
+
+class MaskedMean(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def construct(self, x, y, mask):
+        return ((self.net(x) - y).square().mean(-1) * mask).sum() / (mask.sum() + 1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16_apex"])
+def test_half_precision_has_a_tolerance_of_its_own(precision, eager):
+    step = step_of(nn.WithLossCell(net(), nn.MSELoss()), mixed_precision=precision)
+    assert said_by(lambda: [step(Tensor(X), Tensor(Y)) for _ in range(4)]) == []
+    step = step_of(MaskedMean(), mixed_precision=precision)
+    assert len(said_by(lambda: step(Tensor(X), Tensor(Y), Tensor(MASK)))) == 1
+
+
+def test_a_larger_graph_says_that_it_does_not_measure(monkeypatch):
+    monkeypatch.delenv("MS_JIT", raising=False)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    inputs = (Tensor(X), Tensor(Y))
+    step, called = (step_of(nn.WithLossCell(net(), nn.MSELoss())) for _ in range(2))
+    called(*inputs)
+    (said,) = said_by(lambda: Around(step)(*inputs))
+    assert "the step is part of a larger graph" in said
+    assert said_by(lambda: Around(called)(*inputs)) == []
+
+
+def test_a_sink_is_measured_before_its_graph(eager, monkeypatch):
+    monkeypatch.setattr("ms_gradaccum.loops.model.device_target", lambda: "Ascend")
+    monkeypatch.setattr(ms.Model, "_train", lambda *args, **kwargs: None)
+    cell, _ = build(WRONG["sum_of_squares"])
+    model = Model(GradAccumulation(cell, 4), optimizer=nn.SGD(cell.trainable_params(), 1e-4))
+    data = ms.dataset.NumpySlicesDataset((X, Y), shuffle=False).batch(8)
+    (said,) = said_by(lambda: model.train(1, data, dataset_sink_mode=True))
+    assert NAME in said and not model.train_network.body.is_unmeasured
