@@ -81,6 +81,16 @@ class Settled:
         super().__setattr__(name, value)
 
 
+class Uncopied:
+    """Base of what trains: a copy would have the same optimizer, or one whose parameters nobody updates."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"For '{type(self).__name__}', a training step must be built where it is used, but got a copy or a pickle "
+            f"of it. Build another one around a copy of the network, and go on with save_state() and load_state()."
+        )
+
+
 def _settings_of(kind: Any) -> frozenset[str]:
     """Return the names of the settings of a class and of those around it, as any of their users may write them."""
     constructors = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)]

@@ -194,6 +194,17 @@ class LearningRate(nn.Cell):
         return rates
 
 
+def settable_rates(optimizer: nn.Cell) -> list[float]:
+    """Return the rates that are numbers in parameters, which a program may set between two updates."""
+    optimizer = inner_optimizer(optimizer)
+    if isinstance(optimizer, ExperimentalOptimizer):
+        rates = optimizer.lrs
+    else:
+        rates = [] if optimizer.dynamic_lr else optimizer.learning_rate
+    found = rates if isinstance(rates, (tuple, list)) else [rates]
+    return [float(rate.asnumpy()) if isinstance(rate, Tensor) else float(rate) for rate in found]
+
+
 class _UnknownRate(nn.Cell):
     def construct(self) -> Tensor:
         return Tensor(math.nan, ms.float32)

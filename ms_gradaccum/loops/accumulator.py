@@ -1,12 +1,13 @@
 """Gradient accumulation for loops that users write themselves."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar, overload
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import Settled, check_cell, check_choice, check_tensor, sentence
+from ms_gradaccum._checks import Settled, Uncopied, check_cell, check_choice, check_tensor, sentence
 from ms_gradaccum.backend.optimizers import claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
@@ -32,7 +33,7 @@ _C = TypeVar("_C")
 _D = TypeVar("_D")
 
 
-class Accumulator(Settled, nn.Cell, Observed):
+class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     r"""Gradient accumulation for hand-written training loops, with Hugging Face Accelerate's words.
 
     .. code-block:: python
@@ -153,6 +154,7 @@ class Accumulator(Settled, nn.Cell, Observed):
             for each in trained.optimizers:
                 claim_optimizer(each, self)
         self.window = LoopWindow(self.config, self._networks, self.events)
+        weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
         self.in_graph: Callable[..., tuple[Tensor, ...]] = self._window_in_graph()
         self._is_built = True
 

@@ -113,8 +113,9 @@ class PreparedDataset:
             self.batches, self.sources, random_now = place.batches, place.sources, place.random_now
         if self.sources is None:
             self.sources = Sources.now(current_world(_OWNER).size)
-        if self.window.passes.begin(self.handed) and not self.handed.restarts:
-            self.handed.restarts = True
+        restarts = self.handed.restarts
+        self.window.begin_pass(self.handed, place is not None)
+        if self.handed.restarts and not restarts:
             warn(
                 f"For '{_OWNER}', a prepared dataset that is trained together with another one has begun anew before "
                 f"the end of that one, but its last batch has ended a window. Prepare only the data whose end ends "

@@ -10,7 +10,7 @@ from mindspore import nn
 from ms_gradaccum._checks import all_or_nothing, check_number, check_saved, check_saved_list, is_flag, sentence, warn
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.loops.dataloader import PreparedDataset, PreparedScheduler
-from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, arrays_in, rows_of
+from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, HandedBatches, arrays_in, rows_of
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
 from ms_gradaccum.loops.schedule import AccumulationConfig, WindowCounter
 from ms_gradaccum.training.events import Events
@@ -40,16 +40,15 @@ class LoopWindow:
         self._datasets: list[weakref.ref[PreparedDataset]] = []
         # Where the first ones of these go on, after a state was loaded.
         self._places: list[PassPlace | None] = []
-        self.ends = self.updated = self.in_batch = False
+        self.ends = self.updated = self.in_batch = self._is_withheld = self._is_known = False
         self._withheld = 0
         # Of the current batch: whether it is inside no_sync(), the prepared batches that it has, or is expected to
         # have, whether it was seen to have them, and its rows if it is a piece of one.
-        self._is_withheld = self._is_known = False
         self._batches: list[Handed] = []
         self._piece_rows: float | None = None
         # Of the window's last batch that came without a weight, if known. Whether a difference has been warned of.
         self._rows: int | None = None
-        self._has_warned_of_rows = False
+        self._has_warned_of_rows = self._has_warned_of_open = False
 
     @property
     def is_open(self) -> bool:
@@ -202,6 +201,23 @@ class LoopWindow:
         finally:
             self._withheld -= 1
 
+    def begin_pass(self, handed: HandedBatches, goes_on: bool) -> None:
+        """Begin a pass, or go on with one; warn if a window was left open by the pass over the same data before."""
+        left = handed.current is not None and not handed.waiting and not goes_on and not self._is_withheld
+        if self.passes.begin(handed):
+            handed.restarts = True
+        elif left and self.counter.config.sync_with_dataloader:
+            self.warn_if_open("when the next pass over its data began")
+
+    def warn_if_open(self, when: str) -> None:
+        """Warn, once, if there is a window that nobody has finished."""
+        if self.is_open and not (self.in_batch or self._has_warned_of_open):
+            self._has_warned_of_open = True
+            warn(
+                f"For '{_OWNER}', a window of {self.counter.batches} batches was still open {when}, but no update was "
+                f"made with it. Call flush() after the loop, or drop() to throw it away."
+            )
+
     def enroll(self, dataset: PreparedDataset) -> int:
         """Give a prepared dataset its number."""
         self._datasets.append(weakref.ref(dataset))
@@ -209,8 +225,7 @@ class LoopWindow:
 
     def datasets(self) -> list[PreparedDataset]:
         """Return the prepared datasets that are in use."""
-        found = [reference() for reference in self._datasets]
-        return [dataset for dataset in found if dataset is not None]
+        return [each for each in (reference() for reference in self._datasets) if each is not None]
 
     def take_place(self, number: int) -> PassPlace | None:
         """Return where a dataset goes on after a state was loaded, once."""

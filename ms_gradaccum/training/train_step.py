@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import Settled, check_construct, refuse_unknown
+from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown
 from ms_gradaccum.backend.optimizers import check_optimizer, claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
@@ -160,7 +160,7 @@ class HostDrivenStep(nn.Cell):
         return output
 
 
-class TrainOneStepCell(Settled, nn.TrainOneStepCell, Observed):
+class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     r"""Train with gradient accumulation: one call per batch, one optimizer update per window of batches.
 
     .. code-block:: python

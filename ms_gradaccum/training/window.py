@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn, warn_of_dropped
+from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import take_apart
 from ms_gradaccum.gradients.clipping import ClipByValue
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -22,6 +23,8 @@ from ms_gradaccum.training.window_end import WindowEnd
 
 # Windows that may be skipped one after the other. The largest scale in use is 1 after 24 halvings.
 MAX_OVERFLOWS = 100
+# Windows in which a rate that moves from batch to batch is looked for: it is read from the device.
+WATCHED_WINDOWS = 4
 
 
 class Window:
@@ -45,6 +48,8 @@ class Window:
     # Whether the sums are those of all ranks already; what the end of the window has measured, per optimizer; what
     # replaces its clip.
     is_reduced = False
+    # Windows in which the learning rate was looked at, and those of the batches of the open one.
+    _watched = 0
     outputs: list[StepOutput] | None = None
     clip: nn.Cell | None = None
     # The hash of the first batch of this rank, if there are several, and whether the ranks have compared theirs.
@@ -73,6 +78,7 @@ class Window:
             for optimizer, each in zip(optimizers, self.reducers)
         ]
         self.overflows_in_a_row = 0
+        self._rates: list[list[float]] = []
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
@@ -106,6 +112,8 @@ class Window:
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool = False) -> list[Any]:
         """Add one batch and return what its micro steps returned. Those of the last one may reduce the sums, too."""
         reduces = is_last and self.reducers[0].overlaps
+        if self._watched < WATCHED_WINDOWS:
+            self._rates.append(self._rates_now())
         try:
             outputs = self.micro_steps.run(args, kwargs, reduces)
         except BaseException as error:
@@ -148,15 +156,23 @@ class Window:
     def close(self) -> StepOutput:
         """Update, empty the buffers and return the report; the decision whether to update is made in Python."""
         self.measure()
-        outputs, clip = self.outputs or [], self.clip
+        self._check_rates()
+        clip, outputs = self.clip, []
         try:
-            if not outputs[0].updated.asnumpy():
-                outputs = self._skipped(outputs)
-            outputs = [end.finish(output, clip) for end, output in zip(self.ends, outputs)]
+            measured = self.outputs or []
+            if not measured[0].updated.asnumpy():
+                measured = self._skipped(measured)
+            for end, output in zip(self.ends, measured):
+                outputs.append(end.finish(output, clip))
             self.ends[0].adjust(outputs[0])
             self._count_overflow(outputs[0])
         except BaseException:
             self.discard()
+            if 0 < len(outputs) < len(self.ends):
+                warn(
+                    f"For '{self.owner}', the update of optimizer {len(outputs) + 1} of {len(self.ends)} failed, but "
+                    f"those before it have updated already, and the window is gone. Load a state from before it."
+                )
             raise
         self.reset()
         if self.several and not self.has_compared:
@@ -164,6 +180,21 @@ class Window:
             self.has_compared = True
             warn_of_same_data(self.owner, self.first_batch or b"")
         return _as_one_report(outputs, clip or self.ends[0].update.gradients.clip.clip)
+
+    def _rates_now(self) -> list[float]:
+        return [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
+
+    def _check_rates(self) -> None:
+        """Warn if the rate of an update is another one than that of the window's first batches."""
+        changes = any(rates != self._rates[0] for rates in self._rates)
+        self._watched, self._rates = self._watched + 1, []
+        if changes:
+            self._watched = WATCHED_WINDOWS
+            warn(
+                f"For '{self.owner}', the learning rate has changed between the batches of a window, but an update has "
+                f"one rate, the last. Move it once per update: accumulator.prepare(scheduler), or where updated is "
+                f"true."
+            )
 
     def discard(self, for_all: bool = False) -> None:
         """Throw the window away, on this rank or ``for_all``, who see it when they add up the weights."""
@@ -220,7 +251,7 @@ class Window:
 
     def reset(self) -> None:
         """Forget what was measured, and the clip of the window that has ended."""
-        self.is_reduced, self.outputs, self.clip = False, None, None
+        self.is_reduced, self.outputs, self.clip, self._rates = False, None, None, []
 
     def _count_overflow(self, output: StepOutput) -> None:
         """Stop a training that skips all its updates: no scale is small enough for a gradient that is broken."""

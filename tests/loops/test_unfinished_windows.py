@@ -1,0 +1,146 @@
+"""What a loop leaves behind or changes inside a window is named: open windows, rates that move, updates by half."""
+
+import copy
+import gc
+import itertools
+import pickle
+import subprocess
+import sys
+import warnings
+
+import mindspore.experimental.optim as experimental
+import pytest
+from linear_toy import line, sgd, weight_of
+from loop_toy import FOUR, adjustable_sgd, toy_loop, train, updates_of
+from mindspore import nn
+from mindspore.experimental.optim.lr_scheduler import StepLR
+
+from ms_gradaccum import Accumulator, TrainOneStepCell
+
+pytestmark = pytest.mark.usefixtures("eager")
+OPEN = "For 'Accumulator', a window of {} batches was still open {}, but no update was made with it. Call flush()"
+
+
+def own_loop(steps):
+    network = line()
+    return network, Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), steps)
+
+
+def test_a_window_that_is_left_open_is_named_when_the_next_pass_begins():
+    _, accumulator = toy_loop(4)
+    prepared = accumulator.prepare(FOUR)
+    updates_of(accumulator, itertools.islice(prepared, 3))
+    rule = OPEN.format(3, "when the next pass over its data began").replace("()", r"\(\)")
+    with pytest.warns(UserWarning, match=rule) as told:
+        updates_of(accumulator, itertools.islice(prepared, 2))
+        updates_of(accumulator, itertools.islice(prepared, 2))
+    assert len(told) == 1
+
+
+def test_a_window_that_is_left_open_is_named_at_the_end_of_its_accumulator():
+    _, accumulator = own_loop(3)
+    updates_of(accumulator, FOUR)
+    with pytest.warns(UserWarning, match=OPEN.format(1, "at the end of its Accumulator").replace("()", r"\(\)")):
+        del accumulator
+        gc.collect()
+
+
+PROGRAM = """
+import numpy as np
+from mindspore import Tensor, nn
+from ms_gradaccum import Accumulator
+network = nn.Dense(1, 1)
+accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.1), 3)
+x = Tensor(np.ones((2, 1), np.float32))
+for _ in range(4):
+    with accumulator.accumulate():
+        accumulator.backward(x, x)
+        accumulator.step()
+"""
+
+
+def test_a_window_that_is_left_open_is_named_at_the_end_of_the_program():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
+    assert OPEN.format(1, "at the end of its Accumulator") in done.stderr
+
+
+@pytest.mark.parametrize("end", ["flush", "drop", "carried", "held open", "evaluated"])
+def test_windows_that_are_finished_or_carried_are_not_named(end):
+    _, accumulator = toy_loop(3, sync_with_dataloader=end != "carried")
+    prepared, other = accumulator.prepare(FOUR, FOUR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            if end == "held open":
+                with accumulator.no_sync():
+                    updates_of(accumulator, prepared)
+                continue
+            for _ in train(accumulator, prepared if end == "carried" else itertools.islice(prepared, 2)):
+                if end == "evaluated":
+                    assert len(list(other)) == 4
+            if end in ("flush", "evaluated"):
+                accumulator.flush()
+            if end == "drop":
+                accumulator.drop()
+        accumulator.drop()
+
+
+def rate_loop(steps):
+    network = line()
+    optimizer = adjustable_sgd(network)
+    return optimizer, Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, steps)
+
+
+def test_a_rate_that_moves_inside_a_window_is_named():
+    optimizer, accumulator = rate_loop(4)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    with pytest.warns(UserWarning, match="the learning rate has changed between the batches of a window, but") as told:
+        for _ in train(accumulator, FOUR * 2):
+            scheduler.step()
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_rate_that_moves_between_windows_is_not_named(steps):
+    optimizer, accumulator = rate_loop(steps)
+    scheduler = accumulator.prepare(StepLR(optimizer, 1, 0.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(train(accumulator, FOUR * 2, scheduler))
+
+
+def test_a_rate_that_moves_inside_the_window_of_a_step_is_named():
+    network = line()
+    optimizer = experimental.SGD(network.trainable_params(), 0.02)
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer, accumulation_steps=2)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    step(*FOUR[0])
+    scheduler.step()
+    with pytest.warns(UserWarning, match="For 'TrainOneStepCell', the learning rate has changed between the batches"):
+        step(*FOUR[1])
+
+
+def test_an_update_that_fails_after_another_ones_is_named(monkeypatch):
+    network = nn.Dense(1, 1, "zeros", "zeros")
+    optimizers = [nn.SGD([network.weight], 0.02), nn.SGD([network.bias], 0.02)]
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizers)
+
+    def fails(*args):
+        raise OSError
+
+    monkeypatch.setattr(accumulator.windows[0].ends[1], "finish", fails)
+    accumulator.backward(*FOUR[0])
+    told = "the update of optimizer 2 of 2 failed, but those before it have updated already, and the window is gone"
+    with pytest.warns(UserWarning, match=told), pytest.raises(OSError):
+        accumulator.step()
+    assert weight_of(network) != 0
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_what_trains_is_not_copied(make_copy):
+    network = line()
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network))
+    for trained in (step, toy_loop(2)[1]):
+        rule = f"For '{type(trained).__name__}', a training step must be built where it is used, but got a copy"
+        with pytest.raises(TypeError, match=rule):
+            make_copy(trained)
