@@ -170,7 +170,9 @@ class ActivePasses:
         handed.begin()
         self._recent = [each for each in self._recent if each is not handed and (each.is_open or each.waiting)]
         self._recent = [*self._recent[-7:], handed]
-        return handed in self.trained and any(each.is_open for each in self.trained if each is not handed)
+        is_inside = handed in self.trained and any(each.is_open for each in self.trained if each is not handed)
+        handed.restarts |= is_inside
+        return is_inside
 
     def enter(self, dataset: Any) -> None:
         """Note that ``dataset`` gives a batch: what was begun inside its last one has been left."""

@@ -204,9 +204,7 @@ class LoopWindow:
     def begin_pass(self, handed: HandedBatches, goes_on: bool) -> None:
         """Begin a pass, or go on with one; warn if a window was left open by the pass over the same data before."""
         left = handed.current is not None and not handed.waiting and not goes_on and not self._is_withheld
-        if self.passes.begin(handed):
-            handed.restarts = True
-        elif left and self.counter.config.sync_with_dataloader:
+        if not self.passes.begin(handed) and left and self.counter.config.sync_with_dataloader:
             self.warn_if_open("when the next pass over its data began")
 
     def warn_if_open(self, when: str) -> None:
