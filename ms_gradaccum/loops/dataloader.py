@@ -3,7 +3,8 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from mindspore import nn
@@ -157,6 +158,40 @@ class PreparedDataset:
             )
         self.sources.check_known(self.dataset, ranks)
         return PassPlace(self.epoch, self.batches, length, self.sources, ranks)
+
+
+class PreparedDatasets:
+    """The prepared datasets of a loop, and where they go on after a state was loaded."""
+
+    def __init__(self) -> None:
+        # Weakly, since a program may prepare anew for each pass.
+        self._datasets: list[weakref.ref[PreparedDataset]] = []
+        # Where the first ones of these go on, after a state was loaded.
+        self._places: list[PassPlace | None] = []
+
+    def enroll(self, dataset: PreparedDataset) -> int:
+        """Give a prepared dataset its number."""
+        self._datasets.append(weakref.ref(dataset))
+        return len(self._datasets) - 1
+
+    def datasets(self) -> list[PreparedDataset]:
+        """Return the prepared datasets that are in use."""
+        return [each for each in (reference() for reference in self._datasets) if each is not None]
+
+    def take_place(self, number: int) -> PassPlace | None:
+        """Return where a dataset goes on after a state was loaded, once."""
+        if number >= len(self._places):
+            return None
+        place, self._places[number] = self._places[number], None
+        return place
+
+    def place_ahead(self, number: int) -> PassPlace | None:
+        """Return where a dataset will go on, if it has not done so since a state was loaded."""
+        return self._places[number] if number < len(self._places) else None
+
+    def resume_at(self, places: Sequence[PassPlace]) -> None:
+        """Let the prepared datasets go on at these places, in the order in which they are prepared."""
+        self._places = list(places)
 
 
 class PreparedIterator:

@@ -1,6 +1,5 @@
 """The window of a hand-written loop: which batch ends it, and whether the calls come in an order that has a meaning."""
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 from mindspore import nn
 
 from ms_gradaccum._checks import all_or_nothing, check_number, check_saved, check_saved_list, is_flag, sentence, warn
-from ms_gradaccum.loops.data_position import PassPlace
-from ms_gradaccum.loops.dataloader import PreparedDataset, PreparedScheduler
+from ms_gradaccum.loops.dataloader import PreparedDatasets, PreparedScheduler
 from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, HandedBatches, arrays_in, rows_of
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
 from ms_gradaccum.loops.schedule import AccumulationConfig, WindowCounter
@@ -20,7 +18,7 @@ _OWNER = "Accumulator"
 _BETWEEN = "Call it at the end of the loop's body."
 
 
-class LoopWindow:
+class LoopWindow(PreparedDatasets):
     """One window of all networks of a loop.
 
     Attributes:
@@ -31,15 +29,12 @@ class LoopWindow:
     """
 
     def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events) -> None:
+        super().__init__()
         self.networks = networks
         self.counter = WindowCounter(config)
         self.events = events
         self.passes = ActivePasses()
         self.schedulers: list[PreparedScheduler] = []
-        # Weakly, since a program may prepare anew for each pass.
-        self._datasets: list[weakref.ref[PreparedDataset]] = []
-        # Where the first ones of these go on, after a state was loaded.
-        self._places: list[PassPlace | None] = []
         self.ends = self.updated = self.in_batch = self._is_withheld = self._is_known = False
         self._withheld = 0
         # Of the current batch: whether it is inside no_sync(), the prepared batches that it has, or is expected to
@@ -216,26 +211,6 @@ class LoopWindow:
                 f"made with it. Call flush() after the loop, or drop() to throw it away."
             )
 
-    def enroll(self, dataset: PreparedDataset) -> int:
-        """Give a prepared dataset its number."""
-        self._datasets.append(weakref.ref(dataset))
-        return len(self._datasets) - 1
-
-    def datasets(self) -> list[PreparedDataset]:
-        """Return the prepared datasets that are in use."""
-        return [each for each in (reference() for reference in self._datasets) if each is not None]
-
-    def take_place(self, number: int) -> PassPlace | None:
-        """Return where a dataset goes on after a state was loaded, once."""
-        if number >= len(self._places):
-            return None
-        place, self._places[number] = self._places[number], None
-        return place
-
-    def place_ahead(self, number: int) -> PassPlace | None:
-        """Return where a dataset will go on, if it has not done so since a state was loaded."""
-        return self._places[number] if number < len(self._places) else None
-
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers of the loop, as JSON. Its networks and its datasets have their own."""
         return {
@@ -254,10 +229,6 @@ class LoopWindow:
             for scheduler, its in zip(self.schedulers, schedulers):
                 scheduler.load_state_dict(its)
         vars(self).update(flags)
-
-    def resume_at(self, places: Sequence[PassPlace]) -> None:
-        """Let the prepared datasets go on at these places, in the order in which they are prepared."""
-        self._places = list(places)
 
     def check_between_batches(self, owner: str) -> None:
         """Raise unless this is a place where a state can be saved."""
