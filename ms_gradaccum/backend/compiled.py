@@ -39,7 +39,7 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "po
 Shapes = tuple[tuple[int, ...], ...]
 
 # What errors of the compiler say of an operator that the device lacks, and how they name a place in a program.
-_NO_KERNEL = re.compile(r"Unsupported op \[\w+\] on \w+")
+_NO_KERNEL = re.compile(r"Unsupported op \[\w+\] on \w+|The kernel \w+ unregistered")
 _PLACE = re.compile(r"In file (\S+?):(\d+)")
 # How the sentences begin that this package raises while the compiler reads it.
 _SENTENCES = tuple(
@@ -307,11 +307,28 @@ def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None)
         return type(error)(first)  # Without the compiler's call stack below it.
     kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
     remedy = "Say it as GRAPH mode can, or use PYNATIVE mode without compile=True."
+    other = next((place for cell in _cells_of(code) if (place := _other_self(cell))), "")
+    if other:
+        first, remedy = f"{other}.", "Call it 'self', the only name for it that the compiler knows."
     missing = _NO_KERNEL.search(text)
     if missing is not None:
         first, remedy = f"{missing[0]}.", "Use another device, or say it with what this one has a kernel for."
-    got = f"{_place_of(text, code)}{first} No parameter was changed."
+    got = f"{'' if other else _place_of(text, code)}{first} No parameter was changed."
     return kind(f"For '{owner}', MindSpore must be able to compile {what}, but got {got} {remedy}\n{text}")
+
+
+def _cells_of(code: nn.Cell | None) -> list[nn.Cell]:
+    return [] if code is None else [cell for _, cell in code.cells_and_names()]
+
+
+def _other_self(cell: nn.Cell) -> str:
+    """Return the first argument of a cell's `construct` and its line, if it has another name than `self`."""
+    function = inspect.unwrap(type(cell).construct)
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_argcount == 0 or code.co_varnames[0] == "self":
+        return ""
+    place = f"{code.co_filename}:{code.co_firstlineno}"
+    return f"a construct of {type(cell).__name__} at {place} with {code.co_varnames[0]!r} first"
 
 
 def _place_of(text: str, code: nn.Cell | None) -> str:

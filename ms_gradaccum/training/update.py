@@ -258,10 +258,14 @@ class EagerUpdate:
         self.places: list[int] | None = None
         self.phase = ""
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
+            name = type(self.optimizer).__name__
+            has_none = name == "AdamW"
+            does = "has no kernel on CPU" if has_none else "changes nothing on CPU in PYNATIVE mode"
+            why = "" if has_none else ": its in-place operators do nothing there"
+            compiled = "" if has_none else ", or give compile=True, with which it trains"
             warn(
-                f"For '{owner}', {type(self.optimizer).__name__} of mindspore.mint changes nothing on CPU in PYNATIVE "
-                f"mode, also in MindSpore's own step: its in-place operators do nothing there. Take "
-                f"one of mindspore.nn or mindspore.experimental, or give compile=True, with which all but AdamW train."
+                f"For '{owner}', {name} of mindspore.mint {does}, also in MindSpore's own step{why}. Take one of "
+                f"mindspore.nn or mindspore.experimental{compiled}."
             )
 
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:

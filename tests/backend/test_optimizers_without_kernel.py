@@ -21,6 +21,8 @@ from optimizer_parity import (
 )
 from step_probe import operators
 
+from ms_gradaccum import TrainOneStepCell
+
 # By the name of the operator that has no kernel.
 WITHOUT_KERNEL = {
     "Lamb": lambda network: nn.Lamb(network.trainable_params(), 0.1, weight_decay=0.1),
@@ -131,3 +133,23 @@ def test_the_operator_without_a_kernel_is_named(mode):
         "For 'TrainOneStepCell', MindSpore must be able to compile the optimizer, but got Unsupported op [Lamb] on "
         "CPU. No parameter was changed. Use another device, or say it with what this one has a kernel for."
     )
+
+
+@pytest.mark.parametrize("compile", [None, True])
+def test_adamw_of_mint_is_told_what_the_device_lacks_and_not_what_the_user_has(compile, recwarn):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    network = nn.Dense(3, 1)
+    cell = nn.WithLossCell(network, nn.MSELoss())
+    step = TrainOneStepCell(cell, mint.optim.AdamW(network.trainable_params(), 0.1), compile=compile)
+    # Op by op MindSpore raises where it next waits for its threads, which may be outside of a graph.
+    lacks = r"The kernel AdamW unregistered|Unsupported op \[AdamW\] on CPU"
+    if compile:
+        lacks = rf"^For 'TrainOneStepCell', .* ({lacks})\. No parameter was changed\. Use another device, "
+    with pytest.raises(RuntimeError, match=lacks):
+        step(ops.ones((2, 3)), ops.ones((2, 1)))
+    said = [str(each.message) for each in recwarn if "mindspore.mint" in str(each.message)]
+    sentence = (
+        "For 'TrainOneStepCell', AdamW of mindspore.mint has no kernel on CPU, also in MindSpore's own step. Take one "
+        "of mindspore.nn or mindspore.experimental."
+    )
+    assert said == [sentence] * (compile is None)

@@ -276,3 +276,31 @@ def test_two_steps_in_one_process_do_not_meet(eager):
     assert (weight_of(first), weight_of(second)) == (0, pytest.approx(1.02, rel=1e-6))
     first_step(*rows(5, 8))
     assert weight_of(first) == pytest.approx(2.04, rel=1e-6)
+
+
+class StudentAndTeacher(nn.Cell):
+    """Two cells of one class, whose parameters have the same names."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.student, self.teacher = (nn.Dense(4, 3, value, "zeros") for value in ("ones", "normal"))
+        self.teacher.weight.set_data(Tensor(np.arange(12, dtype=np.float32).reshape(3, 4) / 12))
+
+    def construct(self, x, y):
+        return ops.square(self.student(x) - y - ops.stop_gradient(self.teacher(x))).mean()
+
+
+def test_two_parameters_of_one_name_train_as_in_mindspores_step(mode):
+    random = np.random.default_rng(0)
+    batch = tensors(*(random.normal(size=(8, size)).astype(np.float32) for size in (4, 3)))
+    weights = []
+    for step_of in (nn.TrainOneStepCell, TrainOneStepCell):
+        cell = StudentAndTeacher()
+        optimizer = nn.SGD(cell.student.trainable_params(), 0.1)
+        step = step_of(cell if step_of is nn.TrainOneStepCell else GradAccumulation(cell, 4), optimizer).set_train()
+        for _ in range(2):
+            step(*batch)
+        weights.append([each.asnumpy() for each in (cell.student.weight, cell.student.bias, cell.teacher.weight)])
+    assert not np.allclose(weights[0][0], 1)
+    for expected, found in zip(*weights):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
