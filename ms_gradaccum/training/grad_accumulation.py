@@ -283,10 +283,10 @@ def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
     """Return the GradAccumulation in ``network``, or one that feeds a loss cell whole batches."""
     network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
     network = adopted(network.network if isinstance(network, AutoParallel) else network)
-    network = network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
+    ours: GradAccumulation = network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
     # As a call of MindSpore's step does: two parameters of one name get the names of their cells.
-    network.network.check_names_and_refresh_name()
-    return network
+    ours.network.check_names_and_refresh_name()
+    return ours
 
 
 def adopted(network: nn.Cell) -> nn.Cell:
