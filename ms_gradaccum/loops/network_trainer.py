@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import check_loss, check_saved, is_flag, sentence
+from ms_gradaccum._checks import MAX_INT, check_loss, check_saved, is_flag, sentence
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
@@ -64,9 +64,8 @@ class TrainedNetwork(Window):
         network = network.in_precision(_OWNER, settings.precision)
         agreed = {**settings.agreed(), "config": config.as_text()}
         reducers = build_reducers(_OWNER, kind, network, optimizers, agreed, **settings.of_sums())
-        super().__init__(network, optimizers, reducers, settings, events)
-        self.network.adds_batches = config.accumulation_steps > 1 or config.schedule is not None
-        self.network.adds_ranks = self.several
+        most = config.accumulation_steps if config.schedule is None else MAX_INT
+        super().__init__(network, optimizers, reducers, replace(settings, accumulation_steps=most), events)
         self.add_grads_cell = AddGrads(self.reducers, self.micro_steps.parameters, settings.drops)
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
 

@@ -112,8 +112,6 @@ class GradAccumulation(Settled, nn.Cell):
         >>> model = Model(loss_cell, optimizer=nn.SGD(network.trainable_params(), 1e-2))
     """
 
-    # Whether a window has more batches than one, and whether other processes add theirs.
-    adds_batches = adds_ranks = False
     __call__: Callable[..., Tensor | tuple[Tensor, ...]]
 
     def __init__(
@@ -145,11 +143,6 @@ class GradAccumulation(Settled, nn.Cell):
         self.weighted_loss = self.loss_of()
         self._get_attr_from_cell(network)
         self._is_built = True
-
-    @property
-    def adds_parts(self) -> bool:
-        """Whether a window has more than one micro batch."""
-        return self.micro_size > 1 or self.adds_batches or self.adds_ranks
 
     @property
     def other_losses(self) -> int:

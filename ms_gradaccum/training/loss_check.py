@@ -129,9 +129,14 @@ class LossCheck:
         self.runs: dict[Hashable, Any] = {}
         self.evaluated: tuple[str, ...] = _AS_IN_TRAINING
 
+    @property
+    def adds_parts(self) -> bool:
+        """True if a window has more than one micro batch, of all processes."""
+        return bool(self.network.micro_size > 1 or self.settings.adds_batches or self.several)
+
     def before_batch(self) -> None:
         """Keep what the first micro batch should leave as it is."""
-        if self.batches == 0 and not self.is_done and self.network.adds_parts:
+        if self.batches == 0 and not self.is_done and self.adds_parts:
             norms = [cell for _, cell in self.network.cells_and_names() if _is_batch_norm(cell)]
             known = self.updated | {id(each) for norm in norms for each in norm.get_parameters()}
             self.state = KeptTensors(each for each in self.network.get_parameters() if id(each) not in known)
@@ -146,7 +151,7 @@ class LossCheck:
 
     def after_batch(self, parts: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a batch of which so many micro batches have run, and measure if it is time."""
-        if self.is_done or not self.network.adds_parts:
+        if self.is_done or not self.adds_parts:
             return
         self.batches += 1
         if self.batches & (self.batches - 1) != 0 and self.row is None:

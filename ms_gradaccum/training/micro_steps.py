@@ -96,8 +96,8 @@ class MicroSteps:
         self.has_added, self.rounds = False, None
         is_first, self.has_begun = not self.has_begun, True
         if is_first:
-            _tell_of_modes(self.owner, self.network)
-            _tell_of_own_backward(self.owner, self.network, self.cell.parameters)
+            _tell_of_modes(self.owner, self.network, self.settings.adds_batches)
+            _tell_of_own_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
         batch = self.network.split(*args, **kwargs)
         if not self.has_split:
             inputs = self.network.positional(args, kwargs)
@@ -226,12 +226,12 @@ class MicroSteps:
         return cell
 
 
-def _tell_of_modes(owner: str, network: Any) -> None:
+def _tell_of_modes(owner: str, network: Any, adds_batches: bool) -> None:
     """Warn of a network that is in evaluation mode as a whole, in which MindSpore's step leaves it without a word, and
     of a BatchNorm in training."""
     cells = [cell for _, cell in network.network.cells_and_names()]
     norms = [cell.cls_name for cell in cells if isinstance(cell, _BATCH_NORMS) and takes_batch_statistics(cell)]
-    has_parts = network.micro_size > 1 or network.adds_batches
+    has_parts = network.micro_size > 1 or adds_batches
     in_training = any(cell.training for cell in cells)
     if has_parts and norms:
         warn(
@@ -272,16 +272,16 @@ def takes_batch_statistics(norm: nn.Cell) -> bool:
     return bool(norm.training if follows_mode(norm) else norm.use_batch_statistics)
 
 
-def _tell_of_own_backward(owner: str, network: Any, parameters: Iterable[Parameter]) -> None:
+def _tell_of_own_backward(owner: str, network: Any, parameters: Iterable[Parameter], adds_batches: bool) -> None:
     """Warn of code in the backward pass that gets another gradient than MindSpore's step would hand to it."""
     hooked = next((parameter.name for parameter in parameters if parameter.hooks()), None)
-    if hooked is not None and (network.micro_size > 1 or network.adds_batches):
+    if hooked is not None and (network.micro_size > 1 or adds_batches):
         warn(
             f"For '{owner}', the hook of the parameter {hooked!r} must be linear, such as a mask or a factor: it gets "
             f"the gradient of each micro batch, and not that of the whole batch. Clip with clip=ClipByGlobalNorm(1.0) "
             f"or clip=ClipByValue(-1.0, 1.0), for example."
         )
-    if network.adds_batches and NetworkCode(network.network).has_own_backward():
+    if adds_batches and NetworkCode(network.network).has_own_backward():
         warn(
             f"For '{owner}', what the network does in the backward pass (a bprop, a hook) must be linear in the "
             f"gradient: in a window of several batches it gets the gradient of each batch, and not that of the window. "

@@ -69,6 +69,11 @@ class StepSettings:
             ),
         )
 
+    @property
+    def adds_batches(self) -> bool:
+        """True if a window may have several batches."""
+        return self.accumulation_steps > 1
+
     def of_sums(self) -> dict[str, Any]:
         """Return the arguments of `build_reducers` that are settings."""
         return {"drops": self.drops, "dtype": self.precision.reduce_dtype}

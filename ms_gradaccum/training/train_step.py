@@ -47,14 +47,14 @@ class HostDrivenStep(nn.Cell):
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
         self.window = Window(network, [optimizer], reducers, settings, events)
-        network.adds_batches, network.adds_ranks = self.accumulation_steps > 1, self.window.several
         # As parts of a larger graph.
         (self.reducer,), (self.end,) = self.window.reducers, self.window.ends
         self.buffer = self.reducer.buffer
         self.loss_scale = settings.precision.loss_scale
         self.micro_step = self.window.micro_steps.cell
         # Whether a larger graph would train a loss of which nothing is known.
-        self.is_unmeasured = not self.window.micro_steps.loss_check.is_done and network.adds_parts
+        loss_check = self.window.micro_steps.loss_check
+        self.is_unmeasured = not loss_check.is_done and loss_check.adds_parts
 
     def attach_to(self, step: nn.Cell) -> None:
         """Let MindSpore's saving, which asks ``step`` for the whole of a parameter, know how to gather one."""

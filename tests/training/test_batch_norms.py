@@ -187,3 +187,21 @@ def test_the_ways_to_freeze_statistics_hold_under_model(mode):
             model.train(2, batches(4), callbacks=callbacks)
         np.testing.assert_array_equal(norm.moving_mean.asnumpy(), 0)
         np.testing.assert_array_equal(norm.moving_variance.asnumpy(), 1)
+
+
+@pytest.mark.parametrize("first, second", [(2, 1), (1, 2)])
+def test_another_step_on_the_same_cell_changes_nothing_of_what_is_warned_of(first, second, eager):
+    cell = Normalised(nn.BatchNorm1d(2)).set_train()
+    loss_cell = GradAccumulation(cell, 1)
+    before = set(vars(loss_cell))
+    steps = [
+        TrainOneStepCell(loss_cell, nn.SGD(cell.trainable_params(), 0.1), accumulation_steps=steps)
+        for steps in (first, second)
+    ]
+    for step, batches_of_one in zip(steps, (first, second)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(Tensor(np.random.default_rng(0).normal(size=SHAPES[1]).astype(np.float32)))
+        said = [each for each in caught if "takes the mean and the variance" in str(each.message)]
+        assert len(said) == (batches_of_one > 1)
+    assert set(vars(loss_cell)) == before
