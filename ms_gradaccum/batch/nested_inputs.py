@@ -18,7 +18,7 @@ from ms_gradaccum._checks import sentence
 Batch = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]] | Sequence[object] | Mapping[str, object]
 
 
-def take_apart(inputs: Any, leaves: list[Tensor]) -> Hashable:
+def flatten(inputs: Any, leaves: list[Tensor]) -> Hashable:
     """Append the tensors in ``inputs`` to ``leaves`` and return what is left: the structure around them.
 
     Inputs of one structure can share a graph; only the lengths of their axes differ.
@@ -33,9 +33,9 @@ def take_apart(inputs: Any, leaves: list[Tensor]) -> Hashable:
             f"{type(inputs).__name__}, a NamedTuple, which loses its gradient there. Give a tuple or a dict."
         )
     if isinstance(inputs, (tuple, list)):
-        return ("sequence", type(inputs), tuple(take_apart(item, leaves) for item in inputs))
+        return ("sequence", type(inputs), tuple(flatten(item, leaves) for item in inputs))
     if isinstance(inputs, dict):
-        return ("dict", tuple(inputs), tuple(take_apart(item, leaves) for item in inputs.values()))
+        return ("dict", tuple(inputs), tuple(flatten(item, leaves) for item in inputs.values()))
     return ("value", type(inputs), _HashedByValue(inputs))
 
 
@@ -87,14 +87,14 @@ class _HashedByValue:
         return hash(repr(self.value))
 
 
-def rebuilt(structure: Any, leaves: tuple[Tensor, ...]) -> Any:
+def unflatten(structure: Any, leaves: tuple[Tensor, ...]) -> Any:
     """Return the inputs of ``structure`` with these tensors, outside of a graph."""
     kind = structure[0]
     if kind == "leaf":
         return leaves[structure[1]]
     if kind == "value":
         return structure[2].value
-    children = [rebuilt(child, leaves) for child in structure[2]]
+    children = [unflatten(child, leaves) for child in structure[2]]
     if kind == "dict":
         return dict(zip(structure[1], children))
     return structure[1](*children) if hasattr(structure[1], "_fields") else structure[1](children)
@@ -105,14 +105,14 @@ def is_flat(structure: Any) -> bool:
     return bool(structure[:2] == ("sequence", tuple) and all(child[0] == "leaf" for child in structure[2]))
 
 
-def rebuilder(structure: Any) -> nn.Cell:
+def unflattener(structure: Any) -> nn.Cell:
     """Return the cell that makes the inputs of ``structure`` from its tensors."""
     kind = structure[0]
     if kind == "leaf":
         return _Leaf(structure[1])
     if kind == "value":
         return _Value(structure[2].value)
-    children = [rebuilder(child) for child in structure[2]]
+    children = [unflattener(child) for child in structure[2]]
     return _Dict(structure[1], children) if kind == "dict" else _Sequence(structure[1], children)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import COOTensor, CSRTensor, Tensor
 
 from ms_gradaccum._checks import sentence, typed
-from ms_gradaccum.batch.nested_inputs import has_tensors, take_apart
+from ms_gradaccum.batch.nested_inputs import flatten, has_tensors
 
 # One axis for all inputs, or a tree with one entry per input (None: the input is not split).
 BatchAxis = int | None | Sequence["BatchAxis"] | Mapping[str, "BatchAxis"]
@@ -75,7 +75,7 @@ def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis)
     """
     tensors: list[Tensor] = []
     try:
-        structure = take_apart(inputs, tensors)
+        structure = flatten(inputs, tensors)
     except RecursionError:
         raise ValueError(
             f"For '{_OWNER}', the inputs must be tensors, or tuples, lists and dicts of them, but got a nest without "
@@ -97,7 +97,7 @@ def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis)
 
 
 def leaf_axes(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> list[int | None]:
-    """Return the batch axis of each tensor in ``inputs``, in the order of `take_apart`."""
+    """Return the batch axis of each tensor in ``inputs``, in the order of `flatten`."""
     return [leaf.axis for leaf in leaves_of(walk(inputs, batch_axis))]
 
 
@@ -148,7 +148,7 @@ def count_rows(leaves: Iterable[_Leaf]) -> int:
 
 
 def walk(item: Any, axis: Any, place: str = "input", in_list: bool = False) -> Iterator[_Item]:
-    """Yield the inputs and all that is inside them, what holds something before that, in the order of `take_apart`."""
+    """Yield the inputs and all that is inside them, what holds something before that, in the order of `flatten`."""
     yield _Item(place, item, axis, in_list)
     in_list = in_list or isinstance(item, list)
     if isinstance(item, (tuple, list)):

@@ -14,7 +14,7 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.kernels import as_dtype
 from ms_gradaccum.backend.tensors import scalar
-from ms_gradaccum.batch.nested_inputs import is_flat, rebuilder
+from ms_gradaccum.batch.nested_inputs import is_flat, unflattener
 
 _MEAN_REMEDY = (
     "Reduce it to its mean, for example with reduction='mean', or return (loss_sum, weight) with weighted=True."
@@ -102,7 +102,7 @@ class WeightedLoss(nn.Cell):
 
     Args:
         network: The loss cell.
-        structure: What `take_apart` left of its inputs. None if these are given as the network takes them.
+        structure: What `flatten` left of its inputs. None if these are given as the network takes them.
         losses: What becomes of further losses that it returns: "sum", "first", or None if there may be none.
 
     Outputs:
@@ -120,7 +120,7 @@ class WeightedLoss(nn.Cell):
         self.losses = losses
         # Whether further losses are reported.
         self.reports = losses is not None
-        self.structure = None if structure is None or is_flat(structure) else rebuilder(structure)
+        self.structure = None if structure is None or is_flat(structure) else unflattener(structure)
 
     def outputs(self, tensors: tuple[Any, ...]) -> Any:
         """Return what the network returns."""

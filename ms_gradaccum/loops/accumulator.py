@@ -280,7 +280,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             self.events.micro_batch_end(0, None)
         if self.sync_gradients:
             return self.window.step(trained)
-        return trained.so_far()
+        return trained.partial_output()
 
     def construct(
         self,

@@ -28,11 +28,13 @@ class AddGrads(AddMicroBatch):
     Args:
         reducers: One per optimizer: its buffer, and what becomes of its gradients.
         parameters: One per optimizer: the parameters that it updates.
-        drops: Whether gradients that are not finite are left out.
+        drop_non_finite: Whether gradients that are not finite are left out.
     """
 
-    def __init__(self, reducers: Sequence[GradientReducer], parameters: Sequence[ParameterTuple], drops: bool) -> None:
-        super().__init__(reducers, parameters, MicroTotals(counts_rows=True, half=False), drops)
+    def __init__(
+        self, reducers: Sequence[GradientReducer], parameters: Sequence[ParameterTuple], drop_non_finite: bool
+    ) -> None:
+        super().__init__(reducers, parameters, MicroTotals(counts_rows=True, half=False), drop_non_finite)
         # The caller gives no further losses.
         self.others = 0
 

@@ -66,7 +66,7 @@ class TrainedNetwork(Window):
         reducers = build_reducers(_OWNER, kind, network, optimizers, agreed, **settings.of_sums())
         most = config.accumulation_steps if config.schedule is None else MAX_INT
         super().__init__(network, optimizers, reducers, replace(settings, accumulation_steps=most), events)
-        self.add_grads_cell = AddGrads(self.reducers, self.micro_steps.parameters, settings.drops)
+        self.add_grads_cell = AddGrads(self.reducers, self.micro_steps.parameters, settings.drop_non_finite)
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
 
     def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -81,7 +81,7 @@ def build_reducers(
     network: Any,
     optimizers: Sequence[nn.Cell],
     agreed: dict[str, Any],
-    drops: bool = False,
+    drop_non_finite: bool = False,
     dtype: Any = ms.float32,
 ) -> list[GradientReducer]:
     """Return, per optimizer, its buffer and what becomes of it in this world. All ranks start alike. Collective.
@@ -92,14 +92,14 @@ def build_reducers(
         network: The GradAccumulation.
         optimizers: The optimizers of its parameters.
         agreed: What all ranks must have been told alike.
-        drops: Whether micro batches can be left out.
+        drop_non_finite: Whether micro batches can be left out.
         dtype: In which the ranks add up gradients.
     """
     if kind is not None:
         _agree(owner, kind, network, optimizers, agreed)
-    if drops:
+    if drop_non_finite:
         check_can_drop(owner, network)
-    totals = WindowTotals(drops, network.other_losses)
+    totals = WindowTotals(drop_non_finite, network.other_losses)
     if kind is None:
         return [GradientReducer(each.parameters, _buffer_of(each, None, totals)) for each in optimizers]
     world = current_world(owner)

@@ -43,12 +43,12 @@ class SemiAuto:
         *,
         accumulation_steps: int = 1,
         clip: Any = None,
-        drops: bool = False,
+        drop_non_finite: bool = False,
         dtype: Any = ms.float32,
     ) -> None:
         """Raise for settings with which the mean over all rows would be wrong, or nothing could work."""
         _check_settings(self._settings())
-        one_gradient = "The compiler takes one gradient of the whole batch"
+        one_gradient = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
         larger = "Give larger batches and a larger micro_size: the compiler accumulates inside one call."
         apart = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
         for_all, by_group = "Use ClipByGlobalNorm or ClipByValue.", isinstance(clip, ClipByGroupNorm)
@@ -57,7 +57,7 @@ class SemiAuto:
         for is_refused, name, rule, got, remedy in (
             (accumulation_steps > 1, "accumulation_steps", "1", accumulation_steps, larger),
             (network.is_cached, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
-            (drops, "bad_micro_batch", "'skip_window'", "'drop'", f"{one_gradient}, so it cannot leave out a part."),
+            (drop_non_finite, "bad_micro_batch", "'skip_window'", "'drop'", one_gradient),
             (by_group, "clip", "one for all", repr(clip), for_all),
             (dtype != ms.float32, "mixed_precision", *messages),
         ):

@@ -11,7 +11,7 @@ from ms_gradaccum._checks import sentence
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, op_by_op
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
-from ms_gradaccum.batch.nested_inputs import rebuilder, rebuilt, take_apart
+from ms_gradaccum.batch.nested_inputs import flatten, unflatten, unflattener
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch, cut, leaf_axes
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -83,7 +83,7 @@ class FirstPass(NoFirstPass):
 
     def run(self, batch: SplitBatch, eager: bool) -> tuple[SplitBatch, int]:
         structure: Any = batch.structure
-        inputs = [rebuilt(structure, part.tensors) for part in batch.micro_batches]
+        inputs = [unflatten(structure, part.tensors) for part in batch.micro_batches]
         end = len(inputs[0]) - self.network.labels
         if end < 1:
             self.network(*inputs[0])  # It says so.
@@ -111,7 +111,7 @@ class FirstPass(NoFirstPass):
         for count, first, start, given in zip(counts, firsts, caches, inputs):
             tensors: list[Tensor] = []
             items = (loss, tuple(own), tuple(first[i] for i in floats), tuple(start), *given[:end])
-            structure = take_apart(items, tensors)
+            structure = flatten(items, tensors)
             parts.append(MicroBatch(count, tuple(tensors)))
         return SplitBatch(structure, parts), rows
 
@@ -136,7 +136,7 @@ class FirstPass(NoFirstPass):
         structure: Any = None
         for given in inputs:
             tensors: list[Tensor] = []
-            structure = take_apart(tuple(given[end:]), tensors)
+            structure = flatten(tuple(given[end:]), tensors)
             columns.append(tensors)
         axes = leaf_axes(tuple(inputs[0]), self.batch_axis)
         axes = axes[len(axes) - len(columns[0]) :]
@@ -212,7 +212,7 @@ class Forward(nn.Cell):
     def __init__(self, network: GradCacheLoss, structure: Any) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
-        self.rebuild = rebuilder(structure)
+        self.rebuild = unflattener(structure)
 
     def construct(self, *tensors: Any) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.network.outputs(self.rebuild(tensors))
@@ -225,7 +225,7 @@ class LossAndCache(nn.Cell):
     Args:
         loss_fn: The loss.
         count: The number of outputs.
-        labels: What `take_apart` left of the labels.
+        labels: What `flatten` left of the labels.
         floats: The places of the outputs that have gradients.
     """
 
@@ -245,7 +245,7 @@ class _WholeLoss(RowWeight):
     def __init__(self, loss_fn: nn.Cell, count: int, labels: Any) -> None:
         super().__init__(loss_fn)
         self.count = count
-        self.rebuild = rebuilder(labels)
+        self.rebuild = unflattener(labels)
 
     def construct(self, *tensors: Any) -> Tensor:
         returned = self.network(*tensors[: self.count], *self.rebuild(tensors[self.count :]))

@@ -15,7 +15,7 @@ from ms_gradaccum.backend.compiled import Compiled, execution_mode, forget_passe
 from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient, relative
-from ms_gradaccum.batch.nested_inputs import take_apart
+from ms_gradaccum.batch.nested_inputs import flatten
 from ms_gradaccum.batch.split import leaf_axes
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal, sparse_lookup
@@ -166,7 +166,7 @@ class LossCheck:
     def _rows(self, inputs: tuple[Any, ...]) -> Rows | None:
         """Return the rows of a batch, with that of the batch before if it is the only one."""
         tensors: list[Tensor] = []
-        structure = take_apart(inputs, tensors)
+        structure = flatten(inputs, tensors)
         axes = tuple(leaf_axes(inputs, self.network.batch_axis))
         size = next(tensor.shape[axis] for tensor, axis in zip(tensors, axes) if axis is not None)
         rows = Rows(structure, tuple(tensors), axes, size)

@@ -15,7 +15,7 @@ from ms_gradaccum.backend.cpu import with_condition
 from ms_gradaccum.backend.kernels import ONE, scale_wide
 from ms_gradaccum.backend.network_code import NetworkCode, is_a
 from ms_gradaccum.backend.tensors import chunk_of
-from ms_gradaccum.batch.nested_inputs import rebuilt
+from ms_gradaccum.batch.nested_inputs import unflatten
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bits
@@ -25,7 +25,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 _LOGITS_LOSSES = (nn.BCEWithLogitsLoss, mint.nn.BCEWithLogitsLoss, ops.BCEWithLogitsLoss)
 
 
-class Pace(Enum):
+class BackwardStart(Enum):
     """What the backward pass of a micro batch starts from, for a mean loss over rows.
 
     ``SUM``: the loss times its rows. Nothing is multiplied afterwards.
@@ -40,18 +40,18 @@ class Pace(Enum):
 
     def share_and_factor(self, rows: Any, batch_rows: Any) -> tuple[Any, Any]:
         """Return the share of the loss and the factor of the gradients; numbers on the host, tensors in a graph."""
-        if self is Pace.SUM:
+        if self is BackwardStart.SUM:
             return rows, 1.0
-        return (1.0, rows) if self is Pace.MEAN else (rows / batch_rows, batch_rows)
+        return (1.0, rows) if self is BackwardStart.MEAN else (rows / batch_rows, batch_rows)
 
 
-def pace_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> Pace:
-    """Return the pace of a network that is run op by op (``eager``) or compiled, in half precision or not."""
+def backward_start_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> BackwardStart:
+    """Return the backward start of a network that is run op by op (``eager``) or compiled, in half precision or not."""
     if weighted_loss.is_cached or NetworkCode(weighted_loss.network).has_own_backward():
-        return Pace.BATCH
+        return BackwardStart.BATCH
     if half:
-        return Pace.MEAN
-    return Pace.BATCH if eager else Pace.SUM
+        return BackwardStart.MEAN
+    return BackwardStart.BATCH if eager else BackwardStart.SUM
 
 
 def divides_by_earlier_rows(network: nn.Cell) -> bool:
@@ -110,7 +110,7 @@ class MicroTotals(nn.Cell):
         self.half = half
 
     def construct(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the three, from what `MicroLoss` returns and the factor of its pace."""
+        """Return the three, from what `MicroLoss` returns and the factor of its backward start."""
         if self.counts_rows:
             return value * factor, weight * factor, factor
         return value, weight, self.divisor(weight)
@@ -134,7 +134,7 @@ class AddMicroBatch(nn.Cell):
         reducers: One per optimizer: its buffer, and what becomes of its gradients.
         parameters: One per optimizer: the parameters that it updates.
         totals: What says what is added up.
-        drops: Whether a micro batch that is not finite is left out.
+        drop_non_finite: Whether a micro batch that is not finite is left out.
         reduces: Whether it is the last one of its window and the ranks add up the sums with it.
     """
 
@@ -143,7 +143,7 @@ class AddMicroBatch(nn.Cell):
         reducers: Sequence[GradientReducer],
         parameters: Sequence[ParameterTuple],
         totals: MicroTotals,
-        drops: bool = False,
+        drop_non_finite: bool = False,
         reduces: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -152,7 +152,9 @@ class AddMicroBatch(nn.Cell):
         self.buffer = reducers[0].buffer
         ends = [sum(len(group) for group in parameters[: i + 1]) for i in range(len(parameters))]
         self.bounds = tuple(zip([0, *ends[:-1]], ends))
-        self.keep: Any = KeepFinite([parameter for group in parameters for parameter in group]) if drops else None
+        self.keep: Any = (
+            KeepFinite([parameter for group in parameters for parameter in group]) if drop_non_finite else None
+        )
         self.reduces = reduces
         # Whether gradients leave this rank before they are added, so that each rank's own factor comes first.
         self.scales_first = reducers[0].every_batch
@@ -218,23 +220,27 @@ class MicroStep(nn.Cell):
         micro_loss: What is differentiated.
         parameters: One per optimizer: the parameters that it updates.
         adding: What adds the gradients.
-        pace: What the backward pass starts from.
+        backward_start: What the backward pass starts from.
     """
 
     # Whether MindSpore's threads shall run it, see cpu.py.
     in_thread_pool = False
 
     def __init__(
-        self, micro_loss: MicroLoss, parameters: Sequence[ParameterTuple], adding: AddMicroBatch, pace: Pace
+        self,
+        micro_loss: MicroLoss,
+        parameters: Sequence[ParameterTuple],
+        adding: AddMicroBatch,
+        backward_start: BackwardStart,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.micro_loss = micro_loss
         self.parameters = ParameterTuple(parameter for group in parameters for parameter in group)
         self.adding = adding
-        self.pace = pace
+        self.backward_start = backward_start
         # A graph knows no Enum.
-        self.is_sum, self.is_mean = pace is Pace.SUM, pace is Pace.MEAN
-        self.scales = pace is not Pace.SUM or micro_loss.half
+        self.is_sum, self.is_mean = backward_start is BackwardStart.SUM, backward_start is BackwardStart.MEAN
+        self.scales = backward_start is not BackwardStart.SUM or micro_loss.half
         self.loss_and_grads = ops.value_and_grad(micro_loss, None, self.parameters, has_aux=True)
         self._get_attr_from_cell(micro_loss.weighted_loss.network)
 
@@ -267,10 +273,10 @@ class EagerMicroStep:
         micro_loss: What is differentiated. It takes the inputs as the network does.
         parameters: One per optimizer: the parameters that it updates.
         adding: What adds the gradients.
-        pace: What the backward pass starts from.
+        backward_start: What the backward pass starts from.
 
     Attributes:
-        structure: What `take_apart` left of the inputs of the batch that is under way.
+        structure: What `flatten` left of the inputs of the batch that is under way.
         has_run: Whether the last call got as far as adding something.
     """
 
@@ -278,9 +284,14 @@ class EagerMicroStep:
     has_run = False
 
     def __init__(
-        self, owner: str, micro_loss: MicroLoss, parameters: Sequence[ParameterTuple], adding: AddMicroBatch, pace: Pace
+        self,
+        owner: str,
+        micro_loss: MicroLoss,
+        parameters: Sequence[ParameterTuple],
+        adding: AddMicroBatch,
+        backward_start: BackwardStart,
     ) -> None:
-        self.pace = pace
+        self.backward_start = backward_start
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
         self.micro_loss = micro_loss
         self.parameters = ParameterTuple(parameter for group in parameters for parameter in group)
@@ -292,7 +303,7 @@ class EagerMicroStep:
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:
         """Run one micro batch."""
         self.has_run = self.adding.has_run = False
-        self.inputs = (share, *rebuilt(self.structure, tensors))
+        self.inputs = (share, *unflatten(self.structure, tensors))
         if self.forgets_passes:
             forget_passes()
         try:
@@ -314,15 +325,15 @@ def build_micro_step(
     reducers: Sequence[GradientReducer],
     parameters: Sequence[ParameterTuple],
     precision: Precision,
-    drops: bool = False,
+    drop_non_finite: bool = False,
     reduces: bool = False,
 ) -> MicroStep:
     """Return the micro step that the network needs."""
     half = is_half(weighted_loss, precision)
     micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
-    pace = pace_of(weighted_loss, half, eager=False)
-    adding = AddMicroBatch(reducers, parameters, micro_loss.totals(), drops, reduces)
-    return MicroStep(micro_loss, parameters, adding, pace)
+    backward_start = backward_start_of(weighted_loss, half, eager=False)
+    adding = AddMicroBatch(reducers, parameters, micro_loss.totals(), drop_non_finite, reduces)
+    return MicroStep(micro_loss, parameters, adding, backward_start)
 
 
 class EmptyStep(nn.Cell):

@@ -26,9 +26,9 @@ from ms_gradaccum.training.micro_step import (
     EmptyStep,
     MicroLoss,
     MicroStep,
+    backward_start_of,
     build_micro_step,
     is_half,
-    pace_of,
 )
 from ms_gradaccum.training.settings import StepSettings
 
@@ -97,14 +97,14 @@ class MicroSteps:
         is_first, self.has_begun = not self.has_begun, True
         if is_first:
             _tell_of_modes(self.owner, self.network, self.settings.adds_batches)
-            _tell_of_own_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
+            _warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
         batch = self.network.split(*args, **kwargs)
         if not self.has_split:
             inputs = self.network.positional(args, kwargs)
             self.has_split = warn_of_split(self.network, inputs, len(batch.micro_batches), is_first)
         (structure, micro_batches), batch_rows = self.first_pass.run(batch, self._runs_eagerly())
-        micro_step, pace = self._micro_step(structure, micro_batches)
-        numbers = {part.rows: pace.share_and_factor(part.rows, batch_rows) for part in micro_batches}
+        micro_step, backward_start = self._micro_step(structure, micro_batches)
+        numbers = {part.rows: backward_start.share_and_factor(part.rows, batch_rows) for part in micro_batches}
         starts = {rows: tuple(Tensor(number, ms.float32) for number in pair) for rows, pair in numbers.items()}
         # Before any of them: the messages of all ranks must come in one order.
         self.rounds = self.reducers[0].max_micro_batches(len(micro_batches))
@@ -154,15 +154,15 @@ class MicroSteps:
             self.run_empty_step(NOTHING)
 
     def _micro_step(self, structure: Any, micro_batches: list[MicroBatch], reduces: bool = False) -> Any:
-        """Return what runs a micro batch of this structure now, and its pace."""
+        """Return what runs a micro batch of this structure now, and its backward start."""
         if not self._runs_eagerly():
             compiled = self._compiled(structure, micro_batches, reduces)
-            return compiled, compiled.cell.pace
+            return compiled, compiled.cell.backward_start
         if reduces not in self.eager:
             self.eager[reduces] = self._build_eager(reduces)
         step = self.eager[reduces]
         step.structure = structure
-        return step, step.pace
+        return step, step.backward_start
 
     def _runs_eagerly(self) -> bool:
         return runs_eagerly(self.settings.compiles)
@@ -180,11 +180,12 @@ class MicroSteps:
                 self.owner,
             )
         loss = self.network.weighted_loss
-        precision, drops = self.settings.precision, self.settings.drops
+        precision, drop_non_finite = self.settings.precision, self.settings.drop_non_finite
         half = is_half(loss, precision)
         micro_loss = MicroLoss(loss, half, precision.loss_scale)
-        adding = AddMicroBatch(self.reducers, self.parameters, micro_loss.totals(), drops, reduces)
-        return EagerMicroStep(self.owner, micro_loss, self.parameters, adding, pace_of(loss, half, eager=True))
+        adding = AddMicroBatch(self.reducers, self.parameters, micro_loss.totals(), drop_non_finite, reduces)
+        start = backward_start_of(loss, half, eager=True)
+        return EagerMicroStep(self.owner, micro_loss, self.parameters, adding, start)
 
     def _is_for_thread_pool(self, micro_batches: list[MicroBatch]) -> bool:
         if not micro_batches or not self.may_use_thread_pool:
@@ -217,8 +218,8 @@ class MicroSteps:
         return lambda: self._build(self.network.loss_of(structure), pooled, reduces)
 
     def _build(self, weighted_loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
-        precision, drops = self.settings.precision, self.settings.drops
-        cell = build_micro_step(weighted_loss, self.reducers, self.parameters, precision, drops, reduces)
+        precision, drop_non_finite = self.settings.precision, self.settings.drop_non_finite
+        cell = build_micro_step(weighted_loss, self.reducers, self.parameters, precision, drop_non_finite, reduces)
         cell.in_thread_pool = pooled
         if hasattr(self, "cell"):
             follow_mode(cell, self.cell)
@@ -272,7 +273,7 @@ def takes_batch_statistics(norm: nn.Cell) -> bool:
     return bool(norm.training if follows_mode(norm) else norm.use_batch_statistics)
 
 
-def _tell_of_own_backward(owner: str, network: Any, parameters: Iterable[Parameter], adds_batches: bool) -> None:
+def _warn_custom_backward(owner: str, network: Any, parameters: Iterable[Parameter], adds_batches: bool) -> None:
     """Warn of code in the backward pass that gets another gradient than MindSpore's step would hand to it."""
     hooked = next((parameter.name for parameter in parameters if parameter.hooks()), None)
     if hooked is not None and (network.micro_size > 1 or adds_batches):

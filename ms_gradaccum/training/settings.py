@@ -29,7 +29,7 @@ class StepSettings:
         clip: Clipping of the mean gradient.
         precision: What computes in 16 bits, and the loss scale, which belongs to one network.
         parallel: What the caller has said of several processes.
-        drops: Whether a micro batch that is not finite is left out.
+        drop_non_finite: Whether a micro batch that is not finite is left out.
         compiles: Whether code of the user's is compiled in PYNATIVE mode too.
         check_loss: True if the first batches are measured, see `LossCheck`.
     """
@@ -39,7 +39,7 @@ class StepSettings:
     clip: nn.Cell
     precision: Precision
     parallel: Any
-    drops: bool
+    drop_non_finite: bool
     compiles: bool
     check_loss: bool
 
@@ -76,7 +76,7 @@ class StepSettings:
 
     def of_sums(self) -> dict[str, Any]:
         """Return the arguments of `build_reducers` that are settings."""
-        return {"drops": self.drops, "dtype": self.precision.reduce_dtype}
+        return {"drop_non_finite": self.drop_non_finite, "dtype": self.precision.reduce_dtype}
 
     def agreed(self) -> dict[str, Any]:
         """Return what all ranks must have been told alike."""
@@ -84,7 +84,7 @@ class StepSettings:
             "accumulation_steps": self.accumulation_steps,
             "clip": repr(self.clip),
             "mixed_precision": self.precision.text,
-            "bad_micro_batch": self.drops,
+            "bad_micro_batch": self.drop_non_finite,
             "compile": self.compiles,
         }
 

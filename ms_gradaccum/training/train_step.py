@@ -104,7 +104,7 @@ class HostDrivenStep(nn.Cell):
         if batches + 1 >= self.accumulation_steps:
             return self._close()
         self.window.set_count(batches + 1)
-        return self.window.so_far()
+        return self.window.partial_output()
 
     def _close(self) -> StepOutput:
         try:

@@ -229,9 +229,9 @@ class Update(nn.Cell):
         """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
         clipped_norm, grads = self.gradients(norm, *limit)
         clipped_norm = ops.depend(clipped_norm, self.end(self.optimizer(grads)))
-        return self.touch(clipped_norm) if self.has_branches else clipped_norm
+        return self.keep_storage(clipped_norm) if self.has_branches else clipped_norm
 
-    def touch(self, value: Tensor) -> Tensor:
+    def keep_storage(self, value: Tensor) -> Tensor:
         """Return ``value``, having looked at all parameters of the optimizer.
 
         One that a graph uses in a branch alone, as some optimizers do, keeps its old storage when a checkpoint is

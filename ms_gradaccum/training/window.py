@@ -11,7 +11,7 @@ from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn, warn_of_dropped
 from ms_gradaccum.backend.optimizers import settable_rates
-from ms_gradaccum.batch.nested_inputs import take_apart
+from ms_gradaccum.batch.nested_inputs import flatten
 from ms_gradaccum.gradients.clipping import ClipByValue
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import warn_of_same_data
@@ -139,9 +139,9 @@ class Window:
         """Take part in a batch of the other processes without one: this process has run out of data."""
         self.micro_steps.join()
 
-    def so_far(self) -> StepOutput:
+    def partial_output(self) -> StepOutput:
         """Report on the window that goes on."""
-        return self.ends[0].so_far()
+        return self.ends[0].partial_output()
 
     def measure(self) -> StepOutput:
         """Return the report on the full window, before clipping and update."""
@@ -276,7 +276,7 @@ def broken_gradient(owner: str) -> RuntimeError:
 def _hash_of(inputs: Any) -> bytes:
     """Return a hash of the tensors in ``inputs``; b"" if there are none."""
     tensors: list[Tensor] = []
-    take_apart(inputs, tensors)
+    flatten(inputs, tensors)
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(np.ascontiguousarray(tensor.asnumpy()).tobytes())

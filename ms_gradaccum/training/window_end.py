@@ -162,7 +162,7 @@ class WindowEnd(nn.Cell):
         compiled = [each for each in self.updates.values() if isinstance(each, Compiled)]
         return [self.open, self.report, self.update, self.loss_scale, *self.reports.values(), *compiled]
 
-    def so_far(self) -> StepOutput:
+    def partial_output(self) -> StepOutput:
         """Report on the window that goes on."""
         return StepOutput(*self.run_open(NOTHING))
 
@@ -245,7 +245,7 @@ class WindowEnd(nn.Cell):
             clipped_norm = self.update(norm)
         else:
             clipped_norm = ops.depend(norm, self.buffer.clear())
-        clipped_norm = self.update.touch(clipped_norm)
+        clipped_norm = self.update.keep_storage(clipped_norm)
         clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
         output: tuple[Tensor, ...] = (loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
         return output + report[8:]

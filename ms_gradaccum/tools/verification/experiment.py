@@ -21,7 +21,7 @@ from ms_gradaccum.tools.verification.comparison import Run
 from ms_gradaccum.tools.whole_batch import WholeBatch
 from ms_gradaccum.training.first_pass import first_pass_of
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.micro_step import AddMicroBatch, EagerMicroStep, MicroLoss, Pace, build_micro_step
+from ms_gradaccum.training.micro_step import AddMicroBatch, BackwardStart, EagerMicroStep, MicroLoss, build_micro_step
 
 _OWNER = "verify"
 # What BatchNorm of mindspore.nn goes by before its mode: whether it takes the statistics of its batch. None: the mode.
@@ -192,8 +192,8 @@ class Experiment:
         (self.micro_structure, parts), batch_rows = self.first_pass.run(given, runs_eagerly(self.compiles))
         for rows, tensors in parts:
             step = self._step("micro step", tensors)
-            pace = step.pace if isinstance(step, EagerMicroStep) else step.cell.pace
-            step(*(Tensor(number, ms.float32) for number in pace.share_and_factor(rows, batch_rows)), *tensors)
+            start = step.backward_start if isinstance(step, EagerMicroStep) else step.cell.backward_start
+            step(*(Tensor(number, ms.float32) for number in start.share_and_factor(rows, batch_rows)), *tensors)
 
     def _run_whole(self, which: str, batch: MicroBatch, same_random: bool = True) -> Run:
         self._begin(same_random)
@@ -228,7 +228,7 @@ class Experiment:
     def _make_eager_step(self) -> EagerMicroStep:
         micro_loss = MicroLoss(self.network.weighted_loss, False, self.precision.loss_scale)
         adding = AddMicroBatch([self.reducer], [self.parameters], micro_loss.totals())
-        step = EagerMicroStep(_OWNER, micro_loss, [self.parameters], adding, Pace.BATCH)
+        step = EagerMicroStep(_OWNER, micro_loss, [self.parameters], adding, BackwardStart.BATCH)
         step.structure = self.micro_structure
         return step
 
