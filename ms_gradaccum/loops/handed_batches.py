@@ -211,13 +211,13 @@ class ActivePasses:
         return found
 
 
-def arrays_in(batch: Any) -> Iterator[Any]:
-    """Yield the tensors and arrays of a batch."""
+def arrays_in(batch: Any, depth: int = 20) -> Iterator[Any]:
+    """Yield the tensors and arrays of a batch. A list can be in itself: what is nested deeper is left out."""
     if isinstance(batch, (Tensor, np.ndarray)):
         yield batch
-    elif isinstance(batch, (dict, tuple, list)):
+    elif isinstance(batch, (dict, tuple, list)) and depth:
         for each in batch.values() if isinstance(batch, dict) else batch:
-            yield from arrays_in(each)
+            yield from arrays_in(each, depth - 1)
 
 
 def rows_of(arrays: list[Any]) -> int | None:

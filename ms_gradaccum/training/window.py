@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +80,7 @@ class Window:
         ]
         self.overflows_in_a_row = 0
         self._rates: list[list[float]] = []
+        self._in_use = threading.Lock()
 
     def compiled_cells(self) -> list[Any]:
         """Return what has a mode and settings of its own."""
@@ -112,6 +114,18 @@ class Window:
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool = False) -> list[Any]:
         """Add one batch and return what its micro steps returned. Those of the last one may reduce the sums, too."""
         reduces = is_last and self.reducers[0].overlaps
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                f"For '{self.owner}', a training must be that of one thread, but got a batch while another one is "
+                f"under way. Hold a lock around each batch, or give each thread a step and a network of its own."
+            )
+        try:
+            return self._add(args, kwargs, reduces)
+        finally:
+            self._in_use.release()
+
+    def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool) -> list[Any]:
+        """Add one batch as :meth:`add` does, alone."""
         if self._watched < WATCHED_WINDOWS:
             self._rates.append(self._rates_now())
         try:

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 
 import mindspore.experimental.optim as experimental
@@ -144,3 +145,27 @@ def test_what_trains_is_not_copied(make_copy):
         rule = f"For '{type(trained).__name__}', a training step must be built where it is used, but got a copy"
         with pytest.raises(TypeError, match=rule):
             make_copy(trained)
+
+
+def test_a_second_thread_in_a_batch_is_refused():
+    network = line()
+    loss_cell = nn.WithLossCell(network, nn.MSELoss())
+    step = TrainOneStepCell(loss_cell, sgd(network))
+    errors = []
+
+    def called():
+        try:
+            step(*FOUR[1])
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    class Meanwhile:
+        def on_micro_batch_begin(self, event):
+            thread = threading.Thread(target=called)
+            thread.start()
+            thread.join()
+
+    with step.events.listening([Meanwhile()]):
+        step(*FOUR[0])
+    assert errors and "For 'TrainOneStepCell', a training must be that of one thread, but got a batch" in errors[0]
+    assert weight_of(network) == pytest.approx(0.2, rel=1e-5)
