@@ -211,7 +211,7 @@ class ActivePasses:
         return found
 
 
-def arrays_in(batch: Any, depth: int = 20) -> Iterator[Any]:
+def arrays_in(batch: Any, depth: int = 8) -> Iterator[Any]:
     """Yield the tensors and arrays of a batch. A list can be in itself: what is nested deeper is left out."""
     if isinstance(batch, (Tensor, np.ndarray)):
         yield batch
