@@ -41,8 +41,8 @@ _IN_FULL = {"clip": "clip=ClipByGlobalNorm(1.0)", "mixed_precision": "mixed_prec
 _OF_GRAD_ACCUMULATION = ("micro_size", "batch_axis")
 
 
-def sentence(owner: str, name: str, rule: str, value: object, remedy: str) -> str:
-    """Return the sentence that all argument errors have: the rule, the value, the way out."""
+def argument_error(owner: str, name: str, rule: str, value: object, remedy: str) -> str:
+    """Return the message of an argument error: the rule, the value given, the remedy."""
     return f"For '{owner}', the argument '{name}' must be {rule}, but got {value}. {remedy}"
 
 
@@ -76,7 +76,7 @@ class Settled:
             kind = next(each for each in type(self).__mro__ if each.__module__.startswith(f"{__package__}.")).__name__
             if (kind, name) not in _OBEYED:
                 rule, remedy = "the one that it was built with", f"Build a new {kind}; an optimizer goes with one."
-                raise ValueError(sentence(kind, name, rule, "another one", remedy))
+                raise ValueError(argument_error(kind, name, rule, "another one", remedy))
             value = _OBEYED[kind, name](value)
         super().__setattr__(name, value)
 
@@ -109,30 +109,30 @@ def typed(value: object) -> str:
 def check_positive_int(owner: str, name: str, value: Any, remedy: str, most: int = MAX_INT) -> int:
     """Return ``value`` if it is an int from 1 to ``most`` (a bool is not an int here)."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(sentence(owner, name, "a positive int", typed(value), remedy))
+        raise TypeError(argument_error(owner, name, "a positive int", typed(value), remedy))
     if value < 1:
-        raise ValueError(sentence(owner, name, "a positive int", value, remedy))
+        raise ValueError(argument_error(owner, name, "a positive int", value, remedy))
     if value > most:
-        raise ValueError(sentence(owner, name, f"a positive int of at most {most}", value, remedy))
+        raise ValueError(argument_error(owner, name, f"a positive int of at most {most}", value, remedy))
     return value
 
 
 def check_int(owner: str, name: str, value: Any, remedy: str) -> int:
     """Return ``value`` if it is an int (a bool is not an int here) that an int32 can hold."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(sentence(owner, name, "an int", typed(value), remedy))
+        raise TypeError(argument_error(owner, name, "an int", typed(value), remedy))
     if not -MAX_INT - 1 <= value <= MAX_INT:
-        raise ValueError(sentence(owner, name, f"an int from {-MAX_INT - 1} to {MAX_INT}", value, remedy))
+        raise ValueError(argument_error(owner, name, f"an int from {-MAX_INT - 1} to {MAX_INT}", value, remedy))
     return value
 
 
 def check_positive_float(owner: str, name: str, value: Any, remedy: str) -> float:
     """Return ``value`` as a float if it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(sentence(owner, name, "a positive number", typed(value), remedy))
+        raise TypeError(argument_error(owner, name, "a positive number", typed(value), remedy))
     number = _as_float(value)
     if not (math.isfinite(number) and number > 0):
-        raise ValueError(sentence(owner, name, "a positive number", value, remedy))
+        raise ValueError(argument_error(owner, name, "a positive number", value, remedy))
     return number
 
 
@@ -141,7 +141,7 @@ def check_positive_float32(owner: str, name: str, value: Any, remedy: str) -> fl
     number = check_positive_float(owner, name, value, remedy)
     if not _LEAST_FLOAT32 <= number <= _LARGEST_FLOAT32:
         rule = f"a positive number in the range of float32, {_LEAST_FLOAT32:.3g} to {_LARGEST_FLOAT32:.3g}"
-        raise ValueError(sentence(owner, name, rule, value, remedy))
+        raise ValueError(argument_error(owner, name, rule, value, remedy))
     return number
 
 
@@ -150,9 +150,9 @@ def check_number(owner: str, name: str, value: Any, remedy: str) -> float:
     number = value.asnumpy() if isinstance(value, ms.Tensor) else value
     number = number.item() if isinstance(number, (np.ndarray, np.generic)) and number.size == 1 else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise TypeError(sentence(owner, name, "a number", typed(value), remedy))
+        raise TypeError(argument_error(owner, name, "a number", typed(value), remedy))
     if not (math.isfinite(_as_float(number)) and number >= 0):
-        raise ValueError(sentence(owner, name, "a number of at least 0", number, remedy))
+        raise ValueError(argument_error(owner, name, "a number of at least 0", number, remedy))
     return float(number)
 
 
@@ -174,7 +174,9 @@ def check_loss(owner: str, value: Any) -> float:
             return float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError):
             got = repr(value)
-    raise TypeError(sentence(owner, "loss", "a number, a tensor of one or None", got, "It is for the report alone."))
+    raise TypeError(
+        argument_error(owner, "loss", "a number, a tensor of one or None", got, "It is for the report alone.")
+    )
 
 
 def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
@@ -182,13 +184,13 @@ def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
     own = next(each for each in kind.__mro__ if "construct" in vars(each))
     if own is not base:
         got = f"that of {own.__name__}, which would never be called"
-        raise TypeError(sentence(owner, "construct", f"that of {base.__name__}", got, remedy))
+        raise TypeError(argument_error(owner, "construct", f"that of {base.__name__}", got, remedy))
 
 
 def check_bool(owner: str, name: str, value: Any, remedy: str) -> bool:
     """Return ``value`` if it is a bool."""
     if not isinstance(value, bool):
-        raise TypeError(sentence(owner, name, "a bool", typed(value), remedy))
+        raise TypeError(argument_error(owner, name, "a bool", typed(value), remedy))
     return value
 
 
@@ -196,43 +198,43 @@ def check_choice(owner: str, name: str, value: Any, choices: Sequence[str], reme
     """Return ``value`` if it is one of the strings in ``choices``."""
     rule = "one of " + ", ".join(repr(choice) for choice in choices)
     if not isinstance(value, str):
-        raise TypeError(sentence(owner, name, rule, typed(value), remedy))
+        raise TypeError(argument_error(owner, name, rule, typed(value), remedy))
     if value not in choices:
-        raise ValueError(sentence(owner, name, rule, repr(value), remedy))
+        raise ValueError(argument_error(owner, name, rule, repr(value), remedy))
     return value
 
 
 def check_path(owner: str, name: str, value: Any, remedy: str) -> str:
     """Return ``value`` as text if it is a path that the system can have."""
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(sentence(owner, name, "a str or an os.PathLike", typed(value), remedy))
+        raise TypeError(argument_error(owner, name, "a str or an os.PathLike", typed(value), remedy))
     try:
         path = os.fsdecode(os.fsencode(value))
     except UnicodeEncodeError:
         path = ""
     if not path or "\0" in path:
-        raise ValueError(sentence(owner, name, "a path that the system can have", repr(value), remedy))
+        raise ValueError(argument_error(owner, name, "a path that the system can have", repr(value), remedy))
     return path
 
 
 def check_cell(owner: str, name: str, value: Any, remedy: str) -> nn.Cell:
     """Return ``value`` if it is an ``nn.Cell``."""
     if not isinstance(value, nn.Cell):
-        raise TypeError(sentence(owner, name, "an nn.Cell", typed(value), remedy))
+        raise TypeError(argument_error(owner, name, "an nn.Cell", typed(value), remedy))
     return value
 
 
 def check_tensor(owner: str, name: str, value: Any, remedy: str) -> ms.Tensor:
     """Return ``value`` if it is a tensor."""
     if not isinstance(value, ms.Tensor):
-        raise TypeError(sentence(owner, name, "a tensor", typed(value), remedy))
+        raise TypeError(argument_error(owner, name, "a tensor", typed(value), remedy))
     return value
 
 
 def check_dataset(owner: str, name: str, value: Any, remedy: str) -> None:
     """Raise unless ``value`` is a dataset of ``mindspore.dataset``, or a prepared one."""
     if not hasattr(value, "get_dataset_size"):
-        raise TypeError(sentence(owner, name, "a dataset of mindspore.dataset", typed(value), remedy))
+        raise TypeError(argument_error(owner, name, "a dataset of mindspore.dataset", typed(value), remedy))
 
 
 def check_accumulation_steps(owner: str, value: Any) -> int:

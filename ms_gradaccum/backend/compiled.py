@@ -17,7 +17,7 @@ from mindspore._c_expression import MSContext
 # Not ms.get_context("mode"), which takes 25 times as long, and this is asked before every call.
 from mindspore.context import _get_mode
 
-from ms_gradaccum._checks import LIBRARIES, first_line, sentence, typed
+from ms_gradaccum._checks import LIBRARIES, argument_error, first_line, typed
 
 try:
     from mindspore.graph.api import _cell_graph_executor, _pynative_executor
@@ -143,7 +143,7 @@ class Compiled:
 
     def _refuse_hook_of(self, name: str) -> None:
         rule, got = f"None where {self.what} has hooks", f"True, and {name} has a hook, which a graph would not call"
-        raise ValueError(sentence(self.owner, "compile", rule, got, "Remove the hook, or leave compile out."))
+        raise ValueError(argument_error(self.owner, "compile", rule, got, "Remove the hook, or leave compile out."))
 
     def _compiled_for(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> tuple[nn.Cell, str]:
         """Return a cell and the name of its graph for these shapes."""
@@ -297,7 +297,7 @@ def check_compile(owner: str, value: Any) -> bool:
         return value is True
     remedy = "None follows MindSpore's mode: set_context(mode=PYNATIVE_MODE) runs the network op by op."
     kind = ValueError if value is False else TypeError
-    raise kind(sentence(owner, "compile", "True or None", typed(value), remedy))
+    raise kind(argument_error(owner, "compile", "True or None", typed(value), remedy))
 
 
 def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None) -> Exception:

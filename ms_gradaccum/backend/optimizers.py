@@ -12,7 +12,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 
-from ms_gradaccum._checks import LIBRARIES, sentence, warn
+from ms_gradaccum._checks import LIBRARIES, argument_error, warn
 from ms_gradaccum.backend.compiled import op_by_op
 from ms_gradaccum.backend.network_code import NetworkCode, is_a
 from ms_gradaccum.backend.tensors import scalar
@@ -28,21 +28,21 @@ def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
     if not isinstance(optimizer, (nn.Optimizer, ExperimentalOptimizer)):
         got = type(optimizer).__name__
         rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
-        raise TypeError(sentence(owner, "optimizer", rule, got, _OWN_REMEDY))
+        raise TypeError(argument_error(owner, "optimizer", rule, got, _OWN_REMEDY))
     if getattr(optimizer, "thor", False):
         got = "thor, which keeps statistics of the last forward pass"
         remedy = "Those of one micro batch are not those of the batch; choose another optimizer."
-        raise ValueError(sentence(owner, "optimizer", "one that needs gradients only", got, remedy))
+        raise ValueError(argument_error(owner, "optimizer", "one that needs gradients only", got, remedy))
     for parameter in optimizer.parameters:
         if parameter.dtype in mstype.complex_type:
             rule, got = "one over parameters of real numbers", f"{parameter.name!r} of {parameter.dtype}"
             remedy = "Have two real parameters, and make the complex number of them in the network."
-            raise ValueError(sentence(owner, "optimizer", rule, got, remedy))
+            raise ValueError(argument_error(owner, "optimizer", rule, got, remedy))
     known = {id(parameter) for parameter in network.get_parameters()}
     strangers = [parameter.name for parameter in optimizer.parameters if id(parameter) not in known]
     if strangers:
         got = f"{len(strangers)} parameters that it does not have, first {strangers[0]!r}"
-        raise ValueError(sentence(owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY))
+        raise ValueError(argument_error(owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY))
     _check_free(owner, optimizer)
 
 
@@ -53,7 +53,7 @@ def _check_free(owner: str, optimizer: nn.Cell) -> None:
     if _trainer(optimizer) is not None:
         got = f"the optimizer of another {type(_trainer(optimizer)).__name__}"
         remedy = "Two training cells would divide its windows between them: use the first one, or delete it."
-        raise ValueError(sentence(owner, "optimizer", "one that nothing else trains with", got, remedy))
+        raise ValueError(argument_error(owner, "optimizer", "one that nothing else trains with", got, remedy))
 
 
 def _trainer(optimizer: nn.Cell) -> Any:
@@ -133,7 +133,7 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: Any) -> float:
         return own
     if own != 1.0:
         rule, got = f"one whose loss_scale is that of the FixedLossScaleManager, {scale:g}", f"{own:g}"
-        raise ValueError(sentence(owner, "optimizer", rule, got, "Give both the same number."))
+        raise ValueError(argument_error(owner, "optimizer", rule, got, "Give both the same number."))
     warn(
         f"For '{owner}', the optimizer's loss_scale is 1.0 beside FixedLossScaleManager({scale:g}, "
         f"drop_overflow_update=False): MindSpore's own step would update with {scale:g} times the gradient, this one "

@@ -12,7 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import argument_error
 
 # What a batch is given as where a program hands it over in one piece: the only input, all of them, or by name.
 Batch = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]] | Sequence[object] | Mapping[str, object]
@@ -175,7 +175,7 @@ def as_call(owner: str, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch,), {}
     got = f"{batch!r} of type {type(batch).__name__}"
     remedy = "Give the inputs of network in a tuple, or by name in a dict."
-    raise TypeError(sentence(owner, "batch", "a tensor, a tuple, a list or a dict", got, remedy))
+    raise TypeError(argument_error(owner, "batch", "a tensor, a tuple, a list or a dict", got, remedy))
 
 
 def how_to_name(signature: Signature, given: int, kwargs: Mapping[str, object]) -> str:

@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import COOTensor, CSRTensor, Tensor
 
-from ms_gradaccum._checks import sentence, typed
+from ms_gradaccum._checks import argument_error, typed
 from ms_gradaccum.batch.nested_inputs import flatten, has_tensors
 
 # One axis for all inputs, or a tree with one entry per input (None: the input is not split).
@@ -53,7 +53,7 @@ def check_batch_axis(axis: Any) -> BatchAxis:
         return _checked_axis(axis)
     except RecursionError:
         rule = "an int, None or one of these per input"
-        raise ValueError(sentence(_OWNER, "batch_axis", rule, "a nest without an end", _AXIS_REMEDY)) from None
+        raise ValueError(argument_error(_OWNER, "batch_axis", rule, "a nest without an end", _AXIS_REMEDY)) from None
 
 
 def _checked_axis(axis: Any) -> BatchAxis:
@@ -63,7 +63,9 @@ def _checked_axis(axis: Any) -> BatchAxis:
         return {key: _checked_axis(item) for key, item in axis.items()}
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
         got = typed(axis)
-        raise TypeError(sentence(_OWNER, "batch_axis", "an int, None or one of these per input", got, _AXIS_REMEDY))
+        raise TypeError(
+            argument_error(_OWNER, "batch_axis", "an int, None or one of these per input", got, _AXIS_REMEDY)
+        )
     return axis
 
 
@@ -128,7 +130,9 @@ def count_rows(leaves: Iterable[_Leaf]) -> int:
             continue
         if not -len(leaf.shape) <= leaf.axis < len(leaf.shape):
             got = f"{leaf.axis} for {leaf.place} of shape {leaf.shape}"
-            raise ValueError(sentence(_OWNER, "batch_axis", "an axis of each input that is split", got, _AXIS_REMEDY))
+            raise ValueError(
+                argument_error(_OWNER, "batch_axis", "an axis of each input that is split", got, _AXIS_REMEDY)
+            )
         length = leaf.shape[leaf.axis]
         if rows not in (-1, length):
             raise ValueError(
@@ -174,7 +178,9 @@ def leaves_of(items: Iterable[_Item]) -> list[_Leaf]:
             )
         if isinstance(item, TENSORS):
             if isinstance(axis, (tuple, dict)):
-                raise ValueError(sentence(_OWNER, "batch_axis", f"an int or None for {place}", axis, _AXIS_REMEDY))
+                raise ValueError(
+                    argument_error(_OWNER, "batch_axis", f"an int or None for {place}", axis, _AXIS_REMEDY)
+                )
             leaves.append(_Leaf(place, tuple(item.shape), axis if item.shape else None, in_list))
     return leaves
 
@@ -198,7 +204,7 @@ def spread_axes(axis: Any, items: Any) -> tuple[Any, ...]:
     if missing < 0 or any(isinstance(item, (Tensor, np.ndarray, tuple, list, dict)) for item in items[len(axis) :]):
         rule = f"as long as the {len(items)} inputs"
         raise ValueError(
-            sentence(
+            argument_error(
                 _OWNER, "batch_axis", rule, f"{len(axis)} {'entry' if len(axis) == 1 else 'entries'}", _AXIS_REMEDY
             )
         )
@@ -210,7 +216,7 @@ def _named_axes(axis: Any, items: dict[str, Any]) -> dict[str, Any]:
         return dict.fromkeys(items, axis)
     if axis.keys() != items.keys():
         rule = f"a dict with the names {list(items)}"
-        raise ValueError(sentence(_OWNER, "batch_axis", rule, list(axis), _AXIS_REMEDY))
+        raise ValueError(argument_error(_OWNER, "batch_axis", rule, list(axis), _AXIS_REMEDY))
     return axis
 
 

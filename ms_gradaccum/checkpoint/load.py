@@ -11,10 +11,10 @@ from ms_gradaccum._checks import (
     DamagedState,
     all_or_nothing,
     another_program,
+    argument_error,
     check_saved,
     check_saved_list,
     is_count,
-    sentence,
 )
 from ms_gradaccum.backend import random_state
 from ms_gradaccum.checkpoint import files
@@ -178,7 +178,9 @@ def _choose(directory: Path) -> Path:
     states = files.states_in(directory) if directory.is_dir() else []
     if not states:
         remedy = "Give the one that save_state() has written to."
-        raise ValueError(sentence(_OWNER, "directory", "a folder with states", f"{directory}, which has none", remedy))
+        raise ValueError(
+            argument_error(_OWNER, "directory", "a folder with states", f"{directory}, which has none", remedy)
+        )
     return states[-1]
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import mindspore as ms
 
-from ms_gradaccum._checks import check_positive_int, sentence, typed, warn
+from ms_gradaccum._checks import argument_error, check_positive_int, typed, warn
 from ms_gradaccum.backend import random_state
 from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.checkpoint import files
@@ -216,10 +216,10 @@ def _check_extra(extra: Any) -> dict[str, Any]:
         return {}
     if not isinstance(extra, dict):
         got = typed(extra)
-        raise TypeError(sentence(_OWNER, "extra", "a dict or None", got, remedy))
+        raise TypeError(argument_error(_OWNER, "extra", "a dict or None", got, remedy))
     try:
         text = json.dumps(extra)
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(sentence(_OWNER, "extra", "one that JSON holds", f"{error}", remedy)) from None
+        raise TypeError(argument_error(_OWNER, "extra", "one that JSON holds", f"{error}", remedy)) from None
     held: dict[str, Any] = json.loads(text)
     return held

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 
-from ms_gradaccum._checks import check_path, sentence
+from ms_gradaccum._checks import argument_error, check_path
 from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.averages import averages_of
@@ -36,7 +36,7 @@ def step_of(owner: str, step: Any) -> TrainOneStepCell | Accumulator:
         step = step.train_network
     if not isinstance(step, (TrainOneStepCell, Accumulator)):
         rule, got = "a TrainOneStepCell, an Accumulator or a Model", type(step).__name__
-        raise TypeError(sentence(owner, "step", rule, got, "Give what trains, with its optimizer."))
+        raise TypeError(argument_error(owner, "step", rule, got, "Give what trains, with its optimizer."))
     averages = averages_of(step)
     if averages is not None:
         averages.check_weights_are_there(owner, "the call must come")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import Settled, check_positive_float32, sentence
+from ms_gradaccum._checks import Settled, argument_error, check_positive_float32
 from ms_gradaccum.backend.kernels import as_dtype, scale, squares_of_each
 from ms_gradaccum.backend.tensors import Chunks, chunk_of, copy_after
 
@@ -215,9 +215,9 @@ class ClipByGroupNorm:
     def __post_init__(self) -> None:
         rule, remedy = "a dict of a norm per pattern", "For example {'*embedding*': 0.1, '*': 1.0}."
         if not isinstance(self.limits, Mapping):
-            raise TypeError(sentence("ClipByGroupNorm", "limits", rule, repr(self.limits), remedy))
+            raise TypeError(argument_error("ClipByGroupNorm", "limits", rule, repr(self.limits), remedy))
         if not self.limits:
-            raise ValueError(sentence("ClipByGroupNorm", "limits", rule, "an empty one", remedy))
+            raise ValueError(argument_error("ClipByGroupNorm", "limits", rule, "an empty one", remedy))
         limits = {
             str(pattern): check_positive_float32("ClipByGroupNorm", f"limits[{pattern!r}]", limit, "It is a norm.")
             for pattern, limit in self.limits.items()
@@ -234,7 +234,9 @@ class ClipByGroupNorm:
             if i not in groups:
                 got = f"{pattern!r}, which fits none that is left of {len(names)}, first {names[0]!r}"
                 remedy = "The first pattern that fits counts: put wide ones last."
-                raise ValueError(sentence("ClipByGroupNorm", "limits", "patterns of parameter names", got, remedy))
+                raise ValueError(
+                    argument_error("ClipByGroupNorm", "limits", "patterns of parameter names", got, remedy)
+                )
         return groups
 
 
@@ -248,5 +250,5 @@ def check_clip(owner: str, clip: Any) -> Any:
         return NoClip()
     if not isinstance(clip, (ClipByGlobalNorm, ClipByValue, ClipByGroupNorm)):
         rule = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None"
-        raise TypeError(sentence(owner, "clip", rule, f"{clip!r}", "For example clip=ClipByGlobalNorm(1.0)."))
+        raise TypeError(argument_error(owner, "clip", rule, f"{clip!r}", "For example clip=ClipByGlobalNorm(1.0)."))
     return clip

@@ -14,7 +14,7 @@ import mindspore as ms
 from mindspore import amp, nn
 from mindspore.ops import functional as F
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import argument_error
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.gradients.mixed_precision import Precision, levels_of
@@ -95,7 +95,7 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
     if found - {level}:
         rule = f"the level that the network has been converted to, {' and '.join(sorted(found))}"
         remedy = "A network cannot be converted twice: give that level, or another network."
-        raise ValueError(sentence(owner, "mixed_precision", rule, level, remedy))
+        raise ValueError(argument_error(owner, "mixed_precision", rule, level, remedy))
     if found:
         return network
     try:
@@ -106,7 +106,7 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
         rule = "a level that MindSpore can convert the network to"
         remedy = "Name the inputs of each construct, in place of *inputs, or take level 'O2'."
         raise ValueError(
-            sentence(owner, "mixed_precision", rule, f"{level}: {str(error).splitlines()[0]}", remedy)
+            argument_error(owner, "mixed_precision", rule, f"{level}: {str(error).splitlines()[0]}", remedy)
         ) from error
     if level in ("O2", "O3"):
         # Without the cell around it that casts its output, and hides the names of its inputs.

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import mindspore as ms
 from mindspore import Parameter, amp, nn
 
-from ms_gradaccum._checks import check_choice, check_positive_float32, check_positive_int, sentence
+from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int
 from ms_gradaccum.backend.device import multiply, stands_in
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, LossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
@@ -104,22 +104,22 @@ class MixedPrecision:
         for name, remedy in (("init_scale", "The default is 65536."), ("growth_factor", "The default is 2.0.")):
             value = check_positive_float32(_OWNER, name, getattr(self, name), remedy)
             if value < 1:
-                raise ValueError(sentence(_OWNER, name, "a number of at least 1", value, remedy))
+                raise ValueError(argument_error(_OWNER, name, "a number of at least 1", value, remedy))
             object.__setattr__(self, name, value)
         value = check_positive_float32(_OWNER, "backoff_factor", self.backoff_factor, "The default is 0.5.")
         if value >= 1:
-            raise ValueError(sentence(_OWNER, "backoff_factor", "a number below 1", value, "The default is 0.5."))
+            raise ValueError(argument_error(_OWNER, "backoff_factor", "a number below 1", value, "The default is 0.5."))
         check_positive_int(_OWNER, "growth_interval", self.growth_interval, "It counts windows without overflow.")
         if self.loss_scale is not None and not isinstance(self.loss_scale, _CHOOSERS):
             remedy = "For a number, give init_scale."
             rule = "a LossScaler, a LossScaleManager or None"
-            raise TypeError(sentence(_OWNER, "loss_scale", rule, repr(self.loss_scale), remedy))
+            raise TypeError(argument_error(_OWNER, "loss_scale", rule, repr(self.loss_scale), remedy))
 
     def _set_dtype(self, name: str, choices: Sequence[Any], rule: str, remedy: str) -> None:
         value = getattr(self, name)
         dtype = _DTYPES.get(value, value) if isinstance(value, str) else value
         if dtype not in choices:
-            raise ValueError(sentence(_OWNER, name, rule, repr(value), remedy))
+            raise ValueError(argument_error(_OWNER, name, rule, repr(value), remedy))
         object.__setattr__(self, name, dtype)
 
 
@@ -186,7 +186,7 @@ def combined(owner: str, mixed_precision: Any, amp_level: Any, loss_scale_manage
     if loss_scale_manager is not None and mixed_precision is not None:
         got = f"{mixed_precision!r} beside a loss_scale_manager"
         remedy = "MixedPrecision(..., loss_scale=manager) takes both."
-        raise ValueError(sentence(owner, "mixed_precision", "None with a loss_scale_manager", got, remedy))
+        raise ValueError(argument_error(owner, "mixed_precision", "None with a loss_scale_manager", got, remedy))
     settings = _settings(owner, mixed_precision if loss_scale_manager is None else loss_scale_manager)
     if settings is None or amp_level == "O0":
         return settings or NAMES.get(amp_level)
@@ -194,7 +194,9 @@ def combined(owner: str, mixed_precision: Any, amp_level: Any, loss_scale_manage
         return replace(settings, level=amp_level)
     if settings.level != amp_level:
         got = f"{mixed_precision!r} beside amp_level={amp_level!r}"
-        raise ValueError(sentence(owner, "mixed_precision", "in accord with amp_level", got, "Give one of the two."))
+        raise ValueError(
+            argument_error(owner, "mixed_precision", "in accord with amp_level", got, "Give one of the two.")
+        )
     return settings
 
 
@@ -220,7 +222,9 @@ def check_scale_of_each(owner: str, mixed_precision: Any, networks: int) -> None
     settings = _settings(owner, mixed_precision)
     if networks > 1 and settings is not None and settings.loss_scale is not None:
         rule, got = "a rule for the scale of each network", f"one {type(settings.loss_scale).__name__} for {networks}"
-        raise ValueError(sentence(owner, "mixed_precision", rule, got, "Give a name or a MixedPrecision without one."))
+        raise ValueError(
+            argument_error(owner, "mixed_precision", rule, got, "Give a name or a MixedPrecision without one.")
+        )
 
 
 def _number_of(scale: NoLossScale) -> Any:
@@ -239,7 +243,7 @@ def _settings(owner: str, mixed_precision: Any) -> MixedPrecision | None:
         return NAMES[check_choice(owner, "mixed_precision", mixed_precision, tuple(NAMES), remedy)]
     rule = "a name, a MixedPrecision, a LossScaler, a LossScaleManager or None"
     remedy = f"Did you mean {meant}?" if meant else "For example mixed_precision='fp16'."
-    raise TypeError(sentence(owner, "mixed_precision", rule, repr(mixed_precision), remedy))
+    raise TypeError(argument_error(owner, "mixed_precision", rule, repr(mixed_precision), remedy))
 
 
 def _check_bfloat16(owner: str) -> None:
@@ -249,5 +253,5 @@ def _check_bfloat16(owner: str) -> None:
     except Exception as error:
         device = ms.get_context("device_target")
         remedy = "Use float16 here, for example mixed_precision='fp16'."
-        text = sentence(owner, "mixed_precision", "one that the device has", f"bfloat16 on {device}", remedy)
+        text = argument_error(owner, "mixed_precision", "one that the device has", f"bfloat16 on {device}", remedy)
         raise ValueError(text) from error

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import check_choice, sentence
+from ms_gradaccum._checks import argument_error, check_choice
 from ms_gradaccum.backend.tensors import chunks_of
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.gradients.clipping import squares_of
@@ -24,12 +24,14 @@ def check_can_drop(owner: str, network: Any) -> None:
     """Raise if no micro batch of a GradAccumulation can be left out."""
     if network.is_cached:
         remedy = "Its loss has seen all micro batches before one can be left out."
-        raise ValueError(sentence(owner, "bad_micro_batch", "'skip_window' for a GradCacheLoss", "'drop'", remedy))
+        raise ValueError(
+            argument_error(owner, "bad_micro_batch", "'skip_window' for a GradCacheLoss", "'drop'", remedy)
+        )
     # The compiler cannot look at such a gradient twice.
     lookup = sparse_lookup(network)
     if lookup is not None:
         rule, got = "'skip_window' where a gradient is sparse", f"'drop' with a sparse lookup in {lookup}"
-        raise ValueError(sentence(owner, "bad_micro_batch", rule, got, "Use nn.Embedding."))
+        raise ValueError(argument_error(owner, "bad_micro_batch", rule, got, "Use nn.Embedding."))
 
 
 _keep = ops.MultitypeFuncGraph("keep")

@@ -7,7 +7,7 @@ from typing import Any
 from mindspore import Tensor, amp, nn
 from mindspore.train import Metric
 
-from ms_gradaccum._checks import LastWindow, check_bool, check_choice, check_positive_float32, sentence
+from ms_gradaccum._checks import LastWindow, argument_error, check_bool, check_choice, check_positive_float32
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.integrations.scale_sense import scale_taken_out
@@ -106,7 +106,7 @@ def _with_loss(network: nn.Cell, loss: nn.Cell, amp_level: str, amp_cast_list: s
 def _check_no_ema(ema: Any, ema_decay: Any) -> None:
     if check_bool(_OWNER, "ema", ema, "It averages the weights."):
         remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
-        raise ValueError(sentence(_OWNER, "ema", "False", True, remedy))
+        raise ValueError(argument_error(_OWNER, "ema", "False", True, remedy))
 
 
 def _check_own_scale(optimizer: Any) -> None:
@@ -115,7 +115,9 @@ def _check_own_scale(optimizer: Any) -> None:
     factor = factor.asnumpy().item() if isinstance(factor, Tensor) else factor
     if factor != 1:
         remedy = "The gradient is divided by the scale before: create_optimizer(..., loss_scale=1.0)."
-        raise ValueError(sentence(_OWNER, "optimizer", "one with a loss_scale of 1", f"one of {1 / factor:g}", remedy))
+        raise ValueError(
+            argument_error(_OWNER, "optimizer", "one with a loss_scale of 1", f"one of {1 / factor:g}", remedy)
+        )
 
 
 def _loss_scale(kind: Any, value: Any, drops: Any) -> Any:
@@ -124,11 +126,11 @@ def _loss_scale(kind: Any, value: Any, drops: Any) -> Any:
     name = check_choice(_OWNER, "loss_scale_type", name, ("fixed", "dynamic", "auto"), remedy)
     value = check_positive_float32(_OWNER, "loss_scale", value, "1.0 scales nothing.")
     if value < 1:
-        raise ValueError(sentence(_OWNER, "loss_scale", "at least 1", value, "1.0 scales nothing."))
+        raise ValueError(argument_error(_OWNER, "loss_scale", "at least 1", value, "1.0 scales nothing."))
     if name == "dynamic":
         return amp.DynamicLossScaler(value, _GROWTH_FACTOR, _GROWTH_INTERVAL)
     if name == "auto" and value != 1:
         remedy = "Say loss_scale_type='fixed' or 'dynamic' for another one."
-        raise ValueError(sentence(_OWNER, "loss_scale", "1.0 with loss_scale_type='auto'", value, remedy))
+        raise ValueError(argument_error(_OWNER, "loss_scale", "1.0 with loss_scale_type='auto'", value, remedy))
     drops = check_bool(_OWNER, "drop_overflow_update", drops, "It is about windows with an Inf or a NaN.")
     return amp.FixedLossScaleManager(value, drops)

@@ -4,7 +4,7 @@ from mindformers.core.context.build_context import is_legacy_model
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import check_bool, sentence
+from ms_gradaccum._checks import argument_error, check_bool
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of
 from ms_gradaccum.parallel.semi_auto import in_semi_auto
@@ -119,14 +119,14 @@ def _check_settings(settings: dict[str, object], is_legacy: bool) -> None:
     if in_semi_auto():
         remedy = "There, mindformers' own gradient_accumulation_steps accumulates: use MFTrainOneStepCell."
         raise ValueError(
-            sentence(_OWNER, "parallel_mode", "stand-alone or data parallel", "semi-auto-parallel", remedy)
+            argument_error(_OWNER, "parallel_mode", "stand-alone or data parallel", "semi-auto-parallel", remedy)
         )
     for name, value in settings.items():
         # A legacy model returns one loss, whatever the trainer's default says.
         if name in _UNUSED or (name == "print_separate_loss" and is_legacy) or (name in _OFF and not value):
             continue
         remedy = _OFF.get(name, "It takes micro_size, use_clip_grad, max_grad_norm and scale_sense.")
-        raise ValueError(sentence(_OWNER, name, "left out", repr(value), remedy))
+        raise ValueError(argument_error(_OWNER, name, "left out", repr(value), remedy))
 
 
 MindFormerRegister.register_cls(AccumulatedStep, module_type=MindFormerModuleType.WRAPPER)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import check_bool, check_cell, sentence
+from ms_gradaccum._checks import argument_error, check_bool, check_cell
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of, scale_taken_out
@@ -42,9 +42,9 @@ class ModelLoss(nn.Cell):
         self.model = check_cell("ModelLoss", "model", model, "Give the model itself.")
         rule, remedy = "the names of the model's inputs", "For example ('input_ids', 'labels')."
         if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
-            raise TypeError(sentence("ModelLoss", "columns", rule, repr(columns), remedy))
+            raise TypeError(argument_error("ModelLoss", "columns", rule, repr(columns), remedy))
         if not columns:
-            raise ValueError(sentence("ModelLoss", "columns", rule, "none", remedy))
+            raise ValueError(argument_error("ModelLoss", "columns", rule, "none", remedy))
         self.columns = tuple(columns)
 
     def construct(self, *inputs: Tensor) -> Tensor:
@@ -112,10 +112,10 @@ def train_step(
     """
     if ema is not None:
         remedy = "Give an ms_gradaccum.EMA to add_callback() of the step."
-        raise ValueError(sentence(_OWNER, "ema", "None", type(ema).__name__, remedy))
+        raise ValueError(argument_error(_OWNER, "ema", "None", type(ema).__name__, remedy))
     if zero_helper is not None:
         remedy = "parallel=HSDP() shares the optimizer's state among the processes."
-        raise ValueError(sentence(_OWNER, "zero_helper", "None", type(zero_helper).__name__, remedy))
+        raise ValueError(argument_error(_OWNER, "zero_helper", "None", type(zero_helper).__name__, remedy))
     clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm.")
     drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It is about an Inf or a NaN.")
     with scale_taken_out():

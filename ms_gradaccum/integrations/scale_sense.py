@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import mindspore as ms
 from mindspore import Tensor, amp, nn
 
-from ms_gradaccum._checks import check_positive_float32, sentence, typed
+from ms_gradaccum._checks import argument_error, check_positive_float32, typed
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision, PrecisionChoice
 
 # What MindSpore's own steps take, and the objects of `mindspore.amp`.
@@ -58,4 +58,4 @@ def _number_of_cell(owner: str, cell: nn.Cell) -> Any:
         factor, interval = cell.scale_factor.asnumpy().item(), cell.scale_window.asnumpy().item()
         return MixedPrecision(ms.float16, "O0", float(cell.get_loss_scale()), factor, 1 / factor, interval)
     rule = "a number, a FixedLossScaleUpdateCell or a DynamicLossScaleUpdateCell"
-    raise TypeError(sentence(owner, "scale_sense", rule, typed(cell), _REMEDY))
+    raise TypeError(argument_error(owner, "scale_sense", rule, typed(cell), _REMEDY))

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import Settled, Uncopied, check_cell, check_choice, check_tensor, sentence
+from ms_gradaccum._checks import Settled, Uncopied, argument_error, check_cell, check_choice, check_tensor
 from ms_gradaccum.backend.optimizers import claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
@@ -256,7 +256,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         trained = self.window.only(network)
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].ndim == 0:
             remedy = "Call backward(*batch), which computes the loss and returns it."
-            raise TypeError(sentence(_OWNER, "args", "a batch, as the network takes it", "one number", remedy))
+            raise TypeError(argument_error(_OWNER, "args", "a batch, as the network takes it", "one number", remedy))
         with self.window.batch_of(trained):
             self.window.recognise((args, kwargs))
             return trained.backward(args, kwargs)
@@ -311,7 +311,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         missing = [each.name for each in trained if id(each) not in given]
         if missing:
             got, remedy = f"none of {missing[0]!r}", "The norm is that of the whole gradient: see ClipByGroupNorm."
-            raise ValueError(sentence(_OWNER, "parameters", "all that are trained", got, remedy))
+            raise ValueError(argument_error(_OWNER, "parameters", "all that are trained", got, remedy))
 
     def clip_grad_norm(self, max_norm: float, *, network: nn.Cell | None = None) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.

@@ -6,7 +6,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.kernels import add_in_place
 from ms_gradaccum.backend.tensors import chunk_of, chunks_of, copy_after
@@ -29,7 +29,9 @@ class Averages(nn.Cell):
         super().__init__(auto_prefix=False)
         if not parameters:
             remedy = "Set requires_grad of some, or trainable_only=False."
-            raise ValueError(sentence(_OWNER, "callback", "one for a network with parameters to average", 0, remedy))
+            raise ValueError(
+                argument_error(_OWNER, "callback", "one for a network with parameters to average", 0, remedy)
+            )
         self.parameters = ParameterTuple(parameters)
         self.values = ParameterTuple(zeros(f"ema.{parameter.name}", tuple(parameter.shape)) for parameter in parameters)
         self.updates = zeros("ema.updates", (), ms.int32)

@@ -11,7 +11,7 @@ from mindspore import nn
 from mindspore.dataset import Dataset
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from ms_gradaccum._checks import check_saved, is_flag, sentence, typed, warn
+from ms_gradaccum._checks import argument_error, check_saved, is_flag, typed, warn
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of, tuples_of
 from ms_gradaccum.loops.handed_batches import Handed, HandedBatches
@@ -51,7 +51,7 @@ class PreparedDataset:
         if hasattr(self.dataset, "__len__"):
             return len(self.dataset)
         got, remedy = type(self.dataset).__name__, "The ranks must know who has batches left: give it a __len__."
-        raise TypeError(sentence(_OWNER, "dataset", "one with a length", got, remedy))
+        raise TypeError(argument_error(_OWNER, "dataset", "one with a length", got, remedy))
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # Of a copy that is being made.
@@ -60,7 +60,9 @@ class PreparedDataset:
         if not isinstance(self.dataset, Dataset):
             if name in _ITERATORS:
                 rule, got = f"a pipeline of MindSpore's for {name}()", type(self.dataset).__name__
-                raise AttributeError(sentence(_OWNER, "dataset", rule, got, "Loop over what prepare() has returned."))
+                raise AttributeError(
+                    argument_error(_OWNER, "dataset", rule, got, "Loop over what prepare() has returned.")
+                )
             return value
         if name in _ITERATORS:
             return functools.partial(self._iterator, value)
@@ -256,7 +258,7 @@ def _of_whole(method: Any) -> Any:
                 f"{method.__name__}() of a prepared one",
                 "Prepare what the loop goes through, as the last step.",
             )
-            raise TypeError(sentence(_OWNER, "dataset", "prepared when it is complete", got, remedy))
+            raise TypeError(argument_error(_OWNER, "dataset", "prepared when it is complete", got, remedy))
         return result
 
     return checked
@@ -324,4 +326,4 @@ def prepare(item: Any, window: Any) -> Any:
     if hasattr(item, "__iter__") and not isinstance(item, type):
         return PreparedDataset(item, window)
     rule, remedy = "a dataset, a learning rate scheduler or a Cell", "Give what the loop iterates over."
-    raise TypeError(sentence(_OWNER, "objects", rule, typed(item), remedy))
+    raise TypeError(argument_error(_OWNER, "objects", rule, typed(item), remedy))

@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, check_bool, check_number, sentence, typed
+from ms_gradaccum._checks import Settled, argument_error, check_bool, check_number, typed
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.averages import Averages, averages_of, hold_averages
 from ms_gradaccum.training.events import Observed, StatefulCallback, StepEvent, check_told
@@ -104,10 +104,12 @@ class EMA(Settled, Callback, StatefulCallback):
             return
         remedy = "Two would have the same names: give the step the EMA that it has, or build another step."
         if there is not None:
-            raise ValueError(sentence(_OWNER, "callback", "the only EMA of its training step", "a second one", remedy))
+            raise ValueError(
+                argument_error(_OWNER, "callback", "the only EMA of its training step", "a second one", remedy)
+            )
         if self._averages is not None:
             got, remedy = "one that averages another's weights", "Build an EMA for each step."
-            raise ValueError(sentence(_OWNER, "callback", "an EMA of this training step", got, remedy))
+            raise ValueError(argument_error(_OWNER, "callback", "an EMA of this training step", got, remedy))
         network = _network_of(step)
         network.init_parameters_data()
         parameters = network.trainable_params() if self.trainable_only else network.get_parameters()
@@ -178,7 +180,7 @@ class EMA(Settled, Callback, StatefulCallback):
         # Of a larger sink it would hear of the last update alone.
         if params.get("dataset_sink_mode") and params.get("sink_size") != 1:
             got, remedy = params.get("sink_size"), "Or train with dataset_sink_mode=False."
-            raise ValueError(sentence(_OWNER, "sink_size", "1 in data sink mode", got, remedy))
+            raise ValueError(argument_error(_OWNER, "sink_size", "1 in data sink mode", got, remedy))
         self._attached().begin()
 
     def on_eval_begin(self, run_context: RunContext) -> None:
@@ -223,21 +225,21 @@ def _network_of(step: Any) -> nn.Cell:
         networks = step.windows
         if len(networks) > 1:
             got, remedy = f"{len(networks)} networks", "Build an Accumulator for the network that is averaged."
-            raise ValueError(sentence(_OWNER, "callback", "one for an Accumulator of one network", got, remedy))
+            raise ValueError(argument_error(_OWNER, "callback", "one for an Accumulator of one network", got, remedy))
         return networks[0].network
     if not isinstance(step, TrainOneStepCell):
         rule = "one for a training step of ms_gradaccum"
-        raise TypeError(sentence(_OWNER, "callback", rule, type(step).__name__, remedy))
+        raise TypeError(argument_error(_OWNER, "callback", rule, type(step).__name__, remedy))
     if not step.windows[0].reducers:
         got, remedy = "AutoParallel, which cuts the weights", "Use DataParallel() or HSDP()."
-        raise ValueError(sentence(_OWNER, "callback", "one for a step that has whole weights", got, remedy))
+        raise ValueError(argument_error(_OWNER, "callback", "one for a step that has whole weights", got, remedy))
     return step.network
 
 
 def _check_decay(value: Any) -> float:
     remedy = "0.9999 is usual: an average over some 10000 updates."
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(sentence(_OWNER, "decay", "a number between 0 and 1", typed(value), remedy))
+        raise TypeError(argument_error(_OWNER, "decay", "a number between 0 and 1", typed(value), remedy))
     if not 0 < value < 1:
-        raise ValueError(sentence(_OWNER, "decay", "a number between 0 and 1", value, remedy))
+        raise ValueError(argument_error(_OWNER, "decay", "a number between 0 and 1", value, remedy))
     return float(value)

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.train.callback import Callback, LossMonitor
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend import random_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
@@ -67,7 +67,9 @@ class PassSteps(Callback):
         if self.model.resumed_place is None:
             if not checkpoints:
                 remedy = "Give StateCheckpoint(directory), or call load_state(model, directory) first."
-                raise ValueError(sentence(_OWNER, "callbacks", "some with a StateCheckpoint to resume", "none", remedy))
+                raise ValueError(
+                    argument_error(_OWNER, "callbacks", "some with a StateCheckpoint to resume", "none", remedy)
+                )
             checkpoints[0].resume_into(self.model)
         place, self.model.resumed_place = self.model.resumed_place, None
         if place is None:
@@ -104,7 +106,7 @@ class PassSteps(Callback):
     def place(self) -> PassPlace:
         """Return where this process is in its data, after a step."""
         if self.in_sinks:
-            raise ValueError(sentence(_OWNER, "sink_size", "-1 where a state is saved", "another", _PASSES_ONLY))
+            raise ValueError(argument_error(_OWNER, "sink_size", "-1 where a state is saved", "another", _PASSES_ONLY))
         passes, batches = divmod(self.done, self.steps)
         if not self.is_common:
             raise RuntimeError(
@@ -140,7 +142,7 @@ class PassSteps(Callback):
             remedy = "Give last_window='carry', or as many batches as whole windows have."
         if rule:
             got = f"{sink_size} with {self.length} batches in a pass"
-            raise ValueError(sentence(_OWNER, "sink_size", rule, got, remedy))
+            raise ValueError(argument_error(_OWNER, "sink_size", rule, got, remedy))
 
     def _ends_inside_sinks(self, sink_size: int) -> bool:
         """Return whether a pass can end in mid-window inside a sink, which is one graph."""

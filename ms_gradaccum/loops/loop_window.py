@@ -6,7 +6,15 @@ from typing import Any
 
 from mindspore import nn
 
-from ms_gradaccum._checks import all_or_nothing, check_number, check_saved, check_saved_list, is_flag, sentence, warn
+from ms_gradaccum._checks import (
+    all_or_nothing,
+    argument_error,
+    check_number,
+    check_saved,
+    check_saved_list,
+    is_flag,
+    warn,
+)
 from ms_gradaccum.loops.dataloader import PreparedDatasets, PreparedScheduler
 from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, HandedBatches, arrays_in, rows_of
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
@@ -184,7 +192,7 @@ class LoopWindow(PreparedDatasets):
         self._has_warned_of_rows = True
         got = f"1.0 for one of {rows} after one of {before}, which count alike now"
         rule, remedy = "the rows of each batch where those of a window differ", "Call accumulator(grads, len(x), loss)."
-        warn(sentence(_OWNER, "weight", rule, got, remedy))
+        warn(argument_error(_OWNER, "weight", rule, got, remedy))
         return number
 
     @contextmanager
@@ -244,7 +252,7 @@ class LoopWindow(PreparedDatasets):
         chosen = [each for each in self.networks if network is None or any(network is name for name in each.names)]
         if not chosen:
             got, remedy = type(network).__name__, "Give a network that the Accumulator was built with."
-            raise ValueError(sentence(_OWNER, "network", "one of its networks", got, remedy))
+            raise ValueError(argument_error(_OWNER, "network", "one of its networks", got, remedy))
         return chosen
 
     def only(self, network: nn.Cell | None) -> TrainedNetwork:
@@ -252,7 +260,7 @@ class LoopWindow(PreparedDatasets):
         chosen = self.chosen(network)
         if len(chosen) > 1:
             remedy = "Say which one: backward(*batch, network=loss_cell)."
-            raise ValueError(sentence(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
+            raise ValueError(argument_error(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
         return chosen[0]
 
     def step(self, trained: TrainedNetwork) -> StepOutput:

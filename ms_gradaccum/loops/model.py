@@ -15,13 +15,13 @@ from mindspore.train import Callback, Metric
 from ms_gradaccum._checks import (
     LastWindow,
     Settled,
+    argument_error,
     check_bool,
     check_cell,
     check_choice,
     check_dataset,
     check_last_window,
     refuse_unknown,
-    sentence,
     warn,
 )
 from ms_gradaccum.backend.device import device_target
@@ -170,7 +170,7 @@ class Model(Settled, ms.Model):
         elif isinstance(network, AutoParallel) and adopted(network.network) is not network.network:
             remedy = "Write 'from ms_gradaccum import GradAccumulation'."
             got = "MindSpore's, which sums the losses of a batch where it evaluates"
-            raise ValueError(sentence(_OWNER, "network", "a GradAccumulation of ms_gradaccum", got, remedy))
+            raise ValueError(argument_error(_OWNER, "network", "a GradAccumulation of ms_gradaccum", got, remedy))
         try:
             super().__init__(network, loss_fn, optimizer, *args)
         except BaseException:
@@ -205,7 +205,7 @@ class Model(Settled, ms.Model):
         if type(loss_cell) is not nn.WithLossCell:
             rule, got = "a cell that returns loss, output and label where there are metrics", type(loss_cell).__name__
             remedy = "Give eval_network=nn.WithEvalCell(network, loss_fn), or network and loss_fn apart."
-            raise ValueError(sentence(_OWNER, "eval_network", rule, f"None beside {got}", remedy))
+            raise ValueError(argument_error(_OWNER, "eval_network", rule, f"None beside {got}", remedy))
         casts = self._amp_level in ("O2", "O3", "auto")
         return nn.WithEvalCell(loss_cell.backbone_network, loss_cell._loss_fn, casts)
 
@@ -214,14 +214,14 @@ class Model(Settled, ms.Model):
         if self._optimizer is not None or self._loss_fn is not None:
             got = "a TrainOneStepCell together with a loss_fn or an optimizer"
             remedy = "Give Model(train_step), or the cell inside it with the optimizer."
-            raise ValueError(sentence(_OWNER, "network", "a loss cell", got, remedy))
+            raise ValueError(argument_error(_OWNER, "network", "a loss cell", got, remedy))
         if isinstance(self._network, AutoParallel) and is_semi_auto(self._network):
             got, remedy = "AutoParallel around a TrainOneStepCell", "Put AutoParallel inside that cell."
-            raise ValueError(sentence(_OWNER, "network", "a loss cell in AutoParallel", got, remedy))
+            raise ValueError(argument_error(_OWNER, "network", "a loss cell in AutoParallel", got, remedy))
         if self._step_settings != TrainOneStepCell.__init__.__kwdefaults__:
             remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
             raise ValueError(
-                sentence(_OWNER, "network", "a loss cell", "a TrainOneStepCell with its own settings", remedy)
+                argument_error(_OWNER, "network", "a loss cell", "a TrainOneStepCell with its own settings", remedy)
             )
         # Callbacks that change the learning rate look for it here.
         self._optimizer: Any = train_step.optimizer
@@ -292,7 +292,7 @@ class Model(Settled, ms.Model):
         check_bool(_OWNER, "resume", resume, "True goes on from the last state.")
         if resume and initial_epoch != 0:
             remedy = "The state knows in which pass it was saved."
-            raise ValueError(sentence(_OWNER, "initial_epoch", "0 with resume=True", initial_epoch, remedy))
+            raise ValueError(argument_error(_OWNER, "initial_epoch", "0 with resume=True", initial_epoch, remedy))
         self._resume = resume
         try:
             yield

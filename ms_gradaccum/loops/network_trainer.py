@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import MAX_INT, check_loss, check_saved, is_flag, sentence
+from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, check_saved, is_flag
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
@@ -120,10 +120,12 @@ def _with_sync(kind: Any, sync_each_batch: bool) -> Any:
             "AutoParallel on this device",
             "Use TrainOneStepCell or Model: the compiler partitions a whole step.",
         )
-        raise ValueError(sentence(_OWNER, "network", "for a loop whose micro batches are run one by one", got, remedy))
+        raise ValueError(
+            argument_error(_OWNER, "network", "for a loop whose micro batches are run one by one", got, remedy)
+        )
     if isinstance(kind, DataParallel) and kind.overlap:
         remedy = "Its step() adds up the gradients; overlap is for TrainOneStepCell and Model."
-        raise ValueError(sentence(_OWNER, "parallel", "one without overlap", repr(kind), remedy))
+        raise ValueError(argument_error(_OWNER, "parallel", "one without overlap", repr(kind), remedy))
     if not sync_each_batch or kind is None:
         return kind
     if isinstance(kind, DataParallel):
@@ -131,14 +133,14 @@ def _with_sync(kind: Any, sync_each_batch: bool) -> Any:
     if kind.sync_each_batch:
         return kind
     remedy = "Give HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
-    raise ValueError(sentence(_OWNER, "parallel", "one that sync_each_batch fits", repr(kind), remedy))
+    raise ValueError(argument_error(_OWNER, "parallel", "one that sync_each_batch fits", repr(kind), remedy))
 
 
 def _check_groups(clip: Any, optimizers: Sequence[Any]) -> None:
     if isinstance(clip, ClipByGroupNorm) and len(optimizers) > 1:
         remedy = "A group would be two: use one optimizer, or ClipByGlobalNorm."
         got = f"{clip!r} with {len(optimizers)} optimizers"
-        raise ValueError(sentence(_OWNER, "clip", "one for all optimizers of a network", got, remedy))
+        raise ValueError(argument_error(_OWNER, "clip", "one for all optimizers of a network", got, remedy))
 
 
 def _check_disjoint(groups: list[Any]) -> None:
@@ -147,7 +149,7 @@ def _check_disjoint(groups: list[Any]) -> None:
         if id(parameter) in seen:
             remedy = "Give each parameter to one optimizer."
             got = f"{parameter.name!r} in two of them"
-            raise ValueError(sentence(_OWNER, "optimizer", "optimizers of different parameters", got, remedy))
+            raise ValueError(argument_error(_OWNER, "optimizer", "optimizers of different parameters", got, remedy))
         seen.add(id(parameter))
 
 
@@ -156,15 +158,15 @@ def _check_grads(grads: Any, parameters: list[Any]) -> tuple[Tensor, ...]:
     if isinstance(grads, Tensor):
         grads = (grads,)
     if not isinstance(grads, (tuple, list)) or not all(isinstance(grad, Tensor) for grad in grads):
-        raise TypeError(sentence(_OWNER, "grads", "a tuple of tensors", type(grads).__name__, remedy))
+        raise TypeError(argument_error(_OWNER, "grads", "a tuple of tensors", type(grads).__name__, remedy))
     found = [tuple(grad.shape) for grad in grads]
     expected = [tuple(parameter.shape) for parameter in parameters]
     if found != expected:
         rule = f"gradients of the optimizer's {len(expected)} parameters, of shapes {expected}"
-        raise ValueError(sentence(_OWNER, "grads", rule, f"shapes {found}", remedy))
+        raise ValueError(argument_error(_OWNER, "grads", rule, f"shapes {found}", remedy))
     strange = [str(grad.dtype) for grad in grads if grad.dtype not in mstype.float_type]
     if strange:
-        raise TypeError(sentence(_OWNER, "grads", "floating-point tensors", f"one of {strange[0]}", remedy))
+        raise TypeError(argument_error(_OWNER, "grads", "floating-point tensors", f"one of {strange[0]}", remedy))
     # A graph takes no parameter as an input, and somebody may keep gradients in some.
     return tuple(grad.value() if isinstance(grad, Parameter) else grad for grad in grads)
 
@@ -183,19 +185,19 @@ def pair_networks(network: Any, optimizer: Any) -> list[tuple[Any, list[Any]]]:
     remedy = "Several networks take a list with the optimizer (or optimizers) of each."
     for name, items in (("network", networks), ("optimizer", optimizers)):
         if not items:
-            raise ValueError(sentence(_OWNER, name, "at least one", "an empty list", remedy))
+            raise ValueError(argument_error(_OWNER, name, "at least one", "an empty list", remedy))
     if any(isinstance(each, (list, tuple)) and not each for each in optimizers):
-        raise ValueError(sentence(_OWNER, "optimizer", "at least one per network", "an empty list", remedy))
+        raise ValueError(argument_error(_OWNER, "optimizer", "at least one per network", "an empty list", remedy))
     if len({id(each) for each in networks}) < len(networks):
         got, remedy = "one of them twice", "Nobody could tell its batches apart: put its losses into one cell."
-        raise ValueError(sentence(_OWNER, "network", "different networks", got, remedy))
+        raise ValueError(argument_error(_OWNER, "network", "different networks", got, remedy))
     if len(networks) == 1 and not isinstance(optimizers[0], (list, tuple)):
         return [(networks[0], optimizers)]
     if len(networks) != len(optimizers):
         got = f"{len(optimizers)} for {len(networks)} networks"
-        raise ValueError(sentence(_OWNER, "optimizer", "one per network", got, remedy))
+        raise ValueError(argument_error(_OWNER, "optimizer", "one per network", got, remedy))
     groups = [list(each) if isinstance(each, (list, tuple)) else [each] for each in optimizers]
     if len({id(each) for group in groups for each in group}) < sum(len(group) for group in groups):
         got, remedy = "one of them twice", "Put losses that train the same weights into one cell."
-        raise ValueError(sentence(_OWNER, "optimizer", "different optimizers", got, remedy))
+        raise ValueError(argument_error(_OWNER, "optimizer", "different optimizers", got, remedy))
     return list(zip(networks, groups))

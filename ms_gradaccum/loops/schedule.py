@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from ms_gradaccum._checks import (
+    argument_error,
     check_accumulation_steps,
     check_bool,
     check_choice,
@@ -12,7 +13,6 @@ from ms_gradaccum._checks import (
     check_saved,
     is_count,
     is_number,
-    sentence,
     typed,
 )
 from ms_gradaccum.backend.compiled import check_compile
@@ -57,15 +57,17 @@ class AccumulationSchedule:
         rule, remedy = "a dict from counts to numbers of batches", "For example {0: 1, 4: 2}."
         if not isinstance(self.milestones, dict):
             got = typed(self.milestones)
-            raise TypeError(sentence(_SCHEDULE, "milestones", rule, got, remedy))
+            raise TypeError(argument_error(_SCHEDULE, "milestones", rule, got, remedy))
         if not self.milestones:
-            raise ValueError(sentence(_SCHEDULE, "milestones", rule, "an empty one", remedy))
+            raise ValueError(argument_error(_SCHEDULE, "milestones", rule, "an empty one", remedy))
         for count, steps in self.milestones.items():
             if isinstance(count, bool) or not isinstance(count, int):
                 got = typed(count)
-                raise TypeError(sentence(_SCHEDULE, "milestones", "a dict whose keys are ints", got, remedy))
+                raise TypeError(argument_error(_SCHEDULE, "milestones", "a dict whose keys are ints", got, remedy))
             if count < 0:
-                raise ValueError(sentence(_SCHEDULE, "milestones", "a dict whose keys are not negative", count, remedy))
+                raise ValueError(
+                    argument_error(_SCHEDULE, "milestones", "a dict whose keys are not negative", count, remedy)
+                )
             check_positive_int(_SCHEDULE, f"milestones[{count}]", steps, "It counts the batches of one update.")
         check_choice(_SCHEDULE, "unit", self.unit, get_args(_Unit), "It says what the milestones count.")
 
@@ -73,7 +75,7 @@ class AccumulationSchedule:
         """Return the number of batches of a window that begins after ``count`` epochs, updates or tokens."""
         if isinstance(count, bool) or not isinstance(count, (int, float)):
             got, remedy = typed(count), "It counts epochs, updates or tokens."
-            raise TypeError(sentence(_SCHEDULE, "count", "a number", got, remedy))
+            raise TypeError(argument_error(_SCHEDULE, "count", "a number", got, remedy))
         reached = [milestone for milestone in self.milestones if milestone <= count]
         return self.milestones[max(reached)] if reached else 1
 
@@ -132,12 +134,12 @@ class AccumulationConfig:
             got = typed(self.schedule)
             remedy = "For example schedule={0: 1, 4: 2}."
             raise TypeError(
-                sentence(_OWNER, "schedule", "an AccumulationSchedule, a dict, a function or None", got, remedy)
+                argument_error(_OWNER, "schedule", "an AccumulationSchedule, a dict, a function or None", got, remedy)
             )
         if self.schedule is not None and self.accumulation_steps != 1:
             remedy = "Put the number into the schedule, for example schedule={0: 1, 4: 2}."
             got = f"{self.accumulation_steps} and a schedule"
-            raise ValueError(sentence(_OWNER, "accumulation_steps", "1 with a schedule", got, remedy))
+            raise ValueError(argument_error(_OWNER, "accumulation_steps", "1 with a schedule", got, remedy))
 
     def as_text(self) -> str:
         """Return what all ranks must agree about, the same text in each: of a function its name, not its address."""
@@ -172,14 +174,16 @@ def merge_config(owner: str, accumulation_steps: Any, config: Any) -> Accumulati
         return AccumulationConfig(accumulation_steps)
     if not isinstance(config, AccumulationConfig):
         got = typed(config)
-        raise TypeError(sentence(owner, "config", "an AccumulationConfig or None", got, "Build one, or leave it out."))
+        raise TypeError(
+            argument_error(owner, "config", "an AccumulationConfig or None", got, "Build one, or leave it out.")
+        )
     if accumulation_steps in (1, config.accumulation_steps):
         return config
     if config.accumulation_steps != 1 or config.schedule is not None:
         theirs = "a schedule" if config.schedule is not None else config.accumulation_steps
         got = f"{accumulation_steps} and a config with {theirs}"
         rule = "the same as that of config"
-        raise ValueError(sentence(owner, "accumulation_steps", rule, got, "Give it in one place."))
+        raise ValueError(argument_error(owner, "accumulation_steps", rule, got, "Give it in one place."))
     return replace(config, accumulation_steps=accumulation_steps)
 
 

@@ -9,7 +9,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group
 from mindspore.ops.operations import Split
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.kernels import as_dtype
 from ms_gradaccum.backend.tensors import Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
@@ -25,7 +25,7 @@ def check_sent(owner: str, dtype: Any) -> None:
     """Raise for a dtype that a device does not add up over ranks."""
     if dtype == ms.bfloat16 and ms.get_context("device_target") == "CPU":
         rule, remedy = "one whose reduce_dtype the device can send", "Use float32, or float16 to halve the messages."
-        raise ValueError(sentence(owner, "mixed_precision", rule, "bfloat16 on CPU", remedy))
+        raise ValueError(argument_error(owner, "mixed_precision", rule, "bfloat16 on CPU", remedy))
 
 
 class Group:

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
 from ms_gradaccum.gradients.non_finite import check_can_drop
@@ -51,20 +51,22 @@ def _check_not_wrapped(owner: str, network: Any) -> None:
     # By name: MindSpore before 2.6 has none to import.
     if any(type(cell).__name__ == "DistributedDataParallel" for _, cell in cells):
         rule, got = "one whose gradients nothing else adds up over the processes", "a DistributedDataParallel in it"
-        raise ValueError(sentence(owner, "network", rule, got, "Give the network in it: parallel='auto' adds them up."))
+        raise ValueError(
+            argument_error(owner, "network", rule, got, "Give the network in it: parallel='auto' adds them up.")
+        )
 
 
 def _compilers_own(owner: str, parallel: Any, network: nn.Cell) -> SemiAuto:
     if parallel != "auto":
         remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
-        raise ValueError(sentence(owner, "parallel", "'auto' in semi-auto-parallel", repr(parallel), remedy))
+        raise ValueError(argument_error(owner, "parallel", "'auto' in semi-auto-parallel", repr(parallel), remedy))
     return SemiAuto(network)
 
 
 def _check_auto_parallel(owner: str, network: AutoParallel) -> None:
     if network._pipeline_stages > 1:
         got = f"{network._pipeline_stages} pipeline stages"
-        raise ValueError(sentence(owner, "network", "in one pipeline stage", got, "Do not call pipeline()."))
+        raise ValueError(argument_error(owner, "network", "in one pipeline stage", got, "Do not call pipeline()."))
 
 
 def _settings_of(network: AutoParallel) -> Any:
@@ -158,7 +160,7 @@ def check_parameters_sent(owner: str, parameters: Any) -> None:
         if parameter.dtype == ms.float64:
             rule, got = "one without float64 parameters in several processes", f"{parameter.name!r} of float64"
             remedy = "MindSpore's AllReduce knows no float64: use float32, or one process."
-            raise ValueError(sentence(owner, "network", rule, got, remedy))
+            raise ValueError(argument_error(owner, "network", rule, got, remedy))
 
 
 def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
@@ -177,7 +179,7 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
     if lookup is not None:
         remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
         rule = "one of dense gradients where the ranks share them in each micro batch"
-        raise ValueError(sentence(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
+        raise ValueError(argument_error(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
 
 
 def reducer_layout(kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32) -> ReducerLayout:

@@ -4,7 +4,7 @@ from typing import Any
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.kinds import HSDP
@@ -59,13 +59,15 @@ def check_shardable(optimizer: nn.Cell) -> None:
     remedy = "Use an optimizer that works element by element, or DataParallel()."
     if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
         got = f"{type(optimizer).__name__}, which looks at whole parameters"
-        raise ValueError(sentence(_OWNER, "optimizer", "one that works element by element", got, remedy))
+        raise ValueError(argument_error(_OWNER, "optimizer", "one that works element by element", got, remedy))
     shapes = [parameter.shape for parameter in optimizer.parameters]
     known = {id(item) for value in _matching(optimizer, shapes) for item in value}
     for item in optimizer.get_parameters():
         if id(item) not in known and item.size > 1:
             got = f"{type(optimizer).__name__} with the state {item.name!r} of shape {tuple(item.shape)}"
-            raise ValueError(sentence(_OWNER, "optimizer", "one whose state has its parameters' shapes", got, remedy))
+            raise ValueError(
+                argument_error(_OWNER, "optimizer", "one whose state has its parameters' shapes", got, remedy)
+            )
 
 
 def _matching(optimizer: nn.Cell, shapes: list[Any]) -> list[ParameterTuple]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from ms_gradaccum._checks import check_bool, check_choice, sentence, typed
+from ms_gradaccum._checks import argument_error, check_bool, check_choice, typed
 
 _HSDP = "HSDP"
 _Level = Literal["level1", "level2", "level3"]
@@ -53,7 +53,7 @@ class DataParallel:
             check_bool("DataParallel", name, getattr(self, name), "The default is False.")
         if self.sync_each_batch and self.overlap:
             remedy = "Each micro batch sends its gradients already."
-            raise ValueError(sentence("DataParallel", "overlap", "False with sync_each_batch", True, remedy))
+            raise ValueError(argument_error("DataParallel", "overlap", "False with sync_each_batch", True, remedy))
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class HSDP:
             value = getattr(self, name)
             rule = f"an int of at least {lowest}" + (" or -1" if name == "shard_size" else "")
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(sentence(_HSDP, name, rule, typed(value), remedy))
+                raise TypeError(argument_error(_HSDP, name, rule, typed(value), remedy))
             if value < lowest and not (name == "shard_size" and value == -1):
-                raise ValueError(sentence(_HSDP, name, rule, value, remedy))
+                raise ValueError(argument_error(_HSDP, name, rule, value, remedy))
         remedy = "Higher levels shard more and communicate more."
         check_choice(_HSDP, "optimizer_level", self.optimizer_level, get_args(_Level), remedy)
         check_bool(_HSDP, "check_weights", self.check_weights, "True is for debugging.")
@@ -131,7 +131,7 @@ def check_kind(owner: str, parallel: Any) -> Any:
     is_auto = isinstance(parallel, str) and parallel == "auto"
     if not is_auto and not isinstance(parallel, (DataParallel, HSDP)):
         remedy = "'auto' looks at the number of processes."
-        raise TypeError(sentence(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), remedy))
+        raise TypeError(argument_error(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), remedy))
     return parallel
 
 
@@ -142,5 +142,5 @@ def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
         return None
     if isinstance(parallel, HSDP) and parallel.shard_size > 0 and ranks % parallel.shard_size:
         rule = f"a divisor of the {ranks} processes"
-        raise ValueError(sentence(_HSDP, "shard_size", rule, parallel.shard_size, "-1 means all processes."))
+        raise ValueError(argument_error(_HSDP, "shard_size", rule, parallel.shard_size, "-1 means all processes."))
     return DataParallel() if parallel == "auto" else parallel

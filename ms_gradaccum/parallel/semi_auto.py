@@ -15,7 +15,7 @@ from mindspore.parallel._utils import (
 )
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
@@ -63,7 +63,7 @@ class SemiAuto:
         ):
             if is_refused:
                 owner = "GradAccumulation" if name == "network" else _OWNER
-                raise ValueError(sentence(owner, name, f"{rule} in semi-auto-parallel", got, remedy))
+                raise ValueError(argument_error(owner, name, f"{rule} in semi-auto-parallel", got, remedy))
         if network.micro_size > 1:
             _check_all_are_trained(network, optimizer)
         _warn_of_losses(network)
@@ -116,7 +116,7 @@ def _check_all_are_trained(network: nn.Cell, optimizer: nn.Cell) -> None:
         got = f"one that leaves out {len(left_out)}, first {left_out[0]!r}"
         remedy = "Set requires_grad = False on those that are not to be trained, before the step is built."
         rule = "one of all trainable parameters in semi-auto-parallel"
-        raise ValueError(sentence(_OWNER, "optimizer", rule, got, remedy))
+        raise ValueError(argument_error(_OWNER, "optimizer", rule, got, remedy))
 
 
 def _refuse_first_cast(error: RuntimeError) -> None:
@@ -128,7 +128,7 @@ def _refuse_first_cast(error: RuntimeError) -> None:
     if "Cannot find micro info" in str(error):
         rule = "one whose first operator with a weight takes it as it is, in semi-auto-parallel"
         remedy = "Keep its first layer in float32 (level='O0', to_float for the others), or build it with lazy_inline."
-        raise ValueError(sentence(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)) from error
+        raise ValueError(argument_error(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)) from error
 
 
 def in_semi_auto() -> bool:
@@ -156,13 +156,15 @@ def _check_settings(settings: _Settings) -> None:
     if settings.pipeline_stages > 1:
         got = f"{settings.pipeline_stages} pipeline stages"
         remedy = "Pipeline parallelism has micro batches of its own: do not call pipeline()."
-        raise ValueError(sentence(_OWNER, "network", "in one pipeline stage", got, remedy))
+        raise ValueError(argument_error(_OWNER, "network", "in one pipeline stage", got, remedy))
     if settings.gradients_mean:
         remedy = "The mean is taken over the rows of all ranks, exactly; a second division would make it too small."
-        raise ValueError(sentence(_OWNER, "network", "without gradients_mean", "gradients_mean=True", remedy))
+        raise ValueError(argument_error(_OWNER, "network", "without gradients_mean", "gradients_mean=True", remedy))
     if not settings.loss_repeated_mean:
         remedy = "Without it each rank would count the whole loss: do not call disable_loss_repeated_mean()."
-        raise ValueError(sentence(_OWNER, "network", "with loss_repeated_mean", "loss_repeated_mean=False", remedy))
+        raise ValueError(
+            argument_error(_OWNER, "network", "with loss_repeated_mean", "loss_repeated_mean=False", remedy)
+        )
 
 
 @_primexpr
@@ -171,13 +173,13 @@ def check_compiling(partitioned: bool) -> None:
     if partitioned and not in_semi_auto():
         got = "a graph around it that is compiled without the settings of its AutoParallel"
         remedy = "Give Model(AutoParallel(network), optimizer=optimizer)."
-        raise ValueError(sentence(_OWNER, "network", "compiled as the outermost cell", got, remedy))
+        raise ValueError(argument_error(_OWNER, "network", "compiled as the outermost cell", got, remedy))
     if partitioned:
         _check_settings(_settings_in_context())
     elif in_semi_auto():
         remedy = "Put AutoParallel inside: TrainOneStepCell(AutoParallel(network), optimizer)."
         raise ValueError(
-            sentence(_OWNER, "network", "a loss cell in AutoParallel", "AutoParallel around it all", remedy)
+            argument_error(_OWNER, "network", "a loss cell in AutoParallel", "AutoParallel around it all", remedy)
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 
-from ms_gradaccum._checks import sentence, typed
+from ms_gradaccum._checks import argument_error, typed
 
 # The name of an imported file. It is not "__main__", so that what the file guards does not run.
 _FILE_MODULE = "__mp_main__"
@@ -50,7 +50,9 @@ class Builder(NamedTuple):
         build = _attribute(module, self.name)
         if not callable(build):
             rule = f"the name of a function of {self.place}"
-            raise ValueError(sentence(self.owner, "build", rule, repr(self.name), "It is called without arguments."))
+            raise ValueError(
+                argument_error(self.owner, "build", rule, repr(self.name), "It is called without arguments.")
+            )
         return build()
 
 
@@ -64,24 +66,24 @@ def _parse(owner: str, text: str) -> tuple[str, str]:
     place, _, name = text.rpartition(":")
     if not place or not name:
         rule = "a function, 'file.py:function' or 'module:function'"
-        raise ValueError(sentence(owner, "build", rule, repr(text), "For example 'train.py:build'."))
+        raise ValueError(argument_error(owner, "build", rule, repr(text), "For example 'train.py:build'."))
     return (str(Path(place).resolve()) if place.endswith(".py") else place), name
 
 
 def _locate(owner: str, build: Any) -> tuple[str, str]:
     """Return the file or module of a function and its name there. The function must be what is found there."""
     if not callable(build):
-        raise TypeError(sentence(owner, "build", _RULE, typed(build), _REMEDY))
+        raise TypeError(argument_error(owner, "build", _RULE, typed(build), _REMEDY))
     place, name = getattr(build, "__module__", None), getattr(build, "__qualname__", None)
     module = sys.modules.get(place or "")
     if module is None or name is None or _attribute(module, name) is not build:
-        raise ValueError(sentence(owner, "build", _RULE, repr(build), _REMEDY))
+        raise ValueError(argument_error(owner, "build", _RULE, repr(build), _REMEDY))
     if place == "__main__":
         # Of `python -m package.program`; a program that is started by its path, like a notebook, has none.
         spec = getattr(module, "__spec__", None)
         place = spec.name if spec is not None else str(Path(getattr(module, "__file__", "")).resolve())
         if spec is None and not Path(place).is_file():
-            raise ValueError(sentence(owner, "build", _RULE, f"{name} of a program that is in no file", _REMEDY))
+            raise ValueError(argument_error(owner, "build", _RULE, f"{name} of a program that is in no file", _REMEDY))
     return str(place), name
 
 

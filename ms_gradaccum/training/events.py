@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-from ms_gradaccum._checks import check_saved, is_count, sentence, typed
+from ms_gradaccum._checks import argument_error, check_saved, is_count, typed
 from ms_gradaccum.training.step_output import StepOutput
 
 NAMES = ("on_micro_batch_begin", "on_micro_batch_end", "on_update_begin", "on_update_end")
@@ -116,7 +116,7 @@ class Events:
             got = typed(callback)
             rule = f"an object with at least one of the methods {', '.join(NAMES)}"
             remedy = "Each takes one argument, a StepEvent."
-            raise TypeError(sentence(self.owner, "callback", rule, got, remedy))
+            raise TypeError(argument_error(self.owner, "callback", rule, got, remedy))
         for name in NAMES:
             if callable(getattr(callback, name, None)):
                 self._listeners[name].append(getattr(callback, name))

@@ -7,7 +7,7 @@ from typing import Any
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, op_by_op
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
@@ -76,7 +76,7 @@ class FirstPass(NoFirstPass):
         drawn = random_cells(self.network.loss_fn)
         if drawn and reducer.several:
             rule, got = "a loss that is the same on all processes", f"one that draws random numbers: {drawn}"
-            raise ValueError(sentence("GradCacheLoss", "loss_fn", rule, got, "Draw them in the backbone."))
+            raise ValueError(argument_error("GradCacheLoss", "loss_fn", rule, got, "Draw them in the backbone."))
 
     def compiled_cells(self) -> list[Any]:
         return [*self.forwards.values(), *self.losses.values()]
@@ -95,7 +95,7 @@ class FirstPass(NoFirstPass):
         if not floats:
             got = ", ".join(str(output.dtype) for output in outputs) or "nothing"
             rule, remedy = "a network that returns a floating-point tensor", "There is no gradient without one."
-            raise ValueError(sentence("GradCacheLoss", "backbone", rule, got, remedy))
+            raise ValueError(argument_error("GradCacheLoss", "backbone", rule, got, remedy))
         split = [axis is not None for axis in axes]
         own_rows = [*outputs, *(leaf for leaf, is_split in zip(leaves, split) if is_split)]
         begin, rows, whole = self.reducer.gather_rows(sum(counts), own_rows)

@@ -12,13 +12,13 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
     Settled,
+    argument_error,
     check_bool,
     check_cell,
     check_choice,
     check_construct,
     check_micro_size,
     refuse_unknown,
-    sentence,
     warn,
 )
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
@@ -296,13 +296,15 @@ def _check_inside(network: nn.Cell) -> None:
         if name is not None:
             got = f"MindSpore's {type(cell).__name__}, which returns the sum of the losses of its parts"
             rule = "a network that does not split its batches itself"
-            raise ValueError(sentence(_OWNER, "network", rule, got, _SPLIT_THEMSELVES[name]))
+            raise ValueError(argument_error(_OWNER, "network", rule, got, _SPLIT_THEMSELVES[name]))
         if isinstance(cell, nn.TrainOneStepCell):
             got, remedy = f"{type(cell).__name__}, a training step", "Give the loss cell inside it."
-            raise ValueError(sentence(_OWNER, "network", "a loss cell", got, remedy))
+            raise ValueError(argument_error(_OWNER, "network", "a loss cell", got, remedy))
         if isinstance(cell, GradAccumulation):
             remedy = "Use one, with the product of the two micro_size."
-            raise ValueError(sentence(_OWNER, "network", "a network without GradAccumulation", "one inside", remedy))
+            raise ValueError(
+                argument_error(_OWNER, "network", "a network without GradAccumulation", "one inside", remedy)
+            )
 
 
 def _check_losses(losses: Any, weighted: bool) -> str | None:
@@ -312,7 +314,7 @@ def _check_losses(losses: Any, weighted: bool) -> str | None:
     choice = check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
     if choice == "sum" and weighted:
         remedy = "A sum needs one weight: return (sum_1 + factor * sum_2, weight)."
-        raise ValueError(sentence(_OWNER, "losses", "None or 'first' with weighted=True", "'sum'", remedy))
+        raise ValueError(argument_error(_OWNER, "losses", "None or 'first' with weighted=True", "'sum'", remedy))
     return choice
 
 
@@ -321,13 +323,13 @@ def _check_cached(network: nn.Cell, weighted: bool, losses: Any) -> None:
     if isinstance(network, GradCacheLoss):
         remedy = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
         if weighted:
-            raise ValueError(sentence(_OWNER, "weighted", "False for a GradCacheLoss", weighted, remedy))
+            raise ValueError(argument_error(_OWNER, "weighted", "False for a GradCacheLoss", weighted, remedy))
         if losses is not None:
-            raise ValueError(sentence(_OWNER, "losses", "None for a GradCacheLoss", repr(losses), remedy))
+            raise ValueError(argument_error(_OWNER, "losses", "None for a GradCacheLoss", repr(losses), remedy))
     elif any(isinstance(cell, GradCacheLoss) for _, cell in network.cells_and_names()):
         remedy = "Put what is around it into its backbone or its loss_fn."
         got = f"{type(network).__name__} with one inside, whose loss would be that of each micro batch"
-        raise ValueError(sentence(_OWNER, "network", "the GradCacheLoss itself", got, remedy))
+        raise ValueError(argument_error(_OWNER, "network", "the GradCacheLoss itself", got, remedy))
 
 
 _split_shapes = _primexpr(split_shapes)

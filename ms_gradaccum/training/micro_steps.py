@@ -7,7 +7,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn
 
-from ms_gradaccum._checks import sentence, warn
+from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
 from ms_gradaccum.backend.network_code import NetworkCode
@@ -172,7 +172,7 @@ class MicroSteps:
         if lookup is not None:
             rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
             remedy = "Use nn.Embedding, or give compile=True."
-            raise ValueError(sentence(self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
+            raise ValueError(argument_error(self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
         if not self.eager:
             _LOGGER.warning(
                 "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
@@ -202,7 +202,7 @@ class MicroSteps:
             if why_not:
                 remedy = "Give a tuple or a dict, or leave compile out."
                 raise ValueError(
-                    sentence(self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
+                    argument_error(self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
                 )
             pooled = self._is_for_thread_pool(micro_batches)
             build = self._builder(structure, pooled, reduces)

@@ -5,7 +5,7 @@ from typing import Any
 
 from mindspore import nn
 
-from ms_gradaccum._checks import check_accumulation_steps, check_bool, sentence, typed
+from ms_gradaccum._checks import argument_error, check_accumulation_steps, check_bool, typed
 from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.gradients.clipping import check_clip
 from ms_gradaccum.gradients.mixed_precision import Precision, check_precision
@@ -97,9 +97,9 @@ def check_stock_arguments(owner: str, sens: Any, return_grad: Any) -> None:
     )
     rule = "None or 1.0"
     if sens is not None and (isinstance(sens, bool) or not isinstance(sens, (int, float))):
-        raise TypeError(sentence(owner, "sens", rule, typed(sens), remedy))
+        raise TypeError(argument_error(owner, "sens", rule, typed(sens), remedy))
     if sens is not None and sens != 1:
-        raise ValueError(sentence(owner, "sens", rule, sens, remedy))
+        raise ValueError(argument_error(owner, "sens", rule, sens, remedy))
     remedy = "Take the gradients with value_and_grad, and give them to an Accumulator."
     if check_bool(owner, "return_grad", return_grad, remedy):
-        raise ValueError(sentence(owner, "return_grad", "False", True, remedy))
+        raise ValueError(argument_error(owner, "return_grad", "False", True, remedy))

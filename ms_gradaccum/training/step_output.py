@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import argument_error
 
 # The loss as NumPy has it, and whatever else NumPy asks for.
 _Loss = np.ndarray[tuple[int, ...], np.dtype[np.float32 | np.float64]]
@@ -208,4 +208,4 @@ def check_output(owner: str, output: Any) -> None:
     """Raise unless ``output`` is that of a training step, or None."""
     if output is not None and not isinstance(output, StepOutput):
         got, remedy = type(output).__name__, "With several networks, give the output of one of them."
-        raise TypeError(sentence(owner, "output", "a StepOutput or None", got, remedy))
+        raise TypeError(argument_error(owner, "output", "a StepOutput or None", got, remedy))

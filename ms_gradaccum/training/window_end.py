@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.backend.optimizers import EagerRate, LearningRate, compiles_itself, scale_for
 from ms_gradaccum.gradients.buffer import GradientBuffer
@@ -174,7 +174,7 @@ class WindowEnd(nn.Cell):
         count, known = len(self.update.optimizer.parameters), len(self.reducer.parameters)
         if count != known:
             got, remedy = f"{count} where it had {known}", "Build a new step after add_param_group()."
-            raise ValueError(sentence(self.owner, "optimizer", "one whose parameters stay the same", got, remedy))
+            raise ValueError(argument_error(self.owner, "optimizer", "one whose parameters stay the same", got, remedy))
         eager = runs_eagerly(self.compiles)
         report = WindowReport(*self._report(reduced, eager)(NOTHING))
         self.is_bad = report.is_bad

@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from ms_gradaccum._checks import check_number, sentence, typed
+from ms_gradaccum._checks import argument_error, check_number, typed
 from ms_gradaccum.backend.compiled import Compiled
 
 # A rate, one per update, a schedule, or a function of the number of updates before.
@@ -26,10 +26,10 @@ def check_learning_rate(owner: str, value: Any, updates: int) -> Any:
     if not isinstance(value, (list, tuple)) or not all(_is_number(rate) for rate in value):
         rule = "a number, a list of numbers, a LearningRateSchedule or a function of the update's number"
         remedy = "Give what the optimizer gets."
-        raise TypeError(sentence(owner, "learning_rate", rule, typed(value), remedy))
+        raise TypeError(argument_error(owner, "learning_rate", rule, typed(value), remedy))
     if len(value) < updates:
         rule, remedy = f"as long as the {updates} updates", "An optimizer takes one entry per update, not per batch."
-        raise ValueError(sentence(owner, "learning_rate", rule, f"{len(value)} rates", remedy))
+        raise ValueError(argument_error(owner, "learning_rate", rule, f"{len(value)} rates", remedy))
     return tuple(_as_rate(owner, f"learning_rate[{i}]", rate) for i, rate in enumerate(value))
 
 

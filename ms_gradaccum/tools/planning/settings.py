@@ -7,13 +7,13 @@ from mindspore import Parameter
 
 from ms_gradaccum._checks import (
     MAX_INT,
+    argument_error,
     check_accumulation_steps,
     check_bool,
     check_choice,
     check_last_window,
     check_positive_float,
     check_positive_int,
-    sentence,
 )
 from ms_gradaccum.gradients.clipping import check_clip
 from ms_gradaccum.parallel.kinds import choose_kind
@@ -69,7 +69,7 @@ def check_dataset_size(owner: str, plan: Any) -> int | tuple[int, ...]:
         rows = tuple(check_positive_int(owner, "dataset_size", each, remedy, _MOST_ROWS) for each in plan.dataset_size)
         if len(rows) != plan.ranks:
             rule = f"one number, or one for each of the {plan.ranks} ranks"
-            raise ValueError(sentence(owner, "dataset_size", rule, f"{len(rows)} numbers", "Give ranks, too."))
+            raise ValueError(argument_error(owner, "dataset_size", rule, f"{len(rows)} numbers", "Give ranks, too."))
     else:
         rows = (check_positive_int(owner, "dataset_size", plan.dataset_size, remedy, _MOST_ROWS),)
     shares = share_rows(plan.dataset_size, plan.ranks)
@@ -78,7 +78,9 @@ def check_dataset_size(owner: str, plan: Any) -> int | tuple[int, ...]:
     if plan.drop_remainder and fewest < plan.batch_size:
         rule = f"at least one batch of {plan.batch_size} rows on each rank"
         got = f"{fewest} rows on one of them"
-        raise ValueError(sentence(owner, "dataset_size", rule, got, "Use drop_remainder=False or smaller batches."))
+        raise ValueError(
+            argument_error(owner, "dataset_size", rule, got, "Use drop_remainder=False or smaller batches.")
+        )
     return rows if isinstance(plan.dataset_size, Sequence) else plan.dataset_size
 
 
@@ -105,11 +107,13 @@ def window_batches(owner: str, plan: Any) -> int:
             f"{rows * steps} (accumulation_steps={steps})" for steps in (wanted // rows, wanted // rows + 1) if steps
         ]
         remedy = f"Use {' or '.join(nearest)}; round_global_batch=True rounds up."
-        raise ValueError(sentence(owner, "global_batch", f"a multiple of batch_size * ranks = {rows}", wanted, remedy))
+        raise ValueError(
+            argument_error(owner, "global_batch", f"a multiple of batch_size * ranks = {rows}", wanted, remedy)
+        )
     steps = -(-wanted // rows)
     if given not in (None, steps):
         rule, remedy = f"{steps} for a global_batch of {wanted}", "Give one of the two."
-        raise ValueError(sentence(owner, "accumulation_steps", rule, given, remedy))
+        raise ValueError(argument_error(owner, "accumulation_steps", rule, given, remedy))
     return steps
 
 
@@ -118,5 +122,5 @@ def check_parameters(owner: str, parameters: Any) -> tuple[Weight, ...]:
     known = isinstance(parameters, (list, tuple)) and all(isinstance(item, (Parameter, Weight)) for item in parameters)
     if not known:
         rule, got = "a list of parameters", type(parameters).__name__
-        raise TypeError(sentence(owner, "parameters", rule, got, "Give network.trainable_params()."))
+        raise TypeError(argument_error(owner, "parameters", rule, got, "Give network.trainable_params()."))
     return tuple(Weight(tuple(item.shape), item.itemsize) for item in parameters)

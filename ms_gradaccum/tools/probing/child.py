@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 
-from ms_gradaccum._checks import sentence
+from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.compiled import return_memory
 from ms_gradaccum.batch.nested_inputs import as_call
 from ms_gradaccum.batch.split import SplitBatch, split_batch
@@ -93,11 +93,13 @@ class Training(NamedTuple):
         if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance((*made, {})[3], dict):
             rule = "a function that returns (network, optimizer, batch) or (network, optimizer, batch, dict)"
             got = f"{type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple) else "")
-            raise TypeError(sentence(OWNER, "build", rule, got, "The dict has settings of TrainOneStepCell."))
+            raise TypeError(argument_error(OWNER, "build", rule, got, "The dict has settings of TrainOneStepCell."))
         network, optimizer, batch, settings = (*made, {})[:4]
         if isinstance(network, ms.nn.Cell) and is_semi_auto(network):
             got = "one that the compiler partitions, which one process alone cannot measure"
-            raise ValueError(sentence(OWNER, "network", "a loss cell of one process", got, "Give the cell inside."))
+            raise ValueError(
+                argument_error(OWNER, "network", "a loss cell of one process", got, "Give the cell inside.")
+            )
         network = as_grad_accumulation(OWNER, network)
         args, kwargs = as_call(OWNER, batch)
         inputs = network.positional(args, kwargs)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ms_gradaccum._checks import check_positive_int, sentence
+from ms_gradaccum._checks import argument_error, check_positive_int
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -19,11 +19,11 @@ def check_memory_limit(owner: str, limit: Any) -> int:
     if isinstance(limit, str):
         match = _TEXT.fullmatch(limit)
         if match is None:
-            raise ValueError(sentence(owner, "memory_limit", _RULE, repr(limit), _REMEDY))
+            raise ValueError(argument_error(owner, "memory_limit", _RULE, repr(limit), _REMEDY))
         limit = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
     elif isinstance(limit, bool) or not isinstance(limit, int):
         got = f"{limit!r} of type {type(limit).__name__}"
-        raise TypeError(sentence(owner, "memory_limit", _RULE, got, _REMEDY))
+        raise TypeError(argument_error(owner, "memory_limit", _RULE, got, _REMEDY))
     return check_positive_int(owner, "memory_limit", limit, _REMEDY, _MOST)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mindspore import nn
 
-from ms_gradaccum._checks import check_positive_float, sentence, typed
+from ms_gradaccum._checks import argument_error, check_positive_float, typed
 from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.parallel.world import current_world, gather_values
 from ms_gradaccum.tools.builder import Builder
@@ -132,7 +132,9 @@ def find_micro_size(
         limit = check_memory_limit(OWNER, memory_limit)
         check_positive_float(OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
         if report is not None and not callable(report):
-            raise TypeError(sentence(OWNER, "report", "a function or None", typed(report), "For example report=print."))
+            raise TypeError(
+                argument_error(OWNER, "report", "a function or None", typed(report), "For example report=print.")
+            )
         return _Search(Builder.of(OWNER, build), limit, timeout, report)
 
     return prepare().run() if current_world(OWNER).size == 1 else _agreed(prepare)
@@ -181,7 +183,7 @@ class _Search:
         takes = f"at least the {as_text(peak)}" if peak is not None else f"more than the {as_text(passed or 0)}"
         rule = f"{takes} that single rows (micro_size={rows}) take"
         remedy = f"{as_text(loaded)} of it are in use before the first row: shrink network, optimizer or batch."
-        return sentence(OWNER, "memory_limit", rule, as_text(self.limit), remedy)
+        return argument_error(OWNER, "memory_limit", rule, as_text(self.limit), remedy)
 
 
 def _agreed(prepare: Callable[[], _Search]) -> int:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ms_gradaccum._checks import check_path, sentence, warn
+from ms_gradaccum._checks import argument_error, check_path, warn
 
 _OWNER = "MetricsLogger"
 _number = itertools.count()
@@ -31,7 +31,9 @@ class JsonLines:
             raise _not_writable("path", self.path, error) from None
         if has_lines and not append:
             remedy = "Give another one, delete it, or go on in it with append=True."
-            raise ValueError(sentence(_OWNER, "path", "a new or empty file", f"{self.path} with lines in it", remedy))
+            raise ValueError(
+                argument_error(_OWNER, "path", "a new or empty file", f"{self.path} with lines in it", remedy)
+            )
 
     def write(self, record: dict[str, Any], scalars: dict[str, float], step: int) -> None:
         """Write a line, after those that could not be written before."""
@@ -152,7 +154,7 @@ class Call:
 
 
 def _not_writable(name: str, path: str, error: OSError) -> OSError:
-    return type(error)(sentence(_OWNER, name, "writable", f"{path} ({error.strerror})", "Give another one."))
+    return type(error)(argument_error(_OWNER, name, "writable", f"{path} ({error.strerror})", "Give another one."))
 
 
 def _as_json(value: Any) -> Any:

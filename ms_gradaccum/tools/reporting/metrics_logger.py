@@ -6,7 +6,7 @@ from typing import Any, SupportsFloat
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, check_bool, sentence, typed
+from ms_gradaccum._checks import Settled, argument_error, check_bool, typed
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.reporting.metric_sinks import Call, EventFile, JsonLines
@@ -84,8 +84,8 @@ class MetricsLogger(Settled, Callback):
     ) -> None:
         super().__init__()
         if log is not None and not callable(log):
-            got = typed(log)
-            raise TypeError(sentence(_OWNER, "log", "a function of a dict and a step, or None", got, "Give wandb.log."))
+            rule = "a function of a dict and a step, or None"
+            raise TypeError(argument_error(_OWNER, "log", rule, typed(log), "Give wandb.log."))
         check_bool(_OWNER, "append", append, "True goes on in a file that has lines.")
         self._costs = {"weight_norm": weight_norm, "communication_time": communication_time}
         self._settings: dict[str, Any] = {"every": every, "peak_memory": peak_memory}
@@ -132,7 +132,7 @@ class MetricsLogger(Settled, Callback):
         for name, value in extra.items():
             if not _is_number(value):
                 remedy = "Metrics of several values take a name for each."
-                raise TypeError(sentence(_OWNER, name, "a number", typed(value), remedy))
+                raise TypeError(argument_error(_OWNER, name, "a number", typed(value), remedy))
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in extra.items()}
         self._update = report.update
         epoch = {} if self._epoch is None else {"epoch": self._epoch}
@@ -185,7 +185,7 @@ class MetricsLogger(Settled, Callback):
         asked = [name for name, value in self._costs.items() if value]
         if self._train_step is None and asked:
             remedy = "Give the Accumulator or the TrainOneStepCell."
-            raise ValueError(sentence(_OWNER, "train_step", f"given for {' and '.join(asked)}", None, remedy))
+            raise ValueError(argument_error(_OWNER, "train_step", f"given for {' and '.join(asked)}", None, remedy))
 
     def _write(self, record: dict[str, Any], scalars: dict[str, float]) -> None:
         for sink in self._sinks:

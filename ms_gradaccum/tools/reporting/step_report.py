@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mindspore import nn
 
-from ms_gradaccum._checks import Settled, check_bool, check_positive_int, sentence, typed
+from ms_gradaccum._checks import Settled, argument_error, check_bool, check_positive_int, typed
 from ms_gradaccum.backend.optimizers import inner_optimizer
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -168,7 +168,9 @@ class StepReporter(Settled):
             if asked[name] and not reducers:
                 got = "no train_step" if train_step is None else "one that the compiler partitions"
                 remedy = f"Leave {name} out, or give what trains."
-                raise ValueError(sentence(_OWNER, "train_step", f"one whose parts are known for {name}", got, remedy))
+                raise ValueError(
+                    argument_error(_OWNER, "train_step", f"one whose parts are known for {name}", got, remedy)
+                )
         self._weight_norm = weight_norm_of(reducers) if weight_norm and reducers else None
         self._communication_time = CommunicationTime(reducers) if communication_time and reducers else None
         self._peak_memory = peak_memory
@@ -267,11 +269,11 @@ def _look_at(train_step: Any, network: nn.Cell | None) -> _Trained:
         )
     if not isinstance(train_step, Accumulator):
         got, remedy = typed(train_step), "Of a Model, give model.train_network."
-        raise TypeError(sentence(_OWNER, "train_step", "a TrainOneStepCell or an Accumulator", got, remedy))
+        raise TypeError(argument_error(_OWNER, "train_step", "a TrainOneStepCell or an Accumulator", got, remedy))
     chosen = train_step.window.chosen(network)
     if len(chosen) > 1:
         remedy = "Build a reporter for each: StepReporter(accumulator, network=loss_cell)."
-        raise ValueError(sentence(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
+        raise ValueError(argument_error(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
     trained = chosen[0]
     optimizer = inner_optimizer(trained.optimizers[0])
     return _Trained(optimizer, trained.reducers, trained.network.weighted, train_step.events, lambda: trained.is_open)

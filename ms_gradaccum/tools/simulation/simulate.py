@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from ms_gradaccum._checks import check_bool, check_choice, check_positive_float, check_positive_int, sentence
+from ms_gradaccum._checks import argument_error, check_bool, check_choice, check_positive_float, check_positive_int
 from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.tools.builder import Builder
@@ -78,7 +78,7 @@ def simulate(
     refuse_inside(OWNER, IN_JOB)
     check_positive_int(OWNER, "devices", devices, "It is the number of devices of the job.")
     if devices < 2:
-        raise ValueError(sentence(OWNER, "devices", "at least 2", devices, "One device partitions nothing."))
+        raise ValueError(argument_error(OWNER, "devices", "at least 2", devices, "One device partitions nothing."))
     remedy = "MindSpore's wheel for CPU compiles for GPU too; Ascend partitions by the same rules."
     check_choice(OWNER, "target", target, ("GPU",), remedy)
     for name, value in (("run", run), ("compare", compare), ("progress", progress)):

@@ -18,7 +18,7 @@ from mindspore.parallel._auto_parallel_context import auto_parallel_context
 from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import first_line, sentence
+from ms_gradaccum._checks import argument_error, first_line
 from ms_gradaccum.backend.compiled import graph_mode, inlined
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.batch.nested_inputs import as_call
@@ -97,15 +97,17 @@ class _Rank:
             made = self.builder.call()
         if not isinstance(made, tuple) or len(made) != 2:
             remedy = "Return (TrainOneStepCell(AutoParallel(...), optimizer), batch), or a Model in its place."
-            raise TypeError(sentence(OWNER, "build", "a function that returns (step, batch)", _kind(made), remedy))
+            raise TypeError(
+                argument_error(OWNER, "build", "a function that returns (step, batch)", _kind(made), remedy)
+            )
         step, batch = made
         step = _step_of(step) if isinstance(step, Model) else step
         if not isinstance(step, TrainOneStepCell):
             rule = "a function that returns a TrainOneStepCell or a Model of ms_gradaccum, and a batch"
-            raise TypeError(sentence(OWNER, "build", rule, f"{_kind(step)} and a batch", "Build one of these."))
+            raise TypeError(argument_error(OWNER, "build", rule, f"{_kind(step)} and a batch", "Build one of these."))
         if not isinstance(step.body, PartitionedStep):
             rule, got = "a function that returns a step which the compiler partitions", "one without AutoParallel"
-            raise ValueError(sentence(OWNER, "build", rule, got, "Put AutoParallel around its GradAccumulation."))
+            raise ValueError(argument_error(OWNER, "build", rule, got, "Put AutoParallel around its GradAccumulation."))
         args, kwargs = as_call(OWNER, batch)
         return step, step.network.positional(args, kwargs)
 
@@ -121,7 +123,7 @@ class _Rank:
             strategies = list(strategy)
             if len(strategies) != len(tensors) or not all(isinstance(n, int) for parts in strategies for n in parts):
                 rule = f"'data_parallel', 'full_batch' or a tuple of ints for each of the {len(tensors)} inputs"
-                raise ValueError(sentence(OWNER, "dataset_strategy", rule, strategy, "Give numbers of parts."))
+                raise ValueError(argument_error(OWNER, "dataset_strategy", rule, strategy, "Give numbers of parts."))
         rest = iter(strategies)
         return [_some_rows(item, next(rest)) if isinstance(item, Tensor) else item for item in batch]
 
@@ -241,7 +243,9 @@ def _some_rows(item: Tensor, parts: tuple[int, ...]) -> Tensor:
     for axis, count in enumerate(parts):
         if item.shape[axis] % count:
             rule = f"one whose axis {axis} divides into the {count} parts of its dataset_strategy"
-            raise ValueError(sentence(OWNER, "batch", rule, f"the shape {tuple(item.shape)}", "Give all rows of it."))
+            raise ValueError(
+                argument_error(OWNER, "batch", rule, f"the shape {tuple(item.shape)}", "Give all rows of it.")
+            )
     return Tensor(item.asnumpy()[tuple(slice(length // count) for length, count in zip(item.shape, parts))])
 
 
@@ -281,7 +285,7 @@ def _on_cpu() -> Iterator[None]:
     except Exception as error:
         rule, got = "False for a program that does not run on CPU", f"True: {first_line(error).rstrip('.')}"
         remedy = "Without it the step is compiled and counted all the same."
-        raise RuntimeError(sentence(OWNER, "run", rule, got, remedy)) from error
+        raise RuntimeError(argument_error(OWNER, "run", rule, got, remedy)) from error
 
 
 @contextmanager

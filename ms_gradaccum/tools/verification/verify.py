@@ -7,7 +7,7 @@ from typing import Any
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, sentence
+from ms_gradaccum._checks import argument_error, check_bool, check_cell, check_positive_float, check_positive_int
 from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
@@ -151,9 +151,11 @@ def _as_grad_accumulation(
         network = network.network
     if isinstance(network, nn.TrainOneStepCell):
         rule = "a GradAccumulation or a loss cell"
-        raise ValueError(sentence(_OWNER, "network", rule, type(network).__name__, "Give its network."))
+        raise ValueError(argument_error(_OWNER, "network", rule, type(network).__name__, "Give its network."))
     if not any(True for _ in network.trainable_params()):
-        raise ValueError(sentence(_OWNER, "network", "one with trainable parameters", "none", "Give the loss cell."))
+        raise ValueError(
+            argument_error(_OWNER, "network", "one with trainable parameters", "none", "Give the loss cell.")
+        )
     if not isinstance(network, GradAccumulation):
         count = check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
@@ -170,7 +172,7 @@ def _as_grad_accumulation(
     for name, given, own, default in settings:
         if given not in (own, default):
             rule = f"{default!r} or that of the GradAccumulation, {own!r}"
-            raise ValueError(sentence(_OWNER, name, rule, repr(given), remedy))
+            raise ValueError(argument_error(_OWNER, name, rule, repr(given), remedy))
     return network
 
 
@@ -178,7 +180,7 @@ def _check_compile(value: Any) -> bool:
     compiles = check_compile(_OWNER, value)
     if compiles and os.getenv("MS_JIT") == "0":
         rule, got = "None where MS_JIT=0 has nothing compiled", "True"
-        raise ValueError(sentence(_OWNER, "compile", rule, got, "Unset MS_JIT, or leave compile out."))
+        raise ValueError(argument_error(_OWNER, "compile", rule, got, "Unset MS_JIT, or leave compile out."))
     return compiles
 
 
@@ -191,7 +193,7 @@ def _check_reference(reference: Any, loss_cell: nn.Cell) -> None:
     if missing:
         got = f"one without {len(missing)} of them, first {missing[0]!r}"
         remedy = "Build it around the same network."
-        raise ValueError(sentence(_OWNER, "reference", "a loss cell of the parameters of network", got, remedy))
+        raise ValueError(argument_error(_OWNER, "reference", "a loss cell of the parameters of network", got, remedy))
 
 
 def _default_rtol(start: Start) -> float:
