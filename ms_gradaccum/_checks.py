@@ -1,4 +1,4 @@
-"""Argument checks: the one place that words errors."""
+"""Argument checks, and the wording of their errors."""
 
 import contextlib
 import difflib
@@ -16,14 +16,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-# What becomes of a window that is unfinished at the end of the data.
+# The treatment of a window that is unfinished at the end of the data.
 LastWindow = Literal["apply", "drop", "carry"]
-# What MindSpore counts with, and the range of the numbers that it computes with.
+# The limits of int32 and float32.
 MAX_INT = 2**31 - 1
 _LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-# Where what is not the user's program lies: the package, MindSpore, and what calls them in between.
+# Path prefixes of code that is not the user's: this package, MindSpore, and the standard library between them.
 LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
-# Arguments by the names that other libraries have for them.
+# The names of arguments in other libraries.
 _OTHER_NAMES = {
     "accumulation_steps": "gradient_accumulation_steps grad_accumulation_steps gradient_accumulate_steps "
     "grad_accum_steps accumulate_grad_batches gradient_accumulation accum_steps acc_steps accumulate_steps accum_iter",
@@ -47,7 +47,7 @@ def argument_error(owner: str, name: str, rule: str, value: object, remedy: str)
 
 
 def refuse_unknown(owner: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise for arguments that a function takes by no name, and say which names are meant."""
+    """Raise for unknown keyword arguments, and suggest the right names."""
     if not arguments:
         return
     known = [name for name, each in inspect.signature(function).parameters.items() if each.kind != each.VAR_KEYWORD]
@@ -64,9 +64,9 @@ def refuse_unknown(owner: str, function: Callable[..., Any], arguments: Mapping[
 
 
 class Settled:
-    """Base of objects that read their settings once: to assign one later is refused, where it would change nothing.
+    """Base class of objects that read their settings once: assigning one later raises, since it would have no effect.
 
-    A constructor ends with ``self._is_built = True``. `_OBEYED` has the settings that are read in each call.
+    A constructor ends with ``self._is_built = True``. `_OBEYED` lists the settings that are read in each call.
     """
 
     _is_built = False
@@ -82,7 +82,7 @@ class Settled:
 
 
 class Uncopied:
-    """Base of what trains: a copy would have the same optimizer, or one whose parameters nobody updates."""
+    """Base class of training steps, which cannot be copied: a copy would share the optimizer or have a detached one."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -92,7 +92,7 @@ class Uncopied:
 
 
 def _settings_of(kind: Any) -> frozenset[str]:
-    """Return the names of the settings of a class and of those around it, as any of their users may write them."""
+    """Return the argument names of a class and of its bases, and their synonyms in other libraries."""
     constructors = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)]
     ours = [each for each in constructors if getattr(each, "__module__", "").startswith(f"{__package__}.")]
     return frozenset(_RIGHT_NAMES).union(_RIGHT_NAMES.values(), *(inspect.signature(each).parameters for each in ours))
@@ -102,7 +102,7 @@ _settings: Callable[[Any], frozenset[str]] = functools.cache(_settings_of)
 
 
 def typed(value: object) -> str:
-    """Return a value of the wrong type as an error shows it."""
+    """Describe a value of the wrong type for an error message."""
     return f"{value!r} of type {type(value).__name__}"
 
 
@@ -118,7 +118,7 @@ def check_positive_int(owner: str, name: str, value: Any, remedy: str, most: int
 
 
 def check_int(owner: str, name: str, value: Any, remedy: str) -> int:
-    """Return ``value`` if it is an int (a bool is not an int here) that an int32 can hold."""
+    """Return ``value`` if it is an int in the range of int32 (a bool is not an int here)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(argument_error(owner, name, "an int", typed(value), remedy))
     if not -MAX_INT - 1 <= value <= MAX_INT:
@@ -137,7 +137,7 @@ def check_positive_float(owner: str, name: str, value: Any, remedy: str) -> floa
 
 
 def check_positive_float32(owner: str, name: str, value: Any, remedy: str) -> float:
-    """Return ``value`` as a float if it is neither 0 nor Inf as a float32, which a tensor makes of it."""
+    """Return ``value`` as a float if it is positive and finite as a float32, too, the dtype of its tensor."""
     number = check_positive_float(owner, name, value, remedy)
     if not _LEAST_FLOAT32 <= number <= _LARGEST_FLOAT32:
         rule = f"a positive number in the range of float32, {_LEAST_FLOAT32:.3g} to {_LARGEST_FLOAT32:.3g}"
@@ -146,7 +146,7 @@ def check_positive_float32(owner: str, name: str, value: Any, remedy: str) -> fl
 
 
 def check_number(owner: str, name: str, value: Any, remedy: str) -> float:
-    """Return ``value``, a number or a tensor or array of one, as a float if it is finite and at least 0."""
+    """Return ``value``, a number or a tensor or array of one element, as a float if it is finite and at least 0."""
     number = value.asnumpy() if isinstance(value, ms.Tensor) else value
     number = number.item() if isinstance(number, (np.ndarray, np.generic)) and number.size == 1 else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
@@ -157,7 +157,7 @@ def check_number(owner: str, name: str, value: Any, remedy: str) -> float:
 
 
 def _as_float(value: float) -> float:
-    """Return ``value`` as a float: Inf for an int that is too large to be one."""
+    """Return ``value`` as a float: Inf for an int that is too large."""
     try:
         return float(value)
     except OverflowError:
@@ -165,7 +165,7 @@ def _as_float(value: float) -> float:
 
 
 def check_loss(owner: str, value: Any) -> float:
-    """Return a loss that the caller reports as a float; NaN if there is none. An Inf or a NaN is a loss, too."""
+    """Return a loss for the report as a float; NaN for None. An Inf or a NaN is accepted."""
     if value is None:
         return math.nan
     got = typed(value)
@@ -180,7 +180,7 @@ def check_loss(owner: str, value: Any) -> float:
 
 
 def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
-    """Raise if a subclass has a `construct` of its own, which nothing would call."""
+    """Raise if a subclass overrides `construct`, which nothing would call."""
     own = next(each for each in kind.__mro__ if "construct" in vars(each))
     if own is not base:
         got = f"that of {own.__name__}, which would never be called"
@@ -205,7 +205,7 @@ def check_choice(owner: str, name: str, value: Any, choices: Sequence[str], reme
 
 
 def check_path(owner: str, name: str, value: Any, remedy: str) -> str:
-    """Return ``value`` as text if it is a path that the system can have."""
+    """Return ``value`` as a string if it is a valid path."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(argument_error(owner, name, "a str or an os.PathLike", typed(value), remedy))
     try:
@@ -232,25 +232,25 @@ def check_tensor(owner: str, name: str, value: Any, remedy: str) -> ms.Tensor:
 
 
 def check_dataset(owner: str, name: str, value: Any, remedy: str) -> None:
-    """Raise unless ``value`` is a dataset of ``mindspore.dataset``, or a prepared one."""
+    """Raise unless ``value`` is a dataset of ``mindspore.dataset`` or a prepared one."""
     if not hasattr(value, "get_dataset_size"):
         raise TypeError(argument_error(owner, name, "a dataset of mindspore.dataset", typed(value), remedy))
 
 
 def check_accumulation_steps(owner: str, value: Any) -> int:
-    """Return ``value`` if it is a number of batches of one update."""
+    """Return ``value`` if it is a valid number of batches per update."""
     remedy = "It counts the batches of one update; 1 means an update per batch."
     return check_positive_int(owner, "accumulation_steps", value, remedy)
 
 
 def check_micro_size(value: Any) -> int:
-    """Return ``value`` if it is a number of micro batches of one batch."""
+    """Return ``value`` if it is a valid number of micro batches per batch."""
     remedy = "It counts the micro batches of one batch; 1 means no split."
     return check_positive_int("GradAccumulation", "micro_size", value, remedy)
 
 
 def check_last_window(owner: str, value: Any) -> str:
-    """Return ``value`` if it says what becomes of a window that is unfinished at the end of the data."""
+    """Return ``value`` if it is a valid treatment of a window that is unfinished at the end of the data."""
     remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
     return check_choice(owner, "last_window", value, get_args(LastWindow), remedy)
 
@@ -262,7 +262,7 @@ _OBEYED: dict[tuple[str, str], Callable[[Any], Any]] = {
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the user's program that has led here."""
+    """Warn at the line of the user's program that led here."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame, level = frame.f_back, level + 1
@@ -270,14 +270,14 @@ def warn(message: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, or the name of its type."""
+    """Return the first line of an error message, or the name of the error's type."""
     lines = (line.strip() for line in str(error).splitlines())
-    # MindSpore frames its headings.
+    # MindSpore frames its headings with lines of dashes.
     return next((line for line in lines if line.strip("-")), type(error).__name__)
 
 
 def warn_of_dropped(owner: str, batches: int) -> None:
-    """Warn if batches before one that has failed go with it."""
+    """Warn if the failure of a batch drops earlier batches of its window."""
     if batches:
         warn(
             f"For '{owner}', the batch failed in mid-window: the {batches} batches before it are dropped with it.",
@@ -285,11 +285,11 @@ def warn_of_dropped(owner: str, batches: int) -> None:
 
 
 class DamagedState(ValueError):
-    """A state that is not as it was written, or not one of this program."""
+    """Error for a saved state that is damaged or belongs to another program."""
 
 
 def is_count(value: Any, least: int = 0) -> bool:
-    """Return whether a value from a manifest is a number of things."""
+    """Return whether a value from a manifest is a count of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
 
 
@@ -304,19 +304,19 @@ def is_flag(value: Any) -> bool:
 
 
 def another_program(what: str) -> DamagedState:
-    """Return the error for a state that is whole but does not fit."""
+    """Return the error for an intact state that does not fit this program."""
     return DamagedState(f"the state is one of another network, optimizer or setting: it {what}")
 
 
 def check_saved(saved: Any, what: str, rules: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
-    """Return those items of what a `state_dict` has returned that have rules. Raise unless all keep theirs."""
+    """Return the items of a `state_dict` that have rules. Raise unless each of them follows its rule."""
     if not isinstance(saved, dict) or not all(name in saved and keeps(saved[name]) for name, keeps in rules.items()):
         raise DamagedState(f"the state does not say {what}")
     return {name: saved[name] for name in rules}
 
 
 def check_saved_list(saved: Any, what: str, length: int) -> list[Any]:
-    """Return a list of a state, of as many items as this program has of them."""
+    """Return a list from a state. Raise unless it has as many items as this program."""
     if not isinstance(saved, list) or len(saved) != length:
         raise another_program(f"has not {length} {what}")
     return saved
@@ -324,7 +324,7 @@ def check_saved_list(saved: Any, what: str, length: int) -> list[Any]:
 
 @contextlib.contextmanager
 def all_or_nothing(item: Any) -> Iterator[None]:
-    """Enclose what loads a state into ``item``. If that fails in the middle, ``item`` is as it was."""
+    """Restore ``item`` if loading a state into it fails inside this context."""
     before = item.state_dict()
     try:
         yield

@@ -1,1 +1,1 @@
-"""What MindSpore's compiler, its optimizers and its CPU kernels need to be told."""
+"""Adapters to MindSpore's compiler, optimizers, devices and CPU kernels."""

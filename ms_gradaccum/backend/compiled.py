@@ -24,24 +24,24 @@ try:
 except ImportError:  # before MindSpore 2.9
     from mindspore.common.api import _cell_graph_executor, _pynative_executor
 
-# Graphs compiled for fixed shapes before one graph for changing shapes takes over. A split that does not come
-# out even makes two shapes, the last batch of the data two more.
+# The number of graphs for fixed shapes that are compiled before one graph for dynamic shapes takes over. An uneven
+# split has two shapes, and the last batch of the data two more.
 MAX_FIXED_SHAPES = 4
 
 _DEFAULT_JIT_CONFIG = JitConfig().jit_config_dict
 
-# The input of a graph that needs none.
+# A placeholder for graphs without inputs.
 NOTHING = Tensor(0.0, ms.float32)
 
-# Of glibc.
+# This is a function of glibc.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# What errors of the compiler say of an operator that the device lacks, and how they name a place in a program.
+# Patterns of compiler errors: an operator without a kernel on this device, and a place in a program.
 _NO_KERNEL = re.compile(r"Unsupported op \[\w+\] on \w+|The kernel \w+ unregistered")
 _PLACE = re.compile(r"In file (\S+?):(\d+)")
-# How the sentences begin that this package raises while the compiler reads it.
+# The beginnings of errors that this package raises during compilation.
 _SENTENCES = tuple(
     f"For '{name}'"
     for name in (
@@ -55,11 +55,11 @@ class Compiled:
 
     Args:
         make_cell: Builds the cell. It is called again if a graph for changing lengths is needed.
-        owner: Whose name errors begin with.
-        what: What the cell is to the user, the subject of an error.
-        code: The cell of the user's inside, if there is one: its hooks no graph would call, and errors name its lines.
-        needs_fixed: Whether each shape gets a graph of its own, however many there are.
-        open_axes: One axis per input whose length changes from the first call on (None: none does), if it is known.
+        owner: Class name used in error messages.
+        what: Description of the cell, the subject of error messages.
+        code: The user's cell inside, if there is one. Hooks of it are refused, and errors name its lines.
+        needs_fixed: True if each shape gets a graph of its own, however many there are.
+        open_axes: For each input the axis whose length changes from the first call on (None: no axis), if known.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class Compiled:
         self.owner = owner
         self.what = what
         self.cell = make_cell()
-        # A flat list, since it is gone through before every call.
+        # A flat list, because every call iterates over it.
         self.hooked = [] if code is None else [cell for _, cell in code.cells_and_names()]
         self.parameters = [] if code is None else code.trainable_params()
         self.code = code
-        # Whether the last call got as far as running a graph, which may have changed something before it failed.
+        # True once the last call has started to run a graph, which may have changed parameters before it failed.
         self.has_run = False
-        # The shapes for which there is a graph of fixed shapes.
+        # The shapes that have a graph of fixed shapes.
         self.fixed: set[Shapes] = set()
-        # What MindSpore calls the graphs, by the cell's phase (training or not) and the shapes.
+        # MindSpore's names of the graphs, by the cell's phase (training or not) and the shapes.
         self.graphs: dict[tuple[str, Shapes], str] = {}
-        # What fits all shapes so far: -1 for an axis whose length changes. None before the first call.
+        # The shapes that fit all calls so far: -1 for an axis whose length changes. None before the first call.
         self.general: Shapes | None = None
-        # The cell whose graph takes changing shapes, once it is needed.
+        # The cell whose graph takes dynamic shapes, once it is needed.
         self.general_cell: nn.Cell | None = None
-        # Also if the network turns out to have an operator that needs fixed lengths.
+        # It becomes True when the network turns out to have an operator that needs fixed shapes.
         self.needs_fixed = needs_fixed
 
     def set_train(self, mode: bool) -> None:
@@ -125,7 +125,7 @@ class Compiled:
             with graph_mode():
                 return _run(cell, name, tensors)
         except BaseException:
-            # A graph that has failed while it ran, for example at a label out of range, runs never again.
+            # A graph that has failed at run time, for example at a label out of range, cannot run again.
             cell.compile_cache.clear()
             self.fixed.clear()
             self.graphs.clear()
@@ -133,7 +133,7 @@ class Compiled:
             raise
 
     def _refuse_hooks(self) -> None:
-        """Raise if the network has hooks, which a graph does not call. They can come at any time."""
+        """Raise if the network has hooks, which a graph does not call. They can be registered at any time."""
         for cell in self.hooked:
             if cell._forward_hook or cell._forward_pre_hook or cell._backward_hook or cell._backward_pre_hook:
                 self._refuse_hook_of(cell.cls_name)
@@ -157,7 +157,7 @@ class Compiled:
             self.general = general
             return self.general_cell, self._compile(self.general_cell, tensors, general)
         name = self._compile(self.cell, tensors, shapes)
-        # The shapes are good, so what failed was the length that changes.
+        # These shapes compile, so it was the dynamic shape that failed.
         self.needs_fixed = self.needs_fixed or is_due
         self.fixed.add(shapes)
         self.general = general
@@ -168,7 +168,7 @@ class Compiled:
         follow_mode(cell, self.cell)
         lengths = [[None if length < 0 else length for length in shape] for shape in shapes]
         try:
-            # In PYNATIVE mode MindSpore would take what the user runs op by op for something of changing shapes.
+            # In PYNATIVE mode MindSpore would treat the operators that the user runs as dynamic ones, too.
             with graph_mode():
                 cell.set_inputs(*(Tensor(shape=shape, dtype=t.dtype) for shape, t in zip(lengths, tensors)))
             self._compile(cell, tensors, shapes)
@@ -177,11 +177,11 @@ class Compiled:
         return cell
 
     def _compile(self, cell: nn.Cell, tensors: tuple[Tensor, ...], shapes: Shapes) -> str:
-        """Compile what is not compiled yet, and return the name of the graph.
+        """Compile the cell for these shapes unless that is done, and return the name of the graph.
 
-        A graph is run by its name from the first time on. A call of the cell would look for it anew, which takes twice
-        as long as a small graph itself, and would not find it if meanwhile another cell with such inputs was freed.
-        MindSpore runs graphs by name in the phases of incremental inference.
+        Graphs are run by name. Calling the cell would look up the graph each time, which takes twice as long as running
+        a small graph, and would miss it if another cell with such inputs was freed meanwhile. MindSpore itself runs
+        graphs by name in incremental inference.
         """
         name = self.graphs.get((cell.phase, shapes))
         if name is None:
@@ -217,18 +217,18 @@ def execution_mode(mode: int) -> Iterator[None]:
 
 @contextmanager
 def op_by_op() -> Iterator[None]:
-    """Run what has a gradient in PYNATIVE mode."""
+    """Switch to PYNATIVE mode and back, for code that computes gradients op by op."""
     with execution_mode(ms.PYNATIVE_MODE):
         try:
             yield
         except BaseException:
-            # After two errors inside a gradient MindSpore would not even index a tensor any more.
+            # After two errors inside a gradient, MindSpore could not even index a tensor any more.
             forget_passes()
             raise
 
 
 def forget_passes() -> None:
-    """Have MindSpore forget what it keeps of the passes that it has run op by op. Hooks stay."""
+    """Free the records that MindSpore keeps of passes in PYNATIVE mode. Hooks stay."""
     _pynative_executor.clear_res()
 
 
@@ -239,9 +239,10 @@ def graph_mode() -> Any:
 
 @contextmanager
 def inlined(cells: Iterable[nn.Cell]) -> Iterator[None]:
-    """Let the compiler inline cells built with ``lazy_inline`` as policy="front" does, where nothing else runs: on CPU.
+    """On CPU, let the compiler inline cells built with ``lazy_inline`` as ``policy="front"`` does.
 
-    The cells compute the same. MindSpore's own step fails there, and can spoil the next compilation in the process.
+    The results are the same. Without this, MindSpore fails on CPU (its own step does), and the failure can break the
+    next compilation in the process.
     """
     on_cpu = ms.get_context("device_target") == "CPU"
     late = [cell for cell in cells if on_cpu and is_inlined_late(cell)]
@@ -260,13 +261,13 @@ def is_inlined_late(cell: nn.Cell) -> bool:
 
 
 def return_memory() -> None:
-    """Give back to the system what has been freed. After a compilation it is 10 MB, where no tensor would go."""
+    """Return freed memory to the operating system: after a compilation about 10 MB that tensors cannot use."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 
 
 def _widen(general: Shapes, shapes: Shapes) -> Shapes:
-    """Return the shapes that fit both."""
+    """Return the shapes with -1 for each axis on which the two differ."""
     return tuple(tuple(a if a == b else -1 for a, b in zip(*pair)) for pair in zip(general, shapes))
 
 
@@ -281,18 +282,18 @@ def _opened(shapes: Shapes, axes: Sequence[int | None] | None) -> Shapes:
 
 
 def follow_mode(cell: nn.Cell, like: nn.Cell) -> None:
-    """Give a cell the mode of another one, and nothing to the cells inside: these may have modes of their own."""
+    """Give a cell the mode of another one. The cells inside keep theirs, which may differ."""
     cell.phase = like.phase
     cell.add_flags(training=like.training)
 
 
 def runs_eagerly(compiles: bool) -> bool:
-    """Return whether code of the user's runs op by op now, which is what PYNATIVE mode means unless they compile it."""
+    """Return whether the user's code runs op by op: in PYNATIVE mode, unless ``compiles``."""
     return os.getenv("MS_JIT") == "0" or (_get_mode() == ms.PYNATIVE_MODE and not compiles)
 
 
 def check_compile(owner: str, value: Any) -> bool:
-    """Return whether code of the user's is compiled in PYNATIVE mode too."""
+    """Return the argument ``compile`` as a bool: True if the user's code is compiled in PYNATIVE mode, too."""
     if value is None or value is True:
         return value is True
     remedy = "None follows MindSpore's mode: set_context(mode=PYNATIVE_MODE) runs the network op by op."
@@ -301,7 +302,7 @@ def check_compile(owner: str, value: Any) -> bool:
 
 
 def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None) -> Exception:
-    """Return the error of a compilation with a first line that names the user's line and the way out."""
+    """Return a compiler error with a first line that names the user's line and a remedy."""
     text, first = str(error), first_line(error)
     if first.startswith(_SENTENCES):
         return type(error)(first)  # Without the compiler's call stack below it.
@@ -332,11 +333,11 @@ def _other_self(cell: nn.Cell) -> str:
 
 
 def _place_of(text: str, code: nn.Cell | None) -> str:
-    # The compiler goes from the outermost call to the innermost one.
+    # The compiler lists the calls from the outermost to the innermost one.
     places = [f"{file}:{line}" for file, line in _PLACE.findall(text) if not file.startswith(LIBRARIES)]
     if places:
         return f"at {places[-1]}: "
-    # It knows no line of what it cannot even read.
+    # It names no line of code that it cannot parse.
     source = None if code is None else inspect.getsourcefile(type(code).construct)
     if code is None or source is None or source.startswith(LIBRARIES):
         return ""
@@ -344,6 +345,6 @@ def _place_of(text: str, code: nn.Cell | None) -> str:
 
 
 def program_of(cell: nn.Cell) -> bytes:
-    """Return what a cell was compiled to last, as MindIR."""
+    """Return the program of a cell's last compilation, as MindIR."""
     program: bytes = _cell_graph_executor._get_func_graph_proto(cell, cell.current_phase, "mind_ir")
     return program

@@ -1,6 +1,6 @@
-"""What MindSpore's kernels on CPU need: the threads that run a graph, and the instructions of convolutions.
+"""Settings for MindSpore's CPU kernels: the threads that run a graph, and the instruction set of convolutions.
 
-With AVX-512 MindSpore's oneDNN takes its reference code for convolutions.
+With AVX-512, MindSpore's oneDNN uses its slow reference code for convolutions.
 """
 
 import os
@@ -16,24 +16,24 @@ from mindspore import Parameter, Tensor, nn
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.kernels import MOST_CORES, cores
 
-# On machines of few cores MindSpore has the calling thread run graphs of at most so many kernels.
+# On machines with few cores, MindSpore runs graphs of at most this many kernels in the calling thread.
 _MOST_KERNELS = 100
-# The condition takes 0.3 to 1 ms: multiplications per core that take as long as it saves, 3 ms of all cores.
+# The condition costs 0.3 to 1 ms. It pays from this many multiplications per core on, which take about 3 ms.
 _LEAST_WORK = 16e6
-# To add the gradient of a weight takes as long as to compute it for so many rows.
+# Adding the gradient of a weight takes as long as computing it for this many rows.
 _ROWS_OF_ADDING = 16
 
 
 def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_config: Mapping[str, Any]) -> bool:
-    """Return whether MindSpore's threads are faster for a micro step, measured in docs/performance.md.
+    """Return whether MindSpore's thread pool runs a micro step faster; docs/performance.md has the measurements.
 
-    The calling thread has no part in a kernel of several threads, but looks all the time whether it has ended: one
+    A calling thread that runs the graph takes no part in multi-threaded kernels but spins until they end, which is one
     thread more than there are cores. The results are the same, bit for bit.
 
     Args:
-        parameters: What is trained.
-        positions: How often a weight is used: for each row, or for each pixel if there are convolutions.
-        jit_config: How the graph is compiled.
+        parameters: The trained parameters.
+        positions: The number of uses of each weight: rows, or pixels if there are convolutions.
+        jit_config: The options with which the graph is compiled.
     """
     if _openmp_spins(jit_config):
         return False
@@ -46,24 +46,24 @@ def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_c
 
 
 def _openmp_spins(jit_config: Mapping[str, Any]) -> bool:
-    """Return whether a third kind of threads, those of fused kernels, look for work between these."""
+    """Return whether the OpenMP threads of fused kernels spin beside the thread pool."""
     fuses = ms.get_context("enable_graph_kernel") or jit_config.get("jit_level") == "O1"
     return fuses and os.getenv("OMP_WAIT_POLICY", "").lower() != "passive"
 
 
 def with_condition(number: Tensor) -> Tensor:
-    """Return a number that is not negative, after a condition, whose graph MindSpore's threads run."""
+    """Return a non-negative number through a condition: MindSpore's thread pool runs graphs that have one."""
     if number < 0.0:
         number = number + 0.0
     return number
 
 
-# It limits the instructions that oneDNN uses.
+# This environment variable limits the instruction set of oneDNN.
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 REMEDY = f"Set the environment variable {VARIABLE}=AVX2 before the program starts."
-# oneDNN 2, of earlier versions of MindSpore, has code for them.
+# oneDNN 2, in earlier versions of MindSpore, is not affected.
 _LIBRARY = Path(ms.__file__).parent / "lib" / "libdnnl.so.3"
-# The bit of dnnl_cpu_isa_avx512_core, which those above it have, too.
+# The bit of dnnl_cpu_isa_avx512_core, which higher instruction sets include.
 _AVX512 = 0x20
 _CELLS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Conv1dTranspose, nn.Conv2dTranspose, nn.Conv3dTranspose)
 
@@ -77,18 +77,18 @@ def warn_of_slow_convolutions(owner: str, network: nn.Cell) -> None:
 
 
 def has_convolutions(network: nn.Cell) -> bool:
-    """Return whether there are any."""
+    """Return whether the network has convolutions."""
     return any(isinstance(cell, _CELLS) for _, cell in network.cells_and_names())
 
 
 def pixels(tensors: Sequence[Tensor]) -> int:
-    """Return how many there are in the largest of some images of shape `(rows, channels, ...)`."""
+    """Return the number of pixels, over all rows, of the largest tensor of shape `(rows, channels, ...)`."""
     return max((tensor.size // max(tensor.shape[1], 1) for tensor in tensors if tensor.ndim > 2), default=0)
 
 
 def are_slow() -> bool:
-    """Return whether oneDNN may use AVX-512."""
+    """Return whether convolutions are slow because oneDNN may use AVX-512."""
     if platform.machine() != "x86_64" or not _LIBRARY.exists():
         return False
-    # Measuring would be no answer: on a busy machine convolutions by the reference code are within what others take.
+    # Timing them would be unreliable on a busy machine, where fast convolutions can take as long.
     return bool(CDLL(str(_LIBRARY)).dnnl_get_effective_cpu_isa() & _AVX512)

@@ -1,4 +1,4 @@
-"""The kind of device that cells are built for, MindSpore's own or one whose compiler is tried, and its products."""
+"""The device that cells are built for: the current one, or one whose compiler is simulated."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +18,13 @@ def device_target() -> str:
 
 
 def stands_in() -> bool:
-    """Return whether cells are built for a device that this machine may not have."""
+    """Return whether cells are being built for a simulated device."""
     return _stand_in_for is not None
 
 
 @contextmanager
 def built_for(target: str) -> Iterator[None]:
-    """Build cells for ``target``, while what runs here and now runs on the device of this process."""
+    """Build cells for ``target``, while operators still run on the device of this process."""
     global _stand_in_for
     before, _stand_in_for = _stand_in_for, target
     try:
@@ -34,8 +34,8 @@ def built_for(target: str) -> Iterator[None]:
 
 
 def multiply(dtype: ms.Type) -> None:
-    """Multiply two matrices on the device of this process, or raise where it has no product in this dtype."""
-    # An operator that fails may leave its error to whatever runs next, but for what is cleared here.
+    """Multiply two matrices on the device of this process. Raise if it has no MatMul for this dtype."""
+    # A failed operator may raise its error in the next one, unless the records are cleared as `op_by_op` does.
     with op_by_op():
         ones = Tensor(np.ones((2, 2)), dtype)
         ops.matmul(ones, ones).asnumpy()

@@ -1,4 +1,4 @@
-"""Everything of a network that running it may change, to be put back afterwards."""
+"""Snapshot of all state that running a network may change, to be restored afterwards."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -14,25 +14,25 @@ from ms_gradaccum.backend import random_state
 from ms_gradaccum.backend.compiled import op_by_op
 
 Array = np.ndarray[Any, np.dtype[Any]]
-# BatchNorm of mindspore.nn goes by this before its mode: whether it takes the statistics of its batch.
+# In BatchNorm of mindspore.nn this attribute takes precedence over the mode: True uses the batch's statistics.
 STATISTICS = "use_batch_statistics"
 _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook")
 
 
 class KeptTensors:
-    """The values of tensors, copied to the host, to compare and to come back to."""
+    """Copies of tensors on the host, to compare with and to restore."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self.values = [as_array(tensor).copy() for tensor in self.tensors]
 
     def changed(self) -> list[int]:
-        """Return the places of the tensors whose values are not what they were."""
+        """Return the indices of the tensors whose values have changed."""
         pairs = enumerate(zip(self.tensors, self.values))
         return [i for i, (tensor, value) in pairs if as_array(tensor).tobytes() != value.tobytes()]
 
     def put_back(self) -> None:
-        """Give the tensors the values that they had, in the memory that they have."""
+        """Restore the values of the tensors in place."""
         for i in self.changed():
             tensor, value = self.tensors[i], Tensor(self.values[i], self.tensors[i].dtype)
             if isinstance(tensor, Parameter):
@@ -43,7 +43,7 @@ class KeptTensors:
 
 
 def as_array(tensor: Tensor) -> Array:
-    """Return the numbers of a tensor on the host; NumPy lacks bfloat16."""
+    """Return a tensor as a NumPy array; bfloat16, which NumPy lacks, becomes float32."""
     array: Array = tensor.float().asnumpy() if tensor.dtype == ms.bfloat16 else tensor.asnumpy()
     return array
 
@@ -51,7 +51,7 @@ def as_array(tensor: Tensor) -> Array:
 class KeptState:
     """The parameters, buffers, attributes, modes and hooks of a network's cells, and the states of random generators.
 
-    Objects of the user's that are no cells, and generators inside kernels, cannot be put back.
+    Other objects of the user, and random generators inside kernels, cannot be restored.
     """
 
     def __init__(self, network: nn.Cell) -> None:
@@ -65,12 +65,12 @@ class KeptState:
         self.random, self.kernel_seeds = random_state.take(), dict(_KERNEL_SEED)
 
     def without_hooks(self) -> None:
-        """Leave the hooks of the forward pass out."""
+        """Remove the hooks of the forward pass."""
         for cell in self.cells:
             vars(cell).update(dict.fromkeys(_HOOKS))
 
     def evaluate(self, words: tuple[str, ...] = ("",)) -> None:
-        """Set the cells in evaluation mode whose class has one of these words in its name, with what is in them."""
+        """Set cells whose class name contains one of these words, and the cells inside, to evaluation mode."""
         outer = (
             cell for cell in self.cells if any(word in kind.__name__ for kind in type(cell).__mro__ for word in words)
         )
@@ -78,7 +78,7 @@ class KeptState:
             set_mode(cell, False, False if vars(cell).get(STATISTICS) else None)
 
     def put_back(self) -> None:
-        """Leave everything as it was."""
+        """Restore everything."""
         self.tensors.put_back()
         random_state.put(self.random)
         _KERNEL_SEED.clear()
@@ -93,7 +93,7 @@ class KeptState:
 
 @contextmanager
 def kept(network: nn.Cell) -> Iterator[KeptState]:
-    """Enclose what runs a network without its hooks, and leave no trace of it."""
+    """Run a network without its hooks inside this context, and restore its state at the end."""
     state = KeptState(network)
     try:
         state.without_hooks()
@@ -103,7 +103,7 @@ def kept(network: nn.Cell) -> Iterator[KeptState]:
 
 
 def set_mode(cell: nn.Cell, training: bool, statistics: bool | None) -> None:
-    """Set the mode of one cell; ``set_train`` sets the cells inside, too."""
+    """Set the mode of one cell and not of the cells inside, as ``set_train`` does."""
     cell.phase = "train" if training else "predict"
     cell.add_flags(training=training)
     if STATISTICS in vars(cell):
@@ -111,7 +111,7 @@ def set_mode(cell: nn.Cell, training: bool, statistics: bool | None) -> None:
 
 
 def _content(value: Any) -> Any:
-    """Return a copy of what a container holds; None for what is no container."""
+    """Return a copy of a container's items; None if the value is not a container."""
     if isinstance(value, (list, deque)):
         return list(value)
     if isinstance(value, (dict, set)):
@@ -120,7 +120,7 @@ def _content(value: Any) -> Any:
 
 
 def _fill(value: Any, content: Any) -> None:
-    """Give a container what it held, unless it is still the same."""
+    """Restore a container's items unless they are unchanged."""
     if isinstance(value, np.ndarray):
         value[...] = content
         return

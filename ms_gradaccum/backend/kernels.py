@@ -1,4 +1,4 @@
-"""What no operator of MindSpore does well on all devices."""
+"""Custom kernels, with MindSpore operators as fallback."""
 
 import ctypes
 import os
@@ -11,9 +11,9 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops.primitive import Primitive, _primexpr
 
-# Built of kernels.cc where there was a C++ compiler. A library of functions, not a module.
+# Built from kernels.cc if a C++ compiler was available. It is a library of functions, not a module.
 LIBRARY = Path(__file__).with_name(f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
-# They have one thread. MindSpore's own have one on 2 cores, take 3 times as long then, and one more with each core.
+# These kernels are single-threaded. With more cores, MindSpore's own kernels use more threads and catch up.
 MOST_CORES = 4
 
 
@@ -25,12 +25,12 @@ def cores() -> int:
 
 
 _squeeze = ops.Squeeze()
-# A factor that changes nothing; where no kernel of this package is used, the compiler leaves it out.
+# The neutral factor. Without a custom kernel, the compiler removes the multiplication.
 ONE = Tensor(1.0, ms.float32)
 
 
 def _load() -> Any:
-    """Return the library, or None where MindSpore's operators are as good or it cannot be used."""
+    """Return the library, or None if it cannot be used or MindSpore's operators are as fast."""
     if ms.get_context("device_target") != "CPU" or cores() > MOST_CORES:
         return None
     try:
@@ -46,12 +46,12 @@ def _make_kernels() -> tuple[Any, ...]:
         try:
             getattr(library, name), getattr(library, f"{name}InferShape"), getattr(library, f"{name}InferType")
             kernel = ops.Custom(f"{LIBRARY}:{name}", None, None, "aot")
-        # There is none, or one of an older version, or $MS_CUSTOM_AOT_WHITE_LIST forbids it, or its path has a colon.
+        # The library is missing or outdated, $MS_CUSTOM_AOT_WHITE_LIST forbids it, or its path has a colon.
         except (AttributeError, TypeError):
             return (None,) * len(_NAMES)
-        # As AssignAdd has it: what reads the total later in a program waits until it is changed.
+        # As for AssignAdd: later reads of the total wait for this kernel.
         kernel.add_prim_attr("side_effect_mem", name.endswith("in_place"))
-        # Without a name MindSpore fails where shapes change.
+        # MindSpore needs a name for dynamic shapes.
         kernel.add_prim_attr("reg_op_name", name)
         kernels.append(kernel)
     return tuple(kernels)
@@ -78,12 +78,12 @@ def _fit(*dtypes: Any) -> bool:
 
 
 def as_dtype(value: Tensor, dtype: Any) -> Tensor:
-    """Return ``value`` in this dtype. No cast that changes nothing: the compiler would copy for it."""
+    """Return ``value`` in this dtype, without a redundant cast, for which the compiler would make a copy."""
     return value if value.dtype == dtype else ops.cast(value, dtype)
 
 
 def add_in_place(total: Parameter, part: Tensor, factor: Tensor = ONE) -> Tensor:
-    """Add ``part * factor`` to a parameter and return the parameter after it."""
+    """Add ``part * factor`` to a parameter and return the updated parameter."""
     part = as_dtype(part, total.dtype)
     if _fit(total.dtype, factor.dtype):
         return ops.depend(total, _scaled_add_in_place(factor, total, part))
@@ -91,14 +91,14 @@ def add_in_place(total: Parameter, part: Tensor, factor: Tensor = ONE) -> Tensor
 
 
 def scale_in_place(total: Parameter, factor: Tensor) -> Tensor:
-    """Multiply a parameter by a number and return the parameter after it."""
+    """Multiply a parameter by a number and return the updated parameter."""
     if _fit(total.dtype, factor.dtype):
         return ops.depend(total, _scaled_in_place(factor, total))
     return ops.assign(total, as_dtype(total * factor, total.dtype))
 
 
 def fill_in_place(total: Parameter, number: Tensor) -> Tensor:
-    """Make a parameter a number everywhere and return the parameter after it."""
+    """Fill a parameter with a number and return the updated parameter."""
     if _fit(total.dtype, number.dtype):
         return ops.depend(total, _filled_in_place(number, total))
     return ops.assign(total, spread(number, total))
@@ -107,30 +107,30 @@ def fill_in_place(total: Parameter, number: Tensor) -> Tensor:
 def sum_of_squares(values: Tensor) -> Tensor:
     """Return the sum of the squares of a float32 tensor, a scalar."""
     if _fit(values.dtype):
-        # The compiler takes 20 ms to learn what a reshape is.
+        # Squeeze instead of reshape, which takes the compiler 20 ms longer.
         return _squeeze(_sum_of_squares(values))
     squares = ops.square(values)
     if squares.ndim > 1:
-        # Row by row first: on CPU a reduction over all axes at once takes 7 times as long.
+        # Reduce the rows first: on CPU, a reduction over all axes at once is much slower.
         squares = ops.sum(ops.Flatten()(squares), (1,))
     return ops.sum(squares)
 
 
 def replay_mask(like: Tensor, seed: Tensor, bound: Tensor, factor: Tensor) -> Tensor:
-    """Return a mask of `ReplayDropout` for a tensor that `fits_kernels`."""
+    """Return a mask of `ReplayDropout` for a tensor that `fits_kernels` accepts."""
     return _replay_mask(like, seed, bound, factor)
 
 
 @_primexpr
 def fits_kernels(dtype: Any) -> bool:
-    """Return whether the kernels of this package take tensors of a dtype here."""
+    """Return whether the custom kernels take tensors of this dtype on this device."""
     return bool(dtype == ms.float32 and has_kernels() and on_cpu())
 
 
 def spread(number: Tensor, like: Parameter) -> Tensor:
-    """Return a tensor of the shape of ``like`` that is ``number`` everywhere."""
-    # On CPU BroadcastTo needs memory for another result; on Ascend FillV2 runs on the slow AI CPU. Not
-    # ops.broadcast_to, which takes the compiler 6 times as long.
+    """Return a tensor of the shape of ``like`` that is filled with ``number``."""
+    # On CPU, BroadcastTo needs memory for another result; on Ascend, FillV2 runs on the slow AI CPU.
+    # ops.broadcast_to would take much longer to compile.
     return ops.FillV2()(like.shape, number) if _on_cpu() else ops.BroadcastTo(like.shape)(number)
 
 
@@ -142,18 +142,18 @@ def on_cpu() -> bool:
 _on_cpu = _primexpr(on_cpu)
 
 
-# The same for many tensors at a time. A function that is mapped over tensors the compiler reads anew for each of their
-# shapes, which takes it 10 times as long as an operator. So what fits a kernel is mapped with that itself.
+# The functions below do the same for many tensors. The compiler specializes a mapped function for each shape, which
+# takes far longer than for an operator, so the kernel itself is mapped wherever it fits.
 
 
 class _TypeOf(Primitive):
-    """The compiler's operator that returns the type of a value. It looks at a tuple once, however long that is."""
+    """The compiler's operator that returns the type of a value. It evaluates a tuple of any length only once."""
 
     def __init__(self) -> None:
         super().__init__("typeof")
 
     def __call__(self, value: Any) -> str:
-        return ""  # Op by op there is nothing to be gained.
+        return ""  # Op by op, the kernels bring no gain.
 
 
 _type_of = _TypeOf()
@@ -163,21 +163,21 @@ _WORDS_OF_FLOAT32 = {"Tuple", "Ref", "Tensor", "Float32"}
 
 @_primexpr
 def _all_float32(*types: Any) -> bool:
-    """Return whether these are types of float32 tensors or tuples of them, none of them sparse."""
+    """Return whether all of these are types of dense float32 tensors or of tuples of them."""
     words = {word for each in types for word in re.findall(r"[A-Za-z]\w*", str(each))}
     return "Float32" in words and words <= _WORDS_OF_FLOAT32
 
 
 @_primexpr
 def _all_fit(*types: Any) -> bool:
-    """Return whether the kernels take tensors of these types."""
+    """Return whether the custom kernels take tensors of these types."""
     return bool(_all_float32(*types) and has_kernels() and on_cpu())
 
 
 def add_each_in_place(otherwise: Any, factor: Tensor, totals: Any, parts: Any) -> Any:
-    """Add ``parts`` times ``factor`` to parameters and return these after it, the last one first.
+    """Add ``parts`` times ``factor`` to parameters, the last one first, and return the updated parameters.
 
-    Where no kernel fits, ``otherwise`` does so for each parameter, given the factor, the parameter and the part.
+    Without a kernel, ``otherwise`` is called for each parameter with the factor, the parameter and the part.
     """
     if _all_fit(_type_of(factor), _type_of(totals), _type_of(parts)):
         return _map(ops.depend, totals, _map_backwards(ops.partial(_scaled_add_in_place, factor), totals, parts))
@@ -193,7 +193,7 @@ def _scale_one(factor: Tensor, total: Parameter) -> Tensor:
 
 
 def scale_each_in_place(factor: Tensor, totals: Any) -> Any:
-    """Multiply parameters by a number and return them after it."""
+    """Multiply parameters by a number and return the updated parameters."""
     if _all_fit(_type_of(factor), _type_of(totals)):
         return _map(ops.depend, totals, _map(ops.partial(_scaled_in_place, factor), totals))
     return _map(ops.partial(_scale_each, factor), totals)
@@ -208,7 +208,7 @@ def _fill_one(number: Tensor, total: Parameter) -> Tensor:
 
 
 def fill_each_in_place(number: Tensor, totals: Any) -> Any:
-    """Make parameters a number everywhere and return what is there after it."""
+    """Fill parameters with a number and return their new values."""
     if _all_fit(_type_of(number), _type_of(totals)):
         return _map(ops.partial(_filled_in_place, number), totals)
     return _map(ops.partial(_fill_each, number), totals)
@@ -223,7 +223,7 @@ def _squares_of_one(value: Tensor) -> Tensor:
 
 
 def squares_of_each(values: Any) -> Any:
-    """Return the sum of the squares of each tensor, a float32 tensor of one element."""
+    """Return for each tensor the sum of its squares, a float32 tensor of one element."""
     return _map(_sum_of_squares, values) if _all_fit(_type_of(values)) else _map(_squares_each, values)
 
 
@@ -236,18 +236,18 @@ def _cast_one(value: Tensor, like: Tensor) -> Tensor:
 
 
 def cast_each_like(values: Any, likes: Any) -> Any:
-    """Return tensors in the dtypes of others."""
+    """Cast each tensor to the dtype of the other in the same place."""
     return values if _all_float32(_type_of(values), _type_of(likes)) else _map(_cast_each, values, tuple(likes))
 
 
-# Functions of one tensor, for maps over a chunk of them.
+# Functions of one tensor, to be mapped over chunks.
 
 scale = ops.MultitypeFuncGraph("scale")
 
 
 @scale.register("Tensor", "Tensor")
 def _scaled(factor: Tensor, grad: Tensor) -> Tensor:
-    # Not in 16 bits, where a small factor may be no number.
+    # In 16 bits a small factor could underflow.
     return as_dtype(_wide(grad) * factor, grad.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The code that a network leads to, and whether some of it says itself what its backward pass is."""
+"""The code reachable from a network, and whether it defines its own backward pass."""
 
 import dis
 import functools
@@ -15,23 +15,23 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 _LIBRARIES = {"mindspore", "ms_gradaccum", "numpy"} | sys.stdlib_module_names
-# Where Python has no environment of its own, installed packages are in folders among the standard library.
+# Without a virtual environment, installed packages are in folders below the standard library.
 _STANDARD, _INSTALLED = (sysconfig.get_path("stdlib"), "<frozen"), ("/site-packages/", "/dist-packages/")
 _BACKWARD_OPERATORS = (ops.InsertGradientOf, ops.HookBackward, ops.Custom)
 _BACKWARD_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
-# Values that lead to no code, of which there can be many, and those that hold others.
+# Types of values that lead to no code, and types of containers.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, np.generic, np.ndarray, Tensor)
 _HOLDERS: tuple[type, ...] = (
     *(tuple, list, dict, set, frozenset, CellType, MethodType, property, staticmethod, classmethod),
     *(functools.partial, functools.partialmethod, functools.cached_property, functools.singledispatchmethod),
     functools._lru_cache_wrapper,
 )
-# So many items of a holder are looked at: what holds code holds less, and vocabularies hold more.
+# The number of items of a container that are visited. Vocabularies have more, containers of code have fewer.
 _MANY_ITEMS = 1000
 
 
 class NetworkCode:
-    """What a network, or an optimizer, leads to: cells, what they hold, and what the user's functions name."""
+    """The objects reachable from a network or an optimizer: cells, their attributes, and globals used by functions."""
 
     def __init__(self, network: nn.Cell) -> None:
         self.reached = _reached_from(network)
@@ -39,7 +39,7 @@ class NetworkCode:
         self.names = frozenset(name for function in self.functions for name in _names_in(function.__code__))
 
     def has_own_backward(self) -> bool:
-        """Return whether there is a `bprop` or a hook of a cell, a hook of a tensor, or an operator for one.
+        """Return whether a cell has a `bprop` or a backward hook, or a tensor a hook, or an operator inserts one.
 
         Such a backward pass need not be linear in the gradient.
         """
@@ -50,7 +50,7 @@ def _has_own_backward(value: Any) -> bool:
     if is_a(value, nn.Cell):
         return any(vars(value).get(name) for name in ("_lazy_backward_hook", "_lazy_backward_pre_hook"))
     if is_a(value, type):
-        # Those of MindSpore, such as that of `recompute`, are linear.
+        # MindSpore's own ones, such as that of `recompute`, are linear.
         bases = {kind.__name__ for kind in value.__mro__}
         own = {name for kind in value.__mro__ if is_user(kind) for name in vars(kind)}
         return ("Cell" in bases and "bprop" in own) or ("_Function" in bases and "backward" in own)
@@ -66,13 +66,13 @@ def _reached_from(value: Any) -> list[Any]:
             found[id(value)] = value
             try:
                 ahead += _leads_to(value)
-            except Exception:  # Classes may do anything when they are looked at. This one leads nowhere.
+            except Exception:  # Inspecting a user's class may raise anything. It is skipped then.
                 continue
     return list(found.values())
 
 
 def _leads_to(value: Any) -> Iterable[Any]:
-    """Return what a value holds, as the garbage collector sees it: no code of the user's runs."""
+    """Return the objects that a value refers to, from the garbage collector, so that no code of the user runs."""
     if is_a(value, FunctionType):
         own = (value.__closure__, value.__defaults__, value.__kwdefaults__)
         return [*own, *_named_by(value)] if is_users(value) else own[:1]
@@ -86,7 +86,7 @@ def _leads_to(value: Any) -> Iterable[Any]:
 
 
 def _named_by(function: FunctionType) -> Iterator[Any]:
-    """Yield the globals that a function names, and what it takes of the user's modules."""
+    """Yield the globals that a function uses, and the attributes that it reads from the user's modules."""
     names = _names_in(function.__code__)
     named = {name: value for name, value in function.__globals__.items() if name in names}
     yield from named.values()
@@ -101,18 +101,18 @@ def _named_by(function: FunctionType) -> Iterator[Any]:
 
 
 def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Return whether a value is one of these, whatever it says itself that it is."""
+    """Return whether a value has one of these types, even if it overrides ``__class__``."""
     return issubclass(type(value), kinds)
 
 
 def is_user(kind: Any) -> bool:
-    """Return whether a class or a function is none of a library's; a plain record is the user's."""
+    """Return whether a class or a function belongs to no library. Plain records count as the user's."""
     package = str(getattr(kind, "__module__", "")).split(".")[0]
     return kind in (SimpleNamespace, Namespace) or package not in _LIBRARIES
 
 
 def is_users(function: FunctionType) -> bool:
-    """Return whether a function is the user's, and none of Python's."""
+    """Return whether a function is the user's and not part of Python."""
     return is_user(function) and not _is_standard(function.__code__.co_filename)
 
 
@@ -131,6 +131,6 @@ def _codes_in(code: CodeType) -> list[CodeType]:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Return the names that code uses, those in texts for `getattr` too."""
+    """Return the names that code uses, including strings, which may be for `getattr`."""
     codes = _codes_in(code)
     return {name for each in codes for name in (*each.co_names, *each.co_consts) if isinstance(name, str)}

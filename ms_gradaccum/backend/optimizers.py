@@ -1,4 +1,4 @@
-"""What the step needs to know of an optimizer: whether it fits the network, and its learning rate."""
+"""Optimizers: checks against the network, and the learning rate."""
 
 import gc
 import math
@@ -19,12 +19,12 @@ from ms_gradaccum.backend.tensors import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
 
-# The training cell that each optimizer belongs to. Weak on both sides: it goes with either of them.
+# The training cell of each optimizer. Both references are weak, so that neither keeps the other alive.
 _trainers: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[nn.Cell]]" = weakref.WeakKeyDictionary()
 
 
 def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
-    """Raise unless ``optimizer`` is one, updates parameters of ``network`` and is free."""
+    """Raise unless ``optimizer`` is an unused optimizer over parameters of ``network``."""
     if not isinstance(optimizer, (nn.Optimizer, ExperimentalOptimizer)):
         got = type(optimizer).__name__
         rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
@@ -49,7 +49,7 @@ def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
 def _check_free(owner: str, optimizer: nn.Cell) -> None:
     if _trainer(optimizer) is None:
         return
-    gc.collect()  # A deleted training cell lives on in reference cycles.
+    gc.collect()  # Reference cycles may keep a deleted training cell alive.
     if _trainer(optimizer) is not None:
         got = f"the optimizer of another {type(_trainer(optimizer)).__name__}"
         remedy = "Two training cells would divide its windows between them: use the first one, or delete it."
@@ -62,19 +62,19 @@ def _trainer(optimizer: nn.Cell) -> Any:
 
 
 def claim_optimizer(optimizer: nn.Cell, train_step: nn.Cell) -> None:
-    """Record that ``train_step`` trains with ``optimizer``."""
+    """Record that ``optimizer`` belongs to ``train_step``."""
     _trainers[optimizer] = weakref.ref(train_step)
 
 
 def keeps_absent_rows(optimizer: nn.Cell) -> bool:
-    """Return whether a sparse gradient makes the optimizer leave alone the rows that it does not mention."""
+    """Return whether the optimizer skips the rows that a sparse gradient does not contain."""
     lazy = (nn.FTRL, nn.LazyAdam, nn.ProximalAdagrad)
     return isinstance(optimizer, lazy) or bool(getattr(optimizer, "use_lazy", False))
 
 
 def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
-    """Return every parameter of the optimizer, also those that it keeps in lists and groups."""
-    # By name: a group can hold a rate that the optimizer has replaced by one of the same name.
+    """Return all parameters of the optimizer, including those in lists and groups."""
+    # By name: a group can hold a learning rate that the optimizer has replaced by another of the same name.
     found = {item.name: item for item in optimizer.get_parameters()}
     places = [
         *vars(optimizer).values(),
@@ -88,12 +88,12 @@ def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
 
 
 def optimizers_in(optimizer: nn.Cell) -> list[nn.Cell]:
-    """Return the optimizer and those that it has, wherever it has them."""
+    """Return the optimizer and all optimizers inside it."""
     return [each for each in NetworkCode(optimizer).reached if is_a(each, (nn.Optimizer, ExperimentalOptimizer))]
 
 
 def may_have_branches(optimizer: nn.Cell) -> bool:
-    """Return whether the update may have branches that depend on values, which those of mindspore.nn have not."""
+    """Return whether the update may have branches that depend on values; optimizers of mindspore.nn have none."""
     parts = {optimizer, inner_optimizer(optimizer)}
     return any(not type(part).__module__.startswith("mindspore.nn.") or isinstance(part, nn.ASGD) for part in parts)
 
@@ -101,23 +101,23 @@ def may_have_branches(optimizer: nn.Cell) -> bool:
 def compiles_itself(optimizer: nn.Cell) -> bool:
     """Return whether MindSpore compiles the update in PYNATIVE mode too, as it does with most of ``mindspore.nn``.
 
-    It runs no Python at each update then. Called op by op, such a graph would go on with the old weights after a
-    checkpoint was loaded; as part of a graph of ours it does not.
+    An update then runs no Python code. Called op by op, such a graph would keep using the old weights after a
+    checkpoint was loaded; as part of a larger graph it does not.
     """
     construct = type(optimizer).construct
     return hasattr(construct, "__wrapped__") and construct.__code__.co_filename.startswith(LIBRARIES)
 
 
 def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
-    """Return the optimizer that has the rate and the count of updates: LARS leaves both to the one that it wraps."""
+    """Return the optimizer with the learning rate and the update count: for LARS, the one that it wraps."""
     return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
 
 
 def scale_for(owner: str, optimizer: nn.Cell, loss_scale: Any) -> float:
-    """Return the factor with which the optimizer gets the mean gradient, because it divides by that itself.
+    """Return the factor by which the mean gradient is multiplied because the optimizer divides by it.
 
-    MindSpore's documents ask for it with ``FixedLossScaleManager(scale, drop_overflow_update=False)``: its step then
-    leaves the gradients scaled, and the optimizer is told the scale.
+    MindSpore documents this use for ``FixedLossScaleManager(scale, drop_overflow_update=False)``: its step leaves the
+    gradients scaled, and the optimizer is built with the scale.
     """
     own = _divisor_of(inner_optimizer(optimizer))
     scale = loss_scale.left_to_optimizer()
@@ -143,7 +143,7 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: Any) -> float:
 
 
 def _divisor_of(optimizer: nn.Cell) -> float:
-    """Return what an optimizer divides gradients by. Some of other packages know its reciprocal alone."""
+    """Return the divisor that an optimizer applies to gradients. Some packages store only its reciprocal."""
     if hasattr(optimizer, "loss_scale"):
         return float(optimizer.loss_scale)
     reciprocal = getattr(optimizer, "reciprocal_scale", 1.0)
@@ -153,9 +153,9 @@ def _divisor_of(optimizer: nn.Cell) -> float:
 class LearningRate(nn.Cell):
     """Learning rate of the next update: a float32 scalar, or one entry per parameter if groups differ.
 
-    It is computed as ``nn.Optimizer.get_lr`` does, and that is not called: optimizers override it and count their
-    updates in it. A schedule that is not one of MindSpore's may have effects too. So in a graph a schedule with
-    parameters of its own is left alone, and of an optimizer that runs op by op there is an `EagerRate`.
+    It is computed as in ``nn.Optimizer.get_lr``, which is not called because optimizers override it and count their
+    updates in it. A user's schedule may have side effects, too. So in a graph a schedule with parameters of its own is
+    not evaluated, and for an optimizer that runs op by op `EagerRate` is used.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:
@@ -177,7 +177,7 @@ class LearningRate(nn.Cell):
         if isinstance(rates, (tuple, list)):
             rates = tuple([scalar(rate) for rate in rates])
             return ops.stack(rates) if len(rates) > 1 else rates[0] + 0.0
-        # + 0.0: a copy, since the report outlives the next change of the parameter.
+        # + 0.0 makes a copy, because the report outlives the next change of the parameter.
         return scalar(rates) + 0.0
 
     def scheduled(self) -> Any:
@@ -195,7 +195,7 @@ class LearningRate(nn.Cell):
 
 
 def settable_rates(optimizer: nn.Cell) -> list[float]:
-    """Return the rates that are numbers in parameters, which a program may set between two updates."""
+    """Return the learning rates that are parameters, which a program may set between two updates."""
     optimizer = inner_optimizer(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer):
         rates = optimizer.lrs
@@ -211,16 +211,16 @@ class _UnknownRate(nn.Cell):
 
 
 class EagerRate:
-    """The same where the optimizer runs op by op. What it alone will tell is recorded when it asks for it itself."""
+    """Learning rate of an optimizer that runs op by op: an overridden ``get_lr`` is recorded when it is called."""
 
     def __init__(self, rate: LearningRate) -> None:
         self.rate = rate
         self.optimizer = rate.optimizer
-        # In a graph it is NaN: a schedule is code of the user's, which no graph runs then.
+        # In a graph it is NaN, because a user's schedule must not run there.
         self.cell = _UnknownRate()
 
     def before_update(self, reported: Tensor) -> Tensor:
-        """Return the rate of the next update; NaN, as ``reported``, if only that will tell."""
+        """Return the learning rate of the next update, or ``reported`` (NaN) if only the update can compute it."""
         if self.rate.is_recorded:
             return reported
         with op_by_op():
@@ -229,7 +229,7 @@ class EagerRate:
 
     @contextmanager
     def recording(self, known: Tensor) -> Iterator[Callable[[], Tensor]]:
-        """Give what returns the rate of an update inside: the one it asks for, or the one that was ``known`` before."""
+        """Yield a function that returns the learning rate of the update inside: the recorded one, else ``known``."""
         if not self.rate.is_recorded:
             yield lambda: known
             return
@@ -248,7 +248,7 @@ class EagerRate:
 
 
 def _as_rate(rates: list[Any]) -> Tensor:
-    """Return the last one of what an optimizer's ``get_lr`` has returned, from the host."""
+    """Return the last recorded result of an optimizer's ``get_lr`` as a tensor from the host."""
     last = rates[-1] if rates else math.nan
     each = [last] if not isinstance(last, (tuple, list)) else last
     values = [float(rate.asnumpy().item()) if isinstance(rate, Tensor) else float(rate) for rate in each]
@@ -256,7 +256,7 @@ def _as_rate(rates: list[Any]) -> Tensor:
 
 
 def _schedules(optimizer: nn.Cell) -> list[nn.Cell]:
-    """Return the cells that compute the rates of an ``nn.Optimizer``."""
+    """Return the learning rate schedules of an ``nn.Optimizer``."""
     rates = getattr(optimizer, "learning_rate", None)
     found = rates if isinstance(rates, (tuple, list, nn.CellList)) else [rates]
     return [cell for rate in found if isinstance(rate, nn.Cell) for _, cell in rate.cells_and_names()]

@@ -1,4 +1,4 @@
-"""The numbers of a Python object that is not ours, such as a learning rate scheduler's, as JSON and back."""
+"""The state of a foreign Python object, such as a learning rate scheduler, as JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler
 
 from ms_gradaccum._checks import DamagedState
 
-# What JSON holds.
+# A value of JSON.
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
-# What is to be done, once everything has been checked.
+# Assignments to carry out once everything has been checked.
 _Steps = list[Callable[[], None]]
 _PLAIN = (bool, int, float, str)
 
@@ -21,7 +21,7 @@ def take(item: Any) -> dict[str, Any]:
 
 
 def put(item: Any, saved: Any) -> None:
-    """Give ``item`` the attributes that `take` has returned. If they are not its own, raise and change nothing."""
+    """Set the attributes of ``item`` that `take` has returned. Raise, without any change, if they do not match."""
     for step in _plan(item, saved, type(item).__name__):
         step()
 
@@ -29,7 +29,7 @@ def put(item: Any, saved: Any) -> None:
 def _is_state(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_state, value))
-    # A tensor that is no parameter is a constant.
+    # A tensor that is not a parameter is a constant.
     return isinstance(value, (*_PLAIN, Parameter, LRScheduler))
 
 
@@ -58,7 +58,7 @@ def _plan_attribute(item: Any, name: str, saved: Any, what: str) -> _Steps:
 
 
 def _plan_inside(current: Any, saved: Any, what: str) -> _Steps:
-    """Plan changes of parameters and schedulers in place: others hold them too."""
+    """Plan in-place changes of parameters and schedulers, to which other objects refer, too."""
     if isinstance(current, LRScheduler):
         return _plan(current, saved, what)
     if isinstance(current, (list, tuple)):
@@ -75,10 +75,10 @@ def _plan_inside(current: Any, saved: Any, what: str) -> _Steps:
 
 
 def assign_in_place(parameter: Parameter, value: Tensor) -> None:
-    """Give a parameter a value of its shape and dtype, in the memory that it has. Called by the host.
+    """Assign a value of the same shape and dtype to a parameter in place, from the host.
 
-    In PYNATIVE mode the parts of an optimizer that MindSpore compiles by itself go on with that memory when `set_data`
-    has given the parameter another one, in MindSpore's own step too.
+    After `set_data`, the parts of an optimizer that MindSpore compiles in PYNATIVE mode would keep using the old
+    memory, also in MindSpore's own step.
     """
     if parameter.has_init:
         parameter.set_data(value)
@@ -93,7 +93,7 @@ def _is_plain(value: Any) -> bool:
 def _kind(value: Any) -> type:
     if isinstance(value, (list, tuple)):
         return list
-    # A count can become a float and the other way round.
+    # A number may change between int and float.
     return float if type(value) is int else type(value)
 
 

@@ -1,6 +1,6 @@
-"""The states of the generators of random numbers that a program can ask: Python's, NumPy's and MindSpore's.
+"""The states of the random generators of Python, NumPy and MindSpore.
 
-What a kernel keeps for itself, as that of ``nn.Dropout`` on CPU does, MindSpore neither tells nor takes.
+The generators inside kernels, such as that of ``nn.Dropout`` on CPU, can be neither read nor set.
 """
 
 import random
@@ -19,18 +19,18 @@ def take() -> dict[str, Any]:
 
 
 def hosts() -> dict[str, Any]:
-    """Return the states of Python and NumPy, as these give them."""
+    """Return the states of Python's and NumPy's generators in their own formats."""
     return {"python": random.getstate(), "numpy": np.random.get_state()}
 
 
 def as_json(states: dict[str, Any]) -> dict[str, Any]:
-    """Return what `hosts` has returned, as JSON."""
+    """Convert the result of `hosts` to JSON."""
     kind, keys, position, has_gauss, gauss = states["numpy"]
     return {"python": list(states["python"]), "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss]}
 
 
 def checked(saved: Any, what: str) -> dict[str, Any]:
-    """Return states that `put` takes. Raise if ``saved`` is none; nothing is changed in either case."""
+    """Return ``saved`` as states for `put`. Raise if it is invalid; nothing is changed in either case."""
     state = checked_hosts(saved, what)
     words = saved.get("mindspore")
     if not isinstance(words, list) or not all(isinstance(word, int) and 0 <= word < 256 for word in words):
@@ -41,13 +41,13 @@ def checked(saved: Any, what: str) -> dict[str, Any]:
 
 
 def checked_hosts(saved: Any, what: str) -> dict[str, Any]:
-    """Return states that `put_hosts` takes. Raise if ``saved`` has none."""
+    """Return ``saved`` as states for `put_hosts`. Raise if it is invalid."""
     try:
         version, words, gauss = saved["python"]
         random.Random().setstate((version, tuple(words), gauss))
         kind, keys, position, has_gauss, gauss = saved["numpy"]
         known = kind == "MT19937" and len(keys) == 624 and all(is_count(key) and key < 2**32 for key in keys)
-        # NumPy itself would read past the end.
+        # NumPy does not check this and would read past the end.
         if not (known and is_count(position) and position <= 624 and has_gauss in (0, 1)):
             raise ValueError
         np.random.RandomState().set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
@@ -57,18 +57,18 @@ def checked_hosts(saved: Any, what: str) -> dict[str, Any]:
 
 
 def put(state: dict[str, Any]) -> None:
-    """Put back what `take` has returned."""
+    """Restore the states that `take` has returned."""
     put_hosts(state)
     put_device(state)
 
 
 def put_device(state: dict[str, Any]) -> None:
-    """Put back that of MindSpore alone."""
+    """Restore the state of MindSpore's generator only."""
     ms.set_rng_state(Tensor(np.array(state["mindspore"], np.uint8)))
 
 
 def put_hosts(state: dict[str, Any]) -> None:
-    """Put back those of Python and NumPy alone."""
+    """Restore the states of Python's and NumPy's generators only."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = state["numpy"]

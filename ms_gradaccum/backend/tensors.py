@@ -1,8 +1,8 @@
-"""Many tensors some at a time, in a way that the compiler takes well.
+"""Processing of many tensors in chunks, which keeps compile time and memory low.
 
-A loop in a graph nests: what follows an iteration, the compiler sees as deep inside it. That takes more and more time,
-and it gives up at a depth of 1000. So a graph maps a function over a run of tensors, and loops over runs. It takes one
-run after the other, or there would be the temporary tensors of all of them at a time.
+The compiler unrolls a loop into nested calls, which takes more and more time, and fails at a depth of 1000. So a graph
+maps a function over a chunk of tensors and loops over the chunks. The chunks run one after the other, so that their
+temporary tensors do not exist at the same time.
 """
 
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
-# Each run takes the compiler time, so there are not many more,
+# Each chunk adds compile time, so their number is limited.
 _MOST_CHUNKS = 32
-# and some 2 MB of memory: as much as this many elements.
+# A compiled chunk takes some 2 MB of memory: as much as this many elements.
 _COMPILED = 512 * 1024
-# The elements that are one run anyway. They take 4 MB.
+# A chunk holds at least this many elements (4 MB).
 _FEW = 1024 * 1024
 
 Chunks = tuple[tuple[int, int], ...]
 
-# An ordering token: the outputs of operators that must have run, whose values nobody reads. A graph runs what its
-# output needs, in any order that the data allow. So what has an effect (it assigns, or sends a message) returns its
-# outputs as a token ``done``, and what must come later computes with `ops.depend(values, done)`: these are ``values``,
-# but they are there only once ``done`` is. () and None are tokens of nothing to wait for.
+# An ordering token: the outputs of operators that must have run, whose values are not read. A graph runs only what its
+# output depends on, in any order that the data flow allows. So a function with a side effect (an assignment, a
+# collective) returns its outputs as a token ``done``, and later operators take `ops.depend(values, done)`: the same
+# ``values``, available once ``done`` is. () and None are tokens without anything to wait for.
 Done = Any
 
 
 def chunks_of(sizes: Sequence[int]) -> Chunks:
-    """Return where runs of neighbours begin and end.
+    """Return the begin and end of each chunk of consecutive tensors.
 
-    What a run takes while it is computed grows with its elements, what the compiler takes with the number of runs.
-    Both are the same if a run has the square root of all elements times ``_COMPILED``.
+    The memory of a running chunk grows with its elements, and that of the compiled graph with the number of chunks.
+    Both are equal if a chunk has as many elements as the square root of all elements times ``_COMPILED``.
     """
     elements = sum(sizes)
     limit = max(*sizes, elements // _MOST_CHUNKS, isqrt(elements * _COMPILED), _FEW)
@@ -40,24 +40,24 @@ def chunks_of(sizes: Sequence[int]) -> Chunks:
 
 
 def chunk_of(items: tuple[Any, ...], begin: int, end: int) -> tuple[Any, ...]:
-    """Return the items of a run. All of them as they are: the compiler takes its time for a slice."""
+    """Return the items of a chunk, without a slice if these are all items, which saves compile time."""
     return items[begin:end] if end - begin < len(items) else items
 
 
 def copy_after(number: Tensor, done: Any) -> Tensor:
-    """Return ``number`` after ``done``, as what a kernel has made.
+    """Return a copy of ``number`` that is made after ``done``.
 
-    Otherwise each of n tensors that wait for it would wait for each of ``done`` by itself: n times n messages.
+    Without the copy, each of n tensors that wait for it would depend on each item of ``done``: n * n edges.
     """
     return ops.depend(number, done) + 0.0
 
 
 def scalar(value: Any) -> Tensor:
     """Return a number, or a tensor of one element, as a scalar of float32, or float64 if it is one of these."""
-    # A cast that changes nothing would cost time all the same where a network runs op by op.
+    # A redundant cast would cost time where a network runs op by op.
     if not (isinstance(value, Tensor) and (value.dtype == ms.float64 or value.dtype == ms.float32)):
         value = ops.cast(value, ms.float32)
-    # The compiler takes its time for a reshape.
+    # A reshape takes compile time.
     return value if value.ndim == 0 else value.reshape(())
 
 
@@ -81,7 +81,7 @@ def pick(items: tuple[Any, ...], indices: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def fill_buckets(indices: Any, sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Return ``indices`` in groups of at most ``limit`` elements, at least one index each."""
+    """Group ``indices`` into buckets of at most ``limit`` elements, with at least one index each."""
     buckets: list[list[int]] = []
     filled = limit + 1
     for i in indices:

@@ -119,9 +119,8 @@ def test_a_window_that_weighs_nothing_is_none_of_them():
 
 def partitioned(*updates):
     """Run a partitioned step, whose graph needs devices, with graphs that update or meet an Inf."""
-    step = SimpleNamespace(
-        events=Events("TrainOneStepCell"), network=SimpleNamespace(positional=lambda args, kwargs: args), skipped=[]
-    )
+    network = SimpleNamespace(positional=lambda args, kwargs: args)
+    step = SimpleNamespace(events=Events("TrainOneStepCell"), network=network, skipped=[], is_unmeasured=False)
     for updated in updates:
         nothing = Tensor(0.0)
         items = (nothing, Tensor(not updated), nothing, Tensor(updated), nothing, nothing, nothing, nothing)
