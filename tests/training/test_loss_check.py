@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from losses_as_written import LABELS, MASK, WRONG, X, Y, build, net
 from mindspore import Parameter, Tensor, nn, ops
+from random_losses import KINDS, RandomLoss
 from step_probe import Around
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TokenMeanLoss, TrainOneStepCell
 from ms_gradaccum.backend.kept_state import kept
 from ms_gradaccum.training.loss_check import LossCheck
+from ms_gradaccum.training.settings import StepSettings
 
 NAME = "For 'GradAccumulation', the loss should be a mean over rows, but "
 
@@ -398,3 +400,35 @@ def test_a_sink_is_measured_before_its_graph(eager, monkeypatch):
     data = ms.dataset.NumpySlicesDataset((X, Y), shuffle=False).batch(8)
     (said,) = said_by(lambda: model.train(1, data, dataset_sink_mode=True))
     assert NAME in said and not model.train_network.body.is_unmeasured
+
+
+# ---- no false alarm
+
+
+def alarm(seed, batches=4):
+    """What measurements of a random loss that is right say. Nothing is trained."""
+    loss = RandomLoss(seed).set_train()
+    numbers = np.random.default_rng(seed)
+    parts = int(numbers.integers(2, 9))
+    precision = "fp16_naive" if seed % 5 == 4 and loss.kind != "log of a sum" else None
+    settings = StepSettings.checked("Model", mixed_precision=precision)
+    network = GradAccumulation(loss, parts, weighted=loss.weighted).in_precision("Model", settings.precision)
+    check = LossCheck(network, loss.trainable_params(), settings, half=precision is not None, several=False)
+    rows = [int(numbers.integers(parts + 1, 40)) for _ in range(batches)]
+    return said_by(lambda: [check.after_batch(parts, loss.batch(each), {}) for each in rows])
+
+
+def test_right_losses_are_not_named(eager):
+    assert {seed: said for seed in range(200) if (said := alarm(seed))} == {}
+
+
+def test_compiled_right_losses_are_not_named(monkeypatch):
+    """One of each kind; ``python tests/training/test_loss_check.py`` compiles all 200."""
+    monkeypatch.delenv("MS_JIT", raising=False)
+    ms.set_context(mode=ms.GRAPH_MODE)
+    assert {seed: said for seed in range(len(KINDS)) if (said := alarm(seed, batches=1))} == {}
+
+
+if __name__ == "__main__":
+    ms.set_context(mode=ms.GRAPH_MODE)
+    print({seed: said for seed in range(200) if (said := alarm(seed))})
