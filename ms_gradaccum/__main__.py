@@ -16,6 +16,7 @@ from ms_gradaccum.tools.self_test.self_test import self_test
 from ms_gradaccum.tools.simulation.simulate import simulate
 
 _PROGRAM = "python -m ms_gradaccum"
+_FOUND = "ms_gradaccum_test.json"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -48,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--workers", type=int, default=2, metavar="N", help="processes of the jobs; 1: no job; default: 2"
     )
     test.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one of its cells")
-    test.add_argument("--output", metavar="FILE", help="where to write what was found, as JSON")
+    test.add_argument("--output", default=_FOUND, metavar="FILE", help=f"where to write JSON; default: {_FOUND}, here")
     commands.add_parser("env", help="print versions, device, modes, and what this machine can and cannot do")
     return parser.parse_args(arguments)
 
@@ -96,22 +97,26 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def _test(args: argparse.Namespace) -> int:
     """Print the table as it grows, and what is being done in a line below it. Return 1 if a cell has failed."""
+    output = Path(args.output).absolute()
+    is_new = not output.exists()
     try:
-        if args.output:
-            # Before it takes its time: the file may not be one to write to.
-            Path(args.output).open("a").close()
+        # Before it takes its time: the file may not be one to write to.
+        output.open("a").close()
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             settings = {"timeout": args.timeout, "show": _show, "tell": line.set_description_str}
             found = self_test(args.device, args.workers, **settings)
         print(found)
-        if args.output:
-            Path(args.output).write_text(json.dumps(found.to_dict(), indent=2) + "\n")
+        output.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
+        print(f"Written to {output}")
     except KeyboardInterrupt:
         print(f"{_PROGRAM} test: it was interrupted, and its processes have ended.", file=sys.stderr)
         return 130
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"{_PROGRAM} test: {error}", file=sys.stderr)
         return 2
+    finally:
+        if is_new and output.is_file() and not output.stat().st_size:
+            output.unlink()
     return 1 if found.count("failed") else 0
 
 

@@ -134,7 +134,8 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     before = set(processes_with(IN_TEST))
     arguments = [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"]
     arguments[-1] += "import sys; from ms_gradaccum.__main__ import main; sys.exit(main(['test', '--workers', '1']))"
-    with subprocess.Popen(arguments, env=environment, text=True, stdout=subprocess.DEVNULL, **settings) as process:
+    settings |= {"stdout": subprocess.DEVNULL, "cwd": tmp_path}
+    with subprocess.Popen(arguments, env=environment, text=True, **settings) as process:
         while not set(processes_with(IN_TEST)) - before:
             assert process.poll() is None
             time.sleep(0.2)
@@ -152,16 +153,22 @@ def test_the_status_says_whether_something_failed(monkeypatch, capsys, tmp_path)
     assert json.loads((tmp_path / "found.json").read_text())["cells"][0]["said"] == "losses differ"
     well = replace(outcome, outcome="passed")
     monkeypatch.setattr(command, "self_test", lambda *args, **settings: SelfTest("CPU", 2, 1.0, {}, (well, well)))
+    monkeypatch.chdir(tmp_path)
     assert command.main(["test"]) == 0
-    assert "2 passed, 0 failed, 0 skipped on CPU" in capsys.readouterr().out
+    written = tmp_path / "ms_gradaccum_test.json"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["2 passed, 0 failed, 0 skipped on CPU, 2 workers, in 1 s", f"Written to {written}"]
+    assert json.loads(written.read_text())["passed"] == 2
     assert command.main(["test", "--output", str(tmp_path / "missing" / "found.json")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--workers", "0"], ["--timeout", "nan"]])
-def test_wrong_arguments_are_one_sentence(arguments, capsys):
+def test_wrong_arguments_are_one_sentence(arguments, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     assert command.main(["test", *arguments]) == 2
     assert f"For 'test', the argument '{arguments[0][2:]}' must be a positive" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_difference_that_is_no_number_fails():
