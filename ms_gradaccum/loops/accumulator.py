@@ -1,13 +1,22 @@
 """Gradient accumulation for loops that users write themselves."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import Settled, Uncopied, argument_error, check_cell, check_choice, check_tensor
+from ms_gradaccum._checks import (
+    Settled,
+    Uncopied,
+    argument_error,
+    check_cell,
+    check_choice,
+    check_tensor,
+    refuse_unknown,
+    typed,
+)
 from ms_gradaccum.backend.optimizers import claim_optimizer
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
@@ -130,12 +139,13 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         bad_micro_batch: BadMicroBatch = "skip_window",
         compile: bool | None = None,
         check_loss: bool = True,
+        **unknown: NoReturn,
     ) -> None:
         super().__init__(auto_prefix=False)
+        refuse_unknown(_OWNER, Accumulator.__init__, unknown)
         self.config = merge_config(_OWNER, accumulation_steps, config)
         pairs = pair_networks(network, optimizer)
         check_scale_of_each(_OWNER, mixed_precision, len(pairs))
-        # The loss scale in them is one network's.
         settings = [
             StepSettings.checked(
                 _OWNER,
@@ -146,13 +156,12 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
                 compile=self.config.compile if compile is None else compile,
                 check_loss=check_loss,
             )
-            for _ in pairs
+            for _ in pairs  # The loss scale in them is one network's.
         ]
         self.events = Events(_OWNER)
         self._networks = [TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)]
-        for trained in self._networks:
-            for each in trained.optimizers:
-                claim_optimizer(each, self)
+        for each in (each for trained in self._networks for each in trained.optimizers):
+            claim_optimizer(each, self)
         self.window = LoopWindow(self.config, self._networks, self.events)
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
         self.in_graph: Callable[..., tuple[Tensor, ...]] = self._window_in_graph()
@@ -295,9 +304,11 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """
         return self.in_graph(grads, weight, loss, reduction)
 
-    def clip_grad_norm_(self, parameters: object, max_norm: float) -> Tensor | None:
+    def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip as :meth:`clip_grad_norm` does, with Accelerate's arguments: all parameters that are trained."""
         self._check_all(parameters)
+        if norm_type != 2.0:
+            raise ValueError(argument_error(_OWNER, "norm_type", "2, the only norm", typed(norm_type), "Leave it out."))
         return self.clip_grad_norm(max_norm)
 
     def clip_grad_value_(self, parameters: object, clip_value: float) -> Tensor | None:
@@ -306,14 +317,18 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         return self.clip_grad_value(clip_value)
 
     def _check_all(self, parameters: Any) -> None:
+        rule = "all that are trained"
+        if not isinstance(parameters, (Tensor, Iterable)):
+            remedy = "Give network.trainable_params(), or leave parameters and the last underscore out."
+            raise TypeError(argument_error(_OWNER, "parameters", rule, typed(parameters), remedy))
         given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         trained = [each for network in self._networks for group in network.optimizers for each in group.parameters]
         missing = [each.name for each in trained if id(each) not in given]
         if missing:
             got, remedy = f"none of {missing[0]!r}", "The norm is that of the whole gradient: see ClipByGroupNorm."
-            raise ValueError(argument_error(_OWNER, "parameters", "all that are trained", got, remedy))
+            raise ValueError(argument_error(_OWNER, "parameters", rule, got, remedy))
 
-    def clip_grad_norm(self, max_norm: float, *, network: nn.Cell | None = None) -> Tensor | None:
+    def clip_grad_norm(self, max_norm: float, *others: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.
 
         Args:
@@ -324,10 +339,12 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             The norm before clipping, a float32 scalar (of the first network, if there are several); None inside
             a window.
         """
+        _check_alone("max_norm", others, "clip_grad_norm(1.0), or clip_grad_norm_(parameters, 1.0)")
         return self._clip(ClipByGlobalNorm(max_norm), network)
 
-    def clip_grad_value(self, limit: float, *, network: nn.Cell | None = None) -> Tensor | None:
+    def clip_grad_value(self, limit: float, *others: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
         """Clip each element of the window's mean gradient in the coming `step`, see :class:`ClipByValue`."""
+        _check_alone("limit", others, "clip_grad_value(1.0), or clip_grad_value_(parameters, 1.0)")
         return self._clip(ClipByValue(limit), network)
 
     def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
@@ -389,6 +406,11 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         A prepared dataset does so at its end.
         """
         self.window.join()
+
+
+def _check_alone(name: str, others: tuple[object, ...], call: str) -> None:
+    if others:
+        raise TypeError(argument_error(_OWNER, name, "given alone", f"{len(others) + 1} arguments", f"Call {call}."))
 
 
 def _one_or_all(outputs: tuple[StepOutput, ...]) -> StepOutput | tuple[StepOutput, ...]:

@@ -115,6 +115,7 @@ def test_arguments_by_other_names_are_answered_with_the_right_ones(name, meant, 
     for owner, build in (
         ("Model", lambda: Model(cell, optimizer=sgd(cell), **{name: 4})),
         ("TrainOneStepCell", lambda: TrainOneStepCell(cell, sgd(cell), **{name: 4})),
+        ("Accumulator", lambda: Accumulator(cell, sgd(cell), **{name: 4})),
     ):
         with raises(TypeError, ARGUMENTS.format(owner, repr(name), meant)):
             build()
