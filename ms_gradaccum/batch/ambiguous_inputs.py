@@ -1,4 +1,4 @@
-"""Inputs that may be no batch, or the batch that no shape shows: warnings of the first batch, and hints of errors."""
+"""Inputs whose shapes do not show whether they are a batch: warnings at the first batch, and hints in errors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,15 +9,15 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.batch.split import TENSORS, BatchAxis, count_rows, leaves_of, spread_axes, walk
 
 _OWNER = "GradAccumulation"
-# What a list may hold of each row. Tensors in it are looked at apart.
+# Types of per-row values in a list. Tensors in it are checked separately.
 _VALUES = (int, float, str, np.generic, list, tuple, dict)
 
 
 def ambiguous_inputs(inputs: tuple[Any, ...], batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
-    """Return the places of the inputs that may be no batch and are split all the same.
+    """Return the indices of the inputs that are split although they may not be a batch.
 
-    That is a tensor that is as long as the batch on another axis, too, such as a mask, or a vector of floating-point
-    numbers; with integers also these, which may be indices of rows.
+    These are tensors that are as long as the batch on another axis, too, such as a mask, and vectors of floating-point
+    numbers. With ``with_integers`` they include integer tensors, which may contain indices of rows.
     """
     places, found = 0, []
     for i, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):
@@ -29,13 +29,13 @@ def ambiguous_inputs(inputs: tuple[Any, ...], batch_axis: BatchAxis, with_intege
         dtype = str(item.dtype).lower()
         if rows > 1 and (rows in others or (not others and "float" in dtype) or (with_integers and "int" in dtype)):
             found.append(i)
-    return found if places > 1 else []  # Something must be the batch.
+    return found if places > 1 else []  # A single tensor must be the batch.
 
 
 def hint_of_split(
     error: str, inputs: tuple[Any, ...], batch_axis: BatchAxis, name_of_input: Callable[[int], str]
 ) -> str:
-    """Return which inputs may be split by mistake, as far as an error of a micro batch can come from that, or ""."""
+    """Return a hint for an error in a micro batch: the inputs that may be split by mistake. "" if there are none."""
     shapes = _described(ambiguous_inputs(inputs, batch_axis, "indices" in error), inputs, name_of_input)
     begin = f"For '{_OWNER}', the split may be at fault, where no shape shows what the batch is"
     return shapes and f"{begin}: {shapes}. What is no batch needs None in batch_axis."
@@ -46,16 +46,16 @@ def _described(places: Sequence[int], inputs: tuple[Any, ...], name_of_input: Ca
 
 
 def warn_of_split(accumulation: Any, inputs: tuple[Any, ...], parts: int, is_first: bool) -> bool:
-    """Warn of inputs that may be split by mistake, or not split, where no error shows it.
+    """Warn of inputs that may be split by mistake, or unsplit by mistake, without an error.
 
     Args:
         accumulation: The GradAccumulation.
         inputs: A batch, by position.
         parts: The number of its micro batches.
-        is_first: Whether there was no batch before.
+        is_first: True for the first batch.
 
     Returns:
-        Whether the batch was split, so that no other one has to be looked at.
+        True if the batch was split, so that later ones need no check.
     """
     if accumulation.micro_size == 1:
         return False
@@ -82,7 +82,7 @@ def warn_of_split(accumulation: Any, inputs: tuple[Any, ...], parts: int, is_fir
 
 
 def _each_row(item: Any, axis: Any, rows: int, is_default: bool) -> str:
-    """Return what becomes of an input whose items may belong to one row each, and the remedy; "" for all others."""
+    """Describe the treatment of an input whose items may belong to one row each, and a remedy; "" for all others."""
     if axis is None or not isinstance(item, (list, tuple)) or len(item) != rows:
         return ""
     with_rows = [any(leaf.axis is not None for leaf in leaves_of(walk(each, 0))) for each in item]
@@ -100,7 +100,7 @@ def _each_row(item: Any, axis: Any, rows: int, is_default: bool) -> str:
 
 
 def _warn_of_equal_lengths(accumulation: Any, inputs: tuple[Any, ...], parts: int, rows: int) -> None:
-    """Warn of a tensor that is as long as the batch on two axes, where the other one may be the batch, or none is."""
+    """Warn of a tensor that is as long as the batch on two axes, so that the wrong one may be split."""
     batch_axis, name_of_input = accumulation.batch_axis, accumulation.name_of_input
     cells = [cell for _, cell in accumulation.network.cells_and_names()]
     time_major = next((cell.cls_name for cell in cells if getattr(cell, "batch_first", None) is False), None)

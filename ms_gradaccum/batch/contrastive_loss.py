@@ -12,7 +12,7 @@ from ms_gradaccum._checks import Settled, check_bool, check_positive_float, chec
 from ms_gradaccum.backend.kernels import as_dtype
 
 _OWNER = "ContrastiveLoss"
-# A graph has a copy of the loop's body for each block.
+# A graph contains a copy of the loop's body for each block.
 _MOST_BLOCKS = 32
 _NONE = -1e30
 
@@ -26,16 +26,16 @@ class ContrastiveLoss(Settled, nn.Cell):
     .. math::
         -\frac{1}{N} \sum_i \frac{1}{|P_i|} \sum_{j \in P_i} \log \frac{\exp s_{ij}}{\sum_k \exp s_{ik}}
 
-    which for pairs without labels is that of CLIP (Radford et al., 2021). Of one tower, :math:`b = a`, a row is neither
-    its own positive nor its own negative, and rows without a positive are left out: supervised contrastive learning
+    For pairs without labels this is the loss of CLIP (Radford et al., 2021). With one tower, :math:`b = a`, each row is
+    excluded from its own comparisons, and rows without a positive are ignored: supervised contrastive learning
     (Khosla et al., 2020).
 
-    The similarities of `block_rows` rows with all others are computed at a time, and once more in the backward pass,
-    so that no table of :math:`N \times N` numbers is kept. Inside a :class:`GradCacheLoss` the rows are those of the
-    whole batch, of all processes.
+    The similarities of `block_rows` rows with all others are computed at a time, and again in the backward pass, so
+    that no :math:`N \times N` matrix is stored. Inside a :class:`GradCacheLoss` the rows are those of the whole batch,
+    over all processes.
 
     Args:
-        temperature (float): :math:`\tau`, at the beginning if it is learnable. Default: ``0.07``.
+        temperature (float): :math:`\tau`, or its initial value if it is learnable. Default: ``0.07``.
 
     Keyword Args:
         learnable (bool): Whether the temperature is trained: as the parameter `logit_scale`, which is
@@ -46,7 +46,7 @@ class ContrastiveLoss(Settled, nn.Cell):
 
     Inputs:
         - **first** (Tensor) - Representations of shape :math:`(N, D)`.
-        - **second** (Tensor) - Those of the other tower, of the same shape; not for one tower.
+        - **second** (Tensor) - Representations of the other tower, of the same shape; omitted with one tower.
         - **labels** (Tensor) - Classes, integers of shape :math:`(N,)`. Optional for two towers.
 
     Outputs:
@@ -54,7 +54,7 @@ class ContrastiveLoss(Settled, nn.Cell):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, or the inputs are not those of so many towers.
+        ValueError: If an argument is out of range, or the inputs do not fit `towers`.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -97,7 +97,7 @@ class ContrastiveLoss(Settled, nn.Cell):
         _check_shapes(first.shape, second.shape, None if labels is None else labels.shape)
         first, second = self._unit(first), self._unit(second)
         scaled = first * ops.exp(self.logit_scale)
-        # Sums over the positives of each row. Both directions have the same, since they have the same labels.
+        # Sums over the positives of each row. They are the same in both directions, which share the labels.
         others, counts = second, ops.ones((first.shape[0],), ms.float32)
         if labels is not None:
             numbers = ops.stop_gradient(label_numbers(labels))
@@ -119,12 +119,12 @@ class ContrastiveLoss(Settled, nn.Cell):
 class LogSumExps(nn.Cell):
     """Weighted sum of log-sum-exp of the products of all rows of ``a`` and ``b``, along both axes.
 
-    No table is broadcast: for each such operator MindSpore keeps, on CPU, two lists of places as long as its result.
-    What is added to whole rows or columns of products is one more factor of each row.
+    No matrix is broadcast: on CPU, MindSpore stores two index lists as long as the result for each such operator. To
+    add numbers to whole rows or columns of the products, the rows get one more element.
 
     Args:
-        block_rows: Rows whose products exist at a time.
-        is_one: Whether the two are representations of the same rows, none of which counts for itself.
+        block_rows: The number of rows whose products exist at a time.
+        is_one: True for one tower: ``a`` and ``b`` have the same rows, and each is excluded from its own comparisons.
     """
 
     def __init__(self, block_rows: int, is_one: bool) -> None:
@@ -134,14 +134,14 @@ class LogSumExps(nn.Cell):
         self.along_row, self.along_column = ops.LogSoftmax(-1), ops.LogSoftmax(0)
 
     def construct(self, a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum, weighted by ``weights`` along both axes, or along that of the rows of ``a`` if these are one.
+        """Return the sum, weighted by ``weights``, along both axes, or along the rows of ``a`` for one tower.
 
         The logarithms follow it, for the backward pass. The weights get no gradient.
         """
         by_row: tuple[Tensor, ...] = ()
         by_column = ops.zeros((b.shape[0],), ms.float32) + _NONE
         for begin, end in blocks_of(a.shape[0], self.block_rows):
-            # One after the other, or the products of all blocks would be there at a time.
+            # The blocks run one after the other, so that their products do not exist at the same time.
             products = self.products(ops.depend(a[begin:end], (by_row, by_column)), b, begin, end)
             by_row += (ops.amax(products, 1) - ops.amax(self.along_row(products), 1),)
             if not self.is_one:
@@ -156,13 +156,13 @@ class LogSumExps(nn.Cell):
         """Return the products of some rows with all of ``b``."""
         products = ops.matmul(part, b.T)
         if self.is_one:
-            # A diagonal that the compiler does not know, or it would keep one for each block.
+            # The diagonal depends on an input; the compiler would store a constant one for each block.
             itself = ops.diag(ops.minimum(part[:, 0], Tensor(_NONE, ms.float32)))
             products = products + ops.pad(itself, (begin, b.shape[0] - end))
         return products
 
     def bprop(self, a: Tensor, b: Tensor, weights: Tensor, out: Any, dout: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients; the products are computed again."""
+        """Return the gradients. The products are computed again."""
         rows, columns = b.shape[0], ops.ones((b.shape[0], 1), ms.float32)
         logs = ops.log(weights)
         longer_b = ops.concat((b, columns), 1)
@@ -185,7 +185,7 @@ def label_numbers(labels: Tensor) -> Tensor:
     ordered, places = ops.sort(labels.reshape(-1))
     begins = ops.cast(ops.not_equal(ordered[1:], ordered[:-1]), ms.float32)
     numbers = ops.concat((ops.zeros((1,), ms.float32), ops.cumsum(begins, 0)))
-    # Back in the order of the rows.
+    # Restore the order of the rows.
     return ops.cast(ops.gather(numbers, ops.sort(ops.cast(places, ms.int32))[1], 0), ms.int32)
 
 

@@ -1,7 +1,7 @@
-"""A loss that looks at all rows together, and what stands for it in a micro batch once its gradient is known.
+"""A loss over all rows of a batch together, and its substitute in a micro batch once its gradient is known.
 
-The gradient of such a loss is a sum over micro batches after all, if that with respect to the outputs of the network is
-there: L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
+Given the gradient with respect to the outputs of the network, the gradient of such a loss is a sum over micro batches:
+L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
 """
 
 from collections.abc import Callable
@@ -25,41 +25,41 @@ _HALF = (ms.float16, ms.bfloat16)
 class GradCacheLoss(Settled, nn.Cell):
     r"""A network and a loss that looks at all rows of a batch together: contrastive, ranking, correlation, batch Dice.
 
-    Inside :class:`GradAccumulation` it is trained with the gradient of the whole batch, of all processes, at the memory
-    of a micro batch. A first pass computes what `backbone` returns, micro batch by micro batch and without gradients.
-    Then `loss_fn` is called once, with all of it, and its gradient with respect to the outputs is kept. A second
-    pass computes each micro batch again and starts its backward pass there:
+    Inside :class:`GradAccumulation` it is trained with the gradient of the whole batch, over all processes, with the
+    memory of a micro batch. A first pass computes the outputs of `backbone`, micro batch by micro batch and without
+    gradients. Then `loss_fn` is called once with all outputs, and its gradient with respect to them is kept. A second
+    pass computes each micro batch again and starts its backward pass from that gradient:
 
     .. code-block:: python
 
-        outputs = [backbone(rows) for rows in micro_batches]           # nothing is kept of them but the outputs
+        outputs = [backbone(rows) for rows in micro_batches]           # only the outputs are kept
         loss, cache = value_and_grad(loss_fn)(concat(outputs), labels)
         for rows, start in zip(micro_batches, split(cache)):
             sums += grad((backbone(rows) * start).sum())
 
-    Anywhere else, as in evaluation, it is a loss cell like any other. With `accumulation_steps` each batch has a loss
-    of its own, and the window has their mean, weighted by their rows.
+    Anywhere else, for example in evaluation, it is an ordinary loss cell. With `accumulation_steps` each batch has its
+    own loss, and the loss of the window is their mean, weighted by their rows.
 
     Parameters that the forward pass changes (averages, counters) are changed once per micro batch. The second pass must
-    compute what the first one has: if it does not, because of Dropout for example, the training step raises a
-    RuntimeError. :class:`ReplayDropout` draws the same mask again.
+    reproduce the outputs of the first one: if it does not, for example because of Dropout, the training step raises a
+    RuntimeError. :class:`ReplayDropout` draws the same masks again.
 
     Args:
-        backbone (Cell): Network that returns a tensor or a tuple of tensors, with the rows of its inputs on axis 0. The
-            floating-point ones have gradients, others are passed on. 16-bit ones are passed on in float32.
+        backbone (Cell): Network that returns a tensor or a tuple of tensors, with the rows of its inputs on axis 0.
+            Gradients flow through floating-point outputs. 16-bit outputs are passed to `loss_fn` in float32.
         loss_fn (Cell): Called with the outputs of `backbone` and the last `labels` inputs, of all rows together. It
             returns a floating-point scalar, the loss of the batch, and may have parameters.
-        labels (int): The number of inputs, the last ones, that go to `loss_fn` and not to `backbone`. Default: ``0``.
+        labels (int): Number of inputs, the last ones, that go to `loss_fn` instead of `backbone`. Default: ``0``.
 
     Inputs:
         - **\*inputs** - Inputs of `backbone`, and after them those of `loss_fn`.
 
     Outputs:
-        What `loss_fn` returns.
+        The loss that `loss_fn` returns.
 
     Raises:
         TypeError: If `backbone` or `loss_fn` is not a Cell, `labels` not an int, a subclass has its own `construct`, or
-            `backbone` returns something else than tensors.
+            `backbone` returns anything but tensors.
         ValueError: If `labels` is negative, or all of the inputs; later, if an output has not the rows on axis 0.
 
     Supported Platforms:
@@ -105,20 +105,20 @@ class GradCacheLoss(Settled, nn.Cell):
         return self.loss_fn(*self.outputs(inputs[:end]), *inputs[end:])
 
     def outputs(self, inputs: tuple[object, ...]) -> tuple[Tensor, ...]:
-        """Return what the backbone returns for its inputs, as `loss_fn` takes it."""
+        """Return the outputs of the backbone in the form that `loss_fn` takes."""
         returned = self.backbone(*inputs)
         items = returned if isinstance(returned, (tuple, list)) else (returned,)
         outputs: tuple[Tensor, ...] = ()
         for item in items:
             if not isinstance(item, Tensor):
                 _refuse_output()
-            # In 16 bits the gradients of a mean over many rows would be zeros.
+            # In 16 bits the gradients of a mean over many rows would underflow.
             outputs += (as_dtype(item, ms.float32) if item.dtype in _HALF else item,)
         return outputs
 
 
 class CachedLoss(WeightedLoss):
-    """What is differentiated in a micro batch in place of a loss whose gradient is known.
+    """Substitute that a micro batch differentiates in place of a loss whose gradient is known.
 
     Inputs:
         - The micro batch's share of the rows.
@@ -129,8 +129,7 @@ class CachedLoss(WeightedLoss):
         - The inputs of the network.
 
     Outputs:
-        The share of the loss, and the share. Then for each of these outputs how far it is from that of the first
-        pass, see `distance`.
+        The share of the loss, the share, and for each floating-point output its `distance` from the first pass.
     """
 
     counts_rows = True
@@ -144,7 +143,7 @@ class CachedLoss(WeightedLoss):
         items = tensors if self.structure is None else self.structure(tensors)
         loss, own_grads, firsts, cache = items[0], items[1], items[2], items[3]
         start = Tensor(0.0, ms.float32)
-        # A function whose gradient this is, so that it travels with those of the network and counts once.
+        # A linear function with this gradient, so that it is reduced with the network's gradients and counts once.
         for i, parameter in enumerate(self.own):
             start = start + _product(parameter, own_grads[i]) * share
         place = 0
@@ -154,15 +153,15 @@ class CachedLoss(WeightedLoss):
                 start = start + _product(output, cache[place])
                 distances += (distance(ops.stop_gradient(output), firsts[place]),)
                 place += 1
-        # The number is that of the loss, the gradient that of the other one.
+        # The value is that of the loss; the gradient is that of ``start``.
         value = scalar(loss) * share + (start - ops.stop_gradient(start))
         return value, share, ops.stack(distances)
 
 
 def distance(second: Tensor, first: Tensor) -> Tensor:
-    """Return the largest difference of two outputs, as a part of the largest number in its row. NaN equals NaN.
+    """Return the largest difference of two outputs, relative to the largest number in its row. NaN equals NaN.
 
-    A row counts as at least 0.01 of the largest one, in whose rounding it may be lost.
+    The size of a row counts as at least 0.01 of the largest row, whose rounding error it may contain.
     """
     same = ops.logical_or(second == first, ops.logical_and(ops.isnan(second), ops.isnan(first)))
     zeros = ops.zeros_like(first)
@@ -196,7 +195,7 @@ def _refuse_output() -> None:
 
 
 def check_output(shape: tuple[int, ...], rows: int) -> None:
-    """Raise unless an output of a micro batch of so many rows has them on axis 0."""
+    """Raise unless an output of a micro batch of ``rows`` rows has them on axis 0."""
     if not shape or shape[0] != rows:
         raise ValueError(
             f"For '{_OWNER}', the backbone must return tensors with the {rows} rows of the micro batch on axis 0, but "

@@ -1,7 +1,7 @@
-"""The loss of some rows beside the losses of their parts: whether it can be trained in parts, as numbers say it.
+"""Compare the loss of some rows with the losses of their parts, to decide whether it can be split into micro batches.
 
-A mean over rows is the mean of its parts, weighted by their rows. Of a loss that brings its own weight, sums and
-weights add up. All other losses give micro batches another gradient than the whole batch has.
+A mean over rows is the mean of its parts, weighted by their rows. For a loss with its own weight, sums and weights add
+up. For all other losses, micro batches have another gradient than the whole batch.
 """
 
 import math
@@ -30,7 +30,7 @@ _OTHER = (
 
 
 class Loss(NamedTuple):
-    """The loss of some rows: a mean and its rows, or a sum and the weight that the network returns."""
+    """The loss of some rows: a mean and its number of rows, or a sum and the weight that the network returns."""
 
     value: float
     weight: float
@@ -43,7 +43,7 @@ def relative(difference: float, losses: Sequence[Loss]) -> float:
 
 
 class Split(NamedTuple):
-    """The losses of some rows and of the two parts of them."""
+    """The losses of some rows and of their two parts."""
 
     whole: Loss
     first: Loss
@@ -56,7 +56,7 @@ class Split(NamedTuple):
         return (first.value * first.weight + second.value * second.weight) / (first.weight + second.weight)
 
     def larger_first(self) -> "tuple[int, int]":
-        """Return the places of the parts, first that which has more to say: an empty one may have a loss of 0."""
+        """Return the indices of the parts, the one with the larger loss first: an empty part may have a loss of 0."""
         return (1, 2) if abs(self.first.value) >= abs(self.second.value) else (2, 1)
 
     @property
@@ -65,24 +65,24 @@ class Split(NamedTuple):
         return self.first.value + self.second.value
 
     def misses(self, predicted: float) -> float:
-        """Return by how much the whole misses a prediction, relative to the largest of the losses."""
+        """Return the difference of the whole from a prediction, relative to the largest of the losses."""
         return relative(self.whole.value - predicted, self)
 
     def misses_weight(self) -> float:
-        """Return by how much the weights of the parts miss that of the whole."""
+        """Return the relative difference of the sum of the parts' weights from the weight of the whole."""
         whole, first, second = (loss.weight for loss in self)
         scale = max(abs(whole), abs(first), abs(second))
         return abs(whole - first - second) / scale if scale else 0.0
 
     def spread(self, weighted: bool) -> float:
-        """Return by how much the means of the two parts differ, relative to the larger one."""
+        """Return the difference of the means of the two parts, relative to the larger one."""
         means = [loss.value / loss.weight if weighted and loss.weight else loss.value for loss in self[1:]]
         scale = max(map(abs, means))
         return abs(means[0] - means[1]) / scale if scale else 0.0
 
 
 class Finding(NamedTuple):
-    """The reason why a loss cannot be trained in parts, and by how much it misses."""
+    """The reason why a loss cannot be split into micro batches, and the size of the error."""
 
     miss: float
     text: str
@@ -91,12 +91,12 @@ class Finding(NamedTuple):
 def judge(
     split: Split, weighted: bool, tolerance: float, parts: int, twice: tuple[float, float] | None = None
 ) -> Finding | None:
-    """Return why the parts of some rows do not give the loss of all of them; None if they do.
+    """Return the reason why the parts do not add up to the loss of all rows; None if they do.
 
     Args:
         split: The losses.
-        weighted: Whether the loss brings its weight.
-        tolerance: The largest miss that rounding explains.
+        weighted: True if the loss returns its weight.
+        tolerance: The largest difference that rounding explains.
         parts: The number of micro batches in a batch.
         twice: The losses of the larger part with each row twice, alone and before the other part, if they are known.
     """
@@ -113,7 +113,7 @@ def _judge_mean(split: Split, tolerance: float, parts: int, twice: tuple[float, 
     if miss <= tolerance:
         return None
     larger, other = (split[place] for place in split.larger_first())
-    # A part that has nothing to say hides the difference between a sum and a mean.
+    # An empty part hides the difference between a sum and a mean.
     doubles = min(abs(loss.value) for loss in split) > tolerance * abs(larger.value)
     if twice is not None:
         doubles = abs(twice[0] - 2 * larger.value) <= tolerance * abs(twice[0])
@@ -123,7 +123,7 @@ def _judge_mean(split: Split, tolerance: float, parts: int, twice: tuple[float, 
         return Finding(miss, f"{_BEGIN} {_SUM.format(share=gives, pair=_PAIR)}")
     is_mean = _lies_between(split, tolerance)
     if twice is not None and is_mean:
-        # What the larger part counts for in a weighted mean, and so what counting it twice would give.
+        # The share of the larger part in a weighted mean, and the loss that counting it twice would give.
         share = (split.whole.value - other.value) / (larger.value - other.value)
         predicted = (2 * share * larger.value + (1 - share) * other.value) / (1 + share)
         misses = abs(twice[0] - larger.value), abs(twice[1] - predicted)
@@ -144,12 +144,12 @@ def _judge_pairs(split: Split, tolerance: float) -> Finding | None:
 
 
 def other_gradient(miss: float) -> Finding:
-    """Return the finding for a loss whose rows have one value now, and whose parts have another gradient."""
+    """Return the finding for a loss whose parts add up while their gradients do not."""
     return Finding(miss, f"{_BEGIN} {_WEIGHTS.format(miss=_percent(miss), pair=_PAIR)}")
 
 
 def _lies_between(split: Split, tolerance: float) -> bool:
-    """Return whether the whole is some weighted mean of its parts."""
+    """Return whether the whole can be a weighted mean of its parts."""
     low, high = sorted((split.first.value, split.second.value))
     slack = tolerance * max(abs(low), abs(high))
     return low - slack <= split.whole.value <= high + slack

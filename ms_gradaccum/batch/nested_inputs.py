@@ -1,7 +1,7 @@
-"""Nested inputs taken apart into tensors, and put together again inside a graph.
+"""Nested inputs are flattened into tensors, and rebuilt inside a graph.
 
-A graph takes a tuple or a dict for a constant and is compiled anew for each new content; tensors it takes as
-they come. So a micro step is given tensors alone and rebuilds from them what the network expects.
+A graph treats a tuple or a dict as a constant and is compiled anew for each new content. So a micro step gets flat
+tensors and rebuilds from them the inputs that the network expects.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,14 +14,14 @@ from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import argument_error
 
-# What a batch is given as where a program hands it over in one piece: the only input, all of them, or by name.
+# A batch as one object: the only input, a sequence of all inputs, or inputs by name.
 Batch = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]] | Sequence[object] | Mapping[str, object]
 
 
 def flatten(inputs: Any, leaves: list[Tensor]) -> Hashable:
-    """Append the tensors in ``inputs`` to ``leaves`` and return what is left: the structure around them.
+    """Append the tensors in ``inputs`` to ``leaves`` and return the structure around them.
 
-    Inputs of one structure can share a graph; only the lengths of their axes differ.
+    Inputs of the same structure differ only in the lengths of axes, so they can share a graph.
     """
     if isinstance(inputs, (Tensor, np.ndarray)):
         leaf = inputs if isinstance(inputs, Tensor) else _tensor(inputs)
@@ -40,7 +40,7 @@ def flatten(inputs: Any, leaves: list[Tensor]) -> Hashable:
 
 
 def has_tensors(inputs: Any) -> bool:
-    """Return whether there is a tensor or an array in ``inputs``, in what is like a dict too."""
+    """Return whether ``inputs`` contain a tensor or an array, also inside mappings that are not dicts."""
     if isinstance(inputs, (tuple, list)):
         return any(map(has_tensors, inputs))
     if isinstance(inputs, Mapping):
@@ -59,7 +59,7 @@ def _tensor(array: Any) -> Tensor:
 
 
 def why_no_graph(structure: Any) -> str:
-    """Say why no graph can take inputs of ``structure`` in PYNATIVE mode; an empty string if one can."""
+    """Return the reason why no graph can take inputs of ``structure`` in PYNATIVE mode, or an empty string."""
     named = _named_tuple_in(structure)
     return f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
 
@@ -74,13 +74,13 @@ def _named_tuple_in(structure: Any) -> str:
 
 
 class _HashedByValue:
-    """A Python value as part of a structure, also if it has no hash of its own."""
+    """Wrapper that makes any Python value hashable as part of a structure."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        # By its text, since a NaN is not equal to itself.
+        # The text is compared because a NaN is not equal to itself.
         return isinstance(other, _HashedByValue) and repr(self.value) == repr(other.value)
 
     def __hash__(self) -> int:
@@ -88,7 +88,7 @@ class _HashedByValue:
 
 
 def unflatten(structure: Any, leaves: tuple[Tensor, ...]) -> Any:
-    """Return the inputs of ``structure`` with these tensors, outside of a graph."""
+    """Rebuild the inputs of ``structure`` from these tensors, outside of a graph."""
     kind = structure[0]
     if kind == "leaf":
         return leaves[structure[1]]
@@ -101,12 +101,12 @@ def unflatten(structure: Any, leaves: tuple[Tensor, ...]) -> Any:
 
 
 def is_flat(structure: Any) -> bool:
-    """Return whether the inputs of ``structure`` are a tuple of its tensors, so that there is nothing to rebuild."""
+    """Return whether the inputs of ``structure`` are a plain tuple of tensors, which needs no rebuilding."""
     return bool(structure[:2] == ("sequence", tuple) and all(child[0] == "leaf" for child in structure[2]))
 
 
 def unflattener(structure: Any) -> nn.Cell:
-    """Return the cell that makes the inputs of ``structure`` from its tensors."""
+    """Return the cell that rebuilds the inputs of ``structure`` from its tensors."""
     kind = structure[0]
     if kind == "leaf":
         return _Leaf(structure[1])
@@ -158,7 +158,7 @@ class _Dict(nn.Cell):
         self.keys = keys
 
     def construct(self, leaves: tuple[Tensor, ...]) -> dict[Any, Any]:
-        # Not dict(zip(...)): the compiler hands that to the Python interpreter, and the gradient with it.
+        # The compiler would leave dict(zip(...)) to the Python interpreter, and the gradient would be lost.
         items = {}
         for key, child in zip(self.keys, self.children):
             items[key] = child(leaves)
@@ -166,7 +166,7 @@ class _Dict(nn.Cell):
 
 
 def as_call(owner: str, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of a network that a batch stands for."""
+    """Return a batch as the positional and keyword arguments of a network."""
     if isinstance(batch, dict):
         return (), batch
     if isinstance(batch, (tuple, list)):
@@ -179,7 +179,7 @@ def as_call(owner: str, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def how_to_name(signature: Signature, given: int, kwargs: Mapping[str, object]) -> str:
-    """Return what to do about inputs by name of which a network takes none, after some that are given by position."""
+    """Return a remedy for named inputs that a network does not take, after ``given`` positional ones."""
     wrong = [name for name in kwargs if name not in signature.parameters]
     arguments = list(signature.parameters.values())[given:]
     free = [each.name for each in arguments if each.name not in kwargs and each.kind == each.POSITIONAL_OR_KEYWORD]

@@ -11,37 +11,37 @@ from ms_gradaccum._checks import Settled, argument_error, check_int
 from ms_gradaccum.backend.kernels import fits_kernels, replay_mask
 
 _OWNER = "ReplayDropout"
-# Odd numbers with bits all over; of a hash by C. Wellons, "Prospecting for Hash Functions", 2018.
+# Odd numbers with bits all over, from a hash by C. Wellons, "Prospecting for Hash Functions", 2018.
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 _SHIFTS = (16, 15, 16)
 _BITS = 24
 
 
 class ReplayDropout(Settled, nn.Cell):
-    r"""Dropout with a mask that depends only on a seed and on the position of an element, so it can be reproduced.
+    r"""Dropout whose mask depends only on a seed and on the positions of elements, so that it can be reproduced.
 
     In training each element is zero with probability `p`, and the others are divided by :math:`1 - p`, as in
-    ``nn.Dropout``. The seed is a parameter that each forward pass counts up, so that masks differ from one to the
-    next. A :class:`GradCacheLoss` sets it back before its second pass, which then draws the same masks; MindSpore's own
-    Dropout cannot, since no random state brings its masks back on CPU. A checkpoint has the seed, too.
+    ``nn.Dropout``. The seed is a parameter that each forward pass increments, so that each has another mask. A
+    :class:`GradCacheLoss` resets it before its second pass, which then draws the same masks. MindSpore's own Dropout
+    does not allow this, since its random state on CPU cannot be reset. Checkpoints contain the seed.
 
-    On CPU a kernel of this package makes float32 masks, in a graph in half the time of ``nn.Dropout``. Elsewhere, and
-    without that kernel, a mask takes about fifteen operators on integers, on CPU ten times as long as ``nn.Dropout``,
-    and MindSpore then keeps some 40 bytes for each element.
+    On CPU, a custom kernel makes float32 masks, in a graph in half the time of ``nn.Dropout``. Elsewhere, and without
+    that kernel, a mask takes about fifteen integer operators, on CPU ten times as long as ``nn.Dropout``, and
+    MindSpore then keeps some 40 bytes for each element.
 
     Args:
         p (float): The probability of a zero, at least 0 and below 1. Default: ``0.5``.
-        seed (int): Where the seeds begin. Layers of the same seed draw the same masks: give each its own. Without one
-            each layer of a process has the next number. Default: ``None``.
+        seed (int): The first seed. Layers with the same seed draw the same masks, so give each layer its own. With
+            ``None`` each layer of a process gets another seed. Default: ``None``.
 
     Inputs:
         - **x** (Tensor) - Floating-point numbers of any shape, fewer than :math:`2^{31}`.
 
     Outputs:
-        Tensor of the same shape and dtype; in evaluation `x` itself.
+        Tensor of the same shape and dtype; in evaluation, `x` itself.
 
     Raises:
-        TypeError: If `p` is no number or `seed` no int.
+        TypeError: If `p` is not a number or `seed` is not an int.
         ValueError: If `p` is out of range.
 
     Supported Platforms:
@@ -60,7 +60,7 @@ class ReplayDropout(Settled, nn.Cell):
         True False
     """
 
-    # Number of layers without a seed.
+    # The last seed that was given to a layer without one.
     _layers = 0
 
     __call__: Callable[[Tensor], Tensor]
@@ -73,12 +73,12 @@ class ReplayDropout(Settled, nn.Cell):
         if not 0 <= p < 1:
             raise ValueError(argument_error(_OWNER, "p", "at least 0 and less than 1", p, remedy))
         if seed is None:
-            # Far apart: seeds are counted up.
+            # The seeds are far apart because each forward pass increments them.
             seed = ReplayDropout._layers = (ReplayDropout._layers + 0x3C6EF35F) % 2**31
         seed = check_int(_OWNER, "seed", seed, "Another one for each layer.")
         self.p = float(p)
         self.seed = Parameter(Tensor(seed, ms.int32), name="seed", requires_grad=False)
-        # Of the 2 ** 24 numbers that a hash can be.
+        # A hash is one of 2 ** 24 numbers; an element is kept from this number on.
         self.kept_from = round(self.p * 2**_BITS)
         self.bound = Tensor(self.kept_from, ms.int32)
         self.cumulate = ops.CumSum()
@@ -94,30 +94,30 @@ class ReplayDropout(Settled, nn.Cell):
         if fits_kernels(x.dtype):
             factor = Tensor(1 / (1 - self.p), ms.float32)
             return x * ops.stop_gradient(replay_mask(ops.stop_gradient(x), seed, self.bound, factor))
-        # The seed itself is hashed first, or the masks of neighbours would be those of other places.
+        # The seed itself is hashed first, because otherwise consecutive seeds would give shifted masks.
         draws = self._hashed(ops.bitwise_xor(self._places(x, seed), self._hashed(seed, seed)), seed)
         draws = ops.bitwise_and(draws, Tensor(2**_BITS - 1, ms.int32))
         kept = ops.cast(ops.greater_equal(draws, self.kept_from), x.dtype).reshape(x.shape)
         return x * ops.stop_gradient(kept * (1 / (1 - self.p)))
 
     def _places(self, x: Tensor, seed: Tensor) -> Tensor:
-        """Number the elements from 1. They are computed, since constants of a graph are never freed."""
+        """Number the elements from 1. The numbers are computed because constants of a graph are never freed."""
         return self.cumulate(ops.FillV2()((x.size,), _unknown(1, seed)), 0)
 
     def _hashed(self, values: Tensor, seed: Tensor) -> Tensor:
-        """Hash each number to 32 bits by products and shifts modulo 2 ** 32."""
+        """Hash each number to 32 bits with products and shifts modulo 2 ** 32."""
         for i, bits in enumerate(_SHIFTS):
-            # A shift of signed numbers brings ones in at the left.
+            # A right shift of a negative number fills in ones.
             shifted = ops.bitwise_right_shift(values, Tensor(bits, ms.int32))
             values = ops.bitwise_xor(values, ops.bitwise_and(shifted, Tensor(2 ** (32 - bits) - 1, ms.int32)))
             if i < len(_MULTIPLIERS):
-                # On CPU MindSpore keeps lists of places for a product of a tensor of integers with a single one.
+                # On CPU, MindSpore would store index lists for a broadcast integer product.
                 values = values * ops.FillV2()(values.shape, _unknown(_MULTIPLIERS[i], seed))
         return values
 
 
 def _unknown(number: int, seed: Tensor) -> Tensor:
-    """Return a number that the compiler does not know, or it would keep what is made of it for ever."""
+    """Return a number that is not a constant for the compiler, which would never free tensors made from it."""
     return ops.bitwise_xor(ops.bitwise_and(seed, Tensor(0, ms.int32)), Tensor(number, ms.int32))
 
 

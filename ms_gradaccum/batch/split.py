@@ -1,4 +1,4 @@
-"""One batch of inputs into micro batches."""
+"""Split a batch of inputs into micro batches."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from mindspore import COOTensor, CSRTensor, Tensor
 from ms_gradaccum._checks import argument_error, typed
 from ms_gradaccum.batch.nested_inputs import flatten, has_tensors
 
-# One axis for all inputs, or a tree with one entry per input (None: the input is not split).
+# One axis for all inputs, or a nest with one entry per input (None: the input is not split).
 BatchAxis = int | None | Sequence["BatchAxis"] | Mapping[str, "BatchAxis"]
 
 _OWNER = "GradAccumulation"
@@ -20,14 +20,14 @@ _AXIS_REMEDY = "Give batch_axis one axis for all inputs, or one entry per input,
 
 
 class MicroBatch(NamedTuple):
-    """The tensors of one forward and backward pass, and the rows that they hold."""
+    """The tensors of one forward and backward pass, and their number of rows."""
 
     rows: int
     tensors: tuple[Tensor, ...]
 
 
 class SplitBatch(NamedTuple):
-    """A batch as micro batches, and the structure in which the network expects their tensors."""
+    """The micro batches of a batch, and the structure in which the network expects their tensors."""
 
     structure: Hashable
     micro_batches: list[MicroBatch]
@@ -70,10 +70,10 @@ def _checked_axis(axis: Any) -> BatchAxis:
 
 
 def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis) -> SplitBatch:
-    """Split ``inputs`` into at most ``micro_size`` micro batches whose rows differ by one at most.
+    """Split ``inputs`` into at most ``micro_size`` micro batches whose numbers of rows differ by at most one.
 
-    Tensors and NumPy arrays inside tuples, lists and dicts are split too; everything else goes whole into
-    each micro batch, and so do tensors without axes.
+    Tensors and NumPy arrays inside tuples, lists and dicts are split, too. Tensors without axes and all other values
+    go whole into each micro batch.
     """
     tensors: list[Tensor] = []
     try:
@@ -104,7 +104,7 @@ def leaf_axes(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> list[int | None
 
 
 def split_rows(leaves: Iterable[_Leaf], micro_size: int) -> list[tuple[int, int]]:
-    """Return the first row and the row after the last one of each micro batch; the larger ones come first."""
+    """Return the begin and end row of each micro batch; larger micro batches come first."""
     rows = count_rows(leaves)
     count = min(micro_size, rows)
     size, larger = divmod(rows, count)
@@ -115,7 +115,7 @@ def split_rows(leaves: Iterable[_Leaf], micro_size: int) -> list[tuple[int, int]
 def split_shapes(shapes: tuple[Any, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[Any, ...]:
     """Return the axis of each input (None: not split) and the rows of each micro batch, for inputs of these shapes.
 
-    An input that is no tensor has None for a shape.
+    The shape of an input that is not a tensor is None.
     """
     axes = spread_axes(batch_axis, shapes)
     axes = tuple(axis if shape else None for axis, shape in zip(axes, shapes))
@@ -152,7 +152,7 @@ def count_rows(leaves: Iterable[_Leaf]) -> int:
 
 
 def walk(item: Any, axis: Any, place: str = "input", in_list: bool = False) -> Iterator[_Item]:
-    """Yield the inputs and all that is inside them, what holds something before that, in the order of `flatten`."""
+    """Yield the inputs and all items inside them, containers before their items, in the order of `flatten`."""
     yield _Item(place, item, axis, in_list)
     in_list = in_list or isinstance(item, list)
     if isinstance(item, (tuple, list)):
@@ -165,7 +165,7 @@ def walk(item: Any, axis: Any, place: str = "input", in_list: bool = False) -> I
 
 
 def leaves_of(items: Iterable[_Item]) -> list[_Leaf]:
-    """Return each tensor's place in the inputs, its shape and its batch axis."""
+    """Return the place, shape and batch axis of each tensor in the inputs."""
     leaves = []
     for place, item, axis, in_list in items:
         if isinstance(item, (CSRTensor, COOTensor)):
@@ -186,7 +186,7 @@ def leaves_of(items: Iterable[_Item]) -> list[_Leaf]:
 
 
 def _refuse_mappings(items: Iterable[_Item]) -> None:
-    """Raise for what is like a dict and is none: its tensors would go whole into each micro batch."""
+    """Raise for a mapping that is not a dict: its tensors would go whole into each micro batch."""
     for _, item, *_ in items:
         if isinstance(item, Mapping) and not isinstance(item, dict) and has_tensors(item):
             got, remedy = f"a {type(item).__name__}, whose tensors nobody would split", "Give dict(batch)."
@@ -199,7 +199,7 @@ def spread_axes(axis: Any, items: Any) -> tuple[Any, ...]:
     """Return one entry of ``batch_axis`` per item of a tuple or list."""
     if not isinstance(axis, tuple):
         return (axis,) * len(items)
-    # The defaults of the network's arguments may follow what the caller passed; they hold nothing to split.
+    # Default values of the network's arguments may follow the caller's inputs; they contain nothing to split.
     missing = len(items) - len(axis)
     if missing < 0 or any(isinstance(item, (Tensor, np.ndarray, tuple, list, dict)) for item in items[len(axis) :]):
         rule = f"as long as the {len(items)} inputs"
@@ -221,7 +221,7 @@ def _named_axes(axis: Any, items: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list[Tensor]:
-    """Return the parts of a tensor between these rows; all of it for each if it has no rows."""
+    """Return the slices of a tensor between these rows, or the whole tensor for each if it is not split."""
     on_host = ms.get_context("device_target") == "CPU"
     return (_cut_on_host if on_host else _cut_on_device)(tensor, axis, bounds)
 
@@ -233,7 +233,7 @@ def _cut_on_device(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int
 def _cut_on_host(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list[Tensor]:
     if axis is None:
         return [tensor] * len(bounds)
-    # The rows are in this memory already: a NumPy view costs 5 us, and on axis 0 nothing is copied.
+    # The data is in host memory already: a NumPy view is cheap, and on axis 0 nothing is copied.
     array = tensor.asnumpy()
     views = (array[_rows(tensor, axis, begin, end)] for begin, end in bounds)
     return [Tensor.from_numpy(np.ascontiguousarray(view)) for view in views]

@@ -23,19 +23,19 @@ class TokenMeanLoss(Settled, nn.Cell):
     r"""Cross-entropy of a network's logits, summed over the valid tokens, and the number of these tokens.
 
     In :class:`GradAccumulation`, :class:`TrainOneStepCell`, :class:`Model` and :class:`Accumulator` the sums and the
-    numbers are added over micro batches and ranks, and one division gives the mean over all tokens of the window,
-    however they were dealt. That is the loss that the section "Gradient accumulation on variable size training
-    samples" of Hugging Face Accelerate's guide asks for, without reading a window ahead to count its tokens.
+    numbers of tokens are added over micro batches and ranks, and one division gives the mean over all tokens of the
+    window, however they are distributed. This is the loss that the section "Gradient accumulation on variable size
+    training samples" of Hugging Face Accelerate's guide describes, without prefetching a window to count its tokens.
 
-    A network that computes its loss itself needs no such cell: it returns `(loss_sum, tokens)`, and
+    A network that computes its loss itself does not need this cell: it returns `(loss_sum, tokens)`, and
     ``GradAccumulation(network, micro_size, weighted=True)`` takes it.
 
-    Labels belong to the logits of the same place: for a causal language model, shift them in the dataset.
+    Labels are aligned with the logits: for a causal language model, shift them in the dataset.
 
     Args:
         backbone (Cell): Network that returns logits of shape :math:`(*, C)` with :math:`C` classes, alone or before
             other outputs.
-        ignore_index (int): Label of what is padding and counts for nothing. Default: ``-100``.
+        ignore_index (int): Label of padding, which is ignored. Default: ``-100``.
 
     Inputs:
         - **\*inputs** - Inputs of `backbone`, and after them:
@@ -43,12 +43,12 @@ class TokenMeanLoss(Settled, nn.Cell):
 
     Outputs:
         Tuple of 2 float32 scalars, the sum of the cross-entropy and the number of labels that are not `ignore_index`.
-        Both are 0 where nothing is valid. Half-precision logits are summed in float32.
+        Both are 0 if no label is valid. The cross-entropy of half-precision logits is computed in float32.
 
     Raises:
         TypeError: If `backbone` is not a Cell or takes the labels itself, `ignore_index` is not an int, or the labels
             are not integers.
-        ValueError: If `ignore_index` is no int32, or logits and labels do not fit.
+        ValueError: If `ignore_index` is not an int32, or the shapes of logits and labels do not fit.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -64,7 +64,7 @@ class TokenMeanLoss(Settled, nn.Cell):
         0.6931 4.0
     """
 
-    # What GradAccumulation(weighted=True) asks for.
+    # With this attribute GradAccumulation takes the loss as weighted=True.
     returns_weight = True
 
     __call__: Callable[..., tuple[Tensor, Tensor]]
@@ -99,7 +99,7 @@ class TokenMeanLoss(Settled, nn.Cell):
 
 
 def _required_inputs(backbone: nn.Cell) -> int:
-    """Return how many inputs a network must be given."""
+    """Return the number of required inputs of a network."""
     parameters = inspect.signature(backbone.construct).parameters.values()
     needed = (each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
     return sum(each.default is each.empty for each in needed)

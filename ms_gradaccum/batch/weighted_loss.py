@@ -1,8 +1,8 @@
-"""A loss as a pair (sum, weight): what the network returns, in the form that can be added up.
+"""A loss as a pair (sum, weight), which can be added up.
 
-Sums and weights can be added over micro batches and over ranks and divided once at the end, which is exact
-however the rows or tokens were split. A mean of means is not. The distinction was made public by the
-"Gradient accumulation on variable size training samples" section of Hugging Face Accelerate's guide.
+Sums and weights are added over micro batches and ranks and divided once at the end, which is exact however the rows or
+tokens are split. A mean of means is not. The section "Gradient accumulation on variable size training samples" of
+Hugging Face Accelerate's guide explains the difference.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ _MEAN_REMEDY = (
     "Reduce it to its mean, for example with reduction='mean', or return (loss_sum, weight) with weighted=True."
 )
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
-# What the compiler leaves to the Python interpreter has no type in a graph, and no gradient.
+# Values that the compiler leaves to the Python interpreter have no type in a graph, and no gradient.
 _OBJECT_REMEDY = (
     "Return a tensor, alone or first in a tuple, that is computed of tensors. In GRAPH mode an attribute of a cell "
     "that construct sets (a count, an average: make it a Parameter), asnumpy(), float(), Tensor(), dict(zip()), "
@@ -29,7 +29,7 @@ _OBJECT_REMEDY = (
 )
 _LOSSES_REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone."
 _FURTHER_REMEDY = "Give losses='first' to leave them out, or add them to the loss sum."
-# Further losses that are reported. Graphs and messages between processes need a number that is known beforehand.
+# The maximum number of further losses in a report. Graphs and collectives need a fixed number.
 MOST_OTHER_LOSSES = 64
 _stack = ops.Stack()
 _map = ops.HyperMap()
@@ -75,7 +75,7 @@ def _refuse_losses(count: int, remedy: str) -> None:
 
 @_primexpr
 def _presence_of(count: int) -> list[float]:
-    """Return 1 for each of so many losses, and 0 for each that a report has room for beside them."""
+    """Return 1 for each of ``count`` losses, followed by 0 for each unused place of a report."""
     if count > MOST_OTHER_LOSSES:
         raise ValueError(
             f"For 'GradAccumulation', the argument 'network' must return at most {MOST_OTHER_LOSSES} scalars after its "
@@ -102,34 +102,34 @@ class WeightedLoss(nn.Cell):
 
     Args:
         network: The loss cell.
-        structure: What `flatten` left of its inputs. None if these are given as the network takes them.
-        losses: What becomes of further losses that it returns: "sum", "first", or None if there may be none.
+        structure: The structure that `flatten` has returned for its inputs. None if inputs are not flattened.
+        losses: The treatment of further losses that it returns: "sum", "first", or None if there may be none.
 
     Outputs:
-        The sum and the weight; then what `other_losses` returns.
+        The sum, the weight, and the items that `other_losses` returns.
     """
 
-    # Whether the weight is the number of rows, and not what the network says.
+    # True if the weight is the number of rows, False if the network returns it.
     counts_rows = False
-    # Whether it stands for a loss of the whole batch, see grad_cache_loss.py.
+    # True if it stands for a loss of the whole batch, see grad_cache_loss.py.
     is_cached = False
 
     def __init__(self, network: nn.Cell, structure: Any = None, losses: str | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
         self.losses = losses
-        # Whether further losses are reported.
+        # True if further losses are reported.
         self.reports = losses is not None
         self.structure = None if structure is None or is_flat(structure) else unflattener(structure)
 
     def outputs(self, tensors: tuple[Any, ...]) -> Any:
-        """Return what the network returns."""
+        """Call the network and return its outputs."""
         if self.structure is None:
             return self.network(*tensors)
         return self.network(*self.structure(tensors))
 
     def first(self, outputs: Any, what: str, remedy: str) -> Tensor:
-        """Return the loss at the head of ``outputs`` as a float32 scalar."""
+        """Return the first of ``outputs``, the loss, as a float32 scalar."""
         if isinstance(outputs, (tuple, list)):
             outputs = outputs[0] if len(outputs) > 0 else None
         if isinstance(outputs, Tensor):
@@ -139,9 +139,10 @@ class WeightedLoss(nn.Cell):
         return scalar(outputs)
 
     def further(self, outputs: Any, begin: int) -> tuple[Tensor, ...]:
-        """Return the scalars among ``outputs`` from the place ``begin`` on, which are losses as the first one is.
+        """Return the further losses: the floating-point scalars among ``outputs`` from the index ``begin`` on.
 
-        One of shape (1,) counts as one if the first loss has that shape too: else it belongs to the only row.
+        A tensor of shape (1,) counts as a scalar only if the first loss has that shape, too. Otherwise it is an output
+        for a single row.
         """
         found: tuple[Tensor, ...] = ()
         if not isinstance(outputs, (tuple, list)):
@@ -156,10 +157,10 @@ class WeightedLoss(nn.Cell):
         return found
 
     def other_losses(self, outputs: Any, begin: int, remedy: str) -> tuple[Tensor, ...]:
-        """Return the further losses from the place ``begin`` on as one tensor of two rows, to be reported.
+        """Return the further losses from the index ``begin`` on as one tensor of two rows, to be reported.
 
-        The first row has their values, the second one 1 for each of them; zeros fill both up. Nothing if they are not
-        reported; raise if there are some and nobody has said what becomes of them.
+        The first row has their values, the second one 1 for each of them; both are padded with zeros. The result is
+        empty if they are not reported. Raise if there are some and the argument `losses` is None.
         """
         further = self.further(outputs, begin)
         if self.losses is None and len(further) > 0:
@@ -171,12 +172,12 @@ class WeightedLoss(nn.Cell):
         if len(further) > 0:
             own = _stack(_map(_as_number, further))
             values = ops.concat((own, values[len(further) :]))
-        # Nothing goes back from here: what is trained of them is in the loss.
+        # The report has no gradient: losses that are trained are part of the loss itself.
         return (ops.stop_gradient(_stack((values, presence))),)
 
 
 class RowWeight(WeightedLoss):
-    """Make ``(mean * rows, rows)`` of a network that returns a mean loss, alone or before other outputs."""
+    """Return ``(mean * rows, rows)`` for a network that returns a mean loss, alone or before other outputs."""
 
     counts_rows = True
 
@@ -191,7 +192,7 @@ class RowWeight(WeightedLoss):
 
 
 class OwnWeight(WeightedLoss):
-    """Pass on ``(loss_sum, weight)`` of a network that counts its own weight, for example its tokens."""
+    """Return ``(loss_sum, weight)`` of a network that computes its own weight, for example its number of tokens."""
 
     def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         outputs = self.outputs(tensors)
