@@ -15,34 +15,34 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import digest
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
-# Parameters, and what they are to be given once all of a state has been checked.
+# Parameters and their new values, which are assigned once the whole state has been checked.
 Assignments = list[tuple[Parameter, Any]]
 
 
 class Held(NamedTuple):
-    """A tensor of a state: the parameter that takes it, and what gives its value."""
+    """A tensor of a state: the parameter that it is loaded into, and a function that returns its value."""
 
     parameter: Parameter
     value: Callable[[], Any]
-    # Whether it is the same on all ranks by construction, and taking its value is collective.
+    # True if it is the same on all ranks by construction and `value` is collective.
     is_gathered: bool = False
 
 
 class Contents:
-    """All that a state has of a training step.
+    """The contents of a training step that a state saves.
 
     Attributes:
-        tensors: Parameters by the names of MindSpore's checkpoints. Where several networks or optimizers have the same
-            names, those of the second and later ones get a prefix.
-        sums: For each window, what adds up in it: each rank has its own, and whoever holds a part, the sum is one.
+        tensors: Parameters by their names in MindSpore's checkpoints. With several networks or optimizers, the names of
+            the second and later ones get a prefix.
+        sums: The sums of each window. Each rank has its own; the window is their sum over the ranks.
         trained: Names of the parameters that all ranks share.
-        is_partitioned: Whether the compiler has given each rank its own part of all tensors.
+        is_partitioned: True if the compiler has given each rank its own part of all tensors.
     """
 
     def __init__(self, step: TrainOneStepCell | Accumulator) -> None:
         self.step = step
         self.is_partitioned = not step.windows[0].reducers
-        # The compiler's own window is open within a call alone, and so has tensors and no numbers.
+        # A partitioned step has an open window only during a call, so there are tensors but no numbers to save.
         self.windows = [] if self.is_partitioned else step.windows
         self.tensors: dict[str, Held] = {}
         self.sums: list[dict[str, Held]] = [{} for _ in self.windows]
@@ -82,22 +82,22 @@ class Contents:
             self.tensors[name] = _hold(reducer, parameter)
 
     def open_sums(self) -> dict[str, Held]:
-        """Return the sums of the windows that are open, by name."""
+        """Return the sums of the open windows by name."""
         opened = [sums for window, sums in zip(self.windows, self.sums) if window.count() > 0]
         return {name: held for sums in opened for name, held in sums.items()}
 
     def digests(self) -> dict[str, str]:
-        """Return a hash of each tensor that might differ from rank to rank."""
+        """Return a hash of each tensor that might differ between ranks."""
         return {name: digest([held.parameter]) for name, held in self.tensors.items() if not held.is_gathered}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers of the objects of the step, as JSON."""
+        """Return the state of the step outside of tensors, as JSON."""
         windows = [window.state_dict() for window in self.windows]
         numbers = {"events": self.step.events.state_dict(), "windows": windows}
         return numbers | ({"loop": self.step.window.state_dict()} if isinstance(self.step, Accumulator) else {})
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Give the objects their numbers. What one of them refuses leaves those before it changed."""
+        """Load the state outside of tensors. After an error, objects that come earlier are already changed."""
         if isinstance(self.step, Accumulator):
             if "loop" not in saved:
                 raise another_program("is of a TrainOneStepCell or a Model, not of an Accumulator")
@@ -109,7 +109,7 @@ class Contents:
             window.load_state_dict(its)
 
     def plan_tensors(self, found: dict[str, Any]) -> Assignments:
-        """Return which parameter gets which tensor. Raise if they are not those of the step."""
+        """Return the new value of each parameter. Raise if the tensors do not match the step."""
         _check_names(set(self.tensors), set(found) - {name for sums in self.sums for name in sums})
         for name, held in self.tensors.items():
             _check_kind(name, found[name], held.parameter)
@@ -122,13 +122,13 @@ class Contents:
         mine: Sequence[int],
         batches: Sequence[Sequence[int]],
     ) -> Assignments:
-        """Return which sum of a window gets which tensor.
+        """Return the new value of each sum of the windows.
 
         Args:
             common: Sums that the saving ranks shared.
-            own_of: Gives the sums that a saving rank had for itself.
-            mine: Those ranks whose sums this one takes over.
-            batches: For each saving rank, the numbers of batches in its windows.
+            own_of: Returns the local sums of a saving rank.
+            mine: The saving ranks whose sums this rank takes over.
+            batches: For each saving rank, the number of batches in each window.
         """
         plan: Assignments = []
         for i, sums in enumerate(self.sums):
@@ -145,7 +145,7 @@ class Contents:
 
 
 def _hold(reducer: GradientReducer | None, parameter: Parameter) -> Held:
-    """Return a parameter as a state has it: the whole, if this rank has a part of it alone."""
+    """Return a parameter as it is saved: the whole tensor, also if this rank has only a shard."""
     if reducer is None or parameter.name not in reducer.gathers:
         return Held(parameter, parameter.asnumpy)
     gather = reducer.gathers[parameter.name]
@@ -184,6 +184,6 @@ def _sum(name: str, parts: list[Any], parameter: Parameter) -> Any:
 
 
 def assign(plan: Assignments) -> None:
-    """Give each parameter its tensor."""
+    """Assign each parameter its new value."""
     for parameter, value in plan:
         assign_in_place(parameter, Tensor(value, parameter.dtype))

@@ -1,8 +1,8 @@
-"""The folder of saved states: written whole or not at all, checked before anything of it is used.
+"""The files of saved states, which are written atomically and checked before use.
 
-A state is a folder with tensors in files of the safetensors format and a ``manifest.json`` with everything else: sizes
-and checksums of these files among it, and a checksum of its own content. It is written under another name and gets its
-own by a rename, once all of it is on the disk. Nothing in it is ever executed.
+A state is a folder with tensors in safetensors files and a ``manifest.json`` with all other values, the sizes and
+checksums of these files, and a checksum of its own content. It is written under a temporary name and renamed once all
+files are on the disk. Nothing in it is ever executed.
 """
 
 import errno
@@ -25,9 +25,9 @@ from ms_gradaccum._checks import DamagedState, warn
 # States of version 1 have no checksum of their manifest.
 FORMAT, VERSION, UNSIGNED = "ms_gradaccum", 2, 1
 MANIFEST = "manifest.json"
-# What one process holds of the tensors at a time. Unit: bytes.
+# The size of the tensors that one process holds at a time. Unit: bytes.
 CHUNK = 256 * 2**20
-# A manifest holds numbers; a larger one is none of ours. Unit: bytes.
+# The maximum size of a manifest. Unit: bytes.
 MAX_MANIFEST = 256 * 2**20
 _STATE, _PARTIAL = re.compile(r"state-(\d{6,})"), ".partial-"
 _FILE = re.compile(r"(rank_\d+/)?parameters-\d{5}\.safetensors")
@@ -40,13 +40,13 @@ Tensors = Iterable[tuple[str, Callable[[], Any]]]
 
 
 def states_in(directory: Path) -> list[Path]:
-    """Return the whole states in a folder, the oldest first."""
+    """Return the complete states in a folder, the oldest first."""
     found = [path for path in directory.glob("state-*") if _STATE.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=number_of)
 
 
 def number_of(state: Path) -> int:
-    """Return the number of a state, or 0 for a folder that is none."""
+    """Return the number of a state, or 0 for any other folder."""
     match = _STATE.fullmatch(state.name)
     return int(match[1]) if match else 0
 
@@ -58,12 +58,12 @@ def next_name(directory: Path) -> str:
 
 
 def partial_of(directory: Path, name: str) -> Path:
-    """Return the folder in which a state is written."""
+    """Return the temporary folder into which a state is written."""
     return directory / f"{_PARTIAL}{name}"
 
 
 def begin(directory: Path, name: str) -> None:
-    """Make the folder of a new state, and remove what earlier attempts have left."""
+    """Create the temporary folder of a new state, and remove those of earlier attempts."""
     directory.mkdir(parents=True, exist_ok=True)
     for left in directory.glob(f"{_PARTIAL}*"):
         shutil.rmtree(left)
@@ -71,7 +71,7 @@ def begin(directory: Path, name: str) -> None:
 
 
 def write_tensors(folder: Path, prefix: str, tensors: Tensors) -> dict[str, dict[str, Any]]:
-    """Write tensors into files below ``folder`` and return size and checksum of each, by its name there."""
+    """Write tensors into files below ``folder`` and return the size and checksum of each file by its name."""
     written: dict[str, dict[str, Any]] = {}
     for number, chunk in enumerate(_in_chunks(tensors)):
         name = f"{prefix}parameters-{number:05d}.safetensors"
@@ -104,7 +104,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def commit(directory: Path, name: str, manifest: dict[str, Any]) -> Path:
-    """Make a state of what was written, at one instant."""
+    """Write the manifest and give the state its name, atomically."""
     partial, state = partial_of(directory, name), directory / name
     text = json.dumps(signed({"format": FORMAT, "version": VERSION, **manifest}), indent=1)
     _write(partial / MANIFEST, text.encode())
@@ -123,7 +123,7 @@ def signed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Flush the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -137,16 +137,16 @@ def give_up(directory: Path, name: str) -> None:
 
 
 def keep_last(directory: Path, number: int) -> None:
-    """Remove all states but the last ones."""
+    """Remove all states but the last ``number``."""
     for state in states_in(directory)[:-number]:
         doomed = partial_of(directory, state.name)
-        # Renamed first: a kill in the middle leaves no half of a state.
+        # It is renamed first, so that a kill in the middle leaves no incomplete state.
         state.rename(doomed)
         shutil.rmtree(doomed)
 
 
 def read_manifest(state: Path) -> dict[str, Any]:
-    """Return what a state says of itself."""
+    """Return the manifest of a state. Raise if it is damaged."""
     path = state / MANIFEST
     try:
         if path.stat().st_size > MAX_MANIFEST:
@@ -174,14 +174,14 @@ def _check_files(path: Path, files: Any) -> None:
     if not isinstance(files, dict):
         raise DamagedState(f"{path} lists no files")
     for name, facts in files.items():
-        # A name of ours leads to no other folder.
+        # Valid names do not lead out of the folder.
         known = _FILE.fullmatch(name) and isinstance(facts, dict) and set(facts) == {"size", "sha256"}
         if not known or not isinstance(facts["size"], int) or not isinstance(facts["sha256"], str):
             raise DamagedState(f"{path} lists the file {name!r} in a way that this version does not write")
 
 
 def read_tensors(state: Path, files: dict[str, dict[str, Any]], prefix: str) -> dict[str, Any]:
-    """Return the arrays in those files of a state that begin with ``prefix``, by name."""
+    """Return the arrays, by name, in the files of a state that begin with ``prefix``."""
     found: dict[str, Any] = {}
     for name in sorted(files):
         if name.startswith(prefix) and name.count("/") == prefix.count("/"):

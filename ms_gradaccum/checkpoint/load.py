@@ -1,4 +1,4 @@
-"""``load_state``: a training goes on where it was saved."""
+"""``load_state``: continue a training from a saved state."""
 
 import os
 from functools import cache
@@ -29,33 +29,34 @@ _OWNER = "load_state"
 
 
 def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str | os.PathLike[str]) -> SavedState:
-    r"""Give a training step the state that :func:`save_state` has saved, and return what is known of it.
+    r"""Load the state that :func:`save_state` has saved into a training step.
 
-    The step is built as it was: the same network, optimizer and settings. What is saved is checked first, all of it: a
-    file that is damaged, a tensor too few or of another shape, a number that is none are refused, and then nothing of
-    the step is changed. Nothing in the files is executed.
+    Build the step as before: with the same network, optimizer and settings. The whole state is checked first. If a file
+    is damaged, a tensor is missing or has another shape, or a value is invalid, an error is raised and the step is
+    unchanged. Nothing in the files is executed.
 
-    The number of processes may be another one. Parameters and optimizer state are cut anew; the sums of an open window
-    are added up where there are fewer processes, since a window is one sum whoever holds its parts; datasets that deal
-    their samples among the processes go on with those that are left. Data parallel can be exchanged for HSDP.
-    States of the compiler's semi-auto-parallel hold each process's own part: load them with as many processes, or
-    the tensors with MindSpore's functions for distributed checkpoints.
+    The number of processes may change. Parameters and optimizer state are resharded. With fewer processes, the sums of
+    an open window are added up, since a window is one sum over all processes. Datasets that are sharded over the
+    processes go on with the samples that are left. Data parallelism can be replaced by HSDP. States of
+    semi-auto-parallel steps hold the part of each process: load them with the same number of processes, or load the
+    tensors with MindSpore's functions for distributed checkpoints.
 
-    On as many processes, what follows is what would have followed, bit for bit. An exception are operators that keep
-    their random state in a kernel, as ``nn.Dropout`` does on CPU: MindSpore begins anew with their seed.
+    With the same number of processes, the training continues bit for bit as it would have. The exception are operators
+    with a random state inside a kernel, such as ``nn.Dropout`` on CPU: MindSpore restarts them from their seed.
 
     Args:
-        step (Union[TrainOneStepCell, Accumulator, Model]): What trains. An Accumulator's prepared datasets go on where
-            they were, in the order in which they are prepared. A Model does in ``train(..., resume=True)``.
-        directory (Union[str, PathLike]): Folder with states, of which the last one is taken; or one of these.
+        step (Union[TrainOneStepCell, Accumulator, Model]): The training step. The prepared datasets of an Accumulator
+            continue from their positions, in the order in which they are prepared. A Model's dataset does so in
+            ``train(..., resume=True)``.
+        directory (Union[str, PathLike]): Folder of states, of which the last one is loaded, or the folder of one state.
 
     Returns:
         :class:`SavedState`.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `directory` is no path that the system can have, there is no state, it is damaged, or it belongs
-            to another program.
+        ValueError: If `directory` is not a valid path, there is no state, it is damaged, or it belongs to another
+            program.
         RuntimeError: If an Accumulator is in the middle of a batch.
 
     Supported Platforms:
@@ -74,10 +75,10 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
 
 
 class _Checked(NamedTuple):
-    """What of a state is assigned once every rank has found all of it good."""
+    """The checked contents of a state, which are assigned once all ranks have accepted it."""
 
     tensors: Assignments
-    # None on a rank that was not there: with the random numbers of another one, two would draw the same.
+    # None on a rank that did not save: with the random state of another rank, both would draw the same numbers.
     random: dict[str, Any] | None
     places: list[PassPlace]
     told: SavedState
@@ -93,14 +94,14 @@ class _Loading:
     def run(self, directory: Path) -> SavedState:
         words = self.ranks.exchange(lambda: str(_choose(directory)) if self.ranks.is_first else "")
         found: list[_Checked] = []
-        # Numbers are put back where one of them is refused, here or on another rank. Tensors are too large for that.
+        # Numbers are restored if this or another rank refuses one. Tensors are too large, so they are checked first.
         with all_or_nothing(self.contents):
             self.ranks.exchange(lambda: found.append(self._load_numbers(Path(words[0]))))
         self._assign(found[0])
         return found[0].told
 
     def _load_numbers(self, state: Path) -> _Checked:
-        """Check everything, and load the numbers last."""
+        """Check everything, then load the numbers."""
         try:
             manifest = files.read_manifest(state)
             everyone = manifest.get("ranks")
@@ -110,12 +111,12 @@ class _Loading:
                 raise DamagedState(f"{state / files.MANIFEST} says nothing of what was to be kept")
             batches = self._batches(everyone)
             tensors = self._plan_tensors(state, manifest["files"], batches)
-            # Of those that held it for themselves, this rank takes what its own number had, or the like.
+            # This rank takes the values of the saving rank with the same number, modulo the number of saving ranks.
             rank, saved = self.ranks.world.rank, len(everyone)
             numbers = everyone[rank % saved]
             random = random_state.checked(numbers.get("random"), "the state")
             places = _places(numbers.get("data"), saved, random)
-            # A window goes on for all ranks, also for those that were not there.
+            # An open window continues on all ranks, also on those that did not save.
             windows = [{**its, "batches": max(counts)} for its, counts in zip(numbers["windows"], zip(*batches))]
             self.contents.load_state_dict({**numbers, "windows": windows})
         except DamagedState as error:
@@ -125,7 +126,7 @@ class _Loading:
         return _Checked(tensors, random if rank < saved else None, places, told)
 
     def _batches(self, everyone: list[dict[str, Any]]) -> list[list[int]]:
-        """Return how many batches each window of each rank had."""
+        """Return the number of batches in each window of each saving rank."""
         number, size = len(self.contents.windows), self.ranks.world.size
         if self.contents.is_partitioned and len(everyone) != size:
             raise another_program(
@@ -171,7 +172,7 @@ def _places(saved: Any, ranks: int, random: dict[str, Any]) -> list[PassPlace]:
 
 
 def _choose(directory: Path) -> Path:
-    """Return the state that is meant by a folder."""
+    """Return the last state in a folder, or the folder itself if it is a state."""
     directory = directory.absolute()
     if files.number_of(directory) and directory.is_dir():
         return directory

@@ -1,27 +1,27 @@
-"""How the ranks of a job agree about what each has done for itself, so that none waits for one that has failed."""
+"""Exchange of results and errors between ranks, so that no rank waits for one that has failed."""
 
 from collections.abc import Callable
 from typing import Any
 
 from ms_gradaccum.parallel.world import World, current_world, gather_values
 
-# What one rank's error is on the others.
+# The type that one rank's error has on the other ranks.
 _KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 
 
 class Ranks:
-    """The processes that save or load together."""
+    """The ranks that save or load together."""
 
     def __init__(self, owner: str) -> None:
         self.world: World = current_world(owner)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which decides and writes what all have in common."""
+        """True on rank 0, which decides and writes everything that the ranks share."""
         return self.world.rank == 0
 
     def exchange(self, make: Callable[[], Any]) -> list[Any]:
-        """Return what ``make`` gives on each rank, as JSON. If it fails on one, raise on all. Collective."""
+        """Call ``make`` on each rank and return all results, as JSON. If one rank fails, raise on all. Collective."""
         if self.world.size == 1:
             return [make()]
         error: Exception | None = None

@@ -1,4 +1,4 @@
-"""``save_state``: everything that a training needs to go on, on the disk at one instant."""
+"""``save_state``: write everything that a training needs to continue, atomically."""
 
 import json
 import os
@@ -31,28 +31,29 @@ def save_state(
     keep_checkpoint_max: int = 5,
     extra: Mapping[str, Json] | None = None,
 ) -> SavedState:
-    r"""Save everything that a training needs to go on as if it had not stopped, also in the middle of a window.
+    r"""Save everything that a training needs to continue as if it had not stopped, also in the middle of a window.
 
-    That is: all parameters, the averages of an :class:`EMA`, the optimizer's state, the sums of the open window and
-    their weight, the counts of batches and updates, the loss scale, learning rate schedulers, the place in the data,
-    the states of the random number generators of Python, NumPy and MindSpore, and what is given as `extra`.
+    This includes all parameters, the averages of an :class:`EMA`, the optimizer's state, the sums of the open window
+    and their weight, the counts of batches and updates, the loss scale, learning rate schedulers, the position in the
+    data, the states of the random number generators of Python, NumPy and MindSpore, and `extra`.
 
-    A state is a folder ``state-000001``, ``state-000002``, ... in `directory`: tensors in the safetensors format, by
-    the names of MindSpore's checkpoints, so that ``mindspore.load_checkpoint`` reads them; the rest, sizes and
-    checksums in ``manifest.json``. No pickle. It appears by a rename once all of it is on the disk: a program that is
-    killed at any instant leaves the state before it whole.
+    A state is a folder ``state-000001``, ``state-000002``, ... in `directory`. Tensors are in the safetensors format
+    with the names of MindSpore's checkpoints, so that ``mindspore.load_checkpoint`` reads them; all other values, sizes
+    and checksums are in ``manifest.json``. There is no pickle. The folder gets its name once all files are on the disk,
+    so a program that is killed at any time leaves the previous state intact.
 
-    Of several processes all must call it at the same time, with one folder that all of them reach. Shards are gathered
-    tensor by tensor; each process adds its own sums of an open window. It fails on all of them, or on none.
+    With several processes, all of them must call it at the same time, with one folder that all can access. Shards are
+    gathered tensor by tensor, and each process writes its own sums of an open window. It fails on all processes or on
+    none.
 
     Args:
-        step (Union[TrainOneStepCell, Accumulator, Model]): What trains.
-        directory (Union[str, PathLike]): Folder of the states of this training. Made if it is missing.
+        step (Union[TrainOneStepCell, Accumulator, Model]): The training step.
+        directory (Union[str, PathLike]): Folder of the states of this training. It is created if it is missing.
 
     Keyword Args:
-        keep_checkpoint_max (int): Number of states that are kept; older ones are removed once the new one is there.
+        keep_checkpoint_max (int): Number of states to keep; older ones are removed once the new one is written.
             Default: ``5``.
-        extra (dict, optional): What else is to be kept, anything that JSON holds; :func:`load_state` returns it.
+        extra (dict, optional): Further values to save, in types of JSON; :func:`load_state` returns them.
             Default: ``None``.
 
     Returns:
@@ -60,8 +61,8 @@ def save_state(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `directory` is no path that the system can have, or `keep_checkpoint_max` is less than 1.
-        OSError: If the state cannot be written, for example on a full disk. Those before it are whole.
+        ValueError: If `directory` is not a valid path, or `keep_checkpoint_max` is less than 1.
+        OSError: If the state cannot be written, for example on a full disk. Earlier states stay intact.
         RuntimeError: If an Accumulator is in the middle of a batch, or the processes' parameters differ.
 
     Supported Platforms:
@@ -122,14 +123,14 @@ class _Saving:
         return SavedState(self.directory / self.name, events.batches, events.updates, epoch, extra)
 
     def _places(self) -> list[PassPlace]:
-        """Return where this process is in its data: of a loop, in each of its prepared datasets."""
+        """Return the position of this process in its data: for an Accumulator, in each prepared dataset."""
         if isinstance(self.trained, Accumulator):
             return [dataset.place() for dataset in self.trained.window.datasets()]
         place = None if self.model is None else getattr(self.model, "data_place", None)
         return [] if place is None else [place]
 
     def _begin(self) -> set[str]:
-        """Agree about the name of the state, and return the names of the tensors that differ from rank to rank."""
+        """Agree on the name of the state, and return the names of the tensors that differ between ranks."""
         is_partitioned = self.contents.is_partitioned
         compares = self.ranks.world.size > 1 and not is_partitioned
 
@@ -168,7 +169,7 @@ class _Saving:
         return self.ranks.world.rank
 
     def _write_common(self, common: Named) -> dict[str, Any]:
-        """Write what all ranks have in common, or help the first one to gather it, also if it fails in the middle."""
+        """Write the shared tensors on rank 0. The others join its gathers, which go on if rank 0 fails to write."""
         pending = [held for _, held in common if held.is_gathered]
         try:
             return self._write_files("", common, pending) if self.ranks.is_first else {}

@@ -1,4 +1,4 @@
-"""What is told of a state that was saved or loaded, and of whom one is taken."""
+"""The description of a saved state, and checks of the arguments of saving and loading."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ class SavedState(NamedTuple):
     """A state on the disk.
 
     Attributes:
-        path: Its folder.
-        batches: Batches that this process had trained with.
-        updates: Updates made.
-        epoch: Number of the pass over the data that the next batch is of, from 0 on; None if only the program knows.
-        extra: What was given to :func:`save_state` to be kept with it.
+        path: Folder of the state.
+        batches: Number of batches that this process had trained on.
+        updates: Number of updates.
+        epoch: Index of the epoch of the next batch, from 0 on; None if only the program knows it.
+        extra: The `extra` that was given to :func:`save_state`.
     """
 
     path: Path
@@ -31,7 +31,7 @@ class SavedState(NamedTuple):
 
 
 def step_of(owner: str, step: Any) -> TrainOneStepCell | Accumulator:
-    """Return the training step that a caller means."""
+    """Return the training step of an argument `step`."""
     if isinstance(step, ms.Model):
         step = step.train_network
     if not isinstance(step, (TrainOneStepCell, Accumulator)):
@@ -46,5 +46,5 @@ def step_of(owner: str, step: Any) -> TrainOneStepCell | Accumulator:
 
 
 def check_directory(owner: str, directory: Any) -> Path:
-    """Return the folder of the states."""
+    """Return the folder of the states as a path."""
     return Path(check_path(owner, "directory", directory, "Give a folder for the states of this training."))

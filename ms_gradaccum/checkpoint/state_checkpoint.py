@@ -1,4 +1,4 @@
-"""The callback that saves states while a Model trains."""
+"""A callback that saves states while a Model trains."""
 
 import os
 import signal
@@ -24,25 +24,25 @@ _OWNER = "StateCheckpoint"
 class StateCheckpoint(Settled, Callback):
     """Save the state of a training with :func:`save_state`, so that ``Model.train(..., resume=True)`` goes on from it.
 
-    At the end of each pass over the data; in between as often as asked for, also in the middle of a window; and when
-    the program is told to end: after a SIGTERM the next window is finished (of one process, the next batch), the state
-    is saved and the program exits with status 143. Sample order, random numbers, learning rate and windows go on as if
-    it had not stopped, bit for bit.
+    It saves at the end of each epoch and, if asked for, in between, also in the middle of a window. After a SIGTERM the
+    current window is finished (in a job of one process, the current batch), the state is saved and the program exits
+    with status 143. Sample order, random numbers, learning rate and windows continue bit for bit as if it had not
+    stopped.
 
     Args:
-        directory (Union[str, PathLike]): Folder of the states. All processes must reach it.
+        directory (Union[str, PathLike]): Folder of the states. All processes must have access to it.
 
     Keyword Args:
-        save_checkpoint_steps (int, optional): A state after so many batches, too. Default: ``None``.
-        save_checkpoint_seconds (float, optional): A state at the end of a window if so much time has gone by, too.
+        save_checkpoint_steps (int, optional): Number of batches between two states. Default: ``None``.
+        save_checkpoint_seconds (float, optional): Time after which a state is saved at the end of a window.
             Unit: seconds. Default: ``None``.
-        keep_checkpoint_max (int): Number of states that are kept. Default: ``5``.
+        keep_checkpoint_max (int): Number of states to keep. Default: ``5``.
         save_at_sigterm (bool): Whether to save at a SIGTERM. Several processes then agree after each window, which
             costs a message of a few bytes. Default: ``True``.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `directory` is no path that the system can have, or a number is not positive.
+        ValueError: If `directory` is not a valid path, or a number is not positive.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -67,7 +67,7 @@ class StateCheckpoint(Settled, Callback):
         >>> folder.cleanup()
     """
 
-    # What it is in the callbacks of.
+    # The model that is training with this callback.
     model: Model | None = None
 
     def __init__(
@@ -89,7 +89,7 @@ class StateCheckpoint(Settled, Callback):
         self.steps, self.seconds = save_checkpoint_steps, save_checkpoint_seconds
         self.keep_max = check_positive_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, remedy)
         self.save_at_sigterm = check_bool(_OWNER, "save_at_sigterm", save_at_sigterm, "The default is True.")
-        # The last state that was saved, and its step.
+        # The last saved state and its step.
         self.last: SavedState | None = None
         self._saved_step = -1
         self._told_to_end = False
@@ -98,7 +98,7 @@ class StateCheckpoint(Settled, Callback):
 
     @contextmanager
     def watching(self, model: Model) -> Iterator[None]:
-        """Belong to a training of ``model``. Only the main thread can hear of signals."""
+        """Attach to a training of ``model`` inside this context. Only the main thread can handle signals."""
         hears = self.save_at_sigterm and threading.current_thread() is threading.main_thread()
         self.model, self._told_to_end = model, False
         before = signal.signal(signal.SIGTERM, self._note_signal) if hears else None
@@ -110,7 +110,7 @@ class StateCheckpoint(Settled, Callback):
                 signal.signal(signal.SIGTERM, before)
 
     def resume_into(self, model: Model) -> None:
-        """Give ``model`` the last state in the folder, if there is one; rank 0 looks. Collective."""
+        """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
         ranks = Ranks("load_state")
         found = ranks.exchange(lambda: ranks.is_first and bool(states_in(self.directory)))
         if found[0]:
@@ -122,7 +122,7 @@ class StateCheckpoint(Settled, Callback):
         self._saved_step = run_context.original_args().cur_step_num
 
     def _watched(self) -> Model:
-        """Return the model that it belongs to a training of."""
+        """Return the model that is training with this callback."""
         if self.model is None:
             raise ValueError(
                 f"For '{_OWNER}', the model must be one of ms_gradaccum, but got another. "
@@ -145,7 +145,7 @@ class StateCheckpoint(Settled, Callback):
             raise SystemExit(128 + signal.SIGTERM)
 
     def _agree(self, ends_window: bool) -> tuple[bool, bool]:
-        """Return whether some process was told to end, and whether it is time, as rank 0's clock says."""
+        """Return whether a process got a SIGTERM, and whether a state is due by rank 0's clock."""
         late = self.seconds is not None and time.monotonic() - self._time >= self.seconds
         several = current_world(_OWNER).size > 1
         if not several:

@@ -1,4 +1,4 @@
-"""Sums of gradients and losses in float32, or float64 for float64 weights, and the weight that belongs to them."""
+"""Sums of gradients and losses in float32, or float64 for float64 parameters, and their weight."""
 
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ from ms_gradaccum.backend.tensors import chunk_of, chunks_of
 
 
 class WindowTotals(NamedTuple):
-    """What a window adds up beside the gradients, the loss and the weight.
+    """Options for what a window adds up besides the gradients, the loss and the weight.
 
     Attributes:
-        counts_dropped: Whether micro batches can be left out, and are counted.
-        other_losses: How many losses that the network returns beside the first one can be reported.
+        counts_dropped: True if micro batches can be left out, which are counted.
+        other_losses: The maximum number of further losses that are reported.
     """
 
     counts_dropped: bool = False
@@ -31,7 +31,7 @@ class WindowTotals(NamedTuple):
 
     @property
     def scalars(self) -> int:
-        """Numbers that are added over the ranks beside the gradients: the loss, the weight, and these."""
+        """The number of scalars that are reduced over the ranks besides the gradients, loss and weight included."""
         return 2 + self.counts_dropped + 2 * self.other_losses
 
 
@@ -39,16 +39,16 @@ _NOTHING_ELSE = WindowTotals()
 
 
 class GradientBuffer(nn.Cell):
-    """The sums of one window: of its gradients, its losses and its weights. They live and are cleared together.
+    """The sums of the gradients, the losses and the weights of one window, which are cleared together.
 
-    The names begin with ``accu_grads``, the prefix that MindSpore's checkpoint merges and transforms, its
-    fault tolerance and its compiler know.
+    The names begin with ``accu_grads``, a prefix that is known to MindSpore's checkpoint merges and transforms, its
+    fault tolerance and its compiler.
 
     Args:
-        parameters: What the gradients belong to.
-        dense_only: Whether gradients of sparse lookups are refused.
-        shapes: What is kept of each parameter's gradient: a part, if the ranks share the sums. Default: the whole.
-        totals: What is added up beside the gradients, the loss and the weight.
+        parameters: The parameters of the gradients.
+        dense_only: True to refuse gradients of sparse lookups.
+        shapes: The shapes of the sums: shards, if the ranks share the sums. Default: the shapes of the parameters.
+        totals: Options for what is added up besides the gradients, the loss and the weight.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class GradientBuffer(nn.Cell):
         names = [f"accu_grads.{name}" for name in self.names]
         self.sums = ParameterTuple(zeros(name, shape, dtype) for name, shape, dtype in zip(names, shapes, dtypes))
         dtype = ms.float64 if ms.float64 in dtypes else ms.float32
-        # Named after a parameter: the buffers of two optimizers can be in one graph.
+        # They are named after a parameter because the buffers of two optimizers can be in one graph.
         window = f"{names[0]}.window"
         self.loss = zeros(f"{window}_loss", (), dtype)
         self.weight = zeros(f"{window}_weight", (), dtype)
-        # Calls that the open window has taken in. 0 from an update to the next batch.
+        # The number of batches in the open window: 0 from an update to the next batch.
         self.batches = zeros(f"{window}_batches", (), ms.int32)
-        # Micro batches that were left out, in the dtype of what else is added over the ranks.
+        # The number of micro batches that were left out, in the dtype of the other scalars that are reduced.
         self.dropped: Any = zeros(f"{window}_dropped", (), dtype) if totals.counts_dropped else None
-        # Of each loss that is reported the sum, and below it the weight.
+        # For each reported loss the sum (first row) and the weight (second row).
         shape = 2, totals.other_losses
         self.other_losses: Any = zeros(f"{window}_other_losses", shape, dtype) if totals.other_losses else None
         self.chunks = chunks_of([total.size for total in self.sums])
@@ -83,38 +83,38 @@ class GradientBuffer(nn.Cell):
         self.map = ops.HyperMap()
 
     def all_totals(self) -> list[Parameter]:
-        """Return everything of an open window that adds up over ranks, on each its own: what a state has of it."""
+        """Return all parameters of an open window that a state saves and that add up over the ranks."""
         return [*self.sums, *self.totals()]
 
     def totals(self) -> list[Parameter]:
-        """Return the numbers that are added over the ranks beside the sums."""
+        """Return the scalars that are reduced over the ranks besides the gradients."""
         return [self.loss, self.weight, *(each for each in (self.dropped, self.other_losses) if each is not None)]
 
     def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...], factor: Tensor) -> Any:
-        """Add one micro batch, its gradients times ``factor``. Return the sums, the loss and the weight with it."""
-        # The last gradient comes first out of a backward pass, and is let go once it is added.
+        """Add one micro batch, with its gradients times ``factor``. Return the updated sums, loss and weight."""
+        # A backward pass computes the last gradient first, and its memory is freed once it is added.
         added = add_each_in_place(self.add_one, factor, tuple(self.sums), grads)
         return added, _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
 
     def no_grads(self, parameters: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
-        """Return the gradients of no rows, after ``done``."""
+        """Return the gradients of an empty micro batch, zeros, after ``done``."""
         grads: tuple[Tensor, ...] = self.map(ops.partial(_spread, zero_after(done, self.weight)), parameters)
         return grads
 
     def count_batch(self) -> Tensor:
-        """Count one batch and return how many the window has now."""
+        """Count one batch and return the number of batches in the window."""
         return ops.assign_add(self.batches, Tensor(1, ms.int32))
 
     def count_dropped(self, finite: Tensor) -> Any:
-        """Count one micro batch that is left out unless it is ``finite``."""
+        """Count one left-out micro batch unless it is ``finite``."""
         return _add_number(self.dropped, ops.cast(ops.logical_not(finite), ms.float32))
 
     def add_other_losses(self, losses: Tensor, weight: Tensor) -> Any:
-        """Add the losses of one micro batch, which has this weight; none that is a mean over nothing, 0 / 0."""
+        """Add the losses of one micro batch with this weight. With weight 0 they are ignored: they may be 0 / 0."""
         return _add_number(self.other_losses, ops.select(weight > 0.0, losses * weight, ops.zeros_like(losses)))
 
     def other_losses_after(self, done: Any) -> tuple[Tensor, ...]:
-        """Return the sums and weights of the losses that are reported, after ``done``; nothing if there are none."""
+        """Return the sums and weights of the further losses, after ``done``; an empty tuple if none are reported."""
         return () if self.other_losses is None else (ops.depend(self.other_losses + 0.0, done),)
 
     def mean_loss(self) -> Tensor:
@@ -122,11 +122,11 @@ class GradientBuffer(nn.Cell):
         return self.loss * reciprocal(self.weight)
 
     def reciprocal_weight(self) -> Tensor:
-        """Return 1 / weight, or 0 for a window in which nothing was weighed."""
+        """Return 1 / weight, or 0 for a window without weight."""
         return reciprocal(self.weight)
 
     def clear(self, done: Any = ()) -> Any:
-        """Assign zeros after ``done``; a product with 0 would keep NaN and Inf for ever."""
+        """Assign zeros after ``done``. A product with 0 would keep NaN and Inf."""
         for begin, end in self.chunks:
             done = fill_each_in_place(zero_after(done, self.weight), chunk_of(tuple(self.sums), begin, end))
         done = done, _assign_zero(self.loss), _assign_zero(self.weight)
@@ -149,7 +149,7 @@ def _add_dense(factor: Tensor, total: Parameter, grad: Tensor) -> Tensor:
 
 @_add.register("Tensor", "Tensor", "RowTensor")
 def _add_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
-    # A sparse lookup has a gradient for the rows that it read; a row can be there more than once.
+    # The gradient of a sparse lookup has the rows that were read; a row can occur more than once.
     return ops.scatter_add(total, grad.indices, as_dtype(grad.values, total.dtype) * factor)
 
 
@@ -181,15 +181,15 @@ def _refuse_rows() -> None:
 
 
 def reciprocal(weight: Tensor) -> Tensor:
-    """Return 1 / weight, or 0 for a window in which nothing was weighed."""
-    # Not ops.equal, which takes the compiler 8 times as long with a number.
+    """Return 1 / weight, or 0 for a weight of 0."""
+    # ops.equal with a number would take much longer to compile.
     empty = weight == 0.0
     inverse = 1.0 / ops.select(empty, ops.ones_like(weight), weight)
     return ops.select(empty, ops.zeros_like(weight), inverse)
 
 
 def zero_after(done: Any, weight: Tensor) -> Tensor:
-    """Return 0 after ``done``, as a number that the compiler does not know: constants of a graph stay for ever."""
+    """Return 0 after ``done``. It is not a constant for the compiler, since constants of a graph are never freed."""
     return ops.cast(ops.less(ops.abs(ops.depend(weight, done)), 0.0), ms.float32)
 
 

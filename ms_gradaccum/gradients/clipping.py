@@ -1,4 +1,4 @@
-"""Gradient clipping: once per window, on the reduced and unscaled mean gradient."""
+"""Gradient clipping, once per window, of the reduced and unscaled mean gradient."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _map = ops.HyperMap()
 
 
 def squares_of(grads: Grads, chunks: Chunks) -> Tensor:
-    """Return the sum of the squares of each gradient: a float32 tensor, as long as ``grads``."""
+    """Return the sum of the squares of each gradient: a float32 vector with one element per gradient."""
     squares: tuple[Tensor, ...] = ()
     done: Any = ()
     for begin, end in chunks:
@@ -42,9 +42,9 @@ def _limit_one(limit: Tensor, grad: Tensor) -> Tensor:
 
 
 class NoClip(nn.Cell):
-    """Stand-in used when gradients are not clipped."""
+    """Placeholder used when gradients are not clipped."""
 
-    # How often an update takes the norms of the gradients; so for all clips.
+    # The number of passes over the gradients for norms, as in all clip classes.
     norm_passes = 1
 
     def construct(self, grads: Grads, norm: Tensor) -> Grads:
@@ -58,16 +58,16 @@ class NoClip(nn.Cell):
 class ClipByGlobalNorm(Settled, nn.Cell):
     r"""Scale the window's mean gradient down so that its global L2 norm is at most `max_norm`.
 
-    All gradients are multiplied by :math:`\min(1, max\_norm / norm)`, so the direction stays.
+    All gradients are multiplied by :math:`\min(1, max\_norm / norm)`, which keeps the direction.
     See "On the difficulty of training Recurrent Neural Networks" (Pascanu et al., 2013).
 
     Args:
-        max_norm (Union[int, float]): The largest norm that is let through. Positive and finite.
+        max_norm (Union[int, float]): The maximum norm. Positive and finite.
 
     Inputs:
         - **grads** (tuple[Tensor]) - Mean gradients of any shape and floating-point dtype.
         - **norm** (Tensor) - Their global norm, a float32 scalar.
-        - **max_norm** (Tensor, optional) - A float32 scalar in place of the argument. Default: ``None``.
+        - **max_norm** (Tensor, optional) - A float32 scalar that replaces the argument. Default: ``None``.
 
     Outputs:
         Tuple of Tensors, the clipped gradients, with the same shapes and dtypes.
@@ -108,7 +108,7 @@ class ClipByGlobalNorm(Settled, nn.Cell):
         return clipped
 
     def factor(self, norm: Tensor, max_norm: Tensor | None = None) -> Tensor:
-        """Return by what all gradients of this norm are multiplied."""
+        """Return the factor for all gradients of this norm."""
         limit = self.limit_or(max_norm)
         return limit / ops.maximum(norm, limit)
 
@@ -125,12 +125,12 @@ class ClipByValue(Settled, nn.Cell):
     r"""Limit each element of the window's mean gradient to :math:`[-limit, limit]`.
 
     Args:
-        limit (Union[int, float]): The largest absolute value that is let through. Positive and finite.
+        limit (Union[int, float]): The maximum absolute value. Positive and finite.
 
     Inputs:
         - **grads** (tuple[Tensor]) - Mean gradients of any shape and floating-point dtype.
         - **norm** (Tensor) - Their global norm, a float32 scalar.
-        - **limit** (Tensor, optional) - A float32 scalar in place of the argument. Default: ``None``.
+        - **limit** (Tensor, optional) - A float32 scalar that replaces the argument. Default: ``None``.
 
     Outputs:
         Tuple of Tensors, the clipped gradients, with the same shapes and dtypes.
@@ -150,7 +150,7 @@ class ClipByValue(Settled, nn.Cell):
         [-3.  3.  3.]
     """
 
-    # Once more for those that are clipped, which the limit does not tell.
+    # The norm after clipping takes a pass of its own.
     norm_passes = 2
 
     def __init__(self, limit: float) -> None:
@@ -172,7 +172,7 @@ class ClipByValue(Settled, nn.Cell):
         return clipped
 
     def norm_after(self, norm: Tensor, limit: Tensor | None = None) -> None:
-        """Return None: the norm after clipping takes a pass of its own."""
+        """Return None: the norm after clipping takes another pass over the gradients."""
         return None
 
 
@@ -180,17 +180,17 @@ class ClipByValue(Settled, nn.Cell):
 class ClipByGroupNorm:
     r"""Scale the window's mean gradient down group by group, each by the L2 norm of its own gradients.
 
-    A parameter belongs to the first pattern that its name fits; one that fits none is not clipped. Costs one pass over
-    the gradients for the norms of the groups and one for the norm afterwards.
+    A parameter belongs to the first pattern that its name matches; one that matches none is not clipped. The norms of
+    the groups and the norm after clipping take one more pass over the gradients each.
 
     Args:
-        limits (dict[str, float]): The largest norm of each group, by a pattern of the names of its parameters, with
-            ``*`` and ``?`` as in file names. Positive and finite.
+        limits (dict[str, float]): The maximum norm of each group, by a pattern of parameter names with ``*`` and ``?``
+            as in file names. Positive and finite.
 
     Raises:
         TypeError: If `limits` is not a dict of numbers.
-        ValueError: If a limit is not positive and finite, or `limits` is empty; later, if a pattern fits no parameter
-            of the optimizer.
+        ValueError: If a limit is not positive and finite, or `limits` is empty. Building a training step raises it if
+            a pattern matches no parameter of the optimizer.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -209,7 +209,7 @@ class ClipByGroupNorm:
 
     limits: Mapping[str, float]
 
-    # Of all gradients, of each group, and of those that are clipped.
+    # The norms of all gradients, of each group, and after clipping.
     norm_passes: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
@@ -225,7 +225,7 @@ class ClipByGroupNorm:
         object.__setattr__(self, "limits", limits)
 
     def groups_of(self, names: Sequence[str]) -> tuple[int, ...]:
-        """Return the number of each parameter's group, -1 for none."""
+        """Return the index of each parameter's group, -1 for none."""
         patterns = list(self.limits)
         groups = tuple(
             next((i for i, pattern in enumerate(patterns) if fnmatchcase(name, pattern)), -1) for name in names
@@ -240,12 +240,12 @@ class ClipByGroupNorm:
         return groups
 
 
-# What a face takes as `clip`.
+# The type of the argument `clip`.
 Clip = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | None
 
 
 def check_clip(owner: str, clip: Any) -> Any:
-    """Return ``clip``, or for None what clips nothing."""
+    """Return ``clip``, or a `NoClip` for None."""
     if clip is None:
         return NoClip()
     if not isinstance(clip, (ClipByGlobalNorm, ClipByValue, ClipByGroupNorm)):

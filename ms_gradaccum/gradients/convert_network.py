@@ -1,4 +1,4 @@
-"""Networks are converted to compute in 16 bits."""
+"""Conversion of networks to 16-bit computation."""
 
 import atexit
 import functools
@@ -22,10 +22,10 @@ from ms_gradaccum.gradients.mixed_precision import Precision, levels_of
 
 @contextmanager
 def rewriting() -> Iterator[None]:
-    """Let level O1 write the sources that it rewrites elsewhere than in the user's working directory.
+    """Let level O1 write its rewritten sources into a temporary folder instead of the working directory.
 
-    What is installed below that, in a .venv, it would take for the user's own and try to rewrite. And it leaves folders
-    of sources in the path of modules, of which one hides Python's own math from new processes.
+    In the working directory it would take packages in a .venv for the user's code and rewrite them. It also leaves
+    folders in the module search path, one of which hides Python's ``math`` from new processes.
     """
     here, path = os.getcwd(), list(sys.path)
     os.chdir(_folder_apart())
@@ -38,14 +38,14 @@ def rewriting() -> Iterator[None]:
 
 @functools.cache
 def _folder_apart() -> str:
-    # To the end of the process: the compiler reads the sources.
+    # The folder is kept until the process ends because the compiler reads the sources.
     folder = tempfile.mkdtemp(prefix="ms_gradaccum_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 class OutputInFloat32(nn.Cell):
-    """Casts what the network returns to float32, so that its loss is computed there."""
+    """Casts the network's outputs to float32, so that the loss is computed in float32."""
 
     def __init__(self, network: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -57,7 +57,7 @@ class OutputInFloat32(nn.Cell):
 
 
 class InputsInFloat32(nn.Cell):
-    """Casts what a loss is given to float32. `to_float` alone does not, where nothing is compiled."""
+    """Casts the inputs of a loss to float32. `to_float` alone does not do so op by op."""
 
     def __init__(self, loss_fn: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -68,7 +68,7 @@ class InputsInFloat32(nn.Cell):
 
 
 def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cell:
-    """Return the loss cell with its network converted, and the loss itself in float32. The parameters are the same."""
+    """Return the loss cell with a converted network and the loss in float32. It has the same parameters."""
     if precision.level == "O0":
         return loss_cell
     if type(loss_cell) is nn.WithLossCell:
@@ -80,7 +80,7 @@ def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cel
         return GradCacheLoss(_converted(owner, loss_cell.backbone, precision), loss_cell.loss_fn, loss_cell.labels)
     converted = _converted(owner, loss_cell, precision)
     if precision.level in ("O2", "O3"):
-        # What the loss cell itself does, and the labels; the cells inside stay in half precision.
+        # The loss cell's own operators and the labels; the cells inside stay in half precision.
         converted.add_flags(fp16=False, bf16=False, fp32=True)
     for _, cell in list(converted.cells_and_names()):
         for name, inner in cell.name_cells().items():
@@ -102,14 +102,14 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
         with rewriting():
             converted = amp.auto_mixed_precision(network, level, precision.dtype)
     except RuntimeError as error:
-        # Level O1 rewrites the sources of the network, and knows not all that Python can say.
+        # Level O1 rewrites the sources of the network, and does not support all of Python's syntax.
         rule = "a level that MindSpore can convert the network to"
         remedy = "Name the inputs of each construct, in place of *inputs, or take level 'O2'."
         raise ValueError(
             argument_error(owner, "mixed_precision", rule, f"{level}: {str(error).splitlines()[0]}", remedy)
         ) from error
     if level in ("O2", "O3"):
-        # Without the cell around it that casts its output, and hides the names of its inputs.
+        # The outer cell, which casts the output, is removed because it hides the names of the inputs.
         (converted,) = converted.cells()
         converted._amp_level = level
     return converted

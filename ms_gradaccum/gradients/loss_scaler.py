@@ -1,6 +1,6 @@
-"""The factor of the loss in the backward pass, with which small half-precision gradients are no zeros.
+"""The loss scale, which keeps small half-precision gradients from underflow.
 
-One factor per window: the sums of a window hold gradients of one scale, and one decision is made about all of them.
+It is constant in a window: all gradients in the sums have the same scale, and one decision is made about all of them.
 The rule is that of "Mixed Precision Training" (Micikevicius et al., 2018), as in PyTorch's ``GradScaler``.
 """
 
@@ -18,16 +18,16 @@ _SCALE, _CLEAN_WINDOWS = "mixed_precision.loss_scale", "mixed_precision.clean_wi
 
 
 class NoLossScale(nn.Cell):
-    """Stand-in used when losses are not scaled, and the interface of the others."""
+    """Placeholder used when losses are not scaled, and the interface of the other classes."""
 
-    # Whether a window whose gradient has an Inf or a NaN makes no update.
+    # True if a window whose gradient has an Inf or a NaN makes no update.
     skips_overflow = True
-    # Whether losses are scaled, and whether by a scale that looks for its size, which takes windows that are skipped.
+    # scales: True if losses are scaled. searches: True if the scale adapts, so that windows are skipped now and then.
     scales = False
     searches = False
 
     def left_to_optimizer(self) -> float | None:
-        """Return the scale if MindSpore's own step leaves it to the optimizer to divide by it."""
+        """Return the scale if the optimizer has to divide by it, as in MindSpore's own step; else None."""
         return None
 
     def value(self) -> Tensor:
@@ -41,32 +41,32 @@ class NoLossScale(nn.Cell):
     def construct(self, updated: Tensor, bad: Tensor, done: Any = ()) -> Any:
         """Choose the scale of the next window as part of a graph, after ``done``.
 
-        A window neither updated nor bad, such as an empty one, says nothing about the scale.
+        A window that is neither updated nor bad, such as an empty one, does not affect the scale.
         """
         return ()
 
     def adjust(self, updated: Tensor, bad: Tensor) -> None:
-        """Do the same from the host."""
+        """Choose the scale of the next window from the host."""
 
     def numbers(self) -> dict[str, Any]:
-        """Return the state that is no parameter, as JSON. A cell's own `state_dict` has its parameters."""
+        """Return the state outside of parameters, as JSON. (``Cell.state_dict`` has the parameters.)"""
         return {}
 
     def load_numbers(self, saved: Any) -> None:
-        """Go on from what `numbers` has returned."""
+        """Load the result of `numbers`."""
         if saved != {}:
             raise another_program("has the loss scale of a user's own class")
 
 
 class LossScale(NoLossScale):
-    """A scale that grows after so many clean windows and shrinks after a bad one, but not below 1.
+    """A scale that grows after a number of clean windows and shrinks after a bad one, but not below 1.
 
     Args:
-        scale: What holds the scale, a float32 scalar.
-        clean_windows: What counts the windows since it has last changed, an int32 scalar.
-        growth_factor: Factor of a growth.
+        scale: Parameter of the scale, a float32 scalar.
+        clean_windows: Parameter that counts the clean windows since the last change, an int32 scalar.
+        growth_factor: Factor of growth.
         backoff_factor: Factor after a bad window.
-        growth_interval: Clean windows until it grows.
+        growth_interval: Number of clean windows before the scale grows.
     """
 
     scales = searches = True
@@ -88,7 +88,7 @@ class LossScale(NoLossScale):
         self.run = Compiled(lambda: self, "MixedPrecision", "the loss scale")
 
     def value(self) -> Tensor:
-        # + 0.0: a copy, since the report outlives the next change of the parameter.
+        # + 0.0 makes a copy, because the report outlives the next change of the parameter.
         return self.scale + 0.0
 
     def unscaled(self, factor: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class LossScale(NoLossScale):
 
 
 class FixedLossScale(NoLossScale):
-    """A scale that stays."""
+    """A constant scale."""
 
     scales = True
 
@@ -132,20 +132,20 @@ class FixedLossScale(NoLossScale):
 
 
 class ForeignLossScale(FixedLossScale):
-    """The scale that an object of MindSpore's interfaces, or of a user's own class, chooses in Python."""
+    """A scale that an object with one of MindSpore's interfaces, possibly of a user's class, chooses in Python."""
 
     searches = True
 
     def __init__(self, chooser: Any) -> None:
         super().__init__(new_scale(1.0))
         self.chooser = chooser
-        # A manager of fixed scale can ask for the update all the same.
+        # A manager of a fixed scale can ask for updates in spite of an overflow.
         get_drop = getattr(chooser, "get_drop_overflow_update", None)
         self.skips_overflow = get_drop is None or bool(get_drop())
         self._follow()
 
     def left_to_optimizer(self) -> None:
-        return None  # It changes, and what an optimizer was told does not.
+        return None  # This scale changes, while that of an optimizer is fixed.
 
     def construct(self, updated: Tensor, bad: Tensor, done: Any = ()) -> Any:
         _refuse_in_graph(type(self.chooser).__name__)
@@ -165,7 +165,7 @@ class ForeignLossScale(FixedLossScale):
         return plain_state.take(self.chooser)
 
     def load_numbers(self, saved: Any) -> None:
-        # The scale itself is a parameter.
+        # The scale itself is a parameter and is saved as one.
         plain_state.put(self.chooser, saved)
 
     def _follow(self) -> None:
@@ -185,21 +185,21 @@ def _refuse_in_graph(kind: str) -> None:
 
 
 def new_scale(value: float) -> Parameter:
-    """Return a parameter that holds a scale, by the name that checkpoints know."""
+    """Return a parameter for a scale, with its name in checkpoints."""
     return Parameter(Tensor(value, ms.float32), _SCALE, requires_grad=False)
 
 
 def dynamic_loss_scale(
     init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int
 ) -> LossScale:
-    """Return a scale of our own."""
+    """Return a dynamic scale with new parameters."""
     clean_windows = Parameter(Tensor(0, ms.int32), _CLEAN_WINDOWS, requires_grad=False)
     return LossScale(new_scale(init_scale), clean_windows, growth_factor, backoff_factor, growth_interval)
 
 
 def loss_scale_of(chooser: Any) -> NoLossScale:
-    """Return the loss scale that an object of MindSpore's describes. It keeps its state in the object."""
-    # Exactly these types: a subclass can have another rule.
+    """Return the loss scale that an object of MindSpore describes. The object's parameters hold the state."""
+    # These types must match exactly, because a subclass can have another rule.
     if type(chooser) is amp.DynamicLossScaler:
         factor = float(chooser.scale_factor)
         return LossScale(chooser.scale_value, chooser.counter, factor, 1 / factor, chooser.scale_window)

@@ -1,4 +1,4 @@
-"""Mixed precision: what computes in 16 bits, and the loss scale that goes with it."""
+"""Mixed precision: the settings for 16-bit computation and its loss scale."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,17 +25,17 @@ _DTYPES |= {"float32": ms.float32, "fp32": ms.float32}
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    r"""Compute in half precision, with a loss scale that follows what the gradients can bear.
+    r"""Half precision with a dynamic loss scale.
 
-    The weights, the sums of a window, the norm and the update stay in float32. The loss is multiplied by the scale
-    before each backward pass; the window's mean gradient is divided by it, once. A window whose gradient has an Inf
-    or a NaN makes no update: weights, optimizer state, learning rate and update count stay, and the scale is
-    multiplied by `backoff_factor`. After `growth_interval` clean windows it is multiplied by `growth_factor`. Inside
-    a window it never changes. The rule and the argument names are those of PyTorch's ``GradScaler`` and of
-    Colossal-AI's ``FP16TorchMixedPrecision``.
+    The parameters, the sums of a window, the norm and the update stay in float32. The loss is multiplied by the scale
+    before each backward pass, and the window's mean gradient is divided by it once. A window whose gradient has an Inf
+    or a NaN makes no update: parameters, optimizer state, learning rate and update count stay, and the scale is
+    multiplied by `backoff_factor`. After `growth_interval` clean windows it is multiplied by `growth_factor`. It never
+    changes inside a window. The rule and the argument names are those of PyTorch's ``GradScaler`` and of Colossal-AI's
+    ``FP16TorchMixedPrecision``.
 
-    Level O1 rewrites the network when the training step is built, with the training mode that its cells have then:
-    where there is BatchNorm or Dropout, call ``network.set_train()`` before.
+    Level O1 rewrites the network when the training step is built, with the training mode that its cells have then: for
+    a network with BatchNorm or Dropout, call ``network.set_train()`` before.
 
     ============== ======== =====
     name           dtype    level
@@ -47,22 +47,22 @@ class MixedPrecision:
     ============== ======== =====
 
     Args:
-        dtype (Union[mindspore.dtype, str]): ``float16`` or ``bfloat16``, which has the range of float32: it needs
-            no loss scale and gets none. Default: ``mindspore.float16``.
-        level (str): What computes in `dtype`, as in ``mindspore.amp.auto_mixed_precision``. ``"O1"``: matrix products
-            and convolutions. ``"O2"``: all but normalisation. ``"O3"``: all. ``"auto"``: operator by operator.
-            ``"O0"``: what the network itself says, for example by ``to_float``. Default: ``"O1"``.
-        init_scale (float): The first scale, at least 1. Default: ``65536``.
+        dtype (Union[mindspore.dtype, str]): ``float16`` or ``bfloat16``. With bfloat16, which has the range of float32,
+            no loss scale is used. Default: ``mindspore.float16``.
+        level (str): The operators that compute in `dtype`, as in ``mindspore.amp.auto_mixed_precision``. ``"O1"``:
+            matrix products and convolutions. ``"O2"``: all but normalisation. ``"O3"``: all. ``"auto"``: operator by
+            operator. ``"O0"``: the network is not converted, and may use ``to_float`` itself. Default: ``"O1"``.
+        init_scale (float): The initial scale, at least 1. Default: ``65536``.
         growth_factor (float): Factor of a growth, at least 1. Default: ``2.0``.
         backoff_factor (float): Factor after an overflow, below 1. The scale does not fall below 1. Default: ``0.5``.
         growth_interval (int): Clean windows until the scale grows. Default: ``2000``.
-        reduce_dtype (Union[mindspore.dtype, str]): In which dtype several processes add up their gradients:
+        reduce_dtype (Union[mindspore.dtype, str]): The dtype in which several processes reduce their gradients:
             ``float32``, ``float16`` or ``bfloat16``. 16 bits halve the messages and round each process's part of the
-            mean gradient, times the scale; loss and weight stay float32. By name alone. Default: ``mindspore.float32``.
-        loss_scale (Union[LossScaler, LossScaleManager, None]): An object of ``mindspore.amp`` that chooses the scale in
-            place of the four arguments before. It is asked once per window. With
+            scaled mean gradient; loss and weight stay in float32. Keyword only. Default: ``mindspore.float32``.
+        loss_scale (Union[LossScaler, LossScaleManager, None]): An object of ``mindspore.amp`` that chooses the scale
+            instead of the four arguments above. It is asked once per window. With
             ``FixedLossScaleManager(scale, drop_overflow_update=False)`` no window is skipped, and an optimizer whose
-            own ``loss_scale`` is the same number is handed the mean gradient times it. Default: ``None``.
+            own ``loss_scale`` is the same number gets the mean gradient multiplied by it. Default: ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -123,9 +123,9 @@ class MixedPrecision:
         object.__setattr__(self, name, dtype)
 
 
-# What a face takes as `mixed_precision`.
+# The type of the argument `mixed_precision`.
 PrecisionChoice = Name | MixedPrecision | amp.LossScaler | amp.LossScaleManager | None
-# What the names stand for.
+# The settings of each name.
 NAMES: dict[str, MixedPrecision] = {
     "fp16": MixedPrecision(ms.float16, "O1"),
     "fp16_apex": MixedPrecision(ms.float16, "O2"),
@@ -133,7 +133,7 @@ NAMES: dict[str, MixedPrecision] = {
     "bf16": MixedPrecision(ms.bfloat16, "O1"),
     **{level: MixedPrecision(ms.float16, level) for level in LEVELS[1:]},
 }
-# What other libraries call them.
+# The names in other libraries.
 _OTHER_NAMES = {
     **dict.fromkeys(("float16", "half", "16", "16-mixed", "16-true", "amp", "true", "auto_mixed"), "'fp16'"),
     **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "'bf16'"),
@@ -143,14 +143,14 @@ _OTHER_NAMES = {
 
 
 class Precision(NamedTuple):
-    """What has come of the settings.
+    """The settings of mixed precision in effect.
 
     Attributes:
-        level: What to convert in the network.
-        dtype: To which dtype.
+        level: The level to which the network is converted.
+        dtype: The dtype to which it is converted.
         loss_scale: The scale and its rule.
-        text: The settings in words, for the ranks to compare.
-        reduce_dtype: In which dtype the ranks add up their gradients.
+        text: The settings as a string, which the ranks compare.
+        reduce_dtype: The dtype in which the ranks reduce their gradients.
     """
 
     level: str
@@ -161,7 +161,7 @@ class Precision(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing is converted and nothing scaled."""
+        """True if the network is not converted and the loss is not scaled."""
         return self.level == "O0" and type(self.loss_scale) is NoLossScale
 
 
@@ -171,7 +171,7 @@ def levels_of(cells: Iterable[nn.Cell]) -> set[str]:
 
 
 def computes_in_16_bits(parameters: Iterable[Parameter], cells: Iterable[nn.Cell]) -> bool:
-    """Return whether there are 16-bit weights, or cells that were told to compute in 16 bits."""
+    """Return whether there are 16-bit parameters, or cells that are set to compute in 16 bits."""
     cells = list(cells)
     return (
         any(parameter.dtype in (ms.float16, ms.bfloat16) for parameter in parameters)
@@ -181,7 +181,7 @@ def computes_in_16_bits(parameters: Iterable[Parameter], cells: Iterable[nn.Cell
 
 
 def combined(owner: str, mixed_precision: Any, amp_level: Any, loss_scale_manager: Any) -> MixedPrecision | None:
-    """Return what ``mixed_precision`` and the two arguments of MindSpore's Model say together; None if nothing."""
+    """Combine ``mixed_precision`` with the two arguments of MindSpore's Model. Return None if none is given."""
     check_choice(owner, "amp_level", amp_level, LEVELS, "mixed_precision has more names and settings.")
     if loss_scale_manager is not None and mixed_precision is not None:
         got = f"{mixed_precision!r} beside a loss_scale_manager"
@@ -201,7 +201,7 @@ def combined(owner: str, mixed_precision: Any, amp_level: Any, loss_scale_manage
 
 
 def check_precision(owner: str, mixed_precision: Any) -> Precision:
-    """Return what comes of the setting, or raise."""
+    """Return the settings in effect, or raise if the argument is invalid."""
     settings = _settings(owner, mixed_precision)
     if settings is None:
         return Precision("O0", ms.float32, NoLossScale(), "None", ms.float32)
@@ -218,7 +218,7 @@ def check_precision(owner: str, mixed_precision: Any) -> Precision:
 
 
 def check_scale_of_each(owner: str, mixed_precision: Any, networks: int) -> None:
-    """Raise if several networks would share one of MindSpore's objects, which each of them would adjust."""
+    """Raise if several networks would share one loss scale object of MindSpore, which each of them would adjust."""
     settings = _settings(owner, mixed_precision)
     if networks > 1 and settings is not None and settings.loss_scale is not None:
         rule, got = "a rule for the scale of each network", f"one {type(settings.loss_scale).__name__} for {networks}"
@@ -228,7 +228,7 @@ def check_scale_of_each(owner: str, mixed_precision: Any, networks: int) -> None
 
 
 def _number_of(scale: NoLossScale) -> Any:
-    # From the host, with no operator: a device may not be there when a step is built to be compiled for it.
+    # Read on the host without an operator: a step can be built for a device that this machine does not have.
     return scale.scale.asnumpy().item() if isinstance(scale, (LossScale, FixedLossScale)) else 1.0
 
 
@@ -247,7 +247,7 @@ def _settings(owner: str, mixed_precision: Any) -> MixedPrecision | None:
 
 
 def _check_bfloat16(owner: str) -> None:
-    """Raise unless this device can multiply matrices in bfloat16, which only trying can tell."""
+    """Raise unless this device can multiply matrices in bfloat16, which is tried."""
     try:
         multiply(ms.bfloat16)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Leave out the micro batch whose gradients are not finite, and its weight with it."""
+"""Leave out a micro batch whose gradients are not finite, together with its weight."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -10,24 +10,24 @@ from ms_gradaccum.backend.tensors import chunks_of
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.gradients.clipping import squares_of
 
-# What a face takes as `bad_micro_batch`.
+# The type of the argument `bad_micro_batch`.
 BadMicroBatch = Literal["skip_window", "drop"]
 
 
 def check_bad_micro_batch(owner: str, bad_micro_batch: Any) -> bool:
-    """Return whether a micro batch that is not finite is left out; else its window makes no update."""
+    """Return whether a micro batch that is not finite is left out. Otherwise its window makes no update."""
     remedy = "'skip_window' makes no update in a window with an Inf or a NaN, 'drop' leaves out its micro batch alone."
     return check_choice(owner, "bad_micro_batch", bad_micro_batch, get_args(BadMicroBatch), remedy) == "drop"
 
 
 def check_can_drop(owner: str, network: Any) -> None:
-    """Raise if no micro batch of a GradAccumulation can be left out."""
+    """Raise if micro batches of a GradAccumulation cannot be left out."""
     if network.is_cached:
         remedy = "Its loss has seen all micro batches before one can be left out."
         raise ValueError(
             argument_error(owner, "bad_micro_batch", "'skip_window' for a GradCacheLoss", "'drop'", remedy)
         )
-    # The compiler cannot look at such a gradient twice.
+    # The compiler cannot use a sparse gradient twice.
     lookup = sparse_lookup(network)
     if lookup is not None:
         rule, got = "'skip_window' where a gradient is sparse", f"'drop' with a sparse lookup in {lookup}"
@@ -39,15 +39,15 @@ _keep = ops.MultitypeFuncGraph("keep")
 
 @_keep.register("Tensor", "Tensor")
 def _keep_one(finite: Tensor, value: Tensor) -> Tensor:
-    # A product with 0 would keep NaN.
+    # A product with 0 would keep NaN and Inf.
     return ops.select(finite, value, ops.zeros_like(value))
 
 
 class KeepFinite(nn.Cell):
-    """Put zeros in place of what a micro batch adds, if any of it is Inf or NaN.
+    """Replace the gradients and sums of a micro batch by zeros if a gradient is Inf or NaN.
 
     Args:
-        parameters: What the gradients belong to.
+        parameters: The parameters of the gradients.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
@@ -56,13 +56,13 @@ class KeepFinite(nn.Cell):
         self.map = ops.HyperMap()
 
     def is_finite(self, grads: tuple[Tensor, ...]) -> Tensor:
-        """Return whether all of ``grads`` are finite. One pass over them.
+        """Return whether all of ``grads`` are finite, in one pass over them.
 
-        As for the norm of a window, a gradient whose square is too large for a float32 is not.
+        As for the norm of a window, a gradient whose square overflows a float32 counts as not finite.
         """
         return ops.isfinite(ops.sum(squares_of(grads, self.chunks)))
 
     def kept(self, finite: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the values, or zeros."""
+        """Return the values if ``finite``, else zeros."""
         kept: tuple[Tensor, ...] = self.map(ops.partial(_keep, finite), values)
         return kept
