@@ -1,1 +1,1 @@
-"""Who drives batches into windows: Model, loops that users write, their data."""
+"""Drivers of windows: Model, hand-written loops, and their data."""

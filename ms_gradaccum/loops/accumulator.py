@@ -184,17 +184,17 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
     @property
     def windows(self) -> list[TrainedNetwork]:
-        """What has the sums, the optimizers and the loss scale of each network."""
+        """The windows of the networks, with their sums, optimizers and loss scales."""
         return self._networks
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current batch ends its window, so that `step` updates. The name is Accelerate's."""
+        """True if the current batch ends its window, so that `step` updates. The name is Accelerate's."""
         return self.window.ends
 
     @property
     def updated(self) -> bool:
-        """Whether the current batch has ended in an update; it has not if its gradient had an Inf or a NaN."""
+        """True if the current batch has led to an update, False if the gradient had an Inf or a NaN."""
         return self.window.updated
 
     # What is prepared does all that the object does.

@@ -24,7 +24,7 @@ _PYTHON_INSIDE = (ds.NumpySlicesDataset, ds.PaddedDataset)
 
 
 class Sources:
-    """What the order of the samples of a pass depends on.
+    """The seed and random states that determine the order of the samples of an epoch.
 
     Args:
         seed: Seed of MindSpore's pipelines.
@@ -152,7 +152,7 @@ def rest_of(data: Any, batches: int, passed: Callable[[Dataset], Iterable[Any]] 
 
 
 class PassPlace(NamedTuple):
-    """Where a process is in a pass over its data.
+    """The position of a process in its data.
 
     Attributes:
         epoch: Number of the pass, from 0 on; -1 before the first one.

@@ -1,4 +1,4 @@
-"""What Model does around the steps of a training, so that windows, ranks and states fit its passes over the data."""
+"""The work of Model around the steps of a training, so that windows, ranks and states fit its epochs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -99,7 +99,7 @@ class PassSteps(Callback):
 
     @property
     def is_common(self) -> bool:
-        """Whether all processes can go on from the last step: none has run out of data where others have not."""
+        """True if all processes can continue from the last step: either all or none have run out of data."""
         batches = self.done % self.steps
         return batches == 0 or batches < self.common or self.common == self.steps
 

@@ -101,7 +101,7 @@ class HandedBatches:
 
     @property
     def are_fetched(self) -> bool:
-        """Whether batches of the pass are still to be trained although all were handed out."""
+        """True if all batches of the epoch were handed out and some are not trained yet."""
         seen = self.current is not None and self.newest is not None and self.current.epoch == self.newest.epoch
         return bool(self.waiting) and (self.is_ahead or not seen)
 

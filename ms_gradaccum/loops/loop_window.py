@@ -33,7 +33,7 @@ class LoopWindow(PreparedDatasets):
         ends: Whether the current batch ends the window.
         updated: Whether its update was made.
         in_batch: Whether the program is inside `batch`.
-        events: Who is told of what happens.
+        events: Event dispatcher.
     """
 
     def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events) -> None:
@@ -55,7 +55,7 @@ class LoopWindow(PreparedDatasets):
 
     @property
     def is_open(self) -> bool:
-        """Whether some network has something in its buffers."""
+        """True if the buffer of some network is not empty."""
         return any(trained.is_open for trained in self.networks)
 
     @contextmanager
@@ -149,7 +149,7 @@ class LoopWindow(PreparedDatasets):
 
     @property
     def _awaits_batch(self) -> bool:
-        """Whether the current batch is counted already, and nothing of it added."""
+        """True if the current batch is counted and nothing of it is added yet."""
         return self.in_batch and not any(trained.has_batch for trained in self.networks)
 
     def _begin_anew(self) -> None:

@@ -341,12 +341,12 @@ class Model(Settled, ms.Model):
 
     @property
     def can_save(self) -> bool:
-        """Whether all processes have had a batch in this step, so that a state can be saved after it."""
+        """True if all processes have had a batch in this step, so that a state can be saved after it."""
         return self._steps is None or self._steps.is_common
 
     @property
     def data_place(self) -> PassPlace | None:
-        """Where this training is in its data, or will go on after a state was loaded; None without either."""
+        """The position of this training in its data, or that of a loaded state; None without either."""
         return self.resumed_place if self._steps is None else self._steps.place()
 
     def _check_network_mode(self, network: nn.Cell, is_train: bool) -> nn.Cell:

@@ -34,7 +34,7 @@ class TrainedNetwork(Window):
         optimizers: The optimizers of its parameters.
         settings: What the Accumulator was told.
         config: What it was told of windows and ranks.
-        events: Who is told of what happens.
+        events: Event dispatcher.
 
     Attributes:
         names: What the caller knows the network by.

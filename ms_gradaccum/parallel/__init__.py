@@ -1,1 +1,1 @@
-"""What several processes do to the sums of a window."""
+"""Reduction of the sums of a window over several processes."""

@@ -1,4 +1,4 @@
-"""From the setting ``parallel`` and the world to what reduces the sums of a window."""
+"""Build the gradient reducers for the argument ``parallel`` and the processes of the job."""
 
 import math
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ def build_reducers(
     """Return, per optimizer, its buffer and what becomes of it in this world. All ranks start alike. Collective.
 
     Args:
-        owner: Whose name errors begin with.
+        owner: Class name used in error messages.
         kind: The kind of parallelism, or None for one process.
         network: The GradAccumulation.
         optimizers: The optimizers of its parameters.

@@ -1,4 +1,4 @@
-"""What a user says of several processes: how they share the work of a training."""
+"""Parallelism options."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -117,17 +117,17 @@ class HSDP:
 
     @property
     def sync_each_batch(self) -> bool:
-        """Whether the ranks add up the gradients of each micro batch, and keep nothing but their shards."""
+        """True if the ranks reduce the gradients of each micro batch and keep only their shards of the sums."""
         return self.optimizer_level != "level1"
 
 
-# What a face takes as `parallel`.
+# The type of the argument `parallel`.
 ParallelChoice = Literal["auto"] | DataParallel | HSDP
 
 
 def check_kind(owner: str, parallel: Any) -> Any:
-    """Return what a caller says of several processes, if it is one of the things to say."""
-    # Of a tensor or an array, '==' would not be a bool.
+    """Return the argument ``parallel`` if it is valid."""
+    # For a tensor or an array, '==' would not return a bool.
     is_auto = isinstance(parallel, str) and parallel == "auto"
     if not is_auto and not isinstance(parallel, (DataParallel, HSDP)):
         remedy = "'auto' looks at the number of processes."
@@ -136,7 +136,7 @@ def check_kind(owner: str, parallel: Any) -> Any:
 
 
 def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
-    """Return the kind of parallelism of so many ranks, or None for a single one."""
+    """Return the kind of parallelism for ``ranks`` ranks, or None for a single one."""
     check_kind(owner, parallel)
     if ranks == 1:
         return None

@@ -74,29 +74,29 @@ class Ranks(NamedTuple):
 
     @property
     def is_world(self) -> bool:
-        """Whether these are all ranks."""
+        """True if these are all ranks of the job."""
         return self.size == self.world_size
 
     @property
     def reduce_scatter_operator(self) -> str:
-        """What adds up a part for each rank: CPU has to add up all of it everywhere."""
+        """The operator of a reduce-scatter: on CPU an AllReduce of the whole tensor."""
         return "AllReduce" if self.device_target == "CPU" else "ReduceScatter"
 
     @property
     def all_gather_operator(self) -> str:
-        """What gathers: CPU does so over all ranks only, elsewhere it adds up what each rank has put in its place."""
+        """The operator of an all-gather: on CPU, for a part of the ranks, an AllReduce of rows padded with zeros."""
         return "AllReduce" if self.device_target == "CPU" and not self.is_world else "AllGather"
 
     def all_reduce(self, nbytes: int) -> Messages:
-        """Return what it takes to add up tensors of so many bytes."""
+        """Return the messages that all-reduce tensors of ``nbytes`` bytes."""
         return self._send("AllReduce", nbytes)
 
     def reduce_scatter(self, nbytes: int) -> Messages:
-        """Return what it takes to give each rank its part of such a sum."""
+        """Return the messages that reduce-scatter tensors of ``nbytes`` bytes."""
         return self._send(self.reduce_scatter_operator, nbytes)
 
     def all_gather(self, nbytes: int) -> Messages:
-        """Return what it takes to give each rank the parts of all, of so many bytes each."""
+        """Return the messages that all-gather parts of ``nbytes`` bytes each."""
         operator = self.all_gather_operator
         return self._send(operator, nbytes if operator == "AllGather" else nbytes * self.size)
 
@@ -105,9 +105,9 @@ class Ranks(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Where a message is cut into tensors: runs of neighbours of one size, each run by one operator.
+    """The layout of a message: runs of consecutive tensors of one size, each run split by one operator.
 
-    A slice per tensor would take the compiler longer than all else.
+    One slice per tensor would dominate the compile time.
 
     Attributes:
         begins: Where each run begins in the message.
@@ -144,7 +144,7 @@ class BucketLayout(NamedTuple):
 
     @property
     def in_float32(self) -> bool:
-        """Whether the sums are sent as they are."""
+        """True if the sums are sent in float32."""
         return bool(self.dtype == ms.float32)
 
     def messages(self) -> Messages:
@@ -204,9 +204,9 @@ class ShardLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class ReducerLayout:
-    """What a `GradientReducer` keeps and sends. It knows nothing of the gradients but their shapes.
+    """The memory and messages of a `GradientReducer`, from the shapes of the gradients alone.
 
-    This one is for sums that all ranks have whole.
+    This one is for sums that are whole on all ranks.
 
     Attributes:
         shapes: Shapes of the whole sums.

@@ -15,7 +15,7 @@ from ms_gradaccum.backend.compiled import graph_mode
 
 
 class World(NamedTuple):
-    """This process's place among all."""
+    """The rank of this process and the number of processes."""
 
     rank: int
     size: int

@@ -1,1 +1,1 @@
-"""What looks at a training from outside. No other room knows of these."""
+"""Tools that inspect a training from outside. Nothing else in the package imports them."""

@@ -20,7 +20,7 @@ _REMEDY = "Define it with def at the top level of a file, or give its place: 'tr
 
 
 class Builder(NamedTuple):
-    """What a new process needs to call a function as this process would."""
+    """The data that a new process needs to call a function as this process would."""
 
     # The absolute path of a file or the name of a module, and the name of the function in it.
     place: str
@@ -28,19 +28,19 @@ class Builder(NamedTuple):
     argv: list[str]
     mode: int
     device: list[Any]
-    # Who asks for it, for errors.
+    # The class name used in error messages.
     owner: str
 
     @staticmethod
     def of(owner: str, build: Any) -> "Builder":
-        """Return what calls ``build``, a function or a text such as 'train.py:build', or raise."""
+        """Return the Builder of ``build``, a function or a string such as 'train.py:build', or raise."""
         place, name = _parse(owner, build) if isinstance(build, str) else _locate(owner, build)
         # The arguments of this program are for its own functions. A function of another program sees none.
         argv = [place] if isinstance(build, str) else sys.argv
         return Builder(place, name, argv, ms.get_context("mode"), _device(), owner)
 
     def call(self) -> Any:
-        """Import the function and return what it builds. Compute in the mode and on the device of the caller."""
+        """Import the function, call it in the mode and on the device of the caller, and return its result."""
         sys.argv[:] = self.argv
         ms.set_context(mode=self.mode)
         # A device can be set once: the default is left to the function, which may choose another one.

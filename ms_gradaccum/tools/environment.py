@@ -1,4 +1,4 @@
-"""What a bug report needs to know about a machine."""
+"""Facts about a machine for a bug report."""
 
 import os
 import platform
@@ -34,7 +34,7 @@ _VARIABLES = (
 
 
 def describe() -> dict[str, str]:
-    """Return what ``python -m ms_gradaccum env`` prints, by name. What can be tried is tried, on tiny networks."""
+    """Return the facts that ``python -m ms_gradaccum env`` prints, by name. Features are tried on tiny networks."""
     target = ms.get_context("device_target")
     on_cpu = target == "CPU"
     facts = {"python": platform.python_version(), "system": platform.platform()}

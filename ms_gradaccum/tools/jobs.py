@@ -31,7 +31,7 @@ class Processes:
     """Processes that run one program, with a folder of their own. It is a context manager, which ends them.
 
     Args:
-        owner: Whose name errors begin with.
+        owner: Class name used in error messages.
         count: Number of processes. msrun starts them if they are several.
         variable: A variable that is set in their environment, by which they are found again.
         program: From the folder to the lines of Python that each runs.

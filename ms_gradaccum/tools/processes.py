@@ -1,4 +1,4 @@
-"""What processes that are started to measure or to try something have in common."""
+"""Helpers for processes that are started to measure or to try something."""
 
 import ctypes
 import os

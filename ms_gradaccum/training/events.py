@@ -1,4 +1,4 @@
-"""What happens while a window goes on, told to the user's own callbacks."""
+"""Events of micro batches and updates, dispatched to the user's callbacks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ NAMES = ("on_micro_batch_begin", "on_micro_batch_end", "on_update_begin", "on_up
 
 
 class StepEvent(NamedTuple):
-    """What a callback is told at the begin or end of a micro batch or an update. Counts are of this process, since
-    its training step was built.
+    """Argument of a callback at the begin or end of a micro batch or an update. All counts are those of this process
+    since its training step was built.
 
     Attributes:
         batch: Number of the current batch, from 1 on.
@@ -73,7 +73,7 @@ class Events:
     """Counts what a training step does and calls whoever listens. Nothing here looks at a device inside a window.
 
     Args:
-        owner: Whose name errors begin with.
+        owner: Class name used in error messages.
 
     Attributes:
         batches: Batches begun.
@@ -103,7 +103,7 @@ class Events:
 
     @property
     def heard(self) -> bool:
-        """Whether anybody listens."""
+        """True if there are listeners."""
         return any(self._listeners.values())
 
     def hears(self, callback: Any) -> bool:
@@ -173,7 +173,7 @@ class StatefulCallback:
 
 
 class Observed:
-    """What a training step that has events offers."""
+    """Base class of training steps with events."""
 
     events: Events
 

@@ -1,4 +1,4 @@
-"""What comes before the micro steps of a batch: nothing, or the pass that finds the gradient of a `GradCacheLoss`."""
+"""The pass before the micro steps of a batch, which finds the gradient of a `GradCacheLoss`; none for other losses."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class FirstPass(NoFirstPass):
     """The pass over a batch before the micro steps of a `GradCacheLoss`.
 
     Args:
-        owner: Whose name errors begin with.
+        owner: Class name used in error messages.
         network: The GradAccumulation.
         like: The cell whose mode and settings those that are compiled follow.
         updated: The parameters that an optimizer updates; a forward pass may change the others.
@@ -207,7 +207,7 @@ class FirstPass(NoFirstPass):
 
 
 class Forward(nn.Cell):
-    """What a network returns for a micro batch."""
+    """Forward pass of a network for a micro batch."""
 
     def __init__(self, network: GradCacheLoss, structure: Any) -> None:
         super().__init__(auto_prefix=False)

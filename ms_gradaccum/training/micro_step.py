@@ -26,7 +26,7 @@ _LOGITS_LOSSES = (nn.BCEWithLogitsLoss, mint.nn.BCEWithLogitsLoss, ops.BCEWithLo
 
 
 class BackwardStart(Enum):
-    """What the backward pass of a micro batch starts from, for a mean loss over rows.
+    """The number that the backward pass of a micro batch starts from, for a mean loss over rows.
 
     ``SUM``: the loss times its rows. Nothing is multiplied afterwards.
     ``MEAN``: the loss, so that 16-bit gradients are those of a mean.
@@ -95,7 +95,7 @@ class MicroLoss(nn.Cell):
 
 
 class MicroTotals(nn.Cell):
-    """What a micro batch adds up: its loss sum, its weight, and its gradients times a factor.
+    """The contributions of a micro batch to a window: its loss sum, its weight, and its gradients times a factor.
 
     Args:
         counts_rows: Whether the weight is the number of rows.
@@ -269,7 +269,7 @@ class EagerMicroStep:
     """The same op by op: the user's code runs as Python runs it, hooks included; what adds is a graph.
 
     Args:
-        owner: Whose name errors begin with.
+        owner: Class name used in error messages.
         micro_loss: What is differentiated. It takes the inputs as the network does.
         parameters: One per optimizer: the parameters that it updates.
         adding: What adds the gradients.

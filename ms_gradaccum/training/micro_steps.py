@@ -50,7 +50,7 @@ class MicroSteps:
         network: The GradAccumulation.
         reducers: One per optimizer.
         settings: What the training step was told.
-        events: Who is told of each micro batch.
+        events: Event dispatcher.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class PartitionedStep(nn.Cell):
         optimizer: Its optimizer.
         kind: The compiler's own parallelism, on Ascend and GPU.
         settings: What the step was told.
-        events: Who is told of what happens.
+        events: Event dispatcher.
     """
 
     # No window is ever open between two calls.
@@ -78,7 +78,7 @@ class PartitionedStep(nn.Cell):
 
     @property
     def window(self) -> "PartitionedStep":
-        """What a state is taken of."""
+        """The parts of the step that a state saves."""
         return self
 
     def attach_to(self, step: nn.Cell) -> None:

@@ -21,10 +21,10 @@ STEP_REMEDY = (
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a training step is told beside its network and its optimizer.
+    """The options of a training step besides its network and its optimizer.
 
     Attributes:
-        owner: Whose name errors begin with.
+        owner: Class name used in error messages.
         accumulation_steps: Batches of one update.
         clip: Clipping of the mean gradient.
         precision: What computes in 16 bits, and the loss scale, which belongs to one network.

@@ -1,4 +1,4 @@
-"""What a training step reports."""
+"""The report of a training step."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -141,7 +141,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     @property
     def ends_window(self) -> bool:
-        """Whether this call ended its window, with an update or with one that was skipped."""
+        """True if this call ended its window, with an update or a skipped one."""
         # Nothing waits for a device: inside a window they are constants of the host, at its end the step has read them.
         return bool(self.updated.asnumpy() or self.overflow.asnumpy() or np.isfinite(self.grad_norm.asnumpy()))
 

@@ -36,7 +36,7 @@ class HostDrivenStep(nn.Cell):
         optimizer: Its optimizer.
         kind: The kind of parallelism, or None for one process.
         settings: What the step was told.
-        events: Who is told of what happens.
+        events: Event dispatcher.
     """
 
     def __init__(self, network: Any, optimizer: nn.Cell, kind: Any, settings: StepSettings, events: Events) -> None:
@@ -284,7 +284,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
 
     @property
     def windows(self) -> list[Window | PartitionedStep]:
-        """What has the sums, the optimizers and the loss scale of each network; here there is one."""
+        """The windows of the networks, with their sums, optimizers and loss scales; here there is one."""
         return [self.body.window]
 
     @property

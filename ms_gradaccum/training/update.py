@@ -201,7 +201,7 @@ class PutMeanGradients(nn.Cell):
 
 
 class EndUpdate(nn.Cell):
-    """What follows the optimizer: the weights go where they belong, and the buffer is emptied."""
+    """Work after the optimizer: distribute the updated parameters and clear the buffer."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(auto_prefix=False)

@@ -39,7 +39,7 @@ class Window:
         optimizers: The optimizers of its parameters.
         reducers: One per optimizer: its buffer, and what becomes of it at the end of the window.
         settings: What the training step was told.
-        events: Who is told of each micro batch.
+        events: Event dispatcher.
 
     Attributes:
         ends: One per optimizer: the order of its update.

@@ -87,7 +87,7 @@ class Report(nn.Cell):
 
 
 class OpenWindow(nn.Cell):
-    """What is reported of a window that goes on."""
+    """Report on an open window."""
 
     def __init__(self, buffer: GradientBuffer, loss_scale: NoLossScale) -> None:
         super().__init__(auto_prefix=False)

@@ -1,1 +1,1 @@
-"""What TrainingPlan computes."""
+"""Planning of a training: TrainingPlan and its computations."""

@@ -1,4 +1,4 @@
-"""What a training will do, before it does it."""
+"""The plan of a training, computed before it runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ _OWNER = "TrainingPlan"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What a training with :class:`Model` or :class:`TrainOneStepCell` will do: updates, rows, rates, costs.
+    """Plan of a training with :class:`Model` or :class:`TrainOneStepCell`: updates, rows, learning rates, costs.
 
     The settings are those that the training gets. ``print(plan)`` shows the plan; ``dataclasses.replace(plan,
     learning_rate=...)`` makes another one, for example with the schedule that needed `updates` from the first.
@@ -196,7 +196,7 @@ class TrainingPlan:
 
     @property
     def bytes_per_window(self) -> int | None:
-        """What a rank hands to the collective operators in a whole window, in bytes. None without `parameters`."""
+        """The bytes that a rank passes to collective operators in a whole window. None without `parameters`."""
         return None if self.window_messages is None else sum(message.nbytes for message in self.window_messages)
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ _COUNTS = {
 
 
 class Weight(NamedTuple):
-    """What a plan needs to know of a parameter: its shape, and the bytes of one element."""
+    """The facts about a parameter that a plan needs: its shape and the bytes of one element."""
 
     shape: tuple[int, ...]
     itemsize: int

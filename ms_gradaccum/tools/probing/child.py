@@ -1,4 +1,4 @@
-"""What the child process does: it builds a training, trains two windows and tells its parent what that took."""
+"""The child process: it builds a training, trains two windows and reports their memory to its parent."""
 
 import json
 import os

@@ -25,7 +25,7 @@ _LAST_WORDS = 2000
 
 
 class Measured(NamedTuple):
-    """What a child has found. A part is None if it was ended before."""
+    """The results of a child. An item is None if the child was ended before it was measured."""
 
     rows: int | None = None
     loaded: int | None = None

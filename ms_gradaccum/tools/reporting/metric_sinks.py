@@ -1,4 +1,4 @@
-"""Where reports go: a file of JSON lines, a TensorBoard event file, a function."""
+"""Sinks of reports: a file of JSON lines, a TensorBoard event file, a function."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What a report can say only at a cost: the norm of the weights, the time of the messages, the peak of the memory."""
+"""Items of a report that cost time: the norm of the parameters, the time of the messages, the peak of the memory."""
 
 import resource
 import time
@@ -36,7 +36,7 @@ def weight_norm_of(reducers: Sequence[GradientReducer]) -> Callable[[], float]:
 
 
 class UpdateMessages(nn.Cell):
-    """What an update sends, without the update, for an empty buffer."""
+    """The messages of an update without the update, for an empty buffer."""
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
@@ -50,7 +50,7 @@ class UpdateMessages(nn.Cell):
 
 
 class MicroBatchMessages(nn.Cell):
-    """What a micro batch sends, without the micro batch."""
+    """The messages of a micro batch without the micro batch."""
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)

@@ -1,4 +1,4 @@
-"""What an update was like, in plain numbers."""
+"""The report of an update in plain numbers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -93,7 +93,7 @@ class StepReport:
 
 
 class _Trained(NamedTuple):
-    """What a reporter looks at."""
+    """The parts of a training step that a reporter reads."""
 
     optimizer: Any
     # None where the compiler has partitioned the step.

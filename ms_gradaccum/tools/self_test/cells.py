@@ -35,7 +35,7 @@ class Cell:
 
     @property
     def partitioned(self) -> bool:
-        """Whether MindSpore's compiler partitions the step."""
+        """True if MindSpore's compiler partitions the step."""
         return self.parallel.startswith("semi-auto")
 
     def processes(self, workers: int) -> int:

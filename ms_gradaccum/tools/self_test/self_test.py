@@ -20,7 +20,7 @@ _DEVICES = ("CPU", "GPU", "Ascend")
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What was tried, and what became of it.
+    """The results of a self-test.
 
     Attributes:
         device: The kind of device.

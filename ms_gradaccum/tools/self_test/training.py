@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a cell runs: this process, its job, and a folder where cells leave something for others."""
+    """The surroundings of a test cell: its process, its job, and a folder to exchange files with other cells."""
 
     rank: int
     size: int

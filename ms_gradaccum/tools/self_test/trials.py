@@ -1,4 +1,4 @@
-"""What is tried. Each function trains in windows and compares with MindSpore's own step on the whole batch."""
+"""The trials. Each function trains in windows and compares with MindSpore's own step on the whole batch."""
 
 from typing import Any
 

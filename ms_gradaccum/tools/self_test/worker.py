@@ -1,4 +1,4 @@
-"""What a process of the self-test does: it runs one cell and reports it in a file."""
+"""A process of the self-test, which runs one cell and reports it in a file."""
 
 import importlib
 import json

@@ -1,1 +1,1 @@
-"""What MindSpore's compiler makes of a step for several devices, on a machine that has none of them."""
+"""Compilation of a step for several devices on a machine without them."""

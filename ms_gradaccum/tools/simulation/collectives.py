@@ -1,4 +1,4 @@
-"""What a partitioned program sends: its collective operators, read in the MindIR."""
+"""The messages of a partitioned program: its collective operators, read from the MindIR."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""What a simulation has found: for people a table and a plot, for programs a dict."""
+"""The results of a simulation, as a table, a plot and a dict."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,13 +24,13 @@ class SentMessages(TypedDict):
 
 
 class HeldBytes(TypedDict, total=False):
-    """What a device holds, by kind; MindSpore's own cell does not say it."""
+    """The bytes that a device holds, by kind; unknown for MindSpore's own cell."""
 
     bytes: dict[str, int]
 
 
 class FoundProgram(HeldBytes):
-    """What a process of the job tells of a program."""
+    """Report of a process of the job on a program."""
 
     messages: list[SentMessages]
     seconds: float
@@ -38,7 +38,7 @@ class FoundProgram(HeldBytes):
 
 
 class FoundTraining(TypedDict):
-    """What a process of the job tells of a training."""
+    """Report of a process of the job on a training."""
 
     losses: list[float]
     whole_losses: list[float]
@@ -73,7 +73,7 @@ class MessageKind:
 
 @dataclass(frozen=True)
 class Program:
-    """What the compiler made of a step, for one device.
+    """The compiled step of one device.
 
     Attributes:
         messages: The messages of one update, those with the most bytes first.
@@ -155,7 +155,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What :func:`simulate` has found. ``print`` makes a table of it.
+    """The results of :func:`simulate`. ``print`` shows them as a table.
 
     Attributes:
         devices (int): Number of devices.

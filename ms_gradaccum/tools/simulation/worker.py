@@ -1,4 +1,4 @@
-"""What each process of a simulation does: it builds the step, compiles it, and runs it if that is asked for."""
+"""A process of a simulation: it builds the step, compiles it, and runs it if asked to."""
 
 import json
 import os
@@ -300,7 +300,7 @@ def _inside(folder: str) -> Iterator[None]:
 
 
 class _MeanOfMicroBatch(nn.Cell):
-    """What MindSpore's cell can take of a loss with a weight: the mean of each micro batch."""
+    """Mean loss of each micro batch, since MindSpore's cell cannot take a loss with a weight."""
 
     def __init__(self, network: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
