@@ -49,19 +49,19 @@ def as_array(tensor: Tensor) -> Array:
 
 
 class KeptState:
-    """The parameters, buffers, attributes, modes and hooks of a network's cells, and the states of random generators.
+    """The parameters, buffers, attributes, modes and hooks of networks' cells, and the states of random generators.
 
     Other objects of the user, and random generators inside kernels, cannot be restored.
     """
 
-    def __init__(self, network: nn.Cell) -> None:
-        self.cells = list({id(cell): cell for _, cell in network.cells_and_names()}.values())
+    def __init__(self, *networks: nn.Cell) -> None:
+        self.cells = list({id(cell): cell for each in networks for _, cell in each.cells_and_names()}.values())
         self.attributes = [dict(vars(cell)) for cell in self.cells]
         held = [value for attributes in self.attributes for value in attributes.values()]
         held += [value for attributes in self.attributes for value in attributes["_buffers"].values()]
         self.contents = [(value, _content(value)) for value in held if _content(value) is not None]
-        tensors = (value for value in held if isinstance(value, Tensor))
-        self.tensors = KeptTensors([*network.get_parameters(), *tensors])
+        parameters = [parameter for each in networks for parameter in each.get_parameters()]
+        self.tensors = KeptTensors([*parameters, *(value for value in held if isinstance(value, Tensor))])
         self.random, self.kernel_seeds = random_state.take(), dict(_KERNEL_SEED)
 
     def without_hooks(self) -> None:
@@ -77,12 +77,16 @@ class KeptState:
         for cell in (inner for each in outer for _, inner in each.cells_and_names()):
             set_mode(cell, False, False if vars(cell).get(STATISTICS) else None)
 
-    def put_back(self) -> None:
-        """Restore everything."""
-        self.tensors.put_back()
+    def put_back_random(self) -> None:
+        """Give the generators the state that they had."""
         random_state.put(self.random)
         _KERNEL_SEED.clear()
         _KERNEL_SEED.update(self.kernel_seeds)
+
+    def put_back(self) -> None:
+        """Restore everything."""
+        self.tensors.put_back()
+        self.put_back_random()
         for value, content in self.contents:
             _fill(value, content)
         for cell, attributes in zip(self.cells, self.attributes):

@@ -89,7 +89,7 @@ class Finding(NamedTuple):
 
 
 def judge(
-    split: Split, weighted: bool, tolerance: float, parts: int, twice: tuple[float, float] | None = None
+    split: Split, weighted: bool, tolerance: float, parts: int, twice: tuple[float, float, float] | None = None
 ) -> Finding | None:
     """Return the reason why the parts do not add up to the loss of all rows; None if they do.
 
@@ -98,7 +98,8 @@ def judge(
         weighted: True if the loss returns its weight.
         tolerance: The largest difference that rounding explains.
         parts: The number of micro batches in a batch.
-        twice: The losses of the larger part with each row twice, alone and before the other part, if they are known.
+        twice: The losses of the larger part with each row twice, alone and before the other part, and by how much
+            halves of the other part differ from it, if they are known.
     """
     if not math.isfinite(split.whole.value):
         return None
@@ -108,7 +109,7 @@ def judge(
     return _judge_pairs(split, tolerance) if weighted else _judge_mean(split, tolerance, parts, twice)
 
 
-def _judge_mean(split: Split, tolerance: float, parts: int, twice: tuple[float, float] | None) -> Finding | None:
+def _judge_mean(split: Split, tolerance: float, parts: int, twice: tuple[float, float, float] | None) -> Finding | None:
     miss = split.misses(split.expected)
     if miss <= tolerance:
         return None
@@ -127,7 +128,10 @@ def _judge_mean(split: Split, tolerance: float, parts: int, twice: tuple[float, 
         share = (split.whole.value - other.value) / (larger.value - other.value)
         predicted = (2 * share * larger.value + (1 - share) * other.value) / (1 + share)
         misses = abs(twice[0] - larger.value), abs(twice[1] - predicted)
-        is_mean = max(misses) <= 4 * tolerance * abs(larger.value)
+        rounding = tolerance * abs(larger.value)
+        # What does not count has no entries, or it is not the largest: then its rows make a difference alone.
+        is_largest = abs(split.whole.value - larger.value) <= rounding < twice[2]
+        is_mean = max(misses) <= 4 * rounding and not is_largest
     reason = (_WEIGHTS if is_mean else _ROWS).format(miss=_percent(miss), pair=_PAIR)
     return Finding(miss, f"{_BEGIN} {reason}")
 

@@ -1,7 +1,7 @@
 """The measurement of a loss: the first batches tell whether it can be trained in micro batches."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_ar
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient, relative
 from ms_gradaccum.batch.nested_inputs import flatten
-from ms_gradaccum.batch.split import leaf_axes
+from ms_gradaccum.batch.split import BatchAxis, leaf_axes
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal, sparse_lookup
 from ms_gradaccum.training.settings import StepSettings
@@ -59,6 +59,15 @@ class Rows(NamedTuple):
     tensors: tuple[Tensor, ...]
     axes: tuple[int | None, ...]
     size: int
+
+    @staticmethod
+    def of(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> "Rows":
+        """Return all rows of a batch."""
+        tensors: list[Tensor] = []
+        structure = flatten(inputs, tensors)
+        axes = tuple(leaf_axes(inputs, batch_axis))
+        size = next(tensor.shape[axis] for tensor, axis in zip(tensors, axes) if axis is not None)
+        return Rows(structure, tuple(tensors), axes, size)
 
     def take(self, places: Sequence[int]) -> "Rows":
         """Return the rows in these places."""
@@ -165,12 +174,8 @@ class LossCheck:
 
     def _rows(self, inputs: tuple[Any, ...]) -> Rows | None:
         """Return the rows of a batch, with that of the batch before if it is the only one."""
-        tensors: list[Tensor] = []
-        structure = flatten(inputs, tensors)
-        axes = tuple(leaf_axes(inputs, self.network.batch_axis))
-        size = next(tensor.shape[axis] for tensor, axis in zip(tensors, axes) if axis is not None)
-        rows = Rows(structure, tuple(tensors), axes, size)
-        if size > 1:
+        rows = Rows.of(inputs, self.network.batch_axis)
+        if rows.size > 1:
             return rows
         before, self.row = self.row, rows if self.row is None else None
         return None if before is None else before.joined(rows)
@@ -180,9 +185,13 @@ class LossCheck:
         # Half of no weight hides a mean among sums. Once it is compiled, another run is cheap.
         mixed = self.network.weighted or self.batches in (4, 16)
         both = (mixed,) if runs_eagerly(self.settings.compiles) else (mixed, not mixed)
+        most = max(-(-rows.size // parts), 2)
+        return self.measure_cuts((rows.cut(most, self.batches - 1, is_mixed) for is_mixed in both), parts)
+
+    def measure_cuts(self, cuts: Iterable[Cut], parts: int) -> Finding | None:
+        """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it."""
         finding = None
-        for is_mixed in both:
-            cut = rows.cut(max(-(-rows.size // parts), 2), self.batches - 1, is_mixed)
+        for cut in cuts:
             finding = finding or self._measure_in(_AS_IN_TRAINING, cut, parts)
             if finding is not None and math.isnan(finding.miss):
                 # What draws random numbers in training by a function need not do so out of it.
@@ -222,8 +231,10 @@ class LossCheck:
         larger, other = (cut[place] for place in split.larger_first())
         twice = larger.take([*range(larger.size)] * 2)
         more = twice.joined(other)
-        both = loss(twice).value, loss(more).value if more is not None else math.nan
-        return judge(split, weighted, tolerance, parts, both)
+        halves = (other.take(range(begin, other.size, 2)) for begin in range(min(other.size, 2)))
+        alone = max(abs(loss(half).value - split[split.larger_first()[1]].value) for half in halves)
+        known = loss(twice).value, loss(more).value if more is not None else math.nan, alone
+        return judge(split, weighted, tolerance, parts, known)
 
     def _is_rounding(self, loss: Callable[[Rows], Loss], rows: Rows, split: Split, miss: float) -> bool:
         """Return whether the same rows in another order differ by nearly as much."""
@@ -250,8 +261,8 @@ class LossCheck:
     def _loss(self, state: KeptState, rows: Rows) -> Loss:
         if self.moves:
             state.tensors.put_back()
-        sums = self._run(rows, "loss", LossOfRows)(*rows.tensors)
-        return Loss(*(float(number.asnumpy()) for number in sums))
+        value, weight = (float(number.asnumpy()) for number in self._run(rows, "loss", LossOfRows)(*rows.tensors))
+        return Loss(value, weight if self.network.weighted else rows.size)
 
     def _run(self, rows: Rows, kind: str, make: Callable[[WeightedLoss], nn.Cell]) -> Callable[..., Any]:
         """Return what runs a cell around the loss as the training runs the network: compiled, or op by op."""

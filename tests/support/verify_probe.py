@@ -2,7 +2,9 @@
 
 from mindspore import Tensor
 
-SUM, TOKENS = "A sum where a mean is expected", "A mean over something else"
+_BEGIN = "The loss should be a mean over rows, but"
+SUM, TOKENS = f"{_BEGIN} it adds up its rows", f"{_BEGIN} it is a mean over something else"
+ROWS = f"{_BEGIN} its rows meet"
 
 
 def batch(*arrays):

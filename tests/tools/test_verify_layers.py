@@ -79,7 +79,6 @@ def test_several_causes_at_once():
     network = Network(nn.BatchNorm1d(2), nn.Dropout(p=0.5), tokens=True)
     report = verify(network, batch(X, y), 2)
     assert_causes(report, DROPOUT, BATCH_NORM, TOKENS)
-    assert "count as 0.75, 0.25, in the window as 0.5, 0.5" in report.causes[2]
     assert "gradients are equal" not in report.causes[1]
 
 

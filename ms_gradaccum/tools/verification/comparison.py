@@ -9,8 +9,6 @@ import numpy as np
 # Of the norm of the whole gradient: what a parameter's own norm counts as, if it is less. The gradient of a bias in
 # front of a normalisation, say, is 0 but for rounding that comes from larger numbers.
 _SMALLEST_SHARE = 0.01
-# Two runs whose squared distance is less, in units of their scales, differ by float32 rounding alone.
-_SAME = 1e-12
 
 
 class Run(NamedTuple):
@@ -34,10 +32,10 @@ def combine(factors: Sequence[float], runs: Sequence[Run]) -> Run:
     return Run(loss, math.fsum(run.weight for run in runs), grads, {})
 
 
-def mean(weights: Sequence[float], runs: Sequence[Run]) -> Run:
+def mean(runs: Sequence[Run]) -> Run:
     """Return the mean of the runs, each by its weight."""
-    total = math.fsum(weights)
-    return combine([weight / total for weight in weights], runs)
+    total = math.fsum(run.weight for run in runs)
+    return combine([run.weight / total for run in runs], runs)
 
 
 def norm(run: Run) -> float:
@@ -86,24 +84,3 @@ def relative(difference: float, scale: float) -> float:
     if difference == 0:
         return 0.0
     return difference / scale if scale else math.inf
-
-
-def share_of(pair: Run, a: Run, b: Run) -> float | None:
-    """Return the share t in [0, 1] with which ``(1 - t) * a + t * b`` comes closest to ``pair``.
-
-    Loss and parameters count alike, whatever their units. None if ``a`` and ``b`` are the same.
-    """
-    units = [*scales(a, b, pair), max(abs(run.loss) for run in (a, b, pair))]
-    along, across = 0.0, 0.0
-    for first, second, both, unit in zip(_vectors(a), _vectors(b), _vectors(pair), units):
-        if unit:
-            step = (second - first) / unit
-            along += float(np.vdot(step, (both - first) / unit))
-            across += float(np.vdot(step, step))
-    if across < _SAME:
-        return None
-    return min(max(along / across, 0.0), 1.0)
-
-
-def _vectors(run: Run) -> list[Any]:
-    return [*(grad.astype(np.float64) for grad in run.grads), np.array(run.loss)]

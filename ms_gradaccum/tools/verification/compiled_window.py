@@ -59,7 +59,7 @@ def compare_compiled(network: GradAccumulation, inputs: tuple[Any, ...], start: 
 
 
 def _window(experiment: Experiment) -> Run:
-    experiment.start.rewind_attributes()
+    experiment.start.kept.put_back()
     return experiment.window()
 
 

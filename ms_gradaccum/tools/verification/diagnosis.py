@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from mindspore import nn
 
 from ms_gradaccum.batch.ambiguous_inputs import ambiguous_inputs
-from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, misfit, misfits, norm
+from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, mean, misfit, misfits, norm
 from ms_gradaccum.tools.verification.experiment import Experiment
-from ms_gradaccum.tools.verification.loss_search import WRONG_REDUCTIONS, LossSearch
 from ms_gradaccum.training.micro_steps import takes_batch_statistics
 
 # How often the same batch is run to see whether it gives the same.
@@ -55,6 +54,14 @@ _NO_BATCH = (
     "An input that is no batch and is split like one: with {name} of shape {shape} whole in each micro batch, the "
     "gradients are equal. Give it None in batch_axis."
 )
+_ORDER = (
+    "Rounding, or a loss that depends on the order of its rows: the same batch with its rows reversed differs by "
+    "{noise:.1e} of the gradient. Compute in float32, or give rtol."
+)
+_GRADIENTS = (
+    "Gradients that do not add up, and losses that do: a bprop or a hook that looks at more than one row, as clipping "
+    "does, or rounding, if the difference is small. Let it treat each row alone, or give rtol."
+)
 _UNKNOWN = "No cause was found. If the difference is small, it may be rounding: give rtol."
 
 
@@ -76,6 +83,8 @@ class Diagnosis:
         self.causes: list[str] = []
         # Whether a window is known to carry state from one micro batch to the next.
         self.has_state = False
+        # Whether the loss is known to be one that cannot be trained in parts.
+        self.is_no_mean = False
 
     def search(self, moved: set[str]) -> tuple[str, ...]:
         """Return the causes. ``moved`` are the names of the parameters that differ in their state."""
@@ -144,12 +153,24 @@ class Diagnosis:
     def _look_at_loss(self) -> None:
         if self._same_gradient() or self._is_input_split():
             return
-        search = LossSearch(self.experiment, self.whole, self.rtol)
+        runs = [self.experiment.micro_batch(i) for i in range(self.count)]
         # Run from the start each, micro batches do not see the state that those before them have left.
-        if not self._same(search.expected(), self.whole, *search.runs):
-            self.causes.append(search.cause(self.window))
-        elif not self.has_state:
-            self.causes.append(_LEFT_BEHIND)
+        if self._same(mean(runs), self.whole, *runs):
+            self.causes += [] if self.has_state else [_LEFT_BEHIND]
+            return
+        noise = misfit(self.experiment.reversed(), self.whole)
+        if noise > self.rtol and noise > misfit(self.window, self.whole) / 10:
+            self.causes.append(_ORDER.format(noise=noise))
+            return
+        if self.experiment.network.is_cached:
+            return
+        finding = self.experiment.measure()
+        self.is_no_mean = finding is not None and finding.miss > 0
+        if finding is None:
+            self.causes.append(_GRADIENTS)
+        elif self.is_no_mean:
+            text = finding.text.removeprefix("For 'GradAccumulation', ")
+            self.causes.append(text[0].upper() + text[1:])
 
     def _is_input_split(self) -> bool:
         """Name an input that is no batch: with it whole in each micro batch, the window is the whole batch."""
@@ -180,8 +201,8 @@ class Diagnosis:
             if abs(ratio * count - 1) <= self.rtol:
                 self.causes.append(_DIVIDED_TWICE.format(count=count))
                 return
-        # A sum in place of a mean, or a mean in place of a sum, has a factor too, and has been named.
-        if not any(cause.startswith(WRONG_REDUCTIONS) for cause in self.causes):
+        # A loss that is a sum, or a mean in place of one, has a factor too, and has been named.
+        if not self.is_no_mean:
             self.causes.append(_RATIO.format(ratio=ratio))
 
 

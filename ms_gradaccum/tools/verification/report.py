@@ -138,9 +138,9 @@ def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) ->
 
 def _states(start: Start, window: Run, whole: Run, rtol: float) -> Iterator[ParameterDifference]:
     for place in sorted({*window.state, *whole.state}):
-        a, b = (run.state.get(place, start.values[place]).astype(np.float64) for run in (window, whole))
+        a, b = (run.state.get(place, start.tensors.values[place]).astype(np.float64) for run in (window, whole))
         miss = relative(norm_of(a - b), max(norm_of(a), norm_of(b)))
-        yield _entry(start.parameters[place].name, "state", a, b, miss, rtol)
+        yield _entry(start.tensors.tensors[place].name, "state", a, b, miss, rtol)
 
 
 def _entry(name: str, kind: str, window: Any, whole: Any, miss: float, rtol: float) -> ParameterDifference:

@@ -109,7 +109,7 @@ def verify(
         >>> print(report.equal, round(report.parameters[0].norm_ratio, 4))
         False 0.5
         >>> print(report.causes[0])
-        A sum where a mean is expected: ...
+        The loss should be a mean over rows, but it adds up its rows, ...
     """
     compiles = _check_compile(compile)
     grad_accumulation = _as_grad_accumulation(network, micro_size, weighted, batch_axis)
@@ -127,7 +127,7 @@ def verify(
         compiled = compare_compiled(grad_accumulation, inputs, start, rtol) if compiles else None
         return replace(report, notes=_notes(loss_cell, start), compiled=compiled)
     finally:
-        start.restore()
+        start.kept.put_back()
 
 
 def _notes(network: nn.Cell, start: Start) -> tuple[str, ...]:
