@@ -9,12 +9,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ms_gradaccum.tools.environment import describe
-from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
-from ms_gradaccum.tools.reporting.run_plot import draw
-from ms_gradaccum.tools.self_test.self_test import self_test
-from ms_gradaccum.tools.simulation.simulate import simulate
+from ms_gradaccum.tools.build_source import check_build
 
+# Each command imports what it needs itself: MindSpore takes seconds, and a wrong argument is told before.
 _PROGRAM = "python -m ms_gradaccum"
 _FOUND = "ms_gradaccum_test.json"
 
@@ -55,18 +52,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status: 2 with one sentence after an error, 1 if nothing fits."""
+    """Run a command and return the exit status: 2 with one sentence after an error, 130 after Ctrl-C."""
     args = parse(arguments)
-    if args.command == "env":
-        for name, value in describe().items():
-            print(f"{name:28}{value}")
-        return 0
-    return {"micro-size": _micro_size, "simulate": _simulate, "plot": _plot, "test": _test}[args.command](args)
+    commands = {"micro-size": _micro_size, "simulate": _simulate, "plot": _plot, "test": _test, "env": _env}
+    try:
+        return commands[args.command](args)
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM} {args.command}: it was interrupted, and its processes have ended.", file=sys.stderr)
+        return 130
+
+
+def _env(args: argparse.Namespace) -> int:
+    from ms_gradaccum.tools.environment import describe
+
+    for name, value in describe().items():
+        print(f"{name:28}{value}")
+    return 0
 
 
 def _micro_size(args: argparse.Namespace) -> int:
     """Print the measurements as they come, and the answer alone on the standard output."""
     try:
+        check_build("find_micro_size", args.build)
+        from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
+
         answer = find_micro_size(
             args.build, args.memory_limit, timeout=args.timeout, report=lambda probe: print(probe, file=sys.stderr)
         )
@@ -81,6 +90,9 @@ def _simulate(args: argparse.Namespace) -> int:
     """Print the table, or JSON in its place, and a line of progress beside it."""
     settings = {"run": args.run, "compare": not args.no_compare, "timeout": args.timeout, "progress": True}
     try:
+        check_build("simulate", args.build)
+        from ms_gradaccum.tools.simulation.simulate import simulate
+
         found = simulate(args.build, args.devices, args.target, **settings)
         text = json.dumps(found.to_dict(), indent=2)
         # First of all: it has taken its time, and a file or a picture may fail.
@@ -102,15 +114,14 @@ def _test(args: argparse.Namespace) -> int:
     try:
         # Before it takes its time: the file may not be one to write to.
         output.open("a").close()
+        from ms_gradaccum.tools.self_test.self_test import self_test
+
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             settings = {"timeout": args.timeout, "show": _show, "tell": line.set_description_str}
             found = self_test(args.device, args.workers, **settings)
         print(found)
         output.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
         print(f"Written to {output}")
-    except KeyboardInterrupt:
-        print(f"{_PROGRAM} test: it was interrupted, and its processes have ended.", file=sys.stderr)
-        return 130
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"{_PROGRAM} test: {error}", file=sys.stderr)
         return 2
@@ -129,6 +140,8 @@ def _show(text: str) -> None:
 def _plot(args: argparse.Namespace) -> int:
     output = args.output or Path(args.runs[0]).with_suffix(".png")
     try:
+        from ms_gradaccum.tools.reporting.run_plot import draw
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             draw(args.runs, output)

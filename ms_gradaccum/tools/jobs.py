@@ -104,8 +104,10 @@ class Processes:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._end()
-        self._clean_up()
+        try:
+            self._end()
+        finally:
+            self._clean_up()
 
     def ended(self) -> list[int]:
         """Return the ranks whose processes have ended, which none does by itself."""
@@ -125,8 +127,13 @@ class Processes:
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            pass
+        finally:  # A second Ctrl-C, too, leaves nothing behind.
+            self._kill()
+
+    def _kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
                 if f"{self.variable}={self.mark}".encode() in path.read_bytes():

@@ -13,6 +13,7 @@ from PIL import Image
 from ms_gradaccum.__main__ import main
 from ms_gradaccum.backend.kernels import has_kernels
 from ms_gradaccum.tools import environment
+from ms_gradaccum.tools.build_source import check_build
 from ms_gradaccum.tools.reporting.run_plot import draw, read_run
 
 
@@ -137,6 +138,99 @@ def test_a_wrong_command_is_status_2(arguments, capsys):
         main(arguments)
     assert raised.value.code == 2
     assert "usage: python -m ms_gradaccum" in capsys.readouterr().err
+
+
+GOOD = "import numpy as np\n\n\ndef build():\n    return np\n"
+
+
+@pytest.mark.parametrize("command", ["simulate", "micro-size"])
+@pytest.mark.parametrize(
+    "build, text, got",
+    [
+        ("nofile.py:build", GOOD, "whose file is not there. It is looked for at {folder}/nofile.py."),
+        ("train.py:built", GOOD, "which its file does not have. {folder}/train.py has build."),
+        (
+            "train.py:build",
+            "def main():\n    def build(): ...\n",
+            "which its file does not have. {folder}/train.py has main.",
+        ),
+        ("train.py:build", "", "which its file does not have. {folder}/train.py has no function."),
+        (
+            "train.py:build",
+            f'"""A text."""\n{GOOD[:19]}from nosuch.part import x\n{GOOD}',
+            "whose file imports nosuch, which",
+        ),
+        ("train.py:build", "def build(:", "whose file is no Python program. {folder}/train.py, line 1: "),
+        ("nosuch:build", GOOD, "whose module is not found. "),
+        ("numpy.nosuch.part:build", GOOD, "whose module is not found. "),
+        ("json.decoder:nosuch", GOOD, "which its file does not have. "),
+    ],
+)
+def test_a_build_that_is_not_there_starts_nothing(command, build, text, got, tmp_path, capsys, monkeypatch):
+    (tmp_path / "train.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert main([command, build, *(["--memory-limit", "4GiB"] if command == "micro-size" else [])]) == 2
+    output = capsys.readouterr()
+    owner = {"simulate": "simulate", "micro-size": "find_micro_size"}[command]
+    rule = f"For '{owner}', the argument 'build' must be a function that a new process can import, but got '{build}', "
+    assert output.err.startswith(f"python -m ms_gradaccum {command}: {rule}{got.format(folder=tmp_path)}")
+    assert output.err.count("\n") == 1 and output.out == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD,
+        "try:\n    import nosuch\nexcept ImportError:\n    pass\nif True:\n    def build(): ...\n",
+        "import sys\nsys.path.append('there')\nimport nosuch\nbuild = nosuch.build\n",
+        "import beside\nfrom nosuch import build\n",
+        "from beside import *\n",
+        "from . import nosuch as build\n",
+        "import sys\nglobals()['build'] = sys.exit\n",
+        "def __getattr__(name): ...\n",
+        "class build: ...\n",
+    ],
+)
+def test_a_build_that_can_be_there_is_not_refused(text, tmp_path, monkeypatch):
+    """None of these files is run."""
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "beside.py").write_text("import sys\nsys.path.append('there')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for build in ("train.py:build", "train.py:build.inner", "train:build", "__main__:build", "no place"):
+        check_build("simulate", build)
+    assert "beside" not in sys.modules
+
+
+def test_wrong_arguments_do_not_wait_for_mindspore():
+    program = (
+        "import sys; from ms_gradaccum.__main__ import main; print(main(sys.argv[1:]), 'mindspore' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, "simulate", "nofile.py:build"]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+    assert result.stdout == "2 False\n", result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, function",
+    [
+        (["simulate", "numpy:array"], "simulation.simulate.simulate"),
+        (["micro-size", "numpy:array", "--memory-limit", "1GiB"], "probing.micro_size_finder.find_micro_size"),
+        (["test"], "self_test.self_test.self_test"),
+        (["plot", "run.jsonl"], "reporting.run_plot.draw"),
+        (["env"], "environment.describe"),
+    ],
+)
+def test_ctrl_c_is_one_sentence_and_status_130(arguments, function, tmp_path, capsys, monkeypatch):
+    def interrupted(*args, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"ms_gradaccum.tools.{function}", interrupted)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 130
+    sentence = f"python -m ms_gradaccum {arguments[0]}: it was interrupted, and its processes have ended.\n"
+    assert capsys.readouterr().err.endswith(sentence) and list(tmp_path.iterdir()) == []
 
 
 def test_env_says_what_a_bug_report_needs():

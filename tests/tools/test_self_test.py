@@ -24,6 +24,7 @@ from ms_gradaccum.tools.self_test.worker import judge
 from ms_gradaccum.tools.simulation.cuda_stubs import why_not
 
 ROOT = Path(__file__).parents[2]
+SELF_TEST = "ms_gradaccum.tools.self_test.self_test.self_test"
 # CPU has no matrix product in it.
 MISSING = "bfloat16"
 REASON = "this CPU has no matrix product in bfloat16"
@@ -147,12 +148,12 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
 
 def test_the_status_says_whether_something_failed(monkeypatch, capsys, tmp_path):
     outcome = Outcome(going("well"), 1, "failed", "losses differ")
-    monkeypatch.setattr(command, "self_test", lambda *args, **settings: SelfTest("CPU", 2, 1.0, {}, (outcome,)))
+    monkeypatch.setattr(SELF_TEST, lambda *args, **settings: SelfTest("CPU", 2, 1.0, {}, (outcome,)))
     assert command.main(["test", "--output", str(tmp_path / "found.json")]) == 1
     assert "0 passed, 1 failed, 0 skipped on CPU" in capsys.readouterr().out
     assert json.loads((tmp_path / "found.json").read_text())["cells"][0]["said"] == "losses differ"
     well = replace(outcome, outcome="passed")
-    monkeypatch.setattr(command, "self_test", lambda *args, **settings: SelfTest("CPU", 2, 1.0, {}, (well, well)))
+    monkeypatch.setattr(SELF_TEST, lambda *args, **settings: SelfTest("CPU", 2, 1.0, {}, (well, well)))
     monkeypatch.chdir(tmp_path)
     assert command.main(["test"]) == 0
     written = tmp_path / "ms_gradaccum_test.json"

@@ -155,15 +155,18 @@ def test_nothing_outlives_the_command(tmp_path, how):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SIMULATION_TEST_FILE": str(told), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "ms_gradaccum", "simulate", f"{PROGRAM}:says_where_it_is", "--devices", "2"]
     # What is started in the background would ignore a Ctrl-C.
-    settings = {"stderr": subprocess.DEVNULL, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    with subprocess.Popen(command, env=environment, **settings) as process:
+    settings = {"stderr": subprocess.PIPE, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, env=environment, text=True, **settings) as process:
         while not told.exists():
             assert process.poll() is None
             time.sleep(0.2)
         children = [int(line) for line in told.read_text().split()]
         assert children and all(Path(f"/proc/{child}").exists() for child in children)
         process.send_signal(how)
-        assert process.wait(30) != 0
+        _, said = process.communicate(timeout=30)
+    interrupted = "python -m ms_gradaccum simulate: it was interrupted, and its processes have ended.\n"
+    assert "Traceback" not in said and said.endswith(interrupted) == (how == signal.SIGINT)
+    assert process.returncode == (130 if how == signal.SIGINT else -how)
 
 
 def test_what_cannot_be_simulated_is_refused(monkeypatch):

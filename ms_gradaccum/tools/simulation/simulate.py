@@ -9,6 +9,7 @@ from tqdm import tqdm
 from ms_gradaccum._checks import argument_error, check_bool, check_choice, check_positive_float, check_positive_int
 from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.loops.model import Model
+from ms_gradaccum.tools.build_source import check_build
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import refuse_inside
 from ms_gradaccum.tools.simulation.cuda_stubs import why_not
@@ -85,6 +86,8 @@ def simulate(
         check_bool(OWNER, name, value, "It is a switch.")
     check_positive_float(OWNER, "timeout", timeout, "It is the time of all of it, in seconds.")
     builder = Builder.of(OWNER, build)._replace(device=["CPU"])
+    if isinstance(build, str):
+        check_build(OWNER, build)
     lacking = why_not()
     if lacking is not None:
         raise RuntimeError(
