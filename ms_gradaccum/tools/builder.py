@@ -1,4 +1,4 @@
-"""The function that builds a training: how a new process finds it and calls it."""
+"""The function that builds a training, and how a new process imports and calls it."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,7 @@ import mindspore as ms
 
 from ms_gradaccum._checks import argument_error, typed
 
-# The name of an imported file. It is not "__main__", so that what the file guards does not run.
+# The module name of an imported file. It is not "__main__", so that guarded code does not run.
 _FILE_MODULE = "__mp_main__"
 _RULE = "a function that a new process can import"
 _REMEDY = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
@@ -43,7 +43,7 @@ class Builder(NamedTuple):
         """Import the function, call it in the mode and on the device of the caller, and return its result."""
         sys.argv[:] = self.argv
         ms.set_context(mode=self.mode)
-        # A device can be set once: the default is left to the function, which may choose another one.
+        # A device can be set only once, so the default one is not set: the function may choose another.
         if self.device != _device():
             ms.set_device(*self.device)
         module = _import_file(self.place) if "/" in self.place else importlib.import_module(self.place)
@@ -57,7 +57,7 @@ class Builder(NamedTuple):
 
 
 def _device() -> list[Any]:
-    """Return the arguments of `set_device` with which another process computes where this one does."""
+    """Return the arguments of `set_device` for the device of this process."""
     target = ms.get_context("device_target")
     return [target] if target == "CPU" else [target, ms.get_context("device_id")]
 
@@ -71,7 +71,7 @@ def _parse(owner: str, text: str) -> tuple[str, str]:
 
 
 def _locate(owner: str, build: Any) -> tuple[str, str]:
-    """Return the file or module of a function and its name there. The function must be what is found there."""
+    """Return the file or module of a function and its name there. Raise unless this leads to the same function."""
     if not callable(build):
         raise TypeError(argument_error(owner, "build", _RULE, typed(build), _REMEDY))
     place, name = getattr(build, "__module__", None), getattr(build, "__qualname__", None)
@@ -79,7 +79,7 @@ def _locate(owner: str, build: Any) -> tuple[str, str]:
     if module is None or name is None or _attribute(module, name) is not build:
         raise ValueError(argument_error(owner, "build", _RULE, repr(build), _REMEDY))
     if place == "__main__":
-        # Of `python -m package.program`; a program that is started by its path, like a notebook, has none.
+        # Only `python -m package.program` has a spec; a program that is started by its path, or a notebook, has none.
         spec = getattr(module, "__spec__", None)
         place = spec.name if spec is not None else str(Path(getattr(module, "__file__", "")).resolve())
         if spec is None and not Path(place).is_file():
@@ -95,12 +95,12 @@ def _attribute(module: ModuleType, name: str) -> Callable[..., Any] | None:
 
 
 def _import_file(path: str) -> ModuleType:
-    """Import a file that is in no package, with its own folder as the first place to import from."""
+    """Import a file outside of packages, with its folder first in the module search path."""
     sys.path.insert(0, str(Path(path).parent))
     spec = importlib.util.spec_from_loader(_FILE_MODULE, SourceFileLoader(_FILE_MODULE, path))
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    # MindSpore's compiler looks up what a function uses in the module of that name.
+    # MindSpore's compiler looks up the globals of a function in the module of this name.
     sys.modules[_FILE_MODULE] = module
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module

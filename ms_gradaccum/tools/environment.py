@@ -66,7 +66,7 @@ def _msrun() -> str:
     found = shutil.which("msrun")
     if found is None:
         return "no: msrun is not found"
-    # A path may tell who uses the machine.
+    # A path may reveal a user name, so it is shown only if it matters.
     beside = Path(found).parent.samefile(Path(sys.executable).parent)
     return "yes" if beside else f"yes, by another Python's {found}"
 
@@ -76,7 +76,7 @@ def _memory() -> str:
 
 
 def _tried(run: Callable[[], None]) -> str:
-    """Return "yes", or "no" and why."""
+    """Return "yes", or "no" with the reason."""
     try:
         run()
     except Exception as error:
@@ -85,7 +85,7 @@ def _tried(run: Callable[[], None]) -> str:
 
 
 def _update(mode: int) -> None:
-    """Make an update with two micro batches: a weight of 0 goes to 1."""
+    """Make an update with two micro batches, which moves a weight from 0 to 1."""
     with execution_mode(mode):
         network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
         loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)

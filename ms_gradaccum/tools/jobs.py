@@ -1,4 +1,4 @@
-"""Processes that are started together: one alone, or several under msrun. None outlives who has started them."""
+"""A job of one process, or of several under msrun. Its processes never outlive the process that started them."""
 
 import json
 import os
@@ -17,25 +17,25 @@ import psutil
 
 from ms_gradaccum.tools.processes import end_with_parent, environment_outside_jobs, free_port, import_path
 
-# Seconds between two looks at a folder.
+# The polling interval of a folder. Unit: seconds.
 MOMENT = 0.2
 DONE = "done"
-# Beginning of the names of files with the numbers of processes.
+# The prefix of the files with process ids.
 _PROCESS = "process_"
-# So many characters of a log go into an error.
+# The number of characters of a log in an error.
 _LAST_WORDS = 3000
 _Kind = TypeVar("_Kind", bound="Processes")
 
 
 class Processes:
-    """Processes that run one program, with a folder of their own. It is a context manager, which ends them.
+    """Processes that run one program in a folder of their own. As a context manager it ends them.
 
     Args:
         owner: Class name used in error messages.
-        count: Number of processes. msrun starts them if they are several.
-        variable: A variable that is set in their environment, by which they are found again.
-        program: From the folder to the lines of Python that each runs.
-        extra: From the folder to further variables of their environment.
+        count: Number of processes. msrun starts several processes.
+        variable: Environment variable that marks the processes.
+        program: Function that returns the Python code that each process runs, given the folder.
+        extra: Function that returns further environment variables, given the folder.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Processes:
         script = self.folder / "worker.py"
         script.write_text(f"import sys\nsys.path[:] = {import_path()!r}\n{program}\n")
         here = str(Path(sys.executable).parent)
-        # The processes are killed in the end: what they would delete themselves goes with the folder.
+        # The processes are killed in the end, so their temporary files are removed together with the folder.
         found = {
             "PATH": os.pathsep.join([here, os.getenv("PATH", "")]),
             "TMPDIR": str(self.folder),
@@ -110,19 +110,19 @@ class Processes:
             self._clean_up()
 
     def ended(self) -> list[int]:
-        """Return the ranks whose processes have ended, which none does by itself."""
+        """Return the ranks whose processes have ended, which means that they have failed."""
         files = [self.folder / f"{_PROCESS}{rank}" for rank in range(self.count)]
         return [rank for rank, file in enumerate(files) if file.exists() and _has_ended(int(file.read_text()))]
 
     def last_words(self) -> str:
-        """Return the end of the log of a process, of one that failed if there is one."""
+        """Return the end of a process's log, preferably of a failed process."""
         logs = [self.folder / "msrun.log", *sorted((self.folder / "log").glob("worker_*.log"))]
         texts = [path.read_text(errors="replace").strip() for path in logs if path.exists()]
         failed = next((text for text in texts if "Traceback" in text), texts[-1] if texts else "")
         return failed[-_LAST_WORDS:]
 
     def _end(self) -> None:
-        """End msrun, which ends what it has started, and then whatever is left of that."""
+        """End msrun, which ends its processes, then kill the remaining ones."""
         self.process.send_signal(signal.SIGINT if self.count > 1 else signal.SIGKILL)
         try:
             self.process.wait(5)
@@ -153,9 +153,9 @@ def _has_ended(number: int) -> bool:
 
 
 class Meeting:
-    """Files in which the ranks of a job report to the process that has started it, and wait for each other.
+    """Files in which the ranks of a job report to the process that started it, and with which they synchronize.
 
-    They do not wait in a message: on CPU it fails after half a minute, and one of them may compile for longer.
+    They do not wait in a collective: on CPU it times out after half a minute, and a compilation may take longer.
     """
 
     def __init__(self, folder: str, rank: int, size: int) -> None:
@@ -163,27 +163,27 @@ class Meeting:
         self.write(f"{_PROCESS}{rank}", str(os.getpid()))
 
     def phase(self, text: str) -> None:
-        """Tell what this rank does now."""
+        """Report the current phase of this rank."""
         self.write(f"phase_{self.rank}", text)
 
     def report(self, values: dict[str, Any]) -> None:
-        """Tell what this rank has found. Nothing follows."""
+        """Report the results of this rank, which is then done."""
         self.phase(DONE)
         self.write(f"report_{self.rank}.json", json.dumps(values))
 
     def error(self, kind: str, text: str, traceback: str) -> None:
-        """Tell what has gone wrong on this rank."""
+        """Report an error of this rank."""
         told = {"rank": self.rank, "type": kind, "text": text, "traceback": traceback}
         self.write(f"error_{self.rank}.json", json.dumps(told))
 
     def wait_for(self, name: str) -> None:
-        """Wait until each rank has come here."""
+        """Wait until all ranks have reached this point."""
         self.write(f"at_{name}_{self.rank}", "")
         while len(list(self.folder.glob(f"at_{name}_*"))) < self.size:
             time.sleep(MOMENT)
 
     def write(self, name: str, text: str) -> None:
-        """Write a file, whole or not at all."""
+        """Write a file atomically."""
         partial = self.folder / f"partial_{self.rank}"
         partial.write_text(text)
         partial.rename(self.folder / name)

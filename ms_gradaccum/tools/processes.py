@@ -9,12 +9,12 @@ from pathlib import Path
 
 import mindspore
 
-# What msrun tells a process about its job.
+# The environment variables that msrun sets.
 _JOB_VARIABLES = frozenset(
     "MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT RANK_ID RANK_SIZE RANK_TABLE_FILE".split()
 )
 _PR_SET_PDEATHSIG = 1
-# What comes back as it was raised; other errors are for the user to read, not to catch.
+# The types of errors that are raised again with their type; all others become a RuntimeError.
 _KINDS = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TimeoutError, TypeError, ValueError)}
 
 
@@ -23,12 +23,12 @@ class ChildError(Exception):
 
 
 def error_of(kind: str, text: str) -> Exception:
-    """Return an error that was raised in another process."""
+    """Recreate an error that was raised in another process."""
     return _KINDS.get(kind, RuntimeError)(text)
 
 
 def refuse_inside(owner: str, variable: str) -> None:
-    """Raise in a process that ``owner`` itself has started, in whose environment there is ``variable``."""
+    """Raise in a process that ``owner`` itself has started, which has ``variable`` in its environment."""
     if variable in os.environ:
         raise RuntimeError(
             f"For '{owner}', the program must not call it when a new process imports the program, but it does. Put the "
@@ -37,29 +37,29 @@ def refuse_inside(owner: str, variable: str) -> None:
 
 
 def environment_outside_jobs() -> dict[str, str]:
-    """Return the environment of this process without what makes it a part of a job of several."""
+    """Return the environment of this process without the variables of a distributed job."""
     return {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
 
 
 def import_path() -> list[str]:
-    """Return where this process looks for modules, but not inside MindSpore.
+    """Return the module search path of this process without folders inside MindSpore.
 
-    Its ``amp.auto_mixed_precision`` puts the folders of its layers first, where their ``math.py`` hides Python's from a
-    process that begins.
+    ``amp.auto_mixed_precision`` adds folders of MindSpore's layers, whose ``math.py`` would hide Python's module in a
+    new process.
     """
     inside = str(Path(mindspore.__file__).parent)
     return [place for place in sys.path if not place.startswith(inside)]
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
+    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
-    """Let the system send this process a signal when its parent ends."""
+    """Make the system send this process a signal when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)
 
 

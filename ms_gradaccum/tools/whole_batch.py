@@ -1,4 +1,4 @@
-"""The whole batch in one piece, with which windows and partitioned programs are compared: no sums, no buffer."""
+"""Reference steps on the whole batch, with which windows and partitioned programs are compared."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ms_gradaccum.training.train_step import TrainOneStepCell
 
 
 class MeanLoss(nn.Cell):
-    """The loss of a batch in one piece, and its weight."""
+    """The loss and the weight of a whole batch."""
 
     def __init__(self, weighted_loss: WeightedLoss) -> None:
         super().__init__(auto_prefix=False)
@@ -23,7 +23,7 @@ class MeanLoss(nn.Cell):
 
 
 class WholeBatch(nn.Cell):
-    """Loss, weight and gradient of a batch in one piece."""
+    """The loss, the weight and the gradient of a whole batch."""
 
     def __init__(self, weighted_loss: WeightedLoss, parameters: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
@@ -47,12 +47,12 @@ def _keep(grad: Tensor) -> Tensor:
 
 @_dense.register("RowTensor")
 def _scatter(grad: Any) -> Tensor:
-    # A sparse lookup has a gradient for the rows that it read; a row can be there more than once.
+    # The gradient of a sparse lookup has the rows that were read; a row can occur more than once.
     return ops.unsorted_segment_sum(ops.cast(grad.values, ms.float32), grad.indices, grad.dense_shape[0])
 
 
 class WholeBatchStep(nn.Cell):
-    """An update from one gradient of the whole batch, without micro batches, ranks and loss scale.
+    """An update with one gradient of the whole batch, without micro batches, ranks and loss scale.
 
     Args:
         step: The step whose network, optimizer and clip it takes.

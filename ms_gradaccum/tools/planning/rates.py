@@ -1,4 +1,4 @@
-"""The learning rate of each update, from what an optimizer takes as one."""
+"""The learning rate of each update, computed from an optimizer's argument."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ LearningRate = float | Sequence[float] | Tensor | LearningRateSchedule | Callabl
 
 
 def check_learning_rate(owner: str, value: Any, updates: int) -> Any:
-    """Return ``value`` with what holds one rate as a float and what holds several as a tuple of floats."""
+    """Return ``value`` with a single rate as a float and several rates as a tuple of floats."""
     if isinstance(value, (Tensor, np.ndarray)):
         value = value.tolist() if isinstance(value, np.ndarray) else value.asnumpy().tolist()
     if isinstance(value, LearningRateSchedule) or (callable(value) and not isinstance(value, nn.Cell)):
@@ -34,13 +34,13 @@ def check_learning_rate(owner: str, value: Any, updates: int) -> Any:
 
 
 def rates_at(owner: str, learning_rate: Any, updates: Iterable[int]) -> list[float]:
-    """Return the rates of some updates, of which the first is number 0."""
+    """Return the learning rates of these updates, counted from 0."""
     if isinstance(learning_rate, float):
         return [learning_rate for _ in updates]
     if isinstance(learning_rate, tuple):
         return [learning_rate[update] for update in updates]
     if isinstance(learning_rate, LearningRateSchedule):
-        # As an optimizer calls it: with the number of updates before, in a tensor of shape (1,).
+        # An optimizer calls it with the number of earlier updates in a tensor of shape (1,).
         schedule = Compiled(lambda: learning_rate, owner, "the learning rate")
         return [float(schedule(Tensor([update], ms.int32)).asnumpy().item()) for update in updates]
     return [_as_rate(owner, f"learning_rate({update})", learning_rate(update)) for update in updates]

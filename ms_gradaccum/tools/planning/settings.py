@@ -1,4 +1,4 @@
-"""The settings of a training plan: whether they go together, and what follows from them."""
+"""Checks of the settings of a training plan, and values derived from them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from ms_gradaccum.gradients.clipping import check_clip
 from ms_gradaccum.parallel.kinds import choose_kind
 from ms_gradaccum.tools.planning.windows import share_rows
 
-# What can be counted batch by batch.
+# The limits of a plan, which counts batch by batch.
 _MOST_BATCHES, _MOST_ROWS = 10**8, 10**15
 _MOST = {"ranks": 10**6, "global_batch": _MOST_ROWS}
 _DEVICES = ("CPU", "GPU", "Ascend")
@@ -41,7 +41,7 @@ class Weight(NamedTuple):
 
 
 def check_settings(owner: str, plan: Any) -> None:
-    """Raise unless each setting is possible."""
+    """Raise unless all settings are valid."""
     for name, remedy in _COUNTS.items():
         value = getattr(plan, name)
         if value is not None or name in ("batch_size", "ranks", "micro_size"):
@@ -63,7 +63,7 @@ def check_settings(owner: str, plan: Any) -> None:
 
 
 def check_dataset_size(owner: str, plan: Any) -> int | tuple[int, ...]:
-    """Return the rows of the data if every rank has a batch of them."""
+    """Return the rows of the data. Raise unless every rank has a batch."""
     remedy = "It counts the rows of the data; give one number per rank if they are dealt unevenly."
     if isinstance(plan.dataset_size, Sequence) and not isinstance(plan.dataset_size, str):
         rows = tuple(check_positive_int(owner, "dataset_size", each, remedy, _MOST_ROWS) for each in plan.dataset_size)
@@ -118,7 +118,7 @@ def window_batches(owner: str, plan: Any) -> int:
 
 
 def check_parameters(owner: str, parameters: Any) -> tuple[Weight, ...]:
-    """Return what is needed of them; the plan shall not keep the weights."""
+    """Return the facts about parameters, so that the plan does not keep the parameters alive."""
     known = isinstance(parameters, (list, tuple)) and all(isinstance(item, (Parameter, Weight)) for item in parameters)
     if not known:
         rule, got = "a list of parameters", type(parameters).__name__

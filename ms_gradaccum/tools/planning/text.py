@@ -106,7 +106,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def _size(nbytes: float) -> str:
-    """Return a number of bytes in the largest unit of which there is one."""
+    """Return a number of bytes in the largest fitting unit."""
     for unit in ("bytes", "KB", "MB"):
         if nbytes < 1000:
             return f"{nbytes:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""Which batches make which update: counting alone, nothing is trained."""
+"""The batches of each update, computed by counting without training."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ class Epoch(NamedTuple):
     """One pass over the data on all ranks.
 
     Attributes:
-        batch_rows: Rows of each batch, those of all ranks together.
-        repeated_rows: Rows that come twice, so that all ranks have the same number.
-        dropped_rows: Rows in no batch, because the last one would be short.
+        batch_rows: Rows of each batch, over all ranks.
+        repeated_rows: Rows that are used twice so that all ranks have the same number.
+        dropped_rows: Rows that are dropped because the last batch would be short.
     """
 
     batch_rows: Any
@@ -23,9 +23,9 @@ class Epoch(NamedTuple):
 
 
 def share_rows(dataset_size: int | Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Return the rows of each rank: as given, or as ``num_shards`` and ``shard_id`` of a dataset deal them.
+    """Return the rows of each rank: as given, or as ``num_shards`` and ``shard_id`` of a dataset distribute them.
 
-    These go round as often as each rank gets the same number, with the first rows once more in the end.
+    A dataset gives all ranks the same number of rows and repeats the first rows at the end if necessary.
     """
     if isinstance(dataset_size, int):
         return (-(-dataset_size // ranks),) * ranks
@@ -33,7 +33,7 @@ def share_rows(dataset_size: int | Sequence[int], ranks: int) -> tuple[int, ...]
 
 
 def plan_epoch(dataset_size: int | Sequence[int], ranks: int, batch_size: int, drop_remainder: bool) -> Epoch:
-    """Return what the ranks have in a pass over the data. A rank that runs out of it adds nothing to the others'."""
+    """Return the batches of an epoch over all ranks. A rank without data adds no rows to the batches of the others."""
     rank_rows = share_rows(dataset_size, ranks)
     used_rows = [rows - rows % batch_size if drop_remainder else rows for rows in rank_rows]
     begins = np.arange(0, max(used_rows), batch_size)
@@ -47,21 +47,21 @@ class Windows:
 
     Args:
         epoch: A pass over the data.
-        batches: Number of batches, of as many passes as that takes.
+        batches: Number of batches, over as many epochs as necessary.
         accumulation_steps: Number of batches of a whole window.
-        last_window: What becomes of an unfinished one at the end of a pass, as `Model` has it.
+        last_window: The treatment of an unfinished window at the end of an epoch, as for `Model`.
     """
 
     def __init__(self, epoch: Epoch, batches: int, accumulation_steps: int, last_window: str) -> None:
         self.epoch = epoch
         self.per_epoch = len(epoch.batch_rows)
-        # The data never end in the middle if an unfinished window goes on.
+        # With "carry", all epochs count as one.
         length = batches if last_window == "carry" else self.per_epoch
         starts = np.arange(0, batches, length)
         begins = (starts[:, None] + np.arange(0, length, accumulation_steps)).ravel()
         ends = np.minimum(begins + accumulation_steps, np.repeat(starts + length, len(begins) // len(starts)))
         ends = np.minimum(ends, batches)
-        # Windows behind the last batch have none; one that is not whole is an update if it is applied.
+        # Windows behind the last batch are empty; an incomplete window is an update if it is applied.
         kept = ends - begins >= (1 if last_window == "apply" else accumulation_steps)
         self.begins, self.ends = begins[kept], ends[kept]
 

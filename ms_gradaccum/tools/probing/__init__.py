@@ -1,1 +1,1 @@
-"""Which micro_size fits into a memory limit, measured in child processes."""
+"""Search for the micro_size that fits into a memory limit, with measurements in child processes."""

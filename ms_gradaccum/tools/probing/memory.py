@@ -1,4 +1,4 @@
-"""Numbers of bytes: as users write them, and what a process has taken."""
+"""Memory sizes: parsing, formatting, and the memory of a process."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ def check_memory_limit(owner: str, limit: Any) -> int:
 
 
 def as_text(count: int) -> str:
-    """Return a number of bytes for people."""
+    """Format a number of bytes."""
     if count < 2**20:
         return f"{count} bytes"
     return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"

@@ -18,7 +18,7 @@ from ms_gradaccum.tools.probing.process import Child, Measured
 from ms_gradaccum.tools.probing.search import candidates, first_that_fits, largest_part
 from ms_gradaccum.tools.processes import error_of, refuse_inside
 
-# Seconds between two messages of the ranks.
+# The interval between two messages of the ranks. Unit: seconds.
 _MOMENT = 1.0
 
 
@@ -153,7 +153,7 @@ class _Search:
         self.last = Measured()
 
     def run(self) -> int:
-        """Return the answer, or raise."""
+        """Return the smallest micro_size that fits, or raise."""
         # The whole batch first: it may fit, and its process says how many rows there are.
         if self._fits(1):
             return 1
@@ -175,7 +175,7 @@ class _Search:
         return fits
 
     def _too_little(self) -> str:
-        """Return the sentence for a limit that is too small, from the last measurement: that of single rows."""
+        """Return the error message for a limit that is too small, from the last measurement, that of single rows."""
         rows, loaded, peak, passed = self.last
         if rows is None or loaded is None or peak is passed is None:
             what = "network, optimizer and batch" if rows is None else f"single rows (micro_size={rows})"

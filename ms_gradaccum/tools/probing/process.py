@@ -1,4 +1,4 @@
-"""Start a child process, watch its memory, and end it when it has too much."""
+"""Start a child process, monitor its memory, and end it when it exceeds the limit."""
 
 import json
 import math
@@ -74,7 +74,7 @@ class Child:
         self.words.close()
 
     def watch(self, stop: Event) -> Measured:
-        """Return what it has found, at its end or when it has passed the limit; raise if it failed otherwise."""
+        """Return its results when it ends or exceeds the limit. Raise if it failed for another reason."""
         deadline = time.monotonic() + self.timeout
         while self._listen():
             if stop.is_set():

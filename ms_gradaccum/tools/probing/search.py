@@ -1,10 +1,10 @@
-"""Which numbers of micro batches there are to try, and in what order."""
+"""The numbers of micro batches to try, and their order."""
 
 from collections.abc import Callable, Sequence
 
 
 def largest_part(rows: int, micro_size: int) -> int:
-    """Return the rows of the largest micro batch: what its memory goes by."""
+    """Return the rows of the largest micro batch, which determine the memory."""
     return -(-rows // micro_size)
 
 

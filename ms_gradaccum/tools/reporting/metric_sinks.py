@@ -15,7 +15,7 @@ _number = itertools.count()
 
 
 class JsonLines:
-    """A file of JSON objects, one a line."""
+    """A file with one JSON object per line."""
 
     def __init__(self, path: str | os.PathLike[str], append: bool) -> None:
         self.path = check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")
@@ -36,7 +36,7 @@ class JsonLines:
             )
 
     def write(self, record: dict[str, Any], scalars: dict[str, float], step: int) -> None:
-        """Write a line, after those that could not be written before."""
+        """Write a line, preceded by lines that could not be written before."""
         record = {"time": round(time.time(), 3), **record}
         self.unwritten += json.dumps(_as_json(record), allow_nan=False).encode() + b"\n"
         error = self._try()
@@ -48,7 +48,7 @@ class JsonLines:
             )
 
     def close(self) -> None:
-        """Close the file, after a last try."""
+        """Close the file after a last attempt to write."""
         if self._try() is not None:
             number = self.unwritten.count(b"\n")
             lines = "1 line" if number == 1 else f"{number} lines"
@@ -59,7 +59,7 @@ class JsonLines:
         self.file = None
 
     def _try(self) -> OSError | None:
-        """Write what is not written yet."""
+        """Write the pending lines and return the error if that fails."""
         try:
             while self.unwritten:
                 if self.file is None:
@@ -70,11 +70,11 @@ class JsonLines:
         return None
 
     def _open(self) -> None:
-        # Unbuffered: a line is either in the file or known not to be.
+        # Unbuffered, so that it is known which lines are in the file.
         self.file = open(self.path, "ab", buffering=0)
 
     def _end_of_torn_line(self) -> bytes:
-        """Return what is missing after the last line, in the middle of which a program may have been killed."""
+        """Return a newline if the last line is incomplete because a program was killed while writing it."""
         with open(self.path, "rb") as lines:
             lines.seek(-1, os.SEEK_END)
             return b"" if lines.read() == b"\n" else b"\n"
@@ -83,8 +83,8 @@ class JsonLines:
 class EventFile:
     """A TensorBoard event file.
 
-    Written by this thread: the SummaryWriter of tensorboardX has another one, which a full disk ends without a word,
-    and which the training would then wait for.
+    It is written by this thread: the thread of tensorboardX's SummaryWriter ends silently on a full disk, and the
+    training would then wait for it.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -109,7 +109,7 @@ class EventFile:
             raise _not_writable("tensorboard_dir", self.folder, error) from None
 
     def write(self, record: dict[str, Any], scalars: dict[str, float], step: int) -> None:
-        """Write the numbers under their names. After an error no more: they are in the lines too."""
+        """Write the numbers by name. After an error nothing more is written, since the lines have them, too."""
         if self.has_failed:
             return
         values = [self.make_summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
@@ -140,13 +140,13 @@ class EventFile:
 
 
 class Call:
-    """A function of the user's. Its errors are the user's to see."""
+    """A function of the user, whose errors are not caught."""
 
     def __init__(self, function: Callable[[dict[str, float], int], Any]) -> None:
         self.function = function
 
     def write(self, record: dict[str, Any], scalars: dict[str, float], step: int) -> None:
-        """Call it."""
+        """Call the function."""
         self.function(dict(scalars), step)
 
     def close(self) -> None:

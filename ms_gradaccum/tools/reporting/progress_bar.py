@@ -1,4 +1,4 @@
-"""Callbacks that show how the training goes."""
+"""A callback that shows the progress of a training."""
 
 import os
 import sys

@@ -9,7 +9,7 @@ from tqdm.contrib import DummyTqdmFile
 
 
 class Display(Protocol):
-    """One of the two ways to show the progress."""
+    """The interface of progress displays."""
 
     seconds: float  # shortest time between two calls of show
 
@@ -17,7 +17,7 @@ class Display(Protocol):
         """Show that ``step`` batches or updates are done."""
 
     def close(self) -> None:
-        """Show no more."""
+        """End the display."""
 
 
 class Lines:
@@ -25,7 +25,7 @@ class Lines:
 
     Args:
         total: Number of steps, if it is known.
-        unit: What a step is.
+        unit: The unit of a step.
         seconds: Shortest time between two lines.
     """
 

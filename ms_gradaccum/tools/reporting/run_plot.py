@@ -1,4 +1,4 @@
-"""Pictures of what a MetricsLogger has written."""
+"""Plots of the files of a MetricsLogger."""
 
 import json
 import math
@@ -31,7 +31,7 @@ class _Curve(NamedTuple):
     values: list[float]
 
     def varies(self) -> bool:
-        """Return whether there is something to see."""
+        """Return whether the values vary."""
         return len({value for value in self.values if math.isfinite(value)}) > 1
 
 

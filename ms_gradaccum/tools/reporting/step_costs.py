@@ -17,7 +17,7 @@ _OWNER = "StepReporter"
 
 
 class WeightNorm(nn.Cell):
-    """The L2 norm of all weights that are trained, taken as one vector. They are whole on each rank."""
+    """The L2 norm of all trained parameters, taken as one vector. They are whole on each rank."""
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)
@@ -29,7 +29,7 @@ class WeightNorm(nn.Cell):
 
 
 def weight_norm_of(reducers: Sequence[GradientReducer]) -> Callable[[], float]:
-    """Return what computes the norm now."""
+    """Return a function that computes the norm."""
     cell = WeightNorm(reducers)
     run = Compiled(lambda: cell, _OWNER, "the norm of the weights")
     return lambda: float(run(NOTHING).asnumpy())
@@ -61,10 +61,10 @@ class MicroBatchMessages(nn.Cell):
 
 
 class CommunicationTime:
-    """The time of a window's messages, found by sending them once more. Needs empty buffers, and all processes."""
+    """The time of a window's messages, measured by sending them again with empty buffers. Collective."""
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
-        # With one process there is nobody to talk to.
+        # A single process sends nothing.
         self.several, self.most = reducers[0].several, reducers[0].most
         self.runs = [_compile(UpdateMessages(reducers))] if self.several else []
         if reducers[0].every_batch:
@@ -72,7 +72,7 @@ class CommunicationTime:
         self.is_warm = False
 
     def seconds(self, micro_batches: int) -> float:
-        """Return the seconds for a window in which this rank had so many micro batches."""
+        """Return the seconds for a window with ``micro_batches`` micro batches on this rank."""
         if not self.several:
             return 0.0
         if not self.is_warm:  # The first run compiles, and opens connections.
@@ -81,7 +81,7 @@ class CommunicationTime:
         return self._measure(micro_batches)
 
     def _measure(self, micro_batches: int) -> float:
-        # The answer comes when all ranks are here, so that nobody's lateness is taken for a slow message.
+        # This synchronizes all ranks, so that waiting for a late rank is not measured.
         times = 1, self.most(micro_batches)
         return sum(count * _seconds_of(run) for count, run in zip(times, self.runs))
 
@@ -97,7 +97,7 @@ def _seconds_of(run: Compiled) -> float:
 
 
 def peak_memory() -> int:
-    """Return the most bytes so far: of the device's memory that tensors had, on CPU of the process's resident one."""
+    """Return the peak in bytes of the device memory of tensors; on CPU that of the process's resident memory."""
     if ms.get_context("device_target") == "CPU":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(ms.runtime.max_memory_allocated())

@@ -1,1 +1,1 @@
-"""Small trainings with known results, tried on the machine of the user."""
+"""Small trainings with known results, run on the user's machine."""

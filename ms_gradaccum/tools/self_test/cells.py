@@ -1,4 +1,4 @@
-"""The list of what is tried."""
+"""The list of test cells."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +8,7 @@ _TRIALS = "ms_gradaccum.tools.self_test.trials"
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing that is tried, in processes of its own.
+    """One test, run in processes of its own.
 
     Attributes:
         name: Its name in the table.
@@ -16,7 +16,7 @@ class Cell:
             and returns a Found.
         mode: ``"GRAPH"`` or ``"PYNATIVE"``.
         parallel: How several processes train together.
-        dtype: What the layers compute in.
+        dtype: The dtype in which the layers compute.
         arguments: Further arguments of the function.
     """
 

@@ -1,4 +1,4 @@
-"""Run each cell in processes of its own: one that hangs or dies stops no other."""
+"""Run each cell in processes of its own, so that one that hangs or dies does not affect the others."""
 
 import json
 import time
@@ -29,9 +29,9 @@ class Outcome:
         processes: Number of processes.
         outcome: ``"passed"``, ``"failed"`` or ``"skipped"``.
         said: One line: the difference, what went wrong, or why it was skipped.
-        difference: The largest relative difference, on any process. None without a finite one.
-        tolerance: How large it may be.
-        seconds: How long it took, without the start of its processes.
+        difference: The largest relative difference on any process. None if it is not finite.
+        tolerance: The largest allowed difference.
+        seconds: The time that it took, without the start of its processes.
     """
 
     cell: Cell
@@ -60,7 +60,7 @@ class Runner:
         device: The kind of device.
         workers: Number of processes of jobs of several.
         timeout: The longest time of a cell. Unit: seconds.
-        shared: A folder where cells leave something for others.
+        shared: A folder to exchange files between cells.
     """
 
     def __init__(self, device: str, workers: int, timeout: float, shared: Path) -> None:
@@ -102,7 +102,7 @@ class Runner:
         return Outcome(cell, count, **worst)
 
     def _why_skipped(self, cell: Cell, count: int) -> str:
-        """Return why a cell cannot be tried here, or nothing."""
+        """Return the reason why a cell cannot run here, or an empty string."""
         if self.workers == 1 and cell.parallel != "one process":
             return "it takes several processes"
         devices = self.facts.get("devices", count)
@@ -112,7 +112,7 @@ class Runner:
         return f"CPU compiles for GPUs that are not there, but {lacking}" if lacking else ""
 
     def _await(self, job: Processes) -> tuple[list[dict[str, Any]], str]:
-        """Return what the processes have reported, and why not all of them have."""
+        """Return the reports of the processes, and the reason if some are missing."""
         deadline = begin = time.monotonic()
         deadline += self.timeout
         failed = False

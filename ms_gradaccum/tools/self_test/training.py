@@ -1,4 +1,4 @@
-r"""A training in windows beside MindSpore's own step on the whole batch, and what rounding explains.
+r"""A training in windows, its comparison with MindSpore's own step on the whole batch, and the tolerance.
 
 Both add up the same products. A sum of `n` terms in float32 is off by about :math:`\sqrt{n} u`, :math:`u = 2^{-24}`.
 On the way to a gradient there are `d` roundings to the dtype of the layers, :math:`\sqrt{d} u'` with :math:`u'` of
@@ -41,11 +41,11 @@ Values = dict[str, np.ndarray[Any, Any]]
 
 
 class SkippedCell(Exception):
-    """Why something cannot be tried here."""
+    """Raised if a cell cannot run here."""
 
 
 class Found(NamedTuple):
-    """The largest of several relative differences, how large it may be, and what it is a difference of."""
+    """The largest of several relative differences, its tolerance, and the name of the compared value."""
 
     difference: float
     tolerance: float

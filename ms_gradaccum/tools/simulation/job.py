@@ -1,4 +1,4 @@
-"""The processes of a simulation, and what they tell."""
+"""The processes of a simulation and their reports."""
 
 import json
 import time
@@ -16,7 +16,7 @@ IN_JOB = "MS_GRADACCUM_SIMULATION"
 
 
 class Job(Processes):
-    """As many processes as there are devices.
+    """A job with one process per device.
 
     Each runs ``main`` of the worker with ``task``, and writes what it does and what it finds into files of one folder.
     """

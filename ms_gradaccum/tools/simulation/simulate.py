@@ -1,4 +1,4 @@
-"""A job of many devices, tried on a machine that has none of them."""
+"""Simulation of a job of many devices on a machine without them."""
 
 import os
 from collections.abc import Callable
