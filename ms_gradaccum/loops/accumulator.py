@@ -92,7 +92,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
           `mixed_precision` those of ``accumulator.scale(loss)``, since a small gradient of `loss` itself is 0 in
           half precision.
         - **weight** (Union[int, float]) - What they count for: the rows or tokens of the batch. Default: ``1.0``.
-        - **loss** (Union[Tensor, float], optional) - The batch's loss, for the report. Default: ``None``.
+        - **loss** (Union[Tensor, float], optional) - The batch's loss, for the report. Default: ``None``, a report
+            without one.
         - **reduction** (str) - ``"mean"`` if `grads` and `loss` are means over `weight` rows, ``"sum"`` if they are
           sums. Default: ``"mean"``.
         - **network** (Cell, optional) - Of several networks the one that they belong to. Default: ``None``.

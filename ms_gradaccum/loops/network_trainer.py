@@ -21,6 +21,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.settings import StepSettings
+from ms_gradaccum.training.step_output import NO_LOSS, StepOutput
 from ms_gradaccum.training.window import Window
 
 _OWNER = "Accumulator"
@@ -44,6 +45,8 @@ class TrainedNetwork(Window):
     """
 
     last_clip: nn.Cell | None = None
+    # Whether gradients of the window came without a loss.
+    _lacks_loss = False
 
     def __init__(
         self,
@@ -84,9 +87,10 @@ class TrainedNetwork(Window):
     def add_grads(self, grads: Any, weight: float, loss: Any, factor: float) -> None:
         """Add one batch of which the caller has taken the gradients."""
         grads = _check_grads(grads, [parameter for group in self.micro_steps.parameters for parameter in group])
-        loss = check_loss(_OWNER, loss)
-        self.run_add_grads(*(Tensor(number, ms.float32) for number in (factor, loss * factor, weight)), *grads)
+        number = check_loss(_OWNER, loss)
+        self.run_add_grads(*(Tensor(number, ms.float32) for number in (factor, number * factor, weight)), *grads)
         self.is_open = self.has_batch = True
+        self._lacks_loss = self._lacks_loss or loss is None
 
     def join(self) -> None:
         super().join()
@@ -108,9 +112,20 @@ class TrainedNetwork(Window):
                 f"clip_grad_norm() and clip_grad_value()."
             )
 
+    def partial_output(self) -> StepOutput:
+        return self._told(super().partial_output(), self._lacks_loss)
+
+    def close(self) -> StepOutput:
+        lacks_loss = self._lacks_loss
+        return self._told(super().close(), lacks_loss)
+
+    @staticmethod
+    def _told(output: StepOutput, lacks_loss: bool) -> StepOutput:
+        return output._replace(loss=NO_LOSS) if lacks_loss else output
+
     def reset(self) -> None:
         super().reset()
-        self.is_open = False
+        self.is_open = self._lacks_loss = False
 
 
 def _with_sync(kind: Any, sync_each_batch: bool) -> Any:

@@ -1,5 +1,6 @@
 """The report of a training step."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -10,6 +11,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ms_gradaccum._checks import argument_error
 
+# The loss of a window whose gradients came without one. It is known by its identity: another NaN is a loss.
+NO_LOSS = Tensor(math.nan, ms.float32)
 # The loss as NumPy has it, and whatever else NumPy asks for.
 _Loss = np.ndarray[tuple[int, ...], np.dtype[np.float32 | np.float64]]
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -29,6 +32,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     Attributes:
         loss: Weighted mean loss of the window so far, float32 scalar. On an update it is the loss of the
             whole window: the loss that the same rows give as one batch. (Float64 for float64 weights, as `weight`.)
+            NaN for gradients that an Accumulator was given without a loss; reports leave it out.
         overflow: Whether the window's gradient had an Inf or a NaN, so that its update was skipped. Bool scalar.
         loss_scale: Factor by which the loss was multiplied before the backward pass. Float32 scalar.
         updated: Whether this call ran the optimizer. Bool scalar.
@@ -202,6 +206,11 @@ def _number(value: Any) -> Any:
     if isinstance(value, StepOutput):
         return float(value)
     return value.asnumpy() if isinstance(value, Tensor) else value
+
+
+def loss_of(output: StepOutput) -> float | None:
+    """Return the loss of an output, or None if its gradients came without one."""
+    return None if output.loss is NO_LOSS else float(output)
 
 
 def check_output(owner: str, output: Any) -> None:

@@ -120,7 +120,7 @@ def step_by_step(folder: Path) -> StepReport | None:
     report = reporter.report(output)
     assert_type(report, StepReport | None)
     if report is not None:
-        assert_type(report.loss, float)
+        assert_type(report.loss, float | None)
         assert_type(report.learning_rate, float | tuple[float, ...])
         assert_type(report.batches, int | None)
         assert_type(report.scalars(), dict[str, float])

@@ -12,8 +12,9 @@ from linear_toy import Recorder, X, batches, line, sgd, toy, toy_with_metrics, w
 from mindspore import Tensor, nn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ms_gradaccum import Accumulator, MetricsLogger, Model, StepOutput, StepReporter, TrainOneStepCell
+from ms_gradaccum import Accumulator, MetricsLogger, Model, ProgressBar, StepOutput, StepReporter, TrainOneStepCell
 from ms_gradaccum.tools.reporting import metrics_logger
+from ms_gradaccum.tools.reporting.run_plot import read_run
 
 pytestmark = pytest.mark.usefixtures("eager")
 FULL_DISK = "/dev/full"  # takes no byte
@@ -125,6 +126,32 @@ def test_a_loop_of_ones_own(tmp_path):
             k: v for k, v in other.items() if k not in clocks
         }
         assert line_["weight_norm"] == report.weight_norm
+
+
+def test_gradients_without_a_loss_are_reported_without_one(tmp_path, capsys):
+    network = line()
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
+    reporter, path = StepReporter(accumulator), tmp_path / "run.jsonl"
+    logger = MetricsLogger(path, train_step=accumulator)
+    losses = []
+    with ProgressBar(live=False) as bar:
+        for loss in (None, None, 3.0, None, 3.0, 5.0):
+            output = accumulator((Tensor([[1.0]]),), 2, loss)
+            bar.update(output)
+            logger.log(output)
+            losses += [report.loss for report in [reporter.report(output)] if report is not None]
+    logger.close()
+    assert losses == [None, None, 4.0]
+    assert ["loss" in record for record in lines_of(path)] == [False, False, True]
+    assert [record["update"] for record in read_run(path)] == [1, 2, 3]
+    accumulator((Tensor([[1.0]]),), 2)
+    with ProgressBar(live=False) as bar:
+        bar.update(accumulator((Tensor([[1.0]]),), 2))
+    first, second = "".join(capsys.readouterr()).splitlines()
+    assert "loss 4," in first and "loss" not in second and "norm 1" in second
+    accumulator((Tensor([[1.0]]),), 2, np.nan)
+    report = reporter.report(accumulator((Tensor([[1.0]]),), 2, 1.0))
+    assert np.isnan(report.loss) and report.updated  # a loss that is no number is one all the same
 
 
 def test_numbers_of_ones_own_may_be_of_any_kind(tmp_path):

@@ -55,7 +55,7 @@ def read_run(path: Any) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             torn += bool(line.strip())
             continue
-        if isinstance(record, dict) and "loss" in record and isinstance(record.get("update"), int):
+        if isinstance(record, dict) and record.keys() & {"loss", "grad_norm"} and isinstance(record.get("update"), int):
             reports[record["update"]] = record
     if not reports:
         raise ValueError(f"There is no report in {path}. Give a file that MetricsLogger has written.")

@@ -13,7 +13,7 @@ from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.reporting.step_costs import CommunicationTime, peak_memory, weight_norm_of
 from ms_gradaccum.training.events import Events
-from ms_gradaccum.training.step_output import StepOutput, check_output
+from ms_gradaccum.training.step_output import StepOutput, check_output, loss_of
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "StepReporter"
@@ -29,7 +29,7 @@ class StepReport:
         updated: Whether the window made an update.
         skipped_updates: Windows without an update that the reporter has seen.
         overflow: Whether the gradient had an Inf or a NaN.
-        loss: Weighted mean loss of the window.
+        loss: Weighted mean loss of the window. None for gradients that an Accumulator was given without a loss.
         learning_rate: Learning rate, or a tuple of one per parameter if groups have rates of their own.
         grad_norm: Global L2 norm of the mean gradient before clipping.
         clipped_grad_norm: The same after clipping.
@@ -62,7 +62,7 @@ class StepReport:
     updated: bool
     skipped_updates: int
     overflow: bool
-    loss: float
+    loss: float | None
     learning_rate: float | tuple[float, ...]
     grad_norm: float
     clipped_grad_norm: float
@@ -226,7 +226,7 @@ class StepReporter(Settled):
             updated=bool(output.updated.asnumpy()),
             skipped_updates=self._skipped_updates,
             overflow=bool(output.overflow.asnumpy()),
-            loss=float(output.loss.asnumpy()),
+            loss=loss_of(output),
             learning_rate=rates[0] if len(rates) == 1 else tuple(rates),
             grad_norm=float(output.grad_norm.asnumpy()),
             clipped_grad_norm=float(output.clipped_grad_norm.asnumpy()),
