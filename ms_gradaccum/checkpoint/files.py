@@ -45,6 +45,21 @@ def states_in(directory: Path) -> list[Path]:
     return sorted(found, key=number_of)
 
 
+def renamed_states(directory: Path) -> list[Path]:
+    """Return a folder, or those in it, that are states by their manifest and not by their name."""
+    found = [path.parent for pattern in (MANIFEST, f"*/{MANIFEST}") for path in sorted(directory.glob(pattern))]
+    return [state for state in found if not state.name.startswith(_PARTIAL) and _is_ours(state / MANIFEST)]
+
+
+def _is_ours(manifest: Path) -> bool:
+    """Return whether a manifest begins as ours do."""
+    try:
+        with manifest.open("rb") as file:
+            return f'"format": "{FORMAT}"'.encode() in file.read(100)
+    except OSError:
+        return False
+
+
 def number_of(state: Path) -> int:
     """Return the number of a state, or 0 for any other folder."""
     match = _STATE.fullmatch(state.name)

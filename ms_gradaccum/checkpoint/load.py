@@ -178,10 +178,14 @@ def _choose(directory: Path) -> Path:
         return directory
     states = files.states_in(directory) if directory.is_dir() else []
     if not states:
-        remedy = "Give the one that save_state() has written to."
-        raise ValueError(
-            argument_error(_OWNER, "directory", "a folder with states", f"{directory}, which has none", remedy)
-        )
+        got, remedy = "which has none", "Give the one that save_state() has written to."
+        renamed = files.renamed_states(directory)
+        if renamed:
+            got = f"where a state has another name, {renamed[0].name}"
+            remedy = f"Call {renamed[0]} by the name that save_state() gave it, such as state-000001."
+        elif not directory.exists():
+            got = "which is not there"
+        raise ValueError(argument_error(_OWNER, "directory", "a folder with states", f"{directory}, {got}", remedy))
     return states[-1]
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import resource
 from pathlib import Path
 
@@ -375,11 +376,28 @@ def test_wrong_arguments(call, tmp_path):
 
 
 def test_a_folder_without_states_is_told(tmp_path):
-    for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(
-            ValueError, match="^For 'load_state', the argument 'directory' must be a folder with states"
-        ):
+    for folder, got in ((tmp_path, "which has none"), (tmp_path / "none", "which is not there")):
+        rule = f"For 'load_state', the argument 'directory' must be a folder with states, but got {folder}, {got}."
+        with pytest.raises(ValueError, match=f"^{re.escape(rule)}"):
             load_state(new_step(), folder)
+
+
+def test_a_renamed_state_is_named(tmp_path):
+    step = new_step()
+    state = save_state(step, tmp_path / "run").path
+    renamed = state.rename(state.with_name("best"))
+    for folder in (renamed, renamed.parent):
+        got = f"{folder}, where a state has another name, best. Call {renamed} by the name that save_state() gave it"
+        with pytest.raises(ValueError, match=re.escape(f"must be a folder with states, but got {got}")):
+            load_state(step, folder)
+    # By its own name it is what it was; a folder of another program and one that was never finished are no states.
+    load_state(step, renamed.rename(state))
+    partial = state.rename(files.partial_of(state.parent, state.name))
+    (state.parent / "other").mkdir()
+    (state.parent / "other" / files.MANIFEST).write_text('{"format": "other"}')
+    with pytest.raises(ValueError, match=re.escape(f"{state.parent}, which has none")):
+        load_state(step, state.parent)
+    assert partial.is_dir()
 
 
 def test_a_loop_is_saved_between_its_batches_alone(tmp_path):
