@@ -1,17 +1,21 @@
 """A network in a hand-written loop, with its optimizers and its window."""
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, check_saved, is_flag
 from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.optimizers import check_optimizer
+from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 from ms_gradaccum.loops.external_gradients import AddGrads
 from ms_gradaccum.loops.schedule import AccumulationConfig
@@ -188,7 +192,11 @@ def _check_grads(grads: Any, parameters: list[Any]) -> tuple[Tensor, ...]:
 
 def _mean_loss(parts: list[Any]) -> Tensor:
     """Return the mean loss of a batch from the loss sums and weights of its micro batches."""
-    # From the host: of the ways to add a few numbers it is the quickest.
+    if device_target() != "CPU":
+        # A read would wait for the device.
+        total, weight = (functools.reduce(operator.add, column) for column in zip(*parts))
+        return ops.cast(total * reciprocal(weight), ms.float32)
+    # On CPU there is nothing to wait for, and an addition op by op takes four times as long.
     sums = np.array([[value.asnumpy() for value in part] for part in parts], np.float64).sum(0)
     return Tensor(sums[0] / sums[1] if sums[1] else 0.0, ms.float32)
 

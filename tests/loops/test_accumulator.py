@@ -1,6 +1,7 @@
 """Accumulator: what each call of a hand-written loop does, with Accelerate's words and MindSpore's functional idiom."""
 
 import re
+import sys
 
 import mindspore as ms
 import numpy as np
@@ -11,6 +12,8 @@ from mindspore import Tensor, nn, ops
 from step_probe import compilations, number
 
 from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput
+from ms_gradaccum.backend.device import built_for
+from ms_gradaccum.training.window import WATCHED_WINDOWS
 
 PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))
 
@@ -323,6 +326,31 @@ def test_more_open_batches_in_a_checkpoint_than_a_window_has_are_updated_with(st
     ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
     assert updates_of(accumulator, FOUR[3:]) == [True]
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+@pytest.mark.parametrize("micro_size", [2, 4])
+def test_a_device_is_not_read_for_the_loss_of_a_batch(micro_size, monkeypatch, mode):
+    network = line()
+    cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    accumulator = Accumulator(cell, nn.SGD(network.trainable_params(), 0.0), 2, check_loss=False)
+    x = np.arange(1, 9, dtype=np.float32).reshape(8, 1)
+    inputs, readers, read = (Tensor(x), Tensor(2 * x)), [], Tensor.asnumpy
+
+    def recorded(tensor):
+        readers.append(sys._getframe(1).f_code.co_name)
+        return read(tensor)
+
+    for _ in range(WATCHED_WINDOWS):  # in which the learning rate is read
+        on_cpu = number(accumulator.backward(*inputs))
+        accumulator.flush()
+    monkeypatch.setattr(Tensor, "asnumpy", recorded)
+    with built_for("GPU"):
+        loss = accumulator.backward(*inputs)
+    monkeypatch.undo()
+    # Inputs are cut on the host, and the number of batches is that of a checkpoint that may have been loaded.
+    assert [name for name in readers if name != "_cut_on_host"] == ["count"]
+    assert number(loss) == on_cpu == np.mean((2 * x) ** 2) and loss.dtype == ms.float32 and loss.shape == ()
+    accumulator.drop()
 
 
 def test_names_and_arguments_of_accelerate_are_taken():
