@@ -228,14 +228,13 @@ def test_a_network_is_converted_once(eager):
 ONE_OF = "one of 'fp16', 'fp16_apex', 'fp16_naive', 'bf16', 'O1', 'O2', 'O3', 'auto'"
 
 
-@pytest.mark.parametrize("name", ["fp8", "half"])
-def test_unknown_names_are_refused_in_a_sentence(name):
+@pytest.mark.parametrize(
+    "name, remedy", [("fp8", "MixedPrecision(...) takes single settings."), ("half", "Did you mean 'fp16'?")]
+)
+def test_unknown_names_are_refused_in_a_sentence(name, remedy):
     for owner, build in (("TrainOneStepCell", TrainOneStepCell), ("Accumulator", Accumulator)):
         network = line()
-        text = (
-            f"For '{owner}', the argument 'mixed_precision' must be {ONE_OF}, but got '{name}'. "
-            f"MixedPrecision(...) takes single settings."
-        )
+        text = f"For '{owner}', the argument 'mixed_precision' must be {ONE_OF}, but got '{name}'. {remedy}"
         with pytest.raises(ValueError, match=whole(text)):
             build(nn.WithLossCell(network, nn.MSELoss()), sgd(network), mixed_precision=name)
     with pytest.raises(ValueError, match="^For 'Model', the argument 'mixed_precision' must be one of 'fp16'"):
@@ -245,7 +244,7 @@ def test_unknown_names_are_refused_in_a_sentence(name):
 @pytest.mark.parametrize("mixed_precision", ["bf16", MixedPrecision(ms.bfloat16, "O2")])
 def test_bfloat16_is_refused_where_the_device_has_none(mixed_precision):
     text = (
-        "For 'TrainOneStepCell', the argument 'mixed_precision' must be one that the device has, but got bfloat16 on "
+        "For 'Model', the argument 'mixed_precision' must be one that the device has, but got bfloat16 on "
         "CPU. Use float16 here, for example mixed_precision='fp16'."
     )
     with pytest.raises(ValueError, match=whole(text)):
@@ -280,7 +279,7 @@ MANAGER = amp.FixedLossScaleManager(8.0)
             {"mixed_precision": 16},
             TypeError,
             "For 'Model', the argument 'mixed_precision' must be a name, a MixedPrecision, a LossScaler, a "
-            "LossScaleManager or None, but got 16. For example mixed_precision='fp16'.",
+            "LossScaleManager or None, but got 16. Did you mean 'fp16'?",
         ),
     ],
 )
