@@ -1,4 +1,4 @@
-"""Describe optimizers and networks by plain values, which the ranks of a job compare before they train together."""
+"""Descriptions of optimizers and networks as plain values, which the ranks of a job compare before training."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 # Parameters of an optimizer that hold settings. All others hold its state, which is broadcast.
 _TUNED = frozenset(("learning_rate", "group_lr", "momentum", "lr", "lrs", "weight_decay"))
-# What each cell has, what MindSpore's parallel optimizer says of this rank alone, and what is told by another name.
+# Attributes of every cell, attributes that differ by rank in MindSpore's parallel optimizer, and duplicates.
 _SKIPPED = frozenset(
     (*vars(nn.Cell()), "optim_filter")
     + ("init_params", "init_args", "init_learning_rate", "exec_weight_decay", "decay_flags", "parameters", "params")
 )
 _OPTIMIZERS = (nn.Optimizer, ExperimentalOptimizer)
-# A longer array is told by its hash.
+# Longer arrays are described by their hash.
 _MANY = 16
 
 
 def settings_of(name: str, optimizer: nn.Cell) -> dict[str, Any]:
-    """Return the class of an optimizer, the order of its parameters and its numbers, by their names."""
+    """Return the class, the parameter order and the numbers of an optimizer by name."""
     found: dict[str, Any] = {name: type(optimizer).__name__}
     found |= {f"{name}.parameters[{i}]": parameter.name for i, parameter in enumerate(optimizer.parameters)}
     _describe_cell(name, optimizer, found)
@@ -30,7 +30,7 @@ def settings_of(name: str, optimizer: nn.Cell) -> dict[str, Any]:
 
 
 def structure_of(network: nn.Cell) -> dict[str, Any]:
-    """Return the classes of a network's cells, and the numbers of its losses, by their names."""
+    """Return the classes of a network's cells and the numbers of its losses by name."""
     found: dict[str, Any] = {}
     for name, cell in network.cells_and_names():
         place = f"network.{name}" if name else "network"
@@ -44,7 +44,7 @@ def _describe_cell(place: str, cell: nn.Cell, found: dict[str, Any]) -> None:
     found[place] = type(cell).__name__
     attributes = {**vars(cell).get("_params", {}), **vars(cell).get("_cells", {}), **vars(cell)}
     for name, value in attributes.items():
-        # A cell may know its rank.
+        # A cell may store its rank.
         if not name.startswith("_") and name not in _SKIPPED and "rank" not in name:
             is_table = isinstance(cell, LearningRateSchedule)
             _describe(f"{place}.{name}", value, is_table or name in _TUNED, found)
@@ -72,7 +72,7 @@ def _describe(place: str, value: Any, tuned: bool, found: dict[str, Any]) -> Non
 def _numbers(array: Any) -> Any:
     if array.size > _MANY:
         return f"{array.size} values with the hash {hashlib.sha256(array.tobytes()).hexdigest()[:8]}"
-    # By its digits: as a double a float32 has others.
+    # The digits are compared, because a float32 has other digits as a double.
     numbers = [float(str(number)) if array.dtype.kind == "f" else number.item() for number in array.ravel()]
     return numbers[0] if array.ndim == 0 else numbers
 

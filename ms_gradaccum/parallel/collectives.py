@@ -1,4 +1,4 @@
-"""Many tensors over groups of ranks in few messages, with stand-ins where a device has no collective operator."""
+"""Collectives of many tensors in few messages, with replacements for operators that a device lacks."""
 
 from collections.abc import Sequence
 from itertools import accumulate, islice
@@ -15,21 +15,21 @@ from ms_gradaccum.backend.tensors import Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
 from ms_gradaccum.parallel.layout import BucketLayout, Buckets, Cuts, Ranks
 
-# Parts of a message, or what they are for: those of one size together, in the order of the message.
+# The parts of a message or their targets, grouped into runs of one size, in the order of the message.
 Runs = tuple[Any, ...]
 
 _map = ops.HyperMap()
 
 
 def check_sent(owner: str, dtype: Any) -> None:
-    """Raise for a dtype that a device does not add up over ranks."""
+    """Raise for a dtype that the device cannot reduce over ranks."""
     if dtype == ms.bfloat16 and ms.get_context("device_target") == "CPU":
         rule, remedy = "one whose reduce_dtype the device can send", "Use float32, or float16 to halve the messages."
         raise ValueError(argument_error(owner, "mixed_precision", rule, "bfloat16 on CPU", remedy))
 
 
 class Group:
-    """Ranks that are connected: those from ``first`` on, ``stride`` apart. This ``rank`` is number ``index``."""
+    """A group of ranks, from ``first`` on with step ``stride``. This ``rank`` has the number ``index`` in it."""
 
     def __init__(self, ranks: Ranks, rank: int, first: int = 0, stride: int = 1) -> None:
         self.ranks = ranks
@@ -81,7 +81,7 @@ class AllGather(nn.Cell):
         if group.ranks.all_gather_operator == "AllGather":
             self.all_gather = ops.AllGather(group=group.name)
         else:
-            # Add up what each rank writes into its own row.
+            # Each rank fills its own row, and an AllReduce adds them up.
             self.all_reduce = AllReduce(group)
             self.own_row = Tensor([[i == group.index] for i in range(group.ranks.size)])
 
@@ -93,23 +93,23 @@ class AllGather(nn.Cell):
 
 
 def after(values: Tensor, done: Done) -> Tensor:
-    """Return ``values`` once ``done`` is there: all ranks must send their messages in one order."""
+    """Return ``values`` after ``done``: all ranks must send their messages in the same order."""
     return values if done is None else ops.depend(values, done)
 
 
 def in_buckets(parameters: Sequence[Parameter], buckets: Buckets) -> tuple[ParameterTuple, ...]:
-    """Return the parameters of each message. The compiler takes its time to look them up one by one in a graph."""
+    """Return the parameters of each message. Looking them up one by one in a graph would take compile time."""
     return tuple(ParameterTuple(parameters[i] for i in bucket) for bucket in buckets)
 
 
 def in_runs(parameters: Sequence[Parameter], buckets: Buckets, cuts: Sequence[Cuts]) -> tuple[Runs, ...]:
-    """Return the same, run by run: what `cut` returns goes there."""
+    """Return the parameters of each message in runs, the targets of the result of `cut`."""
     bucketed = zip(in_buckets(parameters, buckets), cuts)
     return tuple(tuple(map(ParameterTuple, runs_of(bucket, cut))) for bucket, cut in bucketed)
 
 
 def runs_of(bucket: Sequence[Any], cuts: Cuts) -> Runs:
-    """Return what a message is made of, run by run."""
+    """Return the parts of a message in runs."""
     each = iter(bucket)
     return tuple(tuple(islice(each, count)) for count in cuts.counts)
 
@@ -124,7 +124,7 @@ def _run_of(rows: Tensor, begin: int, length: int, count: int) -> tuple[Tensor, 
 
 
 def cut(rows: Tensor, cuts: Cuts) -> Runs:
-    """Return the parts of a message, a tensor of shape (ranks, n). Each has that many rows."""
+    """Split a message, a tensor of shape (ranks, n), into its parts. Each part has the same number of rows."""
     runs: Runs = _map(ops.partial(_run, rows), *cuts)
     return runs
 
@@ -162,8 +162,8 @@ class BucketedAllReduce(nn.Cell):
     """Add the buffer's loss and weight and some of its sums over all ranks, in place.
 
     Args:
-        buffer: Whose sums.
-        layout: Which of them, and in which messages.
+        buffer: The buffer of the sums.
+        layout: The reduced sums and their messages.
         rank: Number of this rank.
     """
 
@@ -171,9 +171,9 @@ class BucketedAllReduce(nn.Cell):
         super().__init__(auto_prefix=False)
         self.buffer = buffer
         self.totals = ParameterTuple(buffer.totals())
-        # Where each of them begins in what is sent of all.
+        # The begin of each scalar in the message.
         self.total_begins = tuple(accumulate([value.size for value in self.totals[:-1]], initial=0))
-        # As its own, because a graph knows the attributes of a cell alone.
+        # Copied because a graph can only read attributes of a cell.
         self.buckets, self.cuts, self.ends = layout.buckets, layout.cuts, layout.ends
         self.sums = in_buckets(buffer.sums, layout.buckets)
         self.targets = in_runs(buffer.sums, layout.buckets, layout.cuts)
@@ -183,17 +183,17 @@ class BucketedAllReduce(nn.Cell):
         self.map = ops.HyperMap()
 
     def construct(self, added: Any = ()) -> Done:
-        """Add them up, with what the buffer's `add` has returned if that is part of the same graph."""
+        """Reduce the sums. ``added`` is the result of the buffer's `add` if that is part of the same graph."""
         done: Done = ()
         last: Done = None
         factor = weight = Tensor(1.0, ms.float32)
         if not self.in_float32:
-            # The weight must be exact, and a sum over many rows can be no 16-bit number where its mean is one.
+            # The weight must be exact, and a sum over many rows can overflow 16 bits where its mean does not.
             done = self._put_totals(self.all_reduce(self._flat_totals(added)), 0)
             last = weight = ops.depend(self.buffer.weight + 0.0, done)
             factor = reciprocal(weight)
         for number, bucket in enumerate(self.buckets):
-            # They go with the first message, so that they cost none of their own.
+            # The scalars go with the first message, so that they need none of their own.
             with_totals = number == 0 and self.in_float32
             sums = tuple(self.sums[number]) if len(added) == 0 else pick(added[0], bucket)
             flat = self.map(_flat, sums)
@@ -202,13 +202,13 @@ class BucketedAllReduce(nn.Cell):
             if with_totals:
                 flat += (self._flat_totals(added),)
             if len(flat) > 0:
-                # After the last message, but not after what has come of it is in its place.
+                # It waits for the last message, but not for the assignment of its result.
                 last = self.all_reduce(after(ops.concat(flat), last))
                 done += self._put(number, last, weight, with_totals)
         return done
 
     def _put(self, number: int, total: Tensor, weight: Tensor, with_totals: bool) -> Done:
-        """Assign what has come of a message."""
+        """Assign the result of a message."""
         if not self.in_float32:
             total = ops.cast(total, ms.float32) * weight
         done: Done = ()
@@ -219,7 +219,7 @@ class BucketedAllReduce(nn.Cell):
     def _flat_totals(self, added: Any) -> Tensor:
         flat: tuple[Tensor, ...] = ()
         for i, value in enumerate(self.totals):
-            # Of the loss and the weight there is a newer value.
+            # For the loss and the weight, ``added`` has newer values.
             flat += (added[1 + i].reshape(1) if 0 < len(added) - 1 - i else value.reshape(-1),)
         return ops.concat(flat)
 

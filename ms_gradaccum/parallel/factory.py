@@ -31,7 +31,7 @@ from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, c
 
 
 def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
-    """Return the kind of parallelism, or None for a single process. Raise for one that cannot work here."""
+    """Return the kind of parallelism, or None for a single process. Raise if it is not possible here."""
     check_kind(owner, parallel)
     _check_not_wrapped(owner, network)
     world = current_world(owner)
@@ -48,7 +48,7 @@ def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
 
 def _check_not_wrapped(owner: str, network: Any) -> None:
     cells = network.cells_and_names() if isinstance(network, nn.Cell) else ()
-    # By name: MindSpore before 2.6 has none to import.
+    # Checked by name, because MindSpore before 2.6 has no such class.
     if any(type(cell).__name__ == "DistributedDataParallel" for _, cell in cells):
         rule, got = "one whose gradients nothing else adds up over the processes", "a DistributedDataParallel in it"
         raise ValueError(
@@ -70,7 +70,7 @@ def _check_auto_parallel(owner: str, network: AutoParallel) -> None:
 
 
 def _settings_of(network: AutoParallel) -> Any:
-    """Return our kind of parallelism for what was set on an AutoParallel, whose own needs another device."""
+    """Return the kind of parallelism for the settings of an AutoParallel on CPU, where it cannot run itself."""
     if not network._enable_parallel_optimizer:
         return DataParallel()
     level = network._optimizer_level
@@ -86,16 +86,16 @@ def build_reducers(
     drop_non_finite: bool = False,
     dtype: Any = ms.float32,
 ) -> list[GradientReducer]:
-    """Return, per optimizer, its buffer and what becomes of it in this world. All ranks start alike. Collective.
+    """Return the reducer of each optimizer, with its buffer, after all ranks have agreed on settings. Collective.
 
     Args:
         owner: Class name used in error messages.
         kind: The kind of parallelism, or None for one process.
         network: The GradAccumulation.
         optimizers: The optimizers of its parameters.
-        agreed: What all ranks must have been told alike.
-        drop_non_finite: Whether micro batches can be left out.
-        dtype: In which the ranks add up gradients.
+        agreed: Settings that must be equal on all ranks.
+        drop_non_finite: True if micro batches can be left out.
+        dtype: The dtype in which the ranks reduce gradients.
     """
     if kind is not None:
         _agree(owner, kind, network, optimizers, agreed)
@@ -121,7 +121,7 @@ def _buffer_of(optimizer: nn.Cell, shapes: Any, totals: WindowTotals) -> Gradien
 
 
 def _agree(owner: str, kind: Any, network: Any, optimizers: Sequence[nn.Cell], agreed: dict[str, Any]) -> None:
-    """Raise on all ranks where they were told different things, before one waits for the others. Collective."""
+    """Raise on all ranks if their settings differ, before one waits for the others. Collective."""
     settings = {
         "the training cell": owner,
         "mode": "GRAPH_MODE" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE_MODE",
@@ -136,7 +136,7 @@ def _agree(owner: str, kind: Any, network: Any, optimizers: Sequence[nn.Cell], a
 
 
 def _check_sent(owner: str, kind: Any, network: Any, optimizer: nn.Cell, dtype: Any) -> None:
-    """Raise where the ranks cannot send what they would have to."""
+    """Raise if the ranks cannot reduce these gradients."""
     check_sent(owner, dtype)
     check_parameters_sent(owner, optimizer.parameters)
     if kind.sync_each_batch:
@@ -183,14 +183,14 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
 
 
 def reducer_layout(kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32) -> ReducerLayout:
-    """Return what the ranks keep and send of the gradients of ``tensors``, of which `shape` and `itemsize` are read.
+    """Return the layout of the gradients of ``tensors``, from their `shape` and `itemsize`.
 
     Args:
         kind: The kind of parallelism, None for one process.
-        tensors: What the gradients belong to.
+        tensors: The parameters of the gradients.
         world: All ranks.
-        scalars: Numbers that are added up beside the sums: the loss, the weight.
-        dtype: In which the ranks add up gradients.
+        scalars: Number of scalars that are reduced besides the sums: the loss, the weight.
+        dtype: The dtype in which the ranks reduce gradients.
     """
     kind = DataParallel() if kind is None else kind
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)

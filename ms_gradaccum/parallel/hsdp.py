@@ -1,4 +1,4 @@
-"""HSDP: optimizer state and reduced gradients exist once per shard group, replicated over groups."""
+"""HSDP: optimizer state and reduced gradients are sharded inside a group and replicated over groups."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _OWNER = "HSDP"
 
 
 class HSDPReducer(ShardedReducer):
-    """The optimizer and its state are sharded too. It was built for whole parameters and is taken over."""
+    """Reducer that also shards the optimizer, which was built for whole parameters, and its state."""
 
     takes_sums = True
 
@@ -37,7 +37,7 @@ class HSDPReducer(ShardedReducer):
         self.own_in_buckets, self.wholes_in_runs = shards.in_buckets(self.parameters), shards.in_runs(whole)
         for item in state:
             self.show_whole(item)
-        # The network's own weights are saved and loaded; their slices follow them before each update.
+        # The network's whole parameters are saved and loaded; the slices are updated from them before each update.
         self.hidden |= {id(self.parameters[i]) for i in shards.sharded}
 
     def replicas(self) -> tuple[Parameter, ...]:
@@ -47,7 +47,7 @@ class HSDPReducer(ShardedReducer):
         return grads
 
     def before_update(self) -> Done:
-        # The network's weights are the truth: a checkpoint may have been loaded into them since the last update.
+        # The network's parameters take precedence: a checkpoint may have been loaded since the last update.
         return self.shards.assign_own(self.own, self.wholes)
 
     def after_update(self, updated: Done) -> Done:
@@ -55,7 +55,7 @@ class HSDPReducer(ShardedReducer):
 
 
 def check_shardable(optimizer: nn.Cell) -> None:
-    """Raise unless each row of a parameter can be updated from that row of the gradient and of the state."""
+    """Raise unless each row of a parameter can be updated from the same row of the gradient and the state."""
     remedy = "Use an optimizer that works element by element, or DataParallel()."
     if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
         got = f"{type(optimizer).__name__}, which looks at whole parameters"
@@ -76,15 +76,15 @@ def _matching(optimizer: nn.Cell, shapes: list[Any]) -> list[ParameterTuple]:
 
 
 def shard_optimizer(optimizer: nn.Optimizer, shards: Shards) -> list[Parameter]:
-    """Replace the parameters that are sharded, and the state that belongs to them, by slices. Return the state's."""
+    """Replace sharded parameters and their optimizer state by slices. Return the slices of the state."""
     shapes = [parameter.shape for parameter in optimizer.parameters]
     parameters = {id(parameter) for parameter in optimizer.parameters}
-    # A parameter can be in several tuples and must stay one.
+    # A parameter can be in several tuples and must have one slice.
     slices: dict[int, Parameter] = {}
     for value in _matching(optimizer, shapes):
         for i in shards.sharded:
             if id(value[i]) not in slices:
-                # The network has a weight of that name; nothing else has the state's.
+                # The network has a parameter of that name; the names of the state are unique.
                 name = f"shard.{value[i].name}" if id(value[i]) in parameters else value[i].name
                 values = Tensor(shards.cut(value[i].asnumpy()))
                 slices[id(value[i])] = Parameter(values, name, requires_grad=value[i].requires_grad)
@@ -96,7 +96,7 @@ def shard_optimizer(optimizer: nn.Optimizer, shards: Shards) -> list[Parameter]:
         group["params"] = [slices.get(id(item), item) for item in group["params"]]
     for name, item in list(optimizer._params.items()):
         if id(item) in slices:
-            # The whole state must go, or nothing is saved.
+            # The whole state must be deleted, or no memory is saved.
             del optimizer._params[name]
             optimizer._params[slices[id(item)].name] = slices[id(item)]
     return [item for key, item in slices.items() if key not in parameters]

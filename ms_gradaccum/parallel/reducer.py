@@ -1,4 +1,4 @@
-"""Reduce the sums of a window over the ranks: nothing in one process; what all kinds of several have in common."""
+"""Reduction of the sums of a window over the ranks: the interface, and data parallelism."""
 
 from typing import Any
 
@@ -21,46 +21,46 @@ class GradientReducer(nn.Cell):
     """
 
     several = False
-    # Whether the ranks meet in each micro batch, and not in each update alone.
+    # True if the ranks communicate in each micro batch and not only in each update.
     every_batch = False
-    # Whether the optimizer takes the sums as they are, see `for_optimizer`.
+    # True if the optimizer takes the sums unchanged, see `for_optimizer`.
     takes_sums = True
 
     def __init__(self, parameters: ParameterTuple, buffer: GradientBuffer) -> None:
         super().__init__(auto_prefix=False)
-        # What the optimizer updates, and the sums of its gradients after `reduce`.
+        # The parameters of the optimizer, and the sums of their gradients after `reduce`.
         self.parameters = parameters
         self.sums = buffer.sums
         self.buffer = buffer
-        # Whether the ranks add up the sums while the last micro batch's backward pass goes on.
+        # True if the ranks reduce the sums during the backward pass of the last micro batch.
         self.overlaps = False
-        # By name, what makes the whole of a parameter of which this rank has a part.
+        # For each sharded parameter, by name, the function that gathers its whole value.
         self.gathers: dict[str, Any] = {}
 
     def messages(self, norm_passes: int = 1) -> Traffic:
-        """Return what this rank sends, if the norms of the window's gradients are taken so many times."""
+        """Return the messages of this rank for a number of passes over the gradients for norms."""
         return Traffic()
 
     def most(self, count: int) -> int:
-        """Return the largest of the ranks' counts. Called by the host."""
+        """Return the maximum of ``count`` over the ranks. Called by the host."""
         return count
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
-        """Return where this rank's rows begin in those of all, how many these are, and the tensors of all of them."""
+        """Return the begin of this rank's rows among all rows, the number of all rows, and the gathered tensors."""
         return 0, rows, tensors
 
     def max_micro_batches(self, micro_batches: int) -> int:
-        """Return how many micro batches the rank with the most of them has in this batch. Called by the host."""
+        """Return the maximum number of micro batches of a rank in this batch. Called by the host."""
         return micro_batches
 
     def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what is added into the buffer for the gradients of one micro batch."""
+        """Return the gradients of one micro batch as they are added into the buffer."""
         return grads
 
     def reduce(self, added: Any = ()) -> Done:
-        """Add the buffer's loss and weight and its sums over the ranks, the latter into `sums`.
+        """Reduce the buffer's loss, weight and sums over the ranks, the latter into `sums`.
 
-        ``added`` is what the buffer's last `add` has returned, if that is part of the same graph.
+        ``added`` is the result of the buffer's last `add` if that is part of the same graph.
         """
         return ()
 
@@ -73,47 +73,47 @@ class GradientReducer(nn.Cell):
         return self.all_reduce_squares(squares_of(grads, self.buffer.chunks))
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
-        """Return the same for the whole gradients, of which this rank may have parts."""
+        """Reduce the squares of shards to those of whole gradients."""
         return squares
 
     def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the gradients as the optimizer takes them."""
+        """Return the gradients in the form that the optimizer takes."""
         return grads
 
     def before_update(self) -> Done:
-        """Bring `parameters` up to date with what the network has."""
+        """Update `parameters` from those of the network."""
         return ()
 
     def after_update(self, updated: Done) -> Done:
-        """Give the network the weights that the optimizer has changed."""
+        """Distribute the updated parameters to the network."""
         return updated
 
     def send_again(self, done: Done) -> Done:
-        """Send what an update sends, in its order, without the update; for one norm. The buffer must be empty.
+        """Send the messages of an update, for one norm, without the update. The buffer must be empty.
 
-        Sums of zeros are zeros, and weights that are gathered are what they were.
+        Sums of zeros stay zeros, and gathered parameters are unchanged.
         """
         return done
 
     def check_replicas(self) -> None:
-        """Raise if the ranks' weights differ, when asked to look. Called by the host after each update."""
+        """With `check_weights`, raise if the ranks' parameters differ. Called by the host after each update."""
 
     def replicas(self) -> tuple[Parameter, ...]:
-        """Return the whole weights, which all ranks have."""
+        """Return the whole parameters, which all ranks have."""
         return tuple(self.parameters)
 
     def saved(self, parameter: Parameter) -> Parameter | None:
-        """Return what a checkpoint holds for ``parameter``; None for nothing."""
+        """Return the parameter that a checkpoint holds in place of ``parameter``, or None."""
         return parameter
 
 
 class DataParallelReducer(GradientReducer):
-    """Each rank has a replica of the parameters, and all add up all sums at the end of a window.
+    """Reducer for ranks with replicas of the parameters, which all-reduce the sums at the end of a window.
 
     Args:
-        optimizer: What updates the parameters.
+        optimizer: The optimizer of the parameters.
         buffer: The sums of their gradients on this rank.
-        layout: What is sent, and in which messages.
+        layout: The layout of the messages.
         rank: Number of this rank.
         settings: The kind of parallelism.
     """

@@ -1,4 +1,4 @@
-"""The settings of semi-auto-parallel: where the compiler partitions a step, and with what it would go wrong."""
+"""Settings of semi-auto-parallel, in which the compiler partitions a step, and their checks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ class _Settings(NamedTuple):
 
 
 class SemiAuto:
-    """The compiler's own parallelism, set by an AutoParallel or, without one, already in MindSpore's context."""
+    """Semi-auto-parallel, set by an AutoParallel or, without one, in MindSpore's context."""
 
     def __init__(self, network: nn.Cell) -> None:
         self.auto_parallel = network if isinstance(network, AutoParallel) else None
@@ -46,14 +46,14 @@ class SemiAuto:
         drop_non_finite: bool = False,
         dtype: Any = ms.float32,
     ) -> None:
-        """Raise for settings with which the mean over all rows would be wrong, or nothing could work."""
+        """Raise for settings that are not supported or would give a wrong mean over rows."""
         _check_settings(self._settings())
         one_gradient = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
         larger = "Give larger batches and a larger micro_size: the compiler accumulates inside one call."
         apart = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
         for_all, by_group = "Use ClipByGlobalNorm or ClipByValue.", isinstance(clip, ClipByGroupNorm)
         messages = "one of float32 messages", f"reduce_dtype={dtype}", "The compiler chooses what it sends."
-        # What is refused, the argument, and what its error says.
+        # The conditions, the arguments, and the parts of the errors.
         for is_refused, name, rule, got, remedy in (
             (accumulation_steps > 1, "accumulation_steps", "1", accumulation_steps, larger),
             (network.is_cached, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
@@ -81,7 +81,7 @@ class SemiAuto:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Compile with these settings, and leave none behind with which nothing else compiles."""
+        """Compile with these settings inside this context, and reset them afterwards."""
         # Model has set them already, for all that it compiles.
         outside = self.auto_parallel is not None and not in_semi_auto()
         try:
@@ -100,7 +100,7 @@ class SemiAuto:
 def _warn_of_losses(network: Any) -> None:
     """Warn of losses that are not reported."""
     if network.losses is not None:
-        # The compiler follows one output of the forward, and the loss is that.
+        # The compiler follows one output of the forward pass, which is the loss.
         warn(
             f"For 'GradAccumulation', losses={network.losses!r} trains in semi-auto-parallel as elsewhere, but "
             f"StepOutput.other_losses stays empty there. To see the further losses, evaluate the network on a batch, "
@@ -109,7 +109,7 @@ def _warn_of_losses(network: Any) -> None:
 
 
 def _check_all_are_trained(network: nn.Cell, optimizer: nn.Cell) -> None:
-    """Raise unless the optimizer has all trainable parameters: the compiler looks for sums of each of them."""
+    """Raise unless the optimizer has all trainable parameters: the compiler expects an accumulator for each of them."""
     trained = {id(parameter) for parameter in optimizer.parameters}
     left_out = [parameter.name for parameter in network.trainable_params() if id(parameter) not in trained]
     if left_out:
@@ -120,10 +120,10 @@ def _check_all_are_trained(network: nn.Cell, optimizer: nn.Cell) -> None:
 
 
 def _refuse_first_cast(error: RuntimeError) -> None:
-    """Say what to do if the compiler has stopped at the cast of a weight.
+    """Raise an error with a remedy if the compiler has failed at the cast of a parameter.
 
-    It takes the first operator with a weight for the one whose backward pass ends a micro batch. If that is the cast
-    of the weight to 16 bits, which all micro batches share, it finds no micro batch for it.
+    It takes the first operator with a parameter for the one whose backward pass ends a micro batch. If that is the
+    cast of the parameter to 16 bits, which all micro batches share, it finds no micro batch for it.
     """
     if "Cannot find micro info" in str(error):
         rule = "one whose first operator with a weight takes it as it is, in semi-auto-parallel"
@@ -132,17 +132,17 @@ def _refuse_first_cast(error: RuntimeError) -> None:
 
 
 def in_semi_auto() -> bool:
-    """Return whether what is compiled now will be partitioned."""
+    """Return whether a graph that is compiled now will be partitioned."""
     return auto_parallel_context().get_parallel_mode() in _MODES
 
 
 def is_semi_auto(network: nn.Cell) -> bool:
-    """Return whether ``network`` is for the compiler's parallelism, which knows no CPU."""
+    """Return whether ``network`` is for semi-auto-parallel, which does not support CPU."""
     return device_target() != "CPU" and (isinstance(network, AutoParallel) or in_semi_auto())
 
 
 def forget_accumulation() -> None:
-    """Let a network without accumulation compile again: the compiler remembers the last number of micro batches."""
+    """Reset the compiler's number of micro batches, so that a network without accumulation compiles again."""
     if auto_parallel_context().get_grad_accumulation_step() > 1:
         auto_parallel_context().set_grad_accumulation_step(1)
 
@@ -169,7 +169,7 @@ def _check_settings(settings: _Settings) -> None:
 
 @_primexpr
 def check_compiling(partitioned: bool) -> None:
-    """Raise if a step is compiled for another world than the one that it was built for."""
+    """Raise if a step is compiled with another kind of parallelism than it was built for."""
     if partitioned and not in_semi_auto():
         got = "a graph around it that is compiled without the settings of its AutoParallel"
         remedy = "Give Model(AutoParallel(network), optimizer=optimizer)."
@@ -185,8 +185,8 @@ def check_compiling(partitioned: bool) -> None:
 
 @_primexpr
 def gradient_is_returned(micro_size: int) -> bool:
-    """Return whether the reduced gradient is what the gradient operator returns; else the accumulators hold it.
+    """Return whether the gradient operator returns the reduced gradient. Otherwise the accumulators hold it.
 
-    Asked for while compiling: a cell can be built before the settings are in force.
+    It is evaluated during compilation, since a cell can be built before the settings are in force.
     """
     return micro_size == 1 or _get_enable_parallel_optimizer()

@@ -1,4 +1,4 @@
-"""Shards: each rank of a group holds its rows of the tensors that divide, and all of the others."""
+"""Shards: each rank of a group holds its rows of the tensors that can be divided, and the others whole."""
 
 from typing import Any
 
@@ -30,10 +30,10 @@ from ms_gradaccum.parallel.reducer import DataParallelReducer
 
 
 class Shards(nn.Cell):
-    """Moves a tuple of tensors, one per weight, between whole and sharded, in few fused messages.
+    """Converts a tuple of tensors, one per parameter, between whole and sharded, in few fused messages.
 
     Args:
-        layout: What is sharded over the ranks of a group, and in which messages.
+        layout: The sharded tensors and their messages.
         rank: Number of this rank.
     """
 
@@ -46,7 +46,7 @@ class Shards(nn.Cell):
         self.size, self.index, self.groups = size, group.index, layout.replicas.size
         self.is_sharded, self.sharded, self.shapes = layout.is_sharded, layout.sharded, layout.shapes
         self.is_part = Tensor(layout.is_sharded)
-        # As its own, because a graph knows the attributes of a cell alone.
+        # Copied because a graph can only read attributes of a cell.
         self.buckets, self.cuts = layout.buckets, layout.cuts
         # Of each tensor its run and its place there, in the runs of those that were moved and then one of all tensors.
         runs = [run for bucket, cuts in zip(layout.buckets, layout.cuts) for run in runs_of(bucket, cuts)]
@@ -58,11 +58,11 @@ class Shards(nn.Cell):
         self.all_reduce_world = AllReduce(Group(layout.world, rank))
 
     def in_buckets(self, parameters: Any) -> tuple[ParameterTuple, ...]:
-        """Return the parameters, one per weight, of each message."""
+        """Return the parameters of each message."""
         return in_buckets(parameters, self.buckets)
 
     def in_runs(self, parameters: Any) -> tuple[Runs, ...]:
-        """Return the same, run by run: what comes of a message goes there."""
+        """Return the parameters of each message in runs, the targets of its result."""
         return in_runs(parameters, self.buckets, self.cuts)
 
     def scatter_bucket(self, wholes: tuple[Tensor, ...], weight: Tensor, last: Done) -> Tensor:
@@ -79,18 +79,18 @@ class Shards(nn.Cell):
         return total.reshape(1, -1)
 
     def gather_bucket(self, shards: tuple[Tensor, ...], last: Done) -> Tensor:
-        """Return the whole tensors of which each rank of the group has these shards, in one tensor, a row per rank."""
+        """Gather the whole tensors of these shards in one tensor with a row per rank."""
         return self.all_gather_rows(after(ops.concat(self.map(_as_flat, shards)), last))
 
     def reduce_scatter(self, wholes: tuple[Tensor, ...], likes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the shards of the sums over all ranks, in float32; tensors that are kept whole as they are.
+        """Return the shards of the sums over all ranks, in float32, and the tensors that are kept whole unchanged.
 
-        They have the shapes of ``likes``: to compute these in a graph takes the compiler longer than all else.
+        They have the shapes of ``likes``, since computing shapes in a graph would dominate the compile time.
         """
         last: Done = None
         runs: Runs = ()
         for number, bucket in enumerate(self.buckets):
-            # By no weight: that of a micro batch is its own on each rank.
+            # The weight here is 1: a micro batch has another weight on each rank, so its sums are sent undivided.
             last = self.scatter_bucket(pick(wholes, bucket), Tensor(1.0, ms.float32), last)
             runs += cut(last, self.cuts[number])
         return self._in_order(runs, wholes, likes)
@@ -108,7 +108,7 @@ class Shards(nn.Cell):
         return self._in_order(runs, shards, likes)
 
     def _in_order(self, runs: Runs, others: tuple[Tensor, ...], likes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return what was moved, and of ``others`` those that were not."""
+        """Return the communicated tensors and, of ``others``, those that were not communicated, in order."""
         moved = self.map(ops.partial(_pick_part, (*runs, others)), *self.runs_and_places)
         in_shape: tuple[Tensor, ...] = self.map(_shaped, moved, likes)
         return in_shape
@@ -140,7 +140,7 @@ class Shards(nn.Cell):
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
         """Return the sum of the squares of each whole tensor for those of the shards, a float32 tensor."""
-        # Over all ranks, though each group has all shards: so every rank gets the same bits.
+        # Reduced over all ranks, although each group has all shards, so that every rank gets the same bits.
         wholes = self.all_reduce_world(ops.select(self.is_part, squares, ops.zeros_like(squares))) / self.groups
         return ops.select(self.is_part, wholes, squares)
 
@@ -150,9 +150,9 @@ class Shards(nn.Cell):
         return values[self.index * rows : (self.index + 1) * rows]
 
     def whole_view(self, shard: Parameter) -> Parameter:
-        """Return what a checkpoint sees in place of a shard: a parameter of the whole shape that holds nothing.
+        """Return the stand-in of a shard in checkpoints: a parameter of the whole shape without memory.
 
-        What is loaded into it goes into the shard; to save it, `gather_values` is called in its place.
+        Loading into it loads the shard; to save it, `gather_values` is called instead.
         """
         with no_init_parameters():
             zeros = initializer("zeros", self._whole_shape(shard), shard.dtype)
@@ -167,7 +167,7 @@ class Shards(nn.Cell):
         return view
 
     def gather_values(self, shard: Parameter) -> Tensor:
-        """Return the whole values of a parameter of which each rank of the group has a shard. Collective."""
+        """Gather the whole values of a sharded parameter. Collective."""
         with graph_mode():
             rows = self.all_gather_rows(ops.cast(shard, ms.float32).reshape(-1))
         return ops.cast(rows.reshape(self._whole_shape(shard)), shard.dtype)
@@ -189,7 +189,7 @@ _as_flat = ops.MultitypeFuncGraph("as_flat")
 
 @_as_flat.register("Tensor")
 def _one_as_flat(shard: Tensor) -> Tensor:
-    # As float32, which every backend sends and which holds 16-bit values exactly.
+    # Sent as float32, which every backend supports and which represents 16-bit values exactly.
     return ops.cast(shard, ms.float32).reshape(-1)
 
 
@@ -219,10 +219,10 @@ def _assign_rows_of_one(index: int, shard: Parameter, whole: Tensor) -> Tensor:
 
 
 class ShardedReducer(DataParallelReducer):
-    """The sums are sharded when the window ends, or with each micro batch; the optimizer takes whole gradients.
+    """Reducer that shards the sums at the end of a window or of each micro batch; the optimizer takes whole gradients.
 
     Args:
-        shards: What shards them.
+        shards: The conversion between whole and sharded tensors.
         optimizer, buffer, layout, rank, settings: See `DataParallelReducer`.
     """
 
@@ -240,15 +240,15 @@ class ShardedReducer(DataParallelReducer):
         super().__init__(optimizer, buffer, layout, rank, settings)
         self.shards = shards
         self.every_batch = settings.sync_each_batch
-        # What a checkpoint sees in place of a parameter, by its id, and what it does not see.
+        # The stand-ins of parameters in checkpoints, by id, and the parameters that checkpoints do not see.
         self.views: dict[int, Parameter] = {}
         self.hidden: set[int] = set()
         if self.every_batch:
-            # The buffer has nothing but shards.
+            # The buffer has only shards.
             for i in shards.sharded:
                 self.show_whole(buffer.sums[i])
             return
-        # The sums of sharded gradients go to shards of their own, the others stay where they are.
+        # The sums of sharded gradients are reduced into separate shards, the others in place.
         self.sums = ParameterTuple(
             zeros(f"accu_grads.shard.{total.name}", shards.shapes[i]) if shards.is_sharded[i] else total
             for i, total in enumerate(buffer.sums)
@@ -257,7 +257,7 @@ class ShardedReducer(DataParallelReducer):
         self.sums_in_buckets, self.shards_in_runs = shards.in_buckets(buffer.sums), shards.in_runs(self.sums)
 
     def show_whole(self, shard: Parameter) -> None:
-        """Let checkpoints see the whole of what ``shard`` is a part of."""
+        """Make checkpoints see the whole tensor of ``shard``."""
         self.views[id(shard)] = self.shards.whole_view(shard)
         self.gathers[shard.name] = lambda _: self.shards.gather_values(shard)
 

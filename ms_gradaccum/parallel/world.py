@@ -1,4 +1,4 @@
-"""The processes of a job: how many there are, whether they agree, and what they hold."""
+"""The processes of a job: rank and size, agreement, and exchange of values."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ class World(NamedTuple):
 
 
 def current_world(owner: str) -> World:
-    """Return the rank and number of processes, or say that ``init()`` is missing in a job of several."""
+    """Return the rank and the number of processes. Raise if ``init()`` was not called in a job of several."""
     if GlobalComm.INITED:
         return World(get_rank(), get_group_size())
     started = int(os.getenv("MS_WORKER_NUM", "1")) if os.getenv("MS_ROLE") == "MS_WORKER" else 1
@@ -53,7 +53,7 @@ class _Broadcast(nn.Cell):
 
 
 def gather_values(value: Any) -> list[Any]:
-    """Return each rank's ``value``, anything that JSON holds, in the order of the ranks. Collective."""
+    """Return each rank's ``value``, of types of JSON, in the order of the ranks. Collective."""
     data = json.dumps(value).encode()
     lengths = gather_counts(len(data))
     padded = np.frombuffer(data.ljust(-(-max(lengths) // 4) * 4), np.int32)
@@ -67,14 +67,14 @@ def gather_counts(count: int) -> list[int]:
 
 
 def _gather_words(values: Any) -> Any:
-    """Return the int32 ``values`` of all ranks. The collectives of every backend know this type, and no bit changes."""
+    """Return the int32 ``values`` of all ranks. The collectives of every backend send this dtype exactly."""
     with graph_mode():
         return _the(_Gather)(Tensor(values)).asnumpy()
 
 
 @cache
 def _the(kind: type[nn.Cell]) -> nn.Cell:
-    """Return the one cell of a kind, which keeps what it has compiled."""
+    """Return the only instance of a cell class, which keeps its compiled graphs."""
     return kind()
 
 
@@ -86,7 +86,7 @@ def check_agreement(owner: str, settings: dict[str, Any]) -> None:
     everyone = gather_values(settings)
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name) for theirs in everyone]
-        # By their text, in which a NaN is equal to itself.
+        # The texts are compared because a NaN is not equal to itself.
         rank = next((rank for rank, value in enumerate(values) if repr(value) != repr(values[0])), 0)
         if rank:
             raise ValueError(
@@ -96,10 +96,10 @@ def check_agreement(owner: str, settings: dict[str, Any]) -> None:
 
 
 def warn_of_same_data(owner: str, first_batch: bytes) -> None:
-    """Warn if ranks have begun with the same batch, by its hash; b"" for a rank that had none. Collective."""
+    """Warn if ranks have started with the same batch, by its hash; b"" for a rank without one. Collective."""
     own = np.frombuffer(first_batch[:8].ljust(8, b"\0"), np.int32)
     hashes = [row.tobytes() for row in _gather_words(own).reshape(-1, 2)]
-    # Of the largest such group.
+    # The largest such group is named.
     groups = [[rank for rank, other in enumerate(hashes) if other == each] for each in hashes if any(each)]
     same = max(groups, key=len, default=[])
     if len(same) > 1:
@@ -120,7 +120,7 @@ def digest(parameters: Any) -> str:
 
 
 def check_equal(owner: str, parameters: Any) -> None:
-    """Raise on every rank if the ranks' values are not the same bit for bit. Collective."""
+    """Raise on every rank if the ranks' values are not equal bit for bit. Collective."""
     digests = gather_values(digest(parameters))
     strangers = [rank for rank, value in enumerate(digests) if value != digests[0]]
     if strangers:
@@ -131,7 +131,7 @@ def check_equal(owner: str, parameters: Any) -> None:
 
 
 def broadcast_parameters(parameters: Any) -> bool:
-    """Give all ranks the values of rank 0 if they differ; return whether they did. Collective."""
+    """Broadcast the values of rank 0 if the ranks differ, and return whether they did. Collective."""
     parameters = list(parameters)
     digests = gather_values(digest(parameters))
     if len(set(digests)) == 1:
@@ -139,7 +139,7 @@ def broadcast_parameters(parameters: Any) -> bool:
     for parameter in parameters:
         values = parameter.asnumpy()
         with graph_mode():
-            # As words: they arrive whole whatever the dtype.
+            # Sent as words, which keeps every dtype exact.
             sent = _the(_Broadcast)(Tensor(_as_words(values.reshape(1, -1))[0])).asnumpy()
         received = sent.tobytes()[: values.nbytes]
         parameter.set_data(Tensor(np.frombuffer(received, values.dtype).reshape(values.shape)))
@@ -147,10 +147,10 @@ def broadcast_parameters(parameters: Any) -> bool:
 
 
 def gather_rows(owner: str, arrays: list[Any]) -> tuple[int, int, list[Any]]:
-    """Return where the rows of this rank begin among those of all, how many these are, and the arrays of all of them.
+    """Return the begin of this rank's rows among all rows, the number of all rows, and the gathered arrays.
 
-    A rank without rows gives no arrays and gets none. Collective, two messages: each rank's numbers of rows and of
-    values in a row, and the rows, padded to the most that a rank has.
+    A rank without rows gives no arrays and gets none. Collective, in two messages: the numbers of rows and of values
+    per row of each rank, and the rows, padded to the maximum.
     """
     columns = [_as_words(array) for array in arrays]
     rows = np.concatenate(columns, axis=1) if columns else np.zeros((0, 0), np.int32)
@@ -172,7 +172,7 @@ def gather_rows(owner: str, arrays: list[Any]) -> tuple[int, int, list[Any]]:
 
 
 def _as_words(array: Any) -> Any:
-    """Return rows as int32, from which `_from_words` makes the same bits again."""
+    """Return rows as int32, which `_from_words` converts back exactly."""
     flat = np.ascontiguousarray(array).reshape(len(array), -1)
     if flat.dtype.itemsize % 4:
         flat = flat.view(np.uint8)
