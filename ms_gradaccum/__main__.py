@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,37 +18,61 @@ _FOUND = "ms_gradaccum_test.json"
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the command and its arguments."""
-    parser = argparse.ArgumentParser(prog=_PROGRAM, description="Gradient accumulation for MindSpore.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    plot = commands.add_parser("plot", help="draw loss, learning rate and norms of MetricsLogger's files into a PNG")
-    plot.add_argument("runs", nargs="+", metavar="run.jsonl", help="files that MetricsLogger has written")
-    plot.add_argument("-o", "--output", help="the PNG; by default the first file's name with .png")
-    micro_size = commands.add_parser("micro-size", help="print the smallest micro_size that fits into a memory limit")
-    micro_size.add_argument(
-        "build", metavar="train.py:build", help="a function that returns (network, optimizer, batch); or module:build"
+    more = f"{_PROGRAM} COMMAND --help has the arguments of a command, and an example."
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description="Gradient accumulation for MindSpore.", epilog=more)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, summary: str, example: str) -> Callable[..., argparse.Action]:
+        raw, epilog = argparse.RawDescriptionHelpFormatter, f"example:\n  {_PROGRAM} {name} {example}".rstrip()
+        command = commands.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=epilog, formatter_class=raw
+        )
+        return command.add_argument
+
+    _add_test(add("test", "train small networks here and compare with the whole batch", "--device CPU --workers 2"))
+    summary, example = (
+        "print the smallest micro_size that fits into a memory limit",
+        "train.py:build --memory-limit 4GiB",
     )
-    micro_size.add_argument("--memory-limit", required=True, metavar="4GiB", help="of one process, on its device")
-    micro_size.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one measurement")
-    simulation = commands.add_parser("simulate", help="compile a step for several devices on this machine")
-    simulation.add_argument(
-        "build", metavar="train.py:build", help="a function that returns (step, batch); or module:build"
-    )
-    simulation.add_argument("--devices", type=int, default=8, metavar="N", help="of the job; default: 8")
-    simulation.add_argument("--target", default="GPU", help="the kind of device; default: GPU")
-    simulation.add_argument("--run", action="store_true", help="train three updates on as many CPU processes, too")
-    simulation.add_argument("--no-compare", action="store_true", help="leave MindSpore's own cell out")
-    simulation.add_argument("--json", metavar="FILE", help="where to write what was found; - is the standard output")
-    simulation.add_argument("--plot", metavar="PNG", help="where to draw the bytes by kind")
-    simulation.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of all of it")
-    test = commands.add_parser("test", help="train small networks on this machine and compare with the whole batch")
-    test.add_argument("--device", choices=("CPU", "GPU", "Ascend"), help="by default the one that MindSpore takes here")
-    test.add_argument(
-        "--workers", type=int, default=2, metavar="N", help="processes of the jobs; 1: no job; default: 2"
-    )
-    test.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one of its cells")
-    test.add_argument("--output", default=_FOUND, metavar="FILE", help=f"where to write JSON; default: {_FOUND}, here")
-    commands.add_parser("env", help="print versions, device, modes, and what this machine can and cannot do")
+    _add_micro_size(add("micro-size", summary, example))
+    summary, example = "compile a step for several devices on this machine", "train.py:build --devices 8 --run"
+    _add_simulate(add("simulate", summary, example))
+    option = add("plot", "draw the files of MetricsLogger into a PNG", "run.jsonl other.jsonl -o runs.png")
+    option("runs", nargs="+", metavar="run.jsonl", help="files that MetricsLogger has written")
+    option("-o", "--output", metavar="PNG", help="the picture; default: the first file's name with .png")
+    add("env", "print versions, device, modes, and what this machine can and cannot do", "")
     return parser.parse_args(arguments)
+
+
+def _add_test(option: Callable[..., argparse.Action]) -> None:
+    devices, workers = ("CPU", "GPU", "Ascend"), "processes of the jobs, 1 for no job; default: %(default)s"
+    option("--device", choices=devices, help="the kind of device; default: the one that MindSpore takes here")
+    option("--workers", type=int, default=2, metavar="N", help=workers)
+    option("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one of its cells; default: %(default)g")
+    option("--output", default=_FOUND, metavar="FILE", help="where to write JSON; default: %(default)s, here")
+
+
+def _add_micro_size(option: Callable[..., argparse.Action]) -> None:
+    build = "a function that returns (network, optimizer, batch); or module:build"
+    option("build", metavar="train.py:build", help=build)
+    limit = "of one process, on its device, such as 512MiB or 4GiB; required"
+    option("--memory-limit", required=True, metavar="SIZE", help=limit)
+    option("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one measurement; default: %(default)g")
+
+
+def _add_simulate(option: Callable[..., argparse.Action]) -> None:
+    option("build", metavar="train.py:build", help="a function that returns (step, batch); or module:build")
+    option("--devices", type=int, default=8, metavar="N", help="how many the job has; default: %(default)s")
+    option("--target", default="GPU", metavar="KIND", help="the kind of device, of which there is one; default: GPU")
+    option(
+        "--run", action="store_true", help="train three updates on as many CPU processes, too; default: compile only"
+    )
+    option("--no-compare", action="store_true", help="leave MindSpore's own cell out; default: compile it too")
+    option(
+        "--json", metavar="FILE", help="where to write JSON, - for standard output; default: none, a table is printed"
+    )
+    option("--plot", metavar="PNG", help="where to draw the bytes by kind; default: no picture")
+    option("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of all of it; default: %(default)g")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """``python -m ms_gradaccum``: pictures and facts."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ms_gradaccum.__main__ import main
+from ms_gradaccum.__main__ import main, parse
 from ms_gradaccum.backend.kernels import has_kernels
 from ms_gradaccum.tools import environment
 from ms_gradaccum.tools.build_source import check_build
@@ -201,6 +202,44 @@ def test_a_build_that_can_be_there_is_not_refused(text, tmp_path, monkeypatch):
     for build in ("train.py:build", "train.py:build.inner", "train:build", "__main__:build", "no place"):
         check_build("simulate", build)
     assert "beside" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "command, arguments",
+    [
+        ("test", ["--device", "--workers N", "--timeout SECONDS", "--output FILE"]),
+        ("micro-size", ["train.py:build", "--memory-limit SIZE", "--timeout SECONDS"]),
+        ("simulate", "train.py:build,--devices N,--target KIND,--run,--no-compare,--json FILE,--plot PNG".split(",")),
+        ("plot", ["run.jsonl", "-o"]),
+        ("env", []),
+    ],
+)
+def test_help_has_each_argument_its_default_and_an_example(command, arguments, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert raised.value.code == 0 and text.startswith(f"usage: python -m ms_gradaccum {command} ")
+    # An argument and its help, which may be on several lines.
+    entries = [" ".join(entry.split("\n\n")[0].split()) for entry in re.split(r"\n  (?=\S)", text)]
+    said = {argument: next(entry for entry in entries if entry.startswith(argument)) for argument in arguments}
+    for argument, entry in said.items():
+        assert re.search("required$|default: .+$" if argument[0] == "-" else "function that|files that", entry), entry
+    # The defaults are those that it takes, and it takes its own example.
+    needed = {"micro-size": ["a:b", "--memory-limit", "1"], "simulate": ["a:b"], "plot": ["a"]}
+    for name, value in vars(parse([command, *needed.get(command, [])])).items():
+        entry = next((entry for argument, entry in said.items() if argument.startswith(f"--{name}")), "")
+        if entry and isinstance(value, int | float | str) and not isinstance(value, bool):
+            assert f"default: {value:g}" in entry if not isinstance(value, str) else f"default: {value}" in entry
+    example = text.split(f"\nexample:\n  python -m ms_gradaccum {command}")[1]
+    assert parse([command, *example.split()]).command == command
+
+
+def test_help_names_all_commands(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert re.findall(r"^    ([a-z-]+)(?= |$)", text, re.M) == ["test", "micro-size", "simulate", "plot", "env"]
+    assert "python -m ms_gradaccum COMMAND --help has the arguments of a command" in text
 
 
 def test_wrong_arguments_do_not_wait_for_mindspore():
