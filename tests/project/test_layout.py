@@ -62,6 +62,13 @@ def test_a_function_has_at_most_40_lines(file):
     assert {f.name: code_length(f) for f in functions if code_length(f) > 40} == {}
 
 
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_a_docstring_begins_with_a_noun_or_a_verb(file):
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [ast.get_docstring(n) or "" for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, kinds)]
+    assert [each for each in docstrings if re.match(r"(What|Who|Whose|Whether|Where|Of)\b", each)] == []
+
+
 def test_the_page_for_maintainers_has_the_same_rooms():
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     rooms = re.findall(r"^\| `(\w+?)(?:\.py|/)` \|", page, re.M)

@@ -1,1 +1,1 @@
-"""What verify compares."""
+"""The comparisons of verify."""

@@ -12,7 +12,7 @@ _SMALLEST_SHARE = 0.01
 
 
 class Run(NamedTuple):
-    """What one window or one batch has given."""
+    """The results of one window or one batch."""
 
     loss: float
     weight: float  # What the loss is the mean over: rows, or what the network counts.
@@ -49,7 +49,7 @@ def norm_of(array: Any) -> float:
 
 
 def is_finite(run: Run) -> bool:
-    """Whether neither loss nor gradient has an Inf or a NaN."""
+    """True if the loss and the gradient have no Inf or NaN."""
     return math.isfinite(run.loss) and all(np.isfinite(grad).all() for grad in run.grads)
 
 

@@ -217,13 +217,13 @@ def layers_of(network: nn.Cell, word: str) -> dict[str, nn.Cell]:
 
 
 def _repeats_itself(experiment: Experiment, rtol: float) -> bool:
-    """Whether the same batch gives the same loss and gradient again, whatever the random state."""
+    """Return whether the same batch gives the same loss and gradient again with any random state."""
     first = experiment.whole()
     return all(misfit(first, experiment.whole(same_random=False)) <= rtol for _ in range(_REPEATS))
 
 
 def _acts(cell: nn.Cell) -> bool:
-    """Whether a Dropout draws masks, or a BatchNorm takes the statistics of its batch."""
+    """Return whether a Dropout draws masks or a BatchNorm uses the statistics of its batch."""
     if getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1:
         return False
     return takes_batch_statistics(cell)

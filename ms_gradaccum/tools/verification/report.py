@@ -43,7 +43,7 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What ``verify(..., compile=True)`` has found: one window op by op and compiled, from one start.
+    """The results of ``verify(..., compile=True)``: one window op by op and compiled, from the same start.
 
     Attributes:
         equal: Whether neither the loss nor a parameter differs.
@@ -74,7 +74,7 @@ class CompileReport:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :func:`verify` has found. ``str(report)`` is a table with the worst parameter first, and the causes.
+    """The results of :func:`verify`. ``str(report)`` is a table with the worst parameter first, and the causes.
 
     Attributes:
         equal: Whether no parameter differs.
