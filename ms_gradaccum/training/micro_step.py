@@ -28,10 +28,10 @@ _LOGITS_LOSSES = (nn.BCEWithLogitsLoss, mint.nn.BCEWithLogitsLoss, ops.BCEWithLo
 class BackwardStart(Enum):
     """The number that the backward pass of a micro batch starts from, for a mean loss over rows.
 
-    ``SUM``: the loss times its rows. Nothing is multiplied afterwards.
-    ``MEAN``: the loss, so that 16-bit gradients are those of a mean.
-    ``BATCH``: the loss times the micro batch's share of the batch's rows. What reaches each row is then what the whole
-    batch sends there, which a backward pass that is not linear needs: one that clips what comes in, or has hooks.
+    ``SUM``: the loss times its rows, so that gradients need no factor.
+    ``MEAN``: the loss, so that 16-bit gradients have the size of those of a mean.
+    ``BATCH``: the loss times the micro batch's share of the batch's rows. Each row then gets the same gradient as in
+    the whole batch, which a nonlinear backward pass needs, for example one with hooks or with clipping inside.
     """
 
     SUM = "sum"
@@ -57,20 +57,20 @@ def backward_start_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> B
 def divides_by_earlier_rows(network: nn.Cell) -> bool:
     """Return whether MindSpore, op by op, may divide a gradient by the rows of an earlier batch.
 
-    It does for `BCEWithLogitsLoss`, with those of the first batch that it keeps a pass of, whoever has run that.
+    It does so for `BCEWithLogitsLoss`, with the rows of the first batch whose backward pass it has recorded.
     """
     code = NetworkCode(network)
     return "binary_cross_entropy_with_logits" in code.names or any(is_a(each, _LOGITS_LOSSES) for each in code.reached)
 
 
 class MicroLoss(nn.Cell):
-    """Return what is differentiated, and beside it all that `WeightedLoss` returns, of which `MicroTotals` makes sums.
+    """The differentiated value, followed by the outputs of `WeightedLoss`, which `MicroTotals` turns into sums.
 
-    There is as little in it as can be: op by op, each operator of it costs a part of a millisecond.
+    Kept minimal: each eager operator costs a fraction of a millisecond.
 
     Args:
         weighted_loss: The network's loss.
-        half: Whether the network computes in half precision.
+        half: True if the network computes in half precision.
         loss_scale: The loss scale.
     """
 
@@ -90,7 +90,7 @@ class MicroLoss(nn.Cell):
         return (start, *outputs)
 
     def totals(self) -> "MicroTotals":
-        """Return what makes sums of its outputs."""
+        """Return the cell that turns its outputs into sums."""
         return MicroTotals(self.weighted_loss.counts_rows, self.half, self.weighted_loss.is_cached)
 
 
@@ -98,9 +98,9 @@ class MicroTotals(nn.Cell):
     """The contributions of a micro batch to a window: its loss sum, its weight, and its gradients times a factor.
 
     Args:
-        counts_rows: Whether the weight is the number of rows.
-        half: Whether the network computes in half precision.
-        has_notes: Whether the loss returns something beside sum and weight that is handed on.
+        counts_rows: True if the weight is the number of rows.
+        half: True if the network computes in half precision.
+        has_notes: True if the loss returns further values that are passed on.
     """
 
     def __init__(self, counts_rows: bool, half: bool, has_notes: bool = False) -> None:
@@ -110,13 +110,13 @@ class MicroTotals(nn.Cell):
         self.half = half
 
     def construct(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the three, from what `MicroLoss` returns and the factor of its backward start."""
+        """Return the three contributions from the outputs of `MicroLoss` and the factor of its backward start."""
         if self.counts_rows:
             return value * factor, weight * factor, factor
         return value, weight, self.divisor(weight)
 
     def divisor(self, weight: Tensor) -> Tensor:
-        """Return by what a sum that has a weight of its own is divided before the backward pass."""
+        """Return the divisor of a loss sum with its own weight before the backward pass."""
         return ops.maximum(weight, ONE) if self.half else ONE
 
 
@@ -128,14 +128,14 @@ def is_half(weighted_loss: WeightedLoss, precision: Precision) -> bool:
 
 
 class AddMicroBatch(nn.Cell):
-    """Add what one micro batch has to the buffers of the optimizers. No code of the user's is in here.
+    """Add the contributions of one micro batch to the buffers of the optimizers. It contains no code of the user.
 
     Args:
-        reducers: One per optimizer: its buffer, and what becomes of its gradients.
-        parameters: One per optimizer: the parameters that it updates.
-        totals: What says what is added up.
-        drop_non_finite: Whether a micro batch that is not finite is left out.
-        reduces: Whether it is the last one of its window and the ranks add up the sums with it.
+        reducers: The reducers of the optimizers, with their buffers.
+        parameters: For each optimizer the parameters that it updates.
+        totals: The cell that computes the contributions.
+        drop_non_finite: True if a micro batch that is not finite is left out.
+        reduces: True if it is the last one of its window and the ranks reduce the sums with it.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class AddMicroBatch(nn.Cell):
             KeepFinite([parameter for group in parameters for parameter in group]) if drop_non_finite else None
         )
         self.reduces = reduces
-        # Whether gradients leave this rank before they are added, so that each rank's own factor comes first.
+        # True if gradients are reduced before they are added, so that they need this rank's factor first.
         self.scales_first = reducers[0].every_batch
         self.map = ops.HyperMap()
-        # What comes beside the loss sum and the weight is added up, or handed on.
+        # The number of further values beside loss sum and weight, which are added up or passed on.
         self.others = int(totals.has_notes or self.buffer.other_losses is not None)
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        """Add gradients that were taken outside of this graph, after the other losses or notes if there are some.
+        """Add gradients that were computed outside of this graph; other losses or notes precede them.
 
         Return what `added` returns.
         """
@@ -175,9 +175,9 @@ class AddMicroBatch(nn.Cell):
     def added(
         self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: tuple[Any, ...], others: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Add a loss sum, its weight, the gradients times a factor, and what is reported beside them.
+        """Add a loss sum, its weight, the gradients times a factor, and the values to report.
 
-        Return the loss sum and the weight, what is there once they are added, and any notes.
+        Return the loss sum, the weight, an ordering token, and any notes.
         """
         done: Any = ()
         if self.keep is not None:
@@ -187,13 +187,13 @@ class AddMicroBatch(nn.Cell):
             for reducer in self.reducers:
                 done = reducer.buffer.count_dropped(ops.depend(finite, done))
         if len(others) > 0 and not self.totals.has_notes:
-            # They count by the weight of the loss, which is 0 if the micro batch is left out.
+            # They are weighted like the loss, with 0 if the micro batch is left out.
             done = self.buffer.add_other_losses(others[0], ops.depend(weight, done))
-        # By number: a zip takes the compiler as long as all else in this loop.
+        # Indexed, because a zip would double the compile time of this loop.
         for i in range(len(self.bounds)):
             begin, end = self.bounds[i]
             reducer = self.reducers[i]
-            # One after the other: the messages of all ranks must come in one order.
+            # One after the other: all ranks must send their messages in the same order.
             own = ops.depend(chunk_of(grads, begin, end), done)
             if self.scales_first:
                 own = self.map(ops.partial(scale_wide, factor), own)
@@ -207,7 +207,7 @@ class AddMicroBatch(nn.Cell):
         return ops.logical_and(ops.isfinite(number), self.keep.is_finite(grads))
 
     def after(self, done: Any) -> Tensor:
-        """Return something that depends on ``done`` and, for the compiler's sake, on nothing of this micro batch."""
+        """Return a tensor that depends on ``done`` but, for the compiler's sake, on no value of this micro batch."""
         if self.reduces:
             done = self.reducers[0].reduce(done)
         return ops.depend(self.buffer.weight + 0.0, done)
@@ -217,13 +217,13 @@ class MicroStep(nn.Cell):
     """Forward and backward of one micro batch, added into the buffers, as one graph.
 
     Args:
-        micro_loss: What is differentiated.
-        parameters: One per optimizer: the parameters that it updates.
-        adding: What adds the gradients.
-        backward_start: What the backward pass starts from.
+        micro_loss: The differentiated cell.
+        parameters: For each optimizer the parameters that it updates.
+        adding: The cell that adds the gradients.
+        backward_start: The number that the backward pass starts from.
     """
 
-    # Whether MindSpore's threads shall run it, see cpu.py.
+    # True if MindSpore's thread pool runs it, see cpu.py.
     in_thread_pool = False
 
     def __init__(
@@ -238,17 +238,17 @@ class MicroStep(nn.Cell):
         self.parameters = ParameterTuple(parameter for group in parameters for parameter in group)
         self.adding = adding
         self.backward_start = backward_start
-        # A graph knows no Enum.
+        # A graph does not support an Enum.
         self.is_sum, self.is_mean = backward_start is BackwardStart.SUM, backward_start is BackwardStart.MEAN
         self.scales = backward_start is not BackwardStart.SUM or micro_loss.half
         self.loss_and_grads = ops.value_and_grad(micro_loss, None, self.parameters, has_aux=True)
         self._get_attr_from_cell(micro_loss.weighted_loss.network)
 
     def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        """Return the loss sum and the weight of this part, and what is there once they are added."""
+        """Return the loss sum and the weight of this micro batch, and an ordering token."""
         outputs, grads = self.loss_and_grads(share, *tensors)
         loss_sum, weight, factor = self.adding.totals(outputs[1], outputs[2], factor)
-        # A factor that the compiler knows to be 1 costs nothing.
+        # A constant factor of 1 is free.
         factor = factor if self.scales else ONE
         return self.end(self.adding.added(loss_sum, weight, factor, grads, outputs[3:]))
 
@@ -259,25 +259,25 @@ class MicroStep(nn.Cell):
         return (ONE, rows) if self.is_mean else (rows / batch_rows, batch_rows)
 
     def end(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the outputs, from a graph that MindSpore's threads run if they shall."""
+        """Return the outputs, through a condition if MindSpore's thread pool runs the graph."""
         if self.in_thread_pool:
             outputs = (outputs[0], outputs[1], with_condition(outputs[2])) + outputs[3:]
         return outputs
 
 
 class EagerMicroStep:
-    """The same op by op: the user's code runs as Python runs it, hooks included; what adds is a graph.
+    """Micro step op by op: the user's code runs in Python, hooks included, and a graph adds the gradients.
 
     Args:
         owner: Class name used in error messages.
-        micro_loss: What is differentiated. It takes the inputs as the network does.
-        parameters: One per optimizer: the parameters that it updates.
-        adding: What adds the gradients.
-        backward_start: What the backward pass starts from.
+        micro_loss: The differentiated cell. It takes the inputs as the network does.
+        parameters: For each optimizer the parameters that it updates.
+        adding: The cell that adds the gradients.
+        backward_start: The number that the backward pass starts from.
 
     Attributes:
-        structure: What `flatten` left of the inputs of the batch that is under way.
-        has_run: Whether the last call got as far as adding something.
+        structure: The structure that `flatten` has returned for the inputs of the current batch.
+        has_run: True once the last call has started to add gradients.
     """
 
     structure: Any = None
@@ -295,8 +295,8 @@ class EagerMicroStep:
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
         self.micro_loss = micro_loss
         self.parameters = ParameterTuple(parameter for group in parameters for parameter in group)
-        # The inputs of the pass that is under way. They are no arguments of the function that is differentiated: those
-        # could not be any Python value.
+        # The inputs of the current pass. They are not arguments of the differentiated function, which cannot be
+        # arbitrary Python values.
         self.inputs: tuple[Any, ...] = ()
         self.forgets_passes = divides_by_earlier_rows(micro_loss.weighted_loss.network)
 
@@ -328,7 +328,7 @@ def build_micro_step(
     drop_non_finite: bool = False,
     reduces: bool = False,
 ) -> MicroStep:
-    """Return the micro step that the network needs."""
+    """Return the compiled micro step of a network."""
     half = is_half(weighted_loss, precision)
     micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
     backward_start = backward_start_of(weighted_loss, half, eager=False)
@@ -337,7 +337,7 @@ def build_micro_step(
 
 
 class EmptyStep(nn.Cell):
-    """The part of a rank that has no micro batch left in what the ranks add up for each micro batch."""
+    """Participation of a rank without micro batches in the collectives of a micro batch."""
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)

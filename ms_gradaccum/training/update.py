@@ -1,6 +1,6 @@
-"""From the sums of a window to new parameters and an empty buffer: divide, unscale, clip, the optimizer, clear.
+"""The update of a window: divide the sums, unscale, clip, run the optimizer, clear the buffer.
 
-What is done to the sums is done in place and chunk by chunk, so that no copy of all gradients is needed.
+The sums are processed in place and chunk by chunk, so that no copy of all gradients is needed.
 """
 
 import itertools
@@ -31,11 +31,11 @@ def _look_at_one(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 class EachClip(nn.Cell):
-    """Divide the sums and clip the means in place, chunk by chunk, by a clip that takes each gradient by itself.
+    """Divide the gradient sums and clip the means in place, chunk by chunk, each gradient by itself.
 
     Args:
-        clip: What clips gradients, given the norm of all.
-        reducer: What has the sums.
+        clip: The clip, which takes gradients and their global norm.
+        reducer: The reducer with the sums.
     """
 
     def __init__(self, clip: Any, reducer: GradientReducer) -> None:
@@ -46,9 +46,9 @@ class EachClip(nn.Cell):
         self.map = ops.HyperMap()
 
     def construct(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
-        """Return the sums times ``factor``, whose norm is ``norm``, clipped; they take the place of the sums.
+        """Return the clipped means, the sums times ``factor`` with the norm ``norm``, which replace the sums.
 
-        A ``limit`` is what they are clipped to, if not what the clip says.
+        A ``limit`` replaces that of the clip.
         """
         decision = self.decide(factor, norm, *limit)
         factor = ops.depend(self.scaled(factor, norm, *limit), decision)
@@ -61,15 +61,15 @@ class EachClip(nn.Cell):
         return means
 
     def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Any:
-        """Return what `clipped` needs to know of all gradients."""
+        """Return a value that `clipped` needs and that depends on all gradients."""
         return (norm, *limit)
 
     def scaled(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Tensor:
-        """Return by what the sums are multiplied before they are clipped."""
+        """Return the factor of the sums before clipping."""
         return factor
 
     def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
-        """Put clipped means in the place of sums, of which the first is number ``begin``."""
+        """Replace a chunk of the sums, from the index ``begin`` on, by clipped means."""
         clipped = self.clipped(begin, self.map(ops.partial(scale, factor), sums), decision)
         stored: Grads = self.map(ops.assign, sums, clipped)
         return stored
@@ -85,7 +85,7 @@ class EachClip(nn.Cell):
 
 
 class Means(EachClip):
-    """Divide the sums in place, and clip nothing."""
+    """Divide the sums in place without clipping."""
 
     def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
         stored: Grads = scale_each_in_place(factor, tuple(sums))
@@ -93,9 +93,9 @@ class Means(EachClip):
 
 
 class NormClip(Means):
-    """Divide the sums and clip the means by one factor for both, in one pass over them.
+    """Divide and clip the sums in one pass, with one factor for both.
 
-    It is the limit divided by the norm of the sums, whose squares are finite: no product that is too small.
+    The factor is the limit divided by the norm of the sums, whose squares are finite, so that it does not underflow.
     """
 
     def scaled(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Tensor:
@@ -106,14 +106,14 @@ class GroupClip(EachClip):
     """Divide the sums and clip the means of each group by its norm.
 
     Args:
-        groups: The number of each gradient's group, -1 for none.
-        limits: The largest norm of each group.
-        reducer: What has the sums, and takes their squares over all shards.
+        groups: The index of each gradient's group, -1 for none.
+        limits: The maximum norm of each group.
+        reducer: The reducer with the sums, which reduces their squares over all shards.
     """
 
     def __init__(self, groups: tuple[int, ...], limits: Sequence[float], reducer: GradientReducer) -> None:
         super().__init__(None, reducer)
-        # Which gradients each group has, and the group of each gradient; the last one has those of none.
+        # The members of each group, and the group of each gradient; the last group has the gradients without one.
         self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
         self.groups = Tensor([group % (len(limits) + 1) for group in groups], ms.int32)
         self.limits = Tensor(limits, ms.float32)
@@ -121,7 +121,7 @@ class GroupClip(EachClip):
     def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
         """Return the factor of each gradient."""
         squares = ops.broadcast_to(self.reducer.squares(tuple(self.reducer.sums)), self.members.shape)
-        # No product with 0, which would take the NaN of one group to all.
+        # A product with 0 would spread the NaN of one group to all.
         norms = ops.sqrt(ops.sum(ops.select(self.members, squares, ops.zeros_like(squares)), (1,))) * factor
         factors = ops.concat((self.limits / ops.maximum(norms, self.limits), ops.ones((1,), ms.float32)))
         each: Grads = ops.unstack(ops.gather(factors, self.groups, 0))
@@ -138,7 +138,7 @@ class GroupClip(EachClip):
 
 
 def clip_of(clip: Any, names: Sequence[str], reducer: GradientReducer) -> EachClip:
-    """Return the cell that clips the means of gradients of parameters of these names."""
+    """Return the cell that clips the mean gradients of the parameters with these names."""
     if isinstance(clip, ClipByGroupNorm):
         return GroupClip(clip.groups_of(names), list(clip.limits.values()), reducer)
     if isinstance(clip, ClipByGlobalNorm):
@@ -147,13 +147,13 @@ def clip_of(clip: Any, names: Sequence[str], reducer: GradientReducer) -> EachCl
 
 
 class MeanGradients(nn.Cell):
-    """Divide, unscale and clip the sums in place, and make of them what the optimizer takes.
+    """Divide, unscale and clip the sums in place, and return the gradients in the form that the optimizer takes.
 
     Args:
         clip: Clipping of the mean gradient.
-        reducer: What has the sums.
+        reducer: The reducer with the sums.
         loss_scale: The loss scale.
-        handed_scale: What the optimizer divides gradients by, having been told the loss scale.
+        handed_scale: The divisor that the optimizer applies to gradients because it knows the loss scale.
     """
 
     def __init__(self, clip: Any, reducer: GradientReducer, loss_scale: NoLossScale, handed_scale: float) -> None:
@@ -163,16 +163,16 @@ class MeanGradients(nn.Cell):
         self.clip = clip_of(clip, reducer.buffer.names, reducer)
         self.reducer = reducer
         self.handed_scale = handed_scale
-        # Whether the sums themselves are then what the optimizer takes.
+        # True if the optimizer takes the sums themselves.
         self.in_place = reducer.takes_sums and all(
             total.dtype == parameter.dtype for total, parameter in zip(reducer.sums, reducer.parameters)
         )
         self.map = ops.HyperMap()
 
     def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
-        """Return the norm after clipping and the gradients, of a mean gradient whose norm is ``norm``.
+        """Return the norm after clipping and the gradients of a mean gradient with the norm ``norm``.
 
-        A ``limit`` is what it is clipped to, if not what the clip says.
+        A ``limit`` replaces that of the clip.
         """
         factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
         grads = self.clip(factor, norm, *limit)
@@ -187,7 +187,7 @@ class MeanGradients(nn.Cell):
 
 
 class PutMeanGradients(nn.Cell):
-    """The same for an optimizer that runs outside of a graph."""
+    """`MeanGradients` for an optimizer that runs outside of a graph."""
 
     def __init__(self, gradients: MeanGradients) -> None:
         super().__init__(auto_prefix=False)
@@ -195,7 +195,7 @@ class PutMeanGradients(nn.Cell):
         self.in_place = gradients.in_place
 
     def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
-        """Return the norm after clipping and the gradients; not those that are in the place of the sums."""
+        """Return the norm after clipping and those gradients that do not replace the sums."""
         clipped_norm, ready = self.gradients(norm, *limit)
         return (ops.depend(clipped_norm, ready), ()) if self.in_place else (clipped_norm, ready)
 
@@ -209,7 +209,7 @@ class EndUpdate(nn.Cell):
         self.reducer = reducer
 
     def construct(self, updated: Any) -> Any:
-        """Do so after ``updated``."""
+        """Distribute and clear after ``updated``."""
         return self.buffer.clear(self.reducer.after_update(updated))
 
 
@@ -232,18 +232,18 @@ class Update(nn.Cell):
         return self.keep_storage(clipped_norm) if self.has_branches else clipped_norm
 
     def keep_storage(self, value: Tensor) -> Tensor:
-        """Return ``value``, having looked at all parameters of the optimizer.
+        """Return ``value`` after reading all parameters of the optimizer, so that the graph follows their storage.
 
-        One that a graph uses in a branch alone, as some optimizers do, keeps its old storage when a checkpoint is
-        loaded. After the update: the compiler copies what is looked at before it changes. Each look waits for each
-        change, so this takes the square of the parameters.
+        A parameter that a graph uses only in a branch, as in some optimizers, would keep its old storage when a
+        checkpoint is loaded. The reads come after the update, because the compiler copies values that are read before
+        they change. Each read depends on each change, so the cost is quadratic in the number of parameters.
         """
         value = copy_after(value, ())
         return ops.depend(value, self.map(ops.partial(_look_at, value), self.parameters))
 
 
 class EagerUpdate:
-    """The same with an optimizer that runs op by op, as MindSpore's own step runs it in PYNATIVE mode."""
+    """Update with an optimizer that runs op by op, as in MindSpore's own step in PYNATIVE mode."""
 
     def __init__(self, owner: str, update: Update) -> None:
         self.optimizer = update.optimizer
@@ -251,10 +251,10 @@ class EagerUpdate:
         self.is_users = is_user(type(self.optimizer))
         self.put_gradients = Compiled(lambda: PutMeanGradients(update.gradients), owner, "the mean gradient")
         self.end = Compiled(lambda: update.end, owner, "the end of the update")
-        # The optimizer and those inside of it, each of which may have parts that MindSpore compiles.
+        # The optimizer and optimizers inside it, each of which may have parts that MindSpore compiles.
         self.optimizers = optimizers_in(self.optimizer)
         self.all_parameters = [each for optimizer in self.optimizers for each in all_parameters(optimizer)]
-        # Where these were when the optimizer ran last, and the name of what MindSpore has compiled with that.
+        # Their memory addresses in the last run, and the phase of the graphs that MindSpore has compiled with these.
         self.places: list[int] | None = None
         self.phase = ""
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
@@ -274,16 +274,17 @@ class EagerUpdate:
         places = self._follow_memory()
         with op_by_op():
             self.optimizer(grads or self._sums())
-        # One of the user's may have moved them itself.
+        # A user's optimizer may have moved them itself.
         self.places = self._places() if self.is_users else places
         self.end(NOTHING)
         return clipped_norm
 
     def _follow_memory(self) -> list[int]:
-        """Have MindSpore compile its parts of the optimizer anew if something, such as a checkpoint, has moved.
+        """Make MindSpore recompile its parts of the optimizer if parameters or states have moved in memory.
 
-        Those of `mindspore.experimental` compile a part of themselves in PYNATIVE mode too, and MindSpore finds it by
-        the phase. It goes on with the memory that parameters and states had then, without a word in its own step.
+        Optimizers of `mindspore.experimental` compile a part of themselves in PYNATIVE mode, too, which MindSpore looks
+        up by the phase. After a checkpoint is loaded it would silently keep using the old memory, as in MindSpore's own
+        step.
         """
         places = self._places()
         if places != self.places:
@@ -296,10 +297,10 @@ class EagerUpdate:
         return [parameter.data_ptr() for parameter in self.all_parameters]
 
     def _sums(self) -> tuple[Tensor, ...]:
-        """Return the sums as they are, or copies of them for a user's optimizer, which may keep what it is given."""
+        """Return the sums, or copies of them for a user's optimizer, which may keep its inputs."""
         return tuple(total.value() for total in self.sums) if self.is_users else tuple(self.sums)
 
 
 def build_update(owner: str, update: Update, eager: bool) -> Any:
-    """Return what runs an update, op by op or compiled."""
+    """Return a callable that runs an update, op by op or compiled."""
     return EagerUpdate(owner, update) if eager else Compiled(lambda: update, owner, "the optimizer")
