@@ -3,7 +3,7 @@
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +19,12 @@ from ms_gradaccum.backend.tensors import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
 
-# The training cell of each optimizer. Both references are weak, so that neither keeps the other alive.
-_trainers: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[nn.Cell]]" = weakref.WeakKeyDictionary()
+# The window of each optimizer. Both references are weak, so that neither keeps the other alive.
+_windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
 
 
 def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
-    """Raise unless ``optimizer`` is an unused optimizer over parameters of ``network``."""
+    """Raise unless ``optimizer`` is an optimizer over parameters of ``network``."""
     if not isinstance(optimizer, (nn.Optimizer, ExperimentalOptimizer)):
         got = type(optimizer).__name__
         rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
@@ -43,27 +43,29 @@ def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
     if strangers:
         got = f"{len(strangers)} parameters that it does not have, first {strangers[0]!r}"
         raise ValueError(argument_error(owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY))
-    _check_free(owner, optimizer)
 
 
-def _check_free(owner: str, optimizer: nn.Cell) -> None:
-    if _trainer(optimizer) is None:
-        return
-    gc.collect()  # Reference cycles may keep a deleted training cell alive.
-    if _trainer(optimizer) is not None:
-        got = f"the optimizer of another {type(_trainer(optimizer)).__name__}"
-        remedy = "Two training cells would divide its windows between them: use the first one, or delete it."
-        raise ValueError(argument_error(owner, "optimizer", "one that nothing else trains with", got, remedy))
+def claim_optimizers(windows: Iterable[Any]) -> None:
+    """Let the optimizers of ``windows`` belong to these, and no longer to those of a step that was built before."""
+    for window in windows:
+        _windows.update(dict.fromkeys(window.optimizers, weakref.ref(window)))
 
 
-def _trainer(optimizer: nn.Cell) -> Any:
-    reference = _trainers.get(optimizer)
-    return None if reference is None else reference()
+def check_claims(owner: str, windows: Sequence[Any]) -> None:
+    """Raise unless the optimizers of ``windows`` belong to these: two steps would divide their windows between them."""
+    if not _has_claims(windows):
+        gc.collect()  # A deleted step lives on in reference cycles.
+        if not _has_claims(windows, or_free=True):
+            raise RuntimeError(
+                f"For '{owner}', the step must be the last one that was built for its optimizer, but its optimizer "
+                f"belongs to a step that was built later. Use that one, or build this one anew."
+            )
+        claim_optimizers(windows)
 
 
-def claim_optimizer(optimizer: nn.Cell, train_step: nn.Cell) -> None:
-    """Record that ``optimizer`` belongs to ``train_step``."""
-    _trainers[optimizer] = weakref.ref(train_step)
+def _has_claims(windows: Sequence[Any], or_free: bool = False) -> bool:
+    claims = [(_windows[optimizer](), window) for window in windows for optimizer in window.optimizers]
+    return all(holder is window or (or_free and holder is None) for holder, window in claims)
 
 
 def keeps_absent_rows(optimizer: nn.Cell) -> bool:

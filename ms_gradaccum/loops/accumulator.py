@@ -17,7 +17,7 @@ from ms_gradaccum._checks import (
     refuse_unknown,
     typed,
 )
-from ms_gradaccum.backend.optimizers import claim_optimizer
+from ms_gradaccum.backend.optimizers import check_claims, claim_optimizers
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
@@ -103,10 +103,11 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `accumulation_steps` is less than 1 or contradicts `config`, networks and optimizers do not fit,
-            or an optimizer belongs to another training cell.
+        ValueError: If `accumulation_steps` is less than 1 or contradicts `config`, or networks and optimizers
+            do not fit.
         RuntimeError: If the calls come in an order that has no meaning: two backward passes of a network in one
-            batch, or a new batch although a full window waits for `step`.
+            batch, or a new batch although a full window waits for `step`; or if another step was built with its
+            optimizer since.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -161,8 +162,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         ]
         self.events = Events(_OWNER)
         self._networks = [TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)]
-        for each in (each for trained in self._networks for each in trained.optimizers):
-            claim_optimizer(each, self)
+        claim_optimizers(self._networks)
         self.window = LoopWindow(self.config, self._networks, self.events)
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
         self.in_graph: Callable[..., tuple[Tensor, ...]] = self._window_in_graph()
@@ -374,6 +374,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             :class:`StepOutput` of the window, a tuple of them for several networks; None inside a window.
         """
         chosen = self.window.chosen(network)
+        check_claims(_OWNER, chosen)
         if not self.sync_gradients:
             return None
         return _one_or_all(tuple(self.window.step(trained) for trained in chosen))
@@ -392,6 +393,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
         Of several processes all must call it.
         """
+        check_claims(_OWNER, self._networks)
         found = self.window.is_open or any(trained.count() for trained in self._networks)
         if self._networks[0].reducers[0].most(found):
             return _one_or_all(self.window.flush())

@@ -41,6 +41,7 @@ class PassSteps(Callback):
         super().__init__()
         self.model = model
         self.train_step = model.train_network
+        self.train_step.check_claims()
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
         self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
         # Those that the step has counted.

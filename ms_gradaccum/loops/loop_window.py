@@ -15,6 +15,7 @@ from ms_gradaccum._checks import (
     is_flag,
     warn,
 )
+from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.loops.dataloader import PreparedDatasets, PreparedScheduler
 from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, HandedBatches, arrays_in, rows_of
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
@@ -109,6 +110,7 @@ class LoopWindow(PreparedDatasets):
         return self.counter.batches if trained.is_open else 0
 
     def _begin(self, join: tuple[bool, int] | None) -> None:
+        check_claims(_OWNER, self.networks)
         self._follow_sums()
         if self.ends and self.is_open:
             remedy = "Call step(), or zero_grad() to throw the window away; a batch in no_sync() ends none."
@@ -288,9 +290,7 @@ class LoopWindow(PreparedDatasets):
         """Throw the window away and return the number of batches that it had."""
         self._follow_sums()
         # The batches of a compiled function are counted beside the sums alone.
-        batches = self.networks[0].count()
-        if self.is_open:
-            batches = self.counter.batches - self._awaits_batch
+        batches = self.counter.batches - self._awaits_batch if self.is_open else self.networks[0].count()
         for trained in self.networks:
             trained.discard()
         self.ends = False

@@ -93,8 +93,8 @@ class Model(Settled, ms.Model):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, `optimizer` belongs to another network or model, or a setting
-            is given that cannot work with accumulation.
+        ValueError: If an argument is out of range, `optimizer` belongs to another network, or a setting is
+            given that cannot work with accumulation.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown
-from ms_gradaccum.backend.optimizers import check_optimizer, claim_optimizer
+from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
@@ -218,9 +218,10 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
 
     Raises:
         TypeError: If an argument has the wrong type, or a subclass has its own `construct`.
-        ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, or
-            belongs to another training cell, the device lacks what `mixed_precision` asks for, or `sens` or
-            `return_grad` ask for something; later, if `compile` is ``True`` and the network has hooks.
+        ValueError: If `accumulation_steps` is less than 1, the optimizer has parameters that `network` lacks, the
+            device lacks what `mixed_precision` asks for, or `sens` or `return_grad` ask for something; later, if
+            `compile` is ``True`` and the network has hooks.
+        RuntimeError: If it is called after another step was built with its optimizer.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -279,7 +280,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         self.body: Any = build(self.network, optimizer, kind, settings, self.events)
         self.body.attach_to(self)
         self._shows_whole = True
-        claim_optimizer(optimizer, self)
+        claim_optimizers(self.windows)
         self._is_built = True
 
     @property
@@ -322,6 +323,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
 
     def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the whole window as one graph, see ``nn.Cell.compile``."""
+        self.check_claims()
         shown, self._shows_whole = self._shows_whole, False
         try:
             with self.body.compiling():
@@ -329,7 +331,12 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         finally:
             self._shows_whole = shown
 
+    def check_claims(self) -> None:
+        """Raise if the optimizer belongs to a step that was built later."""
+        check_claims(_OWNER, self.windows)
+
     def __call__(self, *args: object, **kwargs: object) -> StepOutput:
+        self.check_claims()
         self.events.batches += 1
         output: StepOutput = self.body.run(args, kwargs, super().__call__)
         return output
@@ -340,6 +347,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         Adds nothing, and counts as a batch of the window. Of several processes all but those that join must call the
         step at the same time.
         """
+        self.check_claims()
         self.events.batches += 1
         output: StepOutput = self.body.join()
         return output
@@ -353,6 +361,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
 
         Of several processes all must call it: one whose window is empty adds nothing to the others'.
         """
+        self.check_claims()
         output: StepOutput | None = self.body.flush()
         return output
 

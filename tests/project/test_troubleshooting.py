@@ -92,6 +92,15 @@ def another_optimizer_for_a_built_step(*_):
     step.optimizer = sgd(cell)
 
 
+@says("For 'TrainOneStepCell', the step must be the last one that was built for its optimizer")
+def a_step_that_another_one_has_followed(*_):
+    cell = loss_cell()
+    step = step_of(cell)
+    follower = step_of(cell, optimizer=step.optimizer)
+    step(*LINES)
+    del follower
+
+
 @says("For 'TrainOneStepCell', the argument 'optimizer' must be one whose parameters stay the same")
 def a_group_that_is_added_to_a_built_step(*_):
     network = nn.SequentialCell(line(), nn.Dense(1, 1))

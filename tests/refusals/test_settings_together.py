@@ -2,8 +2,7 @@
 
 import mindspore as ms
 import pytest
-from linear_toy import batches, hsdp, line, sgd, weight_of
-from loop_toy import toy_loop
+from linear_toy import hsdp, line, sgd
 from mindspore import amp, nn
 from refusal import loss_cell, new_step, raises
 
@@ -25,11 +24,6 @@ def with_the_same_optimizer_twice():
 def with_a_parameter_in_two_optimizers():
     cell = loss_cell()
     return Accumulator(cell, [sgd(cell), sgd(cell)])
-
-
-def with_an_optimizer_that_is_taken():
-    _, accumulator = toy_loop()
-    return Accumulator(accumulator._networks[0].network, accumulator._networks[0].optimizers)
 
 
 def with_the_same_network_twice():
@@ -55,10 +49,6 @@ def a_step_and(**more):
 STRANGER = (
     "For '{}', the argument 'optimizer' must be one over parameters of the network, but got {} parameters that it does "
     "not have, first 'weight'. Build it from network.trainable_params()."
-)
-TAKEN = (
-    "For '{}', the argument 'optimizer' must be one that nothing else trains with, but got the optimizer of another "
-    "{}. Two training cells would divide its windows between them: use the first one, or delete it."
 )
 INSIDE = (
     "For 'GradAccumulation', the argument 'network' must be a network without GradAccumulation, but got one inside. "
@@ -100,7 +90,6 @@ TOGETHER = {
         "For 'Accumulator', the argument 'network' must be different networks, but got one of them twice. Nobody could "
         "tell its batches apart: put its losses into one cell.",
     ),
-    "an optimizer that is taken": (with_an_optimizer_that_is_taken, TAKEN.format("Accumulator", "Accumulator")),
     "one scale for two": (
         lambda: of_two(0, 1, mixed_precision=amp.DynamicLossScaleManager()),
         "For 'Accumulator', the argument 'mixed_precision' must be a rule for the scale of each network, but got one "
@@ -120,30 +109,6 @@ TOGETHER = {
 def test_settings_that_go_badly_together(build, sentence, eager):
     with raises(ValueError, sentence):
         build()
-
-
-def test_an_optimizer_serves_one_train_cell_at_a_time():
-    network = loss_cell()
-    optimizer = sgd(network)
-    # What was refused has not taken the optimizer.
-    for wrong in ({"accumulation_steps": 0}, {"clip": 1.0}):
-        with pytest.raises((TypeError, ValueError)):
-            TrainOneStepCell(network, optimizer, **wrong)
-    step = TrainOneStepCell(network, optimizer)
-    with raises(ValueError, TAKEN.format("TrainOneStepCell", "TrainOneStepCell")):
-        TrainOneStepCell(network, optimizer)
-    del step
-    assert TrainOneStepCell(network, optimizer).optimizer is optimizer
-
-
-def test_a_second_model_with_the_same_optimizer_is_refused(eager):
-    network = line()
-    optimizer = sgd(network)
-    model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=optimizer)
-    with raises(ValueError, TAKEN.format("Model", "TrainOneStepCell")):
-        Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=optimizer)
-    model.train(1, batches(8))
-    assert weight_of(network) == pytest.approx(2.04)
 
 
 def test_a_refused_model_leaves_the_parallel_context_as_it_was():
