@@ -123,7 +123,7 @@ def test_a_window_ends_with_its_batches_and_not_with_the_sink(sinks, sink_size, 
 
 def _without_sink(epochs, **settings):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Model, "_train", Model.__mro__[1]._train)
+        patch.setattr(Model, "_train", ms.Model._train)
         network, model = toy(**settings)
     steps, step = epochs * 4, model.train_network
     for number, batch in zip(range(1, steps + 1), itertools.cycle(list(batches(2).create_tuple_iterator()))):
