@@ -1,4 +1,4 @@
-"""The micro steps of a network's batches, one after the other: compiled, or op by op, as MindSpore's mode says."""
+"""The micro steps of a network's batches, compiled or op by op, depending on MindSpore's mode."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -48,8 +48,8 @@ class MicroSteps:
 
     Args:
         network: The GradAccumulation.
-        reducers: One per optimizer.
-        settings: What the training step was told.
+        reducers: The reducers of the optimizers.
+        settings: The options of the training step.
         events: Event dispatcher.
     """
 
@@ -62,37 +62,37 @@ class MicroSteps:
         self.events = events
         self.network = network
         self.reducers = reducers
-        # One per optimizer: the parameters that it updates, all of each.
+        # For each optimizer the whole parameters that it updates.
         self.parameters = [ParameterTuple(reducer.replicas()) for reducer in reducers]
-        # For a larger graph, which takes inputs as they are.
+        # The micro step as part of a larger graph, which takes nested inputs.
         self.cell = self._build(network.weighted_loss)
-        # What comes before them, for a loss of the whole batch.
+        # The pass before the micro steps, for a loss over the whole batch.
         self.first_pass = first_pass_of(
             owner, network, self.cell, self.cell.parameters, reducers[0], self.cell.micro_loss.half
         )
-        # One per structure of the inputs, nearly always one, and per whether the sums are reduced with it.
+        # The keys are the structure of the inputs, nearly always a single one, and whether the sums are reduced.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
-        # Per whether the sums are reduced with it.
+        # The keys say whether the sums are reduced.
         self.eager: dict[bool, EagerMicroStep] = {}
-        # Ranks share their cores, and what they send must come in one order.
+        # Ranks share their cores, and their messages must keep one order.
         self.may_use_thread_pool = not reducers[0].several
         self.empty_step = EmptyStep(reducers)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         half = self.cell.micro_loss.half
         self.loss_check = LossCheck(network, self.cell.parameters, settings, half, reducers[0].several)
-        # Whether a network has been looked at in this training, and a batch that is split.
+        # True once the network, and a batch that is split, have been checked in this training.
         self.has_begun = self.has_split = False
-        # Whether the last batch may have added something before it failed.
+        # True if the last batch may have added something before it failed.
         self.has_added = False
-        # Micro batches of the last batch in which other ranks may still meet this one; None before they are counted.
+        # The micro batches of the last batch whose collectives other ranks may still wait in; None before the count.
         self.rounds: int | None = None
 
     def compiled_cells(self) -> list[Any]:
-        """Return what has a mode and settings of its own."""
+        """Return the compiled cells, which have a mode and settings of their own."""
         return [self.cell, self.empty_step, *self.by_structure.values(), *self.first_pass.compiled_cells()]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
-        """Add one batch and return what each of its micro steps returned; the last one may reduce the sums too."""
+        """Add one batch and return the outputs of its micro steps. The last one may also reduce the sums."""
         self.has_added, self.rounds = False, None
         is_first, self.has_begun = not self.has_begun, True
         if is_first:
@@ -106,7 +106,7 @@ class MicroSteps:
         micro_step, backward_start = self._micro_step(structure, micro_batches)
         numbers = {part.rows: backward_start.share_and_factor(part.rows, batch_rows) for part in micro_batches}
         starts = {rows: tuple(Tensor(number, ms.float32) for number in pair) for rows, pair in numbers.items()}
-        # Before any of them: the messages of all ranks must come in one order.
+        # This comes first, because all ranks must send their messages in the same order.
         self.rounds = self.reducers[0].max_micro_batches(len(micro_batches))
         outputs: list[Any] = []
         done = self.events.micro_batches
@@ -134,7 +134,7 @@ class MicroSteps:
         return outputs
 
     def take_part(self) -> None:
-        """Take part in what the other processes do with the rest of a batch that has failed here."""
+        """Join the remaining collectives of a batch that has failed on this rank."""
         if self.rounds is None:
             self.join()
         else:
@@ -145,7 +145,7 @@ class MicroSteps:
         self.loss_check.after_batch(len(self.network.split(*args, **kwargs).micro_batches), args, kwargs)
 
     def join(self) -> None:
-        """Take part in a batch of the other processes without one."""
+        """Join the collectives of a batch with no local data."""
         self.first_pass.join()
         self._add_nothing(self.reducers[0].max_micro_batches(0))
 
@@ -154,7 +154,7 @@ class MicroSteps:
             self.run_empty_step(NOTHING)
 
     def _micro_step(self, structure: Any, micro_batches: list[MicroBatch], reduces: bool = False) -> Any:
-        """Return what runs a micro batch of this structure now, and its backward start."""
+        """Return the callable that runs a micro batch of this structure, and its backward start."""
         if not self._runs_eagerly():
             compiled = self._compiled(structure, micro_batches, reduces)
             return compiled, compiled.cell.backward_start
@@ -195,7 +195,7 @@ class MicroSteps:
         return thread_pool_is_faster(self.cell.parameters, positions, self.cell.jit_config_dict)
 
     def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool) -> Compiled:
-        """Return the micro step for a structure; who runs it is decided by its first batch."""
+        """Return the micro step for a structure. Its first batch decides whether the thread pool runs it."""
         key = (structure, reduces)
         if key not in self.by_structure:
             why_not = why_no_graph(structure)
@@ -252,7 +252,7 @@ def frozen_cell(network: nn.Cell) -> str:
     cells = dict(network.cells_and_names())
     in_training = any(cell.training for cell in cells.values())
     whole = len(network.trainable_params())
-    # MindSpore notes the phase of a cell that was told itself, and not as a part of another one.
+    # MindSpore sets the phase only of the cell whose set_train was called, not of the cells inside.
     told = [cell for cell in cells.values() if cell.phase == "predict" and not cell.training]
     parts = [] if any(len(cell.trainable_params()) == whole for cell in told) else told
     frozen = {id(inner) for cell in parts for _, inner in cell.cells_and_names()}
@@ -264,17 +264,17 @@ def frozen_cell(network: nn.Cell) -> str:
 
 
 def follows_mode(cell: nn.Cell) -> bool:
-    """Return whether a cell does what its mode says: a BatchNorm may be told apart from it."""
+    """Return whether a cell follows its mode. `use_batch_statistics` of a BatchNorm takes precedence."""
     return getattr(cell, "use_batch_statistics", None) is None
 
 
 def takes_batch_statistics(norm: nn.Cell) -> bool:
-    """Return whether a BatchNorm takes the statistics of its batch."""
+    """Return whether a BatchNorm uses the statistics of its batch."""
     return bool(norm.training if follows_mode(norm) else norm.use_batch_statistics)
 
 
 def _warn_custom_backward(owner: str, network: Any, parameters: Iterable[Parameter], adds_batches: bool) -> None:
-    """Warn of code in the backward pass that gets another gradient than MindSpore's step would hand to it."""
+    """Warn of code in the backward pass that gets another gradient than in MindSpore's step."""
     hooked = next((parameter.name for parameter in parameters if parameter.hooks()), None)
     if hooked is not None and (network.micro_size > 1 or adds_batches):
         warn(

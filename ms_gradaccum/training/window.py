@@ -22,41 +22,41 @@ from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window_end import WindowEnd
 
-# Windows that may be skipped one after the other. The largest scale in use is 1 after 24 halvings.
+# The limit of consecutive skipped windows. The largest scale in use is 1 after 24 halvings.
 MAX_OVERFLOWS = 100
-# Windows in which a rate that moves from batch to batch is looked for: it is read from the device.
+# The number of windows in which the learning rate, which is read from the device, is checked for changes.
 WATCHED_WINDOWS = 4
 
 
 class Window:
-    """The sums of one network, from the gradients of its micro batches to the update of its optimizers.
+    """The window of one network, from the gradients of its micro batches to the update of its optimizers.
 
-    What fails after something was added takes the whole window with it: sums cannot be parted, and rows of a batch
-    that failed must not be in the next update.
+    An error after something was added discards the whole window: sums cannot be undone, and rows of a failed batch must
+    not be in the next update.
 
     Args:
         network: The GradAccumulation, converted to the precision of the settings.
         optimizers: The optimizers of its parameters.
-        reducers: One per optimizer: its buffer, and what becomes of it at the end of the window.
-        settings: What the training step was told.
+        reducers: The reducers of the optimizers, with their buffers.
+        settings: The options of the training step.
         events: Event dispatcher.
 
     Attributes:
-        ends: One per optimizer: the order of its update.
-        overflows_in_a_row: Windows that were skipped one after the other, the last one included.
+        ends: The end of the window for each optimizer.
+        overflows_in_a_row: Number of consecutive skipped windows, the last one included.
     """
 
     # Whether the sums are those of all ranks already; what the end of the window has measured, per optimizer; what
     # replaces its clip.
     is_reduced = False
-    # Windows in which the learning rate was looked at, and those of the batches of the open one.
+    # The number of windows in which the learning rate was checked, and the learning rates in the open window.
     _watched = 0
     outputs: list[StepOutput] | None = None
     clip: nn.Cell | None = None
-    # The hash of the first batch of this rank, if there are several, and whether the ranks have compared theirs.
+    # The hash of the first batch of this rank, if there are several, and a flag whether the ranks have compared theirs.
     first_batch: bytes | None = None
     has_compared = False
-    # Whether it was said that a window was skipped for a gradient that is not finite.
+    # True once a warning has said that a window was skipped for a gradient that is not finite.
     has_told = False
 
     def __init__(
@@ -83,20 +83,20 @@ class Window:
         self._in_use = threading.Lock()
 
     def compiled_cells(self) -> list[Any]:
-        """Return what has a mode and settings of its own."""
+        """Return the compiled cells, which have a mode and settings of their own."""
         return [*self.micro_steps.compiled_cells(), *(cell for end in self.ends for cell in end.compiled_cells())]
 
     def count(self) -> int:
-        """Return the number of batches in the buffers. It is kept there, since a graph counts them too."""
+        """Return the number of batches in the buffers, where graphs count them, too."""
         return int(self.reducers[0].buffer.batches.asnumpy())
 
     def set_count(self, batches: int) -> None:
-        """Write the number of batches beside the sums that they are in."""
+        """Write the number of batches into the buffers."""
         for reducer in self.reducers:
             reducer.buffer.batches.set_data(Tensor(batches, ms.int32))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers of the window, as JSON. Its sums are parameters of its buffers."""
+        """Return the state of the window outside of its sums, as JSON. The sums are parameters of the buffers."""
         return {
             "batches": self.count(),
             "overflows_in_a_row": self.overflows_in_a_row,
@@ -104,7 +104,7 @@ class Window:
         }
 
     def load_state_dict(self, saved: Any) -> None:
-        """Go on from the numbers that `state_dict` has returned."""
+        """Load the result of `state_dict`."""
         rules = {"batches": lambda value: is_count(value) and value <= MAX_INT, "overflows_in_a_row": is_count}
         counts = check_saved(saved, "how many batches and overflows its windows had", rules)
         self.loss_scale.load_numbers(saved.get("loss_scale"))
@@ -112,7 +112,7 @@ class Window:
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool = False) -> list[Any]:
-        """Add one batch and return what its micro steps returned. Those of the last one may reduce the sums, too."""
+        """Add one batch and return the outputs of its micro steps. Those of the last batch may also reduce the sums."""
         reduces = is_last and self.reducers[0].overlaps
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
@@ -125,13 +125,13 @@ class Window:
             self._in_use.release()
 
     def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool) -> list[Any]:
-        """Add one batch as :meth:`add` does, alone."""
+        """Add one batch as :meth:`add` does, which has locked the window."""
         if self._watched < WATCHED_WINDOWS:
             self._rates.append(self._rates_now())
         try:
             outputs = self.micro_steps.run(args, kwargs, reduces)
         except BaseException as error:
-            # The other ranks may have the sums of the whole batch already.
+            # The other ranks may have reduced the sums already.
             self.is_reduced = reduces and self.micro_steps.rounds == 0
             if self.micro_steps.has_added and not (self.is_reduced and self.goes_on(error)):
                 batches = self.count()
@@ -146,15 +146,15 @@ class Window:
         return outputs
 
     def goes_on(self, error: BaseException) -> bool:
-        """Return whether this rank takes part in its window after an error, which a program may catch."""
+        """Return whether this rank stays in its window after an error, which a program may catch."""
         return self.several and isinstance(error, Exception) and not isinstance(error, StopIteration)
 
     def join(self) -> None:
-        """Take part in a batch of the other processes without one: this process has run out of data."""
+        """Join the collectives of a batch with no local data."""
         self.micro_steps.join()
 
     def partial_output(self) -> StepOutput:
-        """Report on the window that goes on."""
+        """Return the report on the open window."""
         return self.ends[0].partial_output()
 
     def measure(self) -> StepOutput:
@@ -190,7 +190,7 @@ class Window:
             raise
         self.reset()
         if self.several and not self.has_compared:
-            # Here all ranks meet, also one that has had no batch.
+            # All ranks get here, also those without a batch.
             self.has_compared = True
             warn_of_same_data(self.owner, self.first_batch or b"")
         return _as_one_report(outputs, clip or self.ends[0].update.gradients.clip.clip)
@@ -199,7 +199,7 @@ class Window:
         return [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
 
     def _check_rates(self) -> None:
-        """Warn if the rate of an update is another one than that of the window's first batches."""
+        """Warn if the learning rate of an update differs from that in the window's first batches."""
         changes = any(rates != self._rates[0] for rates in self._rates)
         self._watched, self._rates = self._watched + 1, []
         if changes:
@@ -211,7 +211,7 @@ class Window:
             )
 
     def discard(self, for_all: bool = False) -> None:
-        """Throw the window away, on this rank or ``for_all``, who see it when they add up the weights."""
+        """Discard the window on this rank or, with ``for_all``, on all ranks, which see it in the reduced weights."""
         for reducer in self.reducers:
             reducer.buffer.clear()
             if for_all and self.several:
@@ -220,7 +220,7 @@ class Window:
         self.reset()
 
     def _skipped(self, outputs: list[StepOutput]) -> list[StepOutput]:
-        """Say why a window makes no update, and return what is reported of it."""
+        """Warn why a window makes no update, and return its report."""
         weight = float(outputs[0].weight.asnumpy())
         if self.several and weight == -math.inf:
             warn(
@@ -244,7 +244,7 @@ class Window:
         return outputs
 
     def _non_finite(self, weight: float, scale: float) -> str:
-        """Return what makes the norm of the sums no number, which are ``weight`` times ``scale`` times the gradient."""
+        """Return the cause of a non-finite norm of the sums, ``weight`` times ``scale`` times the gradient."""
         if weight == 0.0:
             return "an Inf or a NaN in each micro batch"
         if not math.isfinite(weight):
@@ -264,11 +264,11 @@ class Window:
         )
 
     def reset(self) -> None:
-        """Forget what was measured, and the clip of the window that has ended."""
+        """Reset the report and the clip of the window that has ended."""
         self.is_reduced, self.outputs, self.clip, self._rates = False, None, None, []
 
     def _count_overflow(self, output: StepOutput) -> None:
-        """Stop a training that skips all its updates: no scale is small enough for a gradient that is broken."""
+        """Raise if a training skips all updates: no loss scale helps against a broken gradient."""
         if output.updated.asnumpy():
             self.overflows_in_a_row = 0
         elif output.overflow.asnumpy():
@@ -279,7 +279,7 @@ class Window:
 
 
 def broken_gradient(owner: str) -> RuntimeError:
-    """Return the error of a training that makes no update any more."""
+    """Return the error of a training that makes no more updates."""
     return RuntimeError(
         f"For '{owner}', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or NaN in each of the "
         f"last {MAX_OVERFLOWS}, which made no update. The weights are those of the last update. Look for NaN in the "
@@ -302,7 +302,7 @@ def _total_norm(norms: list[Tensor]) -> Tensor:
 
 
 def _as_one_gradient(outputs: list[StepOutput]) -> list[StepOutput]:
-    """Let the gradients of several optimizers have one norm and one fate."""
+    """Combine the reports of several optimizers, so that they have one norm and one decision."""
     if len(outputs) == 1:
         return outputs
     norm = _total_norm([output.grad_norm for output in outputs])

@@ -70,11 +70,11 @@ class Report(nn.Cell):
         reduced = ops.depend(self.reducer.reduce(), done) if self.reduces else done
         loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
-        # Of the sums, then divided: that saves a pass over the gradient.
+        # The norm of the sums is divided, which saves a pass over the gradient.
         norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
         norm = norm * self.loss_scale.unscaled(self.buffer.reciprocal_weight())
         overflow = bad = ops.logical_not(ops.isfinite(norm))
-        # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
+        # A window without weight (no valid token anywhere) has no mean and makes no update.
         weighs = updated = ops.greater(weight, 0.0)
         if self.loss_scale.skips_overflow:
             updated = ops.logical_and(weighs, ops.logical_not(overflow))
@@ -104,18 +104,18 @@ class OpenWindow(nn.Cell):
 
 
 class ReportedRate:
-    """The rate of an optimizer that is compiled, which the report knows before the update."""
+    """The learning rate of a compiled optimizer, which the report contains before the update."""
 
     def __init__(self, rate: LearningRate) -> None:
         self.cell = rate
 
     def before_update(self, reported: Tensor) -> Tensor:
-        """Return the rate of the next update, of which the report has this."""
+        """Return ``reported``, the learning rate of the next update."""
         return reported
 
     @contextmanager
     def recording(self, known: Tensor) -> Iterator[Callable[[], Tensor]]:
-        """Give what returns the rate of an update inside, of which this was ``known`` before."""
+        """Yield a function that returns ``known``, the learning rate of the update inside."""
         yield lambda: known
 
 
@@ -139,37 +139,37 @@ class WindowEnd(nn.Cell):
         self.buffer = reducer.buffer
         self.reducer = reducer
         self.loss_scale = loss_scale
-        # Whether the optimizer is compiled in PYNATIVE mode too.
+        # True if the optimizer is compiled in PYNATIVE mode, too.
         self.compiles = compiles or compiles_itself(optimizer)
         self.handed_scale = scale_for(owner, optimizer, loss_scale)
-        # By whether the optimizer runs op by op.
+        # The keys say whether the optimizer runs op by op.
         rate = LearningRate(optimizer)
         self.rates: dict[bool, Any] = {False: ReportedRate(rate), True: EagerRate(rate)}
         self.report = Report(rate, reducer, loss_scale)
         self.update = Update(optimizer, MeanGradients(clip, reducer, loss_scale, self.handed_scale))
         self.open = OpenWindow(reducer.buffer, loss_scale)
         self.run_open = Compiled(lambda: self.open, owner, "the report on an open window")
-        # By whether the sums are reduced already and whether the rate is left out, for it is code of the user's.
+        # The keys say whether the sums are reduced already, and whether the learning rate, a user's code, is left out.
         self.reports: dict[tuple[bool, bool], Compiled] = {}
-        # By the kind of clip that the caller chooses anew at each update (None: the window's own), and whether the
-        # optimizer is compiled with it.
+        # The keys are the kind of clip that the caller chooses for each update (None: the window's own), and whether
+        # the optimizer runs op by op.
         self.updates: dict[tuple[Any, bool], Any] = {}
-        # Whether the loss scale was too large for the window that was measured last.
+        # True if the loss scale was too large for the last window.
         self.is_bad = Tensor(False)
 
     def compiled_cells(self) -> list[Any]:
-        """Return what has a mode and settings of its own."""
+        """Return the compiled cells, which have a mode and settings of their own."""
         compiled = [each for each in self.updates.values() if isinstance(each, Compiled)]
         return [self.open, self.report, self.update, self.loss_scale, *self.reports.values(), *compiled]
 
     def partial_output(self) -> StepOutput:
-        """Report on the window that goes on."""
+        """Return the report on the open window."""
         return StepOutput(*self.run_open(NOTHING))
 
     def measure(self, reduced: bool = False) -> StepOutput:
-        """Do the first half of the end of the window: all but clip, optimizer and clear.
+        """Run the first half of the end of the window: all but clip, optimizer and clear.
 
-        ``reduced`` is whether the sums are those of all ranks already.
+        ``reduced`` is True if the sums are reduced over the ranks already.
         """
         count, known = len(self.update.optimizer.parameters), len(self.reducer.parameters)
         if count != known:
@@ -190,7 +190,7 @@ class WindowEnd(nn.Cell):
         return self.reports[key]
 
     def finish(self, output: StepOutput, clip: Any = None) -> StepOutput:
-        """Do the second half, with the norm and the decision in ``output``; ``clip`` replaces the window's own."""
+        """Run the second half, with the norm and the decision in ``output``. A ``clip`` replaces the window's own."""
         if not output.updated.asnumpy():
             self.buffer.clear()
             return output
@@ -202,12 +202,12 @@ class WindowEnd(nn.Cell):
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate())
 
     def adjust(self, output: StepOutput) -> None:
-        """Choose the loss scale of the next window, after ``output`` of this one."""
+        """Choose the loss scale of the next window from the ``output`` of this one."""
         bad = bool(output.overflow.asnumpy()) or bool(self.is_bad.asnumpy())
         self.loss_scale.adjust(output.updated, Tensor(bad))
 
     def _update(self, clip: nn.Cell | None, eager: bool) -> Any:
-        """Return the update with a clip that takes its limit as an input, so that a new one costs no new graph."""
+        """Return the update with a clip whose limit is an input, so that a new limit needs no new graph."""
         key = None if clip is None else type(clip), eager
         if key not in self.updates:
             update = self.update
@@ -220,7 +220,7 @@ class WindowEnd(nn.Cell):
         return self.updates[key]
 
     def after_batch(self, done: Any, batches_of_window: int) -> tuple[Tensor, ...]:
-        """Count a batch as part of a graph, after ``done``, and end the window if it has so many of them now, or more.
+        """Count a batch as part of a graph, after ``done``, and end the window if it has enough batches.
 
         Return the items of a StepOutput.
         """
