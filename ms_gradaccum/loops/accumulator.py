@@ -1,4 +1,4 @@
-"""Gradient accumulation for loops that users write themselves."""
+"""Gradient accumulation for hand-written training loops."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +32,7 @@ from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Accumulator"
-# What the caller's loss has done with its rows.
+# The reduction of the caller's loss over its rows.
 _Reduction = Literal["mean", "sum"]
 # What `step` and `flush` return: None inside a window, a tuple of several networks.
 _Outputs = StepOutput | tuple[StepOutput, ...] | None
@@ -43,7 +43,7 @@ _D = TypeVar("_D")
 
 
 class Accumulator(Settled, Uncopied, nn.Cell, Observed):
-    r"""Gradient accumulation for hand-written training loops, with Hugging Face Accelerate's words.
+    r"""Gradient accumulation for hand-written training loops, with Hugging Face Accelerate's API names.
 
     .. code-block:: python
 
@@ -169,7 +169,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         self._is_built = True
 
     def _window_in_graph(self) -> GraphWindow | NoGraphWindow:
-        """Return what this loop is inside a larger graph, which knows one network with one optimizer alone."""
+        """Return the cell of this loop inside a larger graph, which supports one network with one optimizer."""
         first, steps = self._networks[0], self.config.accumulation_steps
         if len(self._networks) == len(first.ends) == 1 and self.config.schedule is None:
             return GraphWindow(first.add_grads_cell, first.ends[0], steps)
@@ -306,14 +306,14 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         return self.in_graph(grads, weight, loss, reduction)
 
     def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Clip as :meth:`clip_grad_norm` does, with Accelerate's arguments: all parameters that are trained."""
+        """Clip as :meth:`clip_grad_norm` does, with Accelerate's arguments; `parameters` are all trained ones."""
         self._check_all(parameters)
         if norm_type != 2.0:
             raise ValueError(argument_error(_OWNER, "norm_type", "2, the only norm", typed(norm_type), "Leave it out."))
         return self.clip_grad_norm(max_norm)
 
     def clip_grad_value_(self, parameters: object, clip_value: float) -> Tensor | None:
-        """Clip as :meth:`clip_grad_value` does, with Accelerate's arguments: all parameters that are trained."""
+        """Clip as :meth:`clip_grad_value` does, with Accelerate's arguments; `parameters` are all trained ones."""
         self._check_all(parameters)
         return self.clip_grad_value(clip_value)
 
@@ -400,13 +400,13 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         return None
 
     def drop(self) -> int:
-        """Throw an unfinished window away and return the number of batches that it had."""
+        """Discard an unfinished window and return the number of its batches."""
         return self.window.drop()
 
     def join(self) -> None:
-        """Take part in a batch of the other processes without one: this process has run out of data.
+        """Join the collectives of a batch with no local data, once this process has run out of data.
 
-        A prepared dataset does so at its end.
+        A prepared dataset calls it at its end.
         """
         self.window.join()
 

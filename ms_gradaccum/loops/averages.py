@@ -1,4 +1,4 @@
-"""Averages of the weights, as parameters of a training step."""
+"""Averages of parameters, which are parameters of a training step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,13 +16,13 @@ _OWNER = "EMA"
 
 
 class Averages(nn.Cell):
-    """The averages of some weights, as parameters of a training step.
+    """The averages of parameters of a network, as parameters of a training step.
 
     Attributes:
-        parameters: Whole ones, of the network.
+        parameters: The whole parameters of the network.
         values: Their averages, in float32.
-        updates: How many updates these have seen.
-        kept: The weights, while the averages are in the network; empty otherwise.
+        updates: Number of updates that the averages include.
+        kept: The parameters' values while the averages are in the network; empty otherwise.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
@@ -42,7 +42,7 @@ class Averages(nn.Cell):
         self.run = Compiled(lambda: self, _OWNER, "the averages")
 
     def construct(self, share: Tensor) -> Tensor:
-        """Move the averages by this share of their distance to the weights, and count that."""
+        """Move the averages by ``share`` of their distance to the parameters, and count the update."""
         done: Any = ops.assign_add(self.updates, Tensor(1, ms.int32))
         for begin, end in self.chunks:
             move = ops.partial(_move, copy_after(share, done))
@@ -50,20 +50,20 @@ class Averages(nn.Cell):
         return copy_after(share, done)
 
     def count(self) -> int:
-        """Return how many updates the averages have seen. It waits for the device."""
+        """Return the number of updates that the averages include. It waits for the device."""
         return int(self.updates.asnumpy())
 
     def begin(self) -> None:
-        """Begin where the weights are, before the first update: they may have been loaded since."""
+        """Before the first update, start from the parameters, which may have been loaded since."""
         if self.count() == 0:
             self.copy_weights()
 
     def copy_weights(self) -> None:
-        """Make the averages equal to the weights."""
+        """Set the averages to the values of the parameters."""
         _assign(self.values, self.parameters)
 
     def check_weights_are_there(self, owner: str, rule: str) -> None:
-        """Raise if the averages are in the network, in place of the weights."""
+        """Raise if the averages have replaced the parameters in the network."""
         if self.kept:
             raise RuntimeError(
                 f"For '{owner}', {rule} with the weights, but got the averages of an EMA in their place. "
@@ -71,7 +71,7 @@ class Averages(nn.Cell):
             )
 
     def swap(self) -> None:
-        """Put the averages into the network."""
+        """Replace the parameters by the averages."""
         self.check_weights_are_there(_OWNER, "swap() must begin")
         self.begin()
         # Tensors, since parameters would be the step's. A tensor of a parameter shares its memory: of a copy, then.
@@ -83,7 +83,7 @@ class Averages(nn.Cell):
             raise
 
     def restore(self) -> None:
-        """Put the weights back."""
+        """Restore the parameters."""
         if not self.kept:
             raise RuntimeError(
                 f"For '{_OWNER}', restore() must follow swap(), but got a network that has its weights. "
@@ -94,7 +94,7 @@ class Averages(nn.Cell):
 
 
 def averages_of(step: Any) -> Averages | None:
-    """Return the averages that a training step has, if it has an EMA."""
+    """Return the averages of a training step with an EMA, else None."""
     averages: Averages | None = getattr(step, "ema_averages", None)
     return averages
 
@@ -113,6 +113,6 @@ def _move_one(share: Tensor, average: Parameter, weight: Parameter) -> Tensor:
 
 
 def _assign(targets: Sequence[Parameter], values: Sequence[Tensor]) -> None:
-    """Copy tensors into parameters, one by one from the host: it is done seldom and compiles nothing."""
+    """Copy tensors into parameters, one by one from the host, which needs no compilation and happens rarely."""
     for target, value in zip(targets, values, strict=True):
         ops.assign(target, ops.cast(value, target.dtype))

@@ -1,4 +1,4 @@
-"""Datasets and schedulers that know where their window stands."""
+"""Prepared datasets and learning rate schedulers, which follow the window of a loop."""
 
 import functools
 import inspect
@@ -22,10 +22,10 @@ _ITERATORS = ("create_tuple_iterator", "create_dict_iterator")
 
 
 class PreparedDataset:
-    """A dataset whose last batch is known as such before it is used.
+    """A dataset whose last batch is known before it is used.
 
-    Iterating over it is a pass over the dataset. Of several processes all must do it at the same time; those that have
-    fewer batches join the others in their last ones.
+    Each iteration over it is an epoch. All processes must iterate at the same time; those with fewer batches join the
+    collectives of the others' last ones.
     """
 
     def __init__(self, dataset: Any, window: Any) -> None:
@@ -35,7 +35,7 @@ class PreparedDataset:
         self.epoch = -1
         self.at_end = False
         self.handed = HandedBatches()
-        # Of the current pass: batches taken, those that every process has, and what their order depends on.
+        # For the current epoch: the batches taken, the batches that every process has, and the sources of their order.
         self.batches = self.common = 0
         self.sources: Sources | None = None
         self.several = current_world(_OWNER).size > 1
@@ -77,7 +77,7 @@ class PreparedDataset:
         return self.passed(tuples_of)
 
     def passed(self, iterate: Callable[[Dataset], Iterable[Any]]) -> Generator[Any, None, None]:
-        """Yield the batches of one pass; ``iterate`` makes them of a pipeline of MindSpore's."""
+        """Yield the batches of one epoch, which ``iterate`` takes from a pipeline of MindSpore."""
         begin = self._begin()
         passes = self.window.passes
         lengths = gather_counts(self._length() - self.batches) if self.several else [0]
@@ -94,7 +94,7 @@ class PreparedDataset:
                 yield batch
             is_left = False
             if self.handed.are_fetched:
-                # The other ranks wait for what this one has not trained yet.
+                # The other ranks wait for the batches that this one has not trained yet.
                 self.handed.joins = missing
             else:
                 self.window.join_others(missing, self.epoch)
@@ -136,19 +136,19 @@ class PreparedDataset:
         yield from batches
 
     def is_sent_elsewhere(self) -> bool:
-        """Return whether a state was loaded that says where the next pass goes on."""
+        """Return whether a loaded state has a position for the next epoch."""
         return self.window.place_ahead(self.number) is not None
 
     def place(self) -> PassPlace:
-        """Return where this process is in its data, between two batches."""
+        """Return the position of this process in its data, between two batches."""
         known = isinstance(self.dataset, Dataset) or hasattr(self.dataset, "__len__")
         length, ranks = self._length() if known else None, current_world(_OWNER).size
         ahead: PassPlace | None = self.window.place_ahead(self.number)
         if ahead is not None:
-            # Nothing was taken since a state was loaded.
+            # No batch was taken since a state was loaded.
             return ahead.among(length, ranks)._replace(ranks=ranks)
         if self.handed.is_ahead and self.handed.waiting:
-            # What was fetched and not trained is still to come.
+            # Batches that were fetched and not trained are still to come.
             first = self.handed.waiting[0]
             return PassPlace(first.epoch, first.place - 1, length, first.origin, ranks)
         if self.sources is None or self.at_end:
@@ -172,7 +172,7 @@ class PreparedDatasets:
         self._places: list[PassPlace | None] = []
 
     def enroll(self, dataset: PreparedDataset) -> int:
-        """Give a prepared dataset its number."""
+        """Register a prepared dataset and return its number."""
         self._datasets.append(weakref.ref(dataset))
         return len(self._datasets) - 1
 
@@ -181,27 +181,27 @@ class PreparedDatasets:
         return [each for each in (reference() for reference in self._datasets) if each is not None]
 
     def take_place(self, number: int) -> PassPlace | None:
-        """Return where a dataset goes on after a state was loaded, once."""
+        """Return, once, the position of a dataset in a loaded state."""
         if number >= len(self._places):
             return None
         place, self._places[number] = self._places[number], None
         return place
 
     def place_ahead(self, number: int) -> PassPlace | None:
-        """Return where a dataset will go on, if it has not done so since a state was loaded."""
+        """Return the position of a dataset in a loaded state if it was not taken yet."""
         return self._places[number] if number < len(self._places) else None
 
     def resume_at(self, places: Sequence[PassPlace]) -> None:
-        """Let the prepared datasets go on at these places, in the order in which they are prepared."""
+        """Continue the prepared datasets from these positions, in the order in which they are prepared."""
         self._places = list(places)
 
 
 class PreparedIterator:
-    """An iterator over a prepared dataset. Each loop to its end is a pass, as with an iterator of MindSpore's.
+    """An iterator over a prepared dataset. Each loop over it is an epoch, as for an iterator of MindSpore.
 
     Args:
         dataset: The prepared dataset.
-        iterate: Makes the batches of one pass of a pipeline of MindSpore's.
+        iterate: Function that yields the batches of one epoch of a MindSpore pipeline.
     """
 
     def __init__(self, dataset: PreparedDataset, iterate: Callable[[Dataset], Iterable[Any]]) -> None:
@@ -235,7 +235,7 @@ class PreparedIterator:
         return names
 
     def stop(self) -> None:
-        """End the pass. There is no other one."""
+        """End the epoch. No other one can follow."""
         self._leave()
         self.is_stopped = True
 
@@ -248,7 +248,7 @@ class PreparedIterator:
 
 
 def _of_whole(method: Any) -> Any:
-    """Return a method of a pipeline that refuses to make another one of it, which nobody would have prepared."""
+    """Wrap a method of a pipeline so that it raises instead of returning a new pipeline, which would be unprepared."""
 
     @functools.wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -265,7 +265,7 @@ def _of_whole(method: Any) -> Any:
 
 
 def _look_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Give each batch, and whether it is the last one."""
+    """Yield each batch and whether it is the last one."""
     iterator = iter(batches)
     try:
         batch = next(iterator)
@@ -278,17 +278,17 @@ def _look_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 class PreparedScheduler:
-    """A learning rate scheduler that moves once per update, and not at all for a skipped one.
+    """A learning rate scheduler that steps once per update, and not for a skipped one.
 
-    Called once per epoch, outside the loop over the batches, it moves if there was an update in between.
+    If it is called once per epoch, outside the loop over the batches, it steps if there was an update in between.
     """
 
     def __init__(self, scheduler: Any, window: Any) -> None:
         self.scheduler = scheduler
         self.window = window
-        # Called in each batch, not once per epoch: then it moves too when this process joins in an update.
+        # True if it is called in each batch; then it also steps when this process joins an update.
         self.follows_updates = False
-        # Whether there was an update since it has moved last.
+        # True if there was an update since its last step.
         self.is_due = False
 
     def __getattr__(self, name: str) -> Any:
@@ -297,12 +297,12 @@ class PreparedScheduler:
         return getattr(self.scheduler, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers of the scheduler and where it stands in the loop, as JSON."""
+        """Return the state of the scheduler and of its position in the loop, as JSON."""
         state = plain_state.take(self.scheduler)
         return {"is_due": self.is_due, "follows_updates": self.follows_updates, "scheduler": state}
 
     def load_state_dict(self, saved: Any) -> None:
-        """Go on from what `state_dict` has returned."""
+        """Load the result of `state_dict`."""
         rules = dict.fromkeys(("is_due", "follows_updates"), is_flag)
         flags = check_saved(saved, "where its schedulers stand", rules)
         plain_state.put(self.scheduler, saved.get("scheduler"))
@@ -317,7 +317,7 @@ class PreparedScheduler:
 
 
 def prepare(item: Any, window: Any) -> Any:
-    """Return ``item`` as what knows where ``window`` stands, or a Cell as it is."""
+    """Return ``item`` prepared for ``window``; a Cell is returned unchanged."""
     if isinstance(item, (LRScheduler, ReduceLROnPlateau, SequentialLR)):
         window.schedulers.append(PreparedScheduler(item, window))
         return window.schedulers[-1]

@@ -1,4 +1,4 @@
-"""The window of a hand-written loop: which batch ends it, and whether the calls come in an order that has a meaning."""
+"""The window of a hand-written loop: the batch that ends it, and checks of the order of calls."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,12 +28,12 @@ _BETWEEN = "Call it at the end of the loop's body."
 
 
 class LoopWindow(PreparedDatasets):
-    """One window of all networks of a loop.
+    """The common window of all networks of a loop.
 
     Attributes:
-        ends: Whether the current batch ends the window.
-        updated: Whether its update was made.
-        in_batch: Whether the program is inside `batch`.
+        ends: True if the current batch ends the window.
+        updated: True if its update was made.
+        in_batch: True if the program is inside `batch`.
         events: Event dispatcher.
     """
 
@@ -61,9 +61,9 @@ class LoopWindow(PreparedDatasets):
 
     @contextmanager
     def batch(self, join: tuple[bool, int] | None = None) -> Iterator[None]:
-        """Enclose one batch. A failure before anything was added leaves no trace; to other processes it is one.
+        """Context of one batch. After an error before anything was added, the batch counts only for other processes.
 
-        ``join`` is of a batch that only other processes have: whether it is the last one, and its epoch.
+        ``join`` describes a batch that only other processes have: whether it is the last one, and its epoch.
         """
         if self.in_batch:
             raise _disorder("accumulate() must not be entered twice", "it inside itself", "Write one 'with' per batch.")
@@ -213,7 +213,7 @@ class LoopWindow(PreparedDatasets):
             self.warn_if_open("when the next pass over its data began")
 
     def warn_if_open(self, when: str) -> None:
-        """Warn, once, if there is a window that nobody has finished."""
+        """Warn, once, if there is an unfinished window."""
         if self.is_open and not (self.in_batch or self._has_warned_of_open):
             self._has_warned_of_open = True
             warn(
@@ -222,7 +222,7 @@ class LoopWindow(PreparedDatasets):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers of the loop, as JSON. Its networks and its datasets have their own."""
+        """Return the state of the loop, as JSON. Its networks and datasets have states of their own."""
         return {
             "ends": self.ends,
             "updated": self.updated,
@@ -241,7 +241,7 @@ class LoopWindow(PreparedDatasets):
         vars(self).update(flags)
 
     def check_between_batches(self, owner: str) -> None:
-        """Raise unless this is a place where a state can be saved."""
+        """Raise unless the program is between two batches, where a state can be saved."""
         if self._awaits_batch:
             raise _disorder(f"{owner}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
         if any(trained.outputs is not None or trained.clip is not None for trained in self.networks):
@@ -250,7 +250,7 @@ class LoopWindow(PreparedDatasets):
             self._keep_count()
 
     def chosen(self, network: nn.Cell | None) -> list[TrainedNetwork]:
-        """Return the network that is meant, or all for None."""
+        """Return the given network, or all networks for None."""
         chosen = [each for each in self.networks if network is None or any(network is name for name in each.names)]
         if not chosen:
             got, remedy = type(network).__name__, "Give a network that the Accumulator was built with."
@@ -258,7 +258,7 @@ class LoopWindow(PreparedDatasets):
         return chosen
 
     def only(self, network: nn.Cell | None) -> TrainedNetwork:
-        """Return the one network that is meant."""
+        """Return the given network, or the only one for None."""
         chosen = self.chosen(network)
         if len(chosen) > 1:
             remedy = "Say which one: backward(*batch, network=loss_cell)."
@@ -287,7 +287,7 @@ class LoopWindow(PreparedDatasets):
         return outputs
 
     def drop(self) -> int:
-        """Throw the window away and return the number of batches that it had."""
+        """Discard the window and return the number of its batches."""
         self._follow_sums()
         # The batches of a compiled function are counted beside the sums alone.
         batches = self.counter.batches - self._awaits_batch if self.is_open else self.networks[0].count()
@@ -298,18 +298,18 @@ class LoopWindow(PreparedDatasets):
         return batches
 
     def join_others(self, missing: int, epoch: int) -> None:
-        """Take part in the last batches of an epoch, of which this process has so many less than others."""
+        """Join the collectives of the last batches of an epoch, of which this process has ``missing`` fewer."""
         for i in range(missing):
             self.join((i == missing - 1, epoch))
 
     def join(self, join: tuple[bool, int] | None = None) -> None:
-        """Take part in a batch of the other processes without one."""
+        """Join the collectives of a batch with no local data."""
         with self.batch(join):
             self._join_batch()
         self._end_joined()
 
     def _join_batch(self) -> None:
-        """Take part in what the other processes do with a batch, or with the rest of one that has failed here."""
+        """Join the collectives of a batch with no local data, or the remaining ones of a batch that has failed here."""
         for trained in filter(lambda trained: not trained.has_batch, self.networks):
             trained.join()
 
