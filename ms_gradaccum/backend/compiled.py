@@ -307,13 +307,13 @@ def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None)
     if first.startswith(_SENTENCES):
         return type(error)(first)  # Without the compiler's call stack below it.
     kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
-    remedy = "Say it as GRAPH mode can, or use PYNATIVE mode without compile=True."
+    remedy = "Rewrite the code so that it compiles in GRAPH mode, or use PYNATIVE mode without compile=True."
     other = next((place for cell in _cells_of(code) if (place := _other_self(cell))), "")
     if other:
         first, remedy = f"{other}.", "Call it 'self', the only name for it that the compiler knows."
     missing = _NO_KERNEL.search(text)
     if missing is not None:
-        first, remedy = f"{missing[0]}.", "Use another device, or say it with what this one has a kernel for."
+        first, remedy = f"{missing[0]}.", "Use another device, or operators that have a kernel on this one."
     got = f"{'' if other else _place_of(text, code)}{first} No parameter was changed."
     return kind(f"For '{owner}', MindSpore must be able to compile {what}, but got {got} {remedy}\n{text}")
 

@@ -131,7 +131,7 @@ def test_the_operator_without_a_kernel_is_named(mode):
         step(*map(Tensor, batches()[0]))
     assert str(raised.value).splitlines()[0] == (
         "For 'TrainOneStepCell', MindSpore must be able to compile the optimizer, but got Unsupported op [Lamb] on "
-        "CPU. No parameter was changed. Use another device, or say it with what this one has a kernel for."
+        "CPU. No parameter was changed. Use another device, or operators that have a kernel on this one."
     )
 
 
