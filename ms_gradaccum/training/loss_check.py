@@ -53,12 +53,22 @@ _MOVES = (
 
 
 class Rows(NamedTuple):
-    """Some rows of a batch, as tensors in the order of their structure."""
+    """Some rows of a batch. They are copied when their tensors are asked for, so that none lie about."""
 
     structure: Hashable
-    tensors: tuple[Tensor, ...]
+    sources: tuple[Tensor, ...]
     axes: tuple[int | None, ...]
-    size: int
+    places: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return len(self.places)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The rows, in the order of their structure."""
+        return tuple(_taken(tensor, axis, self.places) for tensor, axis in zip(self.sources, self.axes))
 
     @staticmethod
     def of(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> "Rows":
@@ -67,12 +77,11 @@ class Rows(NamedTuple):
         structure = flatten(inputs, tensors)
         axes = tuple(leaf_axes(inputs, batch_axis))
         size = next(tensor.shape[axis] for tensor, axis in zip(tensors, axes) if axis is not None)
-        return Rows(structure, tuple(tensors), axes, size)
+        return Rows(structure, tuple(tensors), axes, tuple(range(size)))
 
     def take(self, places: Sequence[int]) -> "Rows":
         """Return the rows in these places."""
-        tensors = tuple(_taken(tensor, axis, places) for tensor, axis in zip(self.tensors, self.axes))
-        return self._replace(tensors=tensors, size=len(places))
+        return self._replace(places=tuple(self.places[place] for place in places))
 
     def cut(self, most: int, number: int, mixed: bool) -> tuple["Rows", "Rows", "Rows"]:
         """Return at most so many rows and their halves, others for each number.
@@ -82,7 +91,7 @@ class Rows(NamedTuple):
         have as many rows as each other, so that two lengths do for a graph that takes no others.
         """
         half = min(most, self.size) // 2
-        filled = sum(_filled(*pair, self.size) for pair in zip(self.tensors, self.axes))
+        filled = sum(_filled(*pair, self.size) for pair in zip(self.sources, self.axes))
         order = np.argsort(filled, kind="stable")
         begin = number % (self.size // (2 * half)) * half
         low, high = order[begin : begin + half], order[self.size - begin - half : self.size - begin]
@@ -94,10 +103,13 @@ class Rows(NamedTuple):
 
     def joined(self, other: "Rows") -> "Rows | None":
         """Return these rows and others after them, or None if they do not fit together."""
+        if self.sources is other.sources:
+            return self._replace(places=self.places + other.places)
         pairs = list(zip(self.tensors, other.tensors, self.axes))
         if self.structure != other.structure or any(not _fit(*pair) for pair in pairs):
             return None
-        return self._replace(tensors=tuple(_joined(*pair) for pair in pairs), size=self.size + other.size)
+        places = tuple(range(self.size + other.size))
+        return self._replace(sources=tuple(_joined(*pair) for pair in pairs), places=places)
 
 
 # Rows and their halves.
@@ -344,7 +356,9 @@ def _norm(arrays: Sequence[Array]) -> float:
 
 
 def _taken(tensor: Tensor, axis: int | None, places: Sequence[int]) -> Tensor:
-    return tensor if axis is None else Tensor(np.take(as_array(tensor), places, axis), tensor.dtype)
+    if axis is None or places == tuple(range(tensor.shape[axis])):
+        return tensor
+    return Tensor(np.take(as_array(tensor), places, axis), tensor.dtype)
 
 
 def _filled(tensor: Tensor, axis: int | None, size: int) -> Array:
