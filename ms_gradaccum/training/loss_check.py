@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -15,8 +15,7 @@ from ms_gradaccum.backend.compiled import Compiled, execution_mode, forget_passe
 from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient, relative
-from ms_gradaccum.batch.nested_inputs import flatten
-from ms_gradaccum.batch.split import BatchAxis, leaf_axes
+from ms_gradaccum.batch.rows import Cut, Rows
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal, sparse_lookup
 from ms_gradaccum.training.settings import StepSettings
@@ -36,8 +35,6 @@ _REPEATS = 8
 _GRADIENT = 1e-3
 # The last batch that is measured.
 _LAST = 64
-# So many values of a row are looked at to choose rows.
-_COLUMNS = 4096
 _OWNER = "GradAccumulation"
 # Classes of cells that are not in training meanwhile: those of chance and of statistics of the batch, or all.
 _AS_IN_TRAINING, _IN_EVALUATION = ("Drop", "BatchNorm"), ("",)
@@ -50,70 +47,6 @@ _MOVES = (
     "each micro batch does so, and the next one sees it. Change it at the end of an update, as in a callback's "
     "on_update_end()."
 )
-
-
-class Rows(NamedTuple):
-    """Some rows of a batch. They are copied when their tensors are asked for, so that none lie about."""
-
-    structure: Hashable
-    sources: tuple[Tensor, ...]
-    axes: tuple[int | None, ...]
-    places: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of rows."""
-        return len(self.places)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The rows, in the order of their structure."""
-        return tuple(_taken(tensor, axis, self.places) for tensor, axis in zip(self.sources, self.axes))
-
-    @staticmethod
-    def of(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> "Rows":
-        """Return all rows of a batch."""
-        tensors: list[Tensor] = []
-        structure = flatten(inputs, tensors)
-        axes = tuple(leaf_axes(inputs, batch_axis))
-        size = next(tensor.shape[axis] for tensor, axis in zip(tensors, axes) if axis is not None)
-        return Rows(structure, tuple(tensors), axes, tuple(range(size)))
-
-    def take(self, places: Sequence[int]) -> "Rows":
-        """Return the rows in these places."""
-        return self._replace(places=tuple(self.places[place] for place in places))
-
-    def cut(self, most: int, number: int, mixed: bool) -> tuple["Rows", "Rows", "Rows"]:
-        """Return at most so many rows and their halves, others for each number.
-
-        The rows are those that differ most in what fills them up: padding, ignored labels and the zeros of a mask are
-        the smallest or the largest value of a tensor. Full and empty ones are in different halves, or ``mixed``. Halves
-        have as many rows as each other, so that two lengths do for a graph that takes no others.
-        """
-        half = min(most, self.size) // 2
-        filled = sum(_filled(*pair, self.size) for pair in zip(self.sources, self.axes))
-        order = np.argsort(filled, kind="stable")
-        begin = number % (self.size // (2 * half)) * half
-        low, high = order[begin : begin + half], order[self.size - begin - half : self.size - begin]
-        if mixed and half == 1:
-            low = order[self.size - begin - 2 :][:1]
-        both = np.concatenate((low, high)).tolist()
-        parts = (both[::2], both[1::2]) if mixed else (both[:half], both[half:])
-        return self.take(both), self.take(parts[0]), self.take(parts[1])
-
-    def joined(self, other: "Rows") -> "Rows | None":
-        """Return these rows and others after them, or None if they do not fit together."""
-        if self.sources is other.sources:
-            return self._replace(places=self.places + other.places)
-        pairs = list(zip(self.tensors, other.tensors, self.axes))
-        if self.structure != other.structure or any(not _fit(*pair) for pair in pairs):
-            return None
-        places = tuple(range(self.size + other.size))
-        return self._replace(sources=tuple(_joined(*pair) for pair in pairs), places=places)
-
-
-# Rows and their halves.
-Cut = tuple[Rows, Rows, Rows]
 
 
 class LossCheck:
@@ -353,28 +286,3 @@ def _is_batch_norm(cell: nn.Cell) -> bool:
 
 def _norm(arrays: Sequence[Array]) -> float:
     return math.sqrt(sum(float(np.square(array).sum()) for array in arrays))
-
-
-def _taken(tensor: Tensor, axis: int | None, places: Sequence[int]) -> Tensor:
-    if axis is None or places == tuple(range(tensor.shape[axis])):
-        return tensor
-    return Tensor(np.take(as_array(tensor), places, axis), tensor.dtype)
-
-
-def _filled(tensor: Tensor, axis: int | None, size: int) -> Array:
-    """Return what part of each row is the smallest value of a tensor, less what is the largest one."""
-    if axis is None:
-        return np.zeros(size)
-    rows = np.moveaxis(as_array(tensor), axis, 0).reshape(size, -1)
-    rows = rows[:, :: rows.shape[1] // _COLUMNS + 1]
-    found: Array = (rows == rows.min()).mean(1) - (rows == rows.max()).mean(1) if rows.size else np.zeros(size)
-    return found
-
-
-def _fit(a: Tensor, b: Tensor, axis: int | None) -> bool:
-    """Return whether two tensors can be joined along an axis; without one they are taken for the same."""
-    return axis is None or np.delete(a.shape, axis).tolist() == np.delete(b.shape, axis).tolist()
-
-
-def _joined(a: Tensor, b: Tensor, axis: int | None) -> Tensor:
-    return a if axis is None else Tensor(np.concatenate([as_array(a), as_array(b)], axis), a.dtype)

@@ -31,7 +31,7 @@ def slowly(probe):
 
 
 # One row of rank 0 fits in one piece, sixteen of rank 1 do not.
-results["answer"] = find_micro_size((one_row, sixteen_rows)[rank], "840MiB", report=slowly)
+results["answer"] = find_micro_size((one_row, sixteen_rows)[rank], "960MiB", report=slowly)
 results["probes"] = probes
 
 

@@ -12,6 +12,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op, runs_eagerly
 from ms_gradaccum.backend.kept_state import STATISTICS, KeptState, as_array, set_mode
 from ms_gradaccum.batch.loss_parts import Finding
+from ms_gradaccum.batch.rows import Cut, Rows
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch, split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals
@@ -21,7 +22,7 @@ from ms_gradaccum.tools.verification.comparison import Run
 from ms_gradaccum.tools.whole_batch import WholeBatch
 from ms_gradaccum.training.first_pass import first_pass_of
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.loss_check import Cut, LossCheck, Rows
+from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.micro_step import AddMicroBatch, BackwardStart, EagerMicroStep, MicroLoss, build_micro_step
 from ms_gradaccum.training.settings import StepSettings
 
