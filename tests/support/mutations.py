@@ -234,7 +234,7 @@ MUTATIONS = (
         ("batch/test_losses_as_written.py", "programs/test_losses.py"),
     ),
     Mutation(
-        "the measurement of a loss leaves the random states behind as it finds them",
+        "the measurement of a loss does not put the random states back",
         "backend/kept_state.py",
         "        random_state.put(self.random)\n",
         "",
