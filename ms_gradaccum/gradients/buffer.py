@@ -1,5 +1,7 @@
 """Sums of gradients and losses in float32, or float64 for float64 parameters, and their weight."""
 
+import itertools
+import weakref
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -36,6 +38,9 @@ class WindowTotals(NamedTuple):
 
 
 _NOTHING_ELSE = WindowTotals()
+_numbers = itertools.count()
+# The numbers of the buffers whose batches a graph counts, where the host has to read how many there are.
+_counted_in_graphs: set[int] = set()
 
 
 class GradientBuffer(nn.Cell):
@@ -73,6 +78,11 @@ class GradientBuffer(nn.Cell):
         self.weight = zeros(f"{window}_weight", (), dtype)
         # The number of batches in the open window: 0 from an update to the next batch.
         self.batches = zeros(f"{window}_batches", (), ms.int32)
+        # The same as the host knows it, so that no batch waits for a read; None once a checkpoint may have changed it.
+        self.known_batches: int | None = 0
+        self.number = next(_numbers)
+        for name in ("set_data", "assign_value"):
+            vars(self.batches)[name] = _Forgetting(self, name)
         # The number of micro batches that were left out, in the dtype of the other scalars that are reduced.
         self.dropped: Any = zeros(f"{window}_dropped", (), dtype) if totals.counts_dropped else None
         # For each reported loss the sum (first row) and the weight (second row).
@@ -101,8 +111,26 @@ class GradientBuffer(nn.Cell):
         grads: tuple[Tensor, ...] = self.map(ops.partial(_spread, zero_after(done, self.weight)), parameters)
         return grads
 
+    def count(self) -> int:
+        """Read the number of batches in the window. Called by the host."""
+        self.known_batches = int(self.batches.asnumpy())
+        return self.known_batches
+
+    def count_on_host(self) -> int:
+        """Return the number of batches in the window, without a read unless a graph or a checkpoint writes it."""
+        if self.known_batches is None or self.number in _counted_in_graphs:
+            return self.count()
+        return self.known_batches
+
+    def set_count(self, batches: int) -> None:
+        """Write the number of batches in the window. Called by the host."""
+        if batches != self.known_batches or self.number in _counted_in_graphs:
+            self.batches.set_data(Tensor(batches, ms.int32))
+            self.known_batches = batches
+
     def count_batch(self) -> Tensor:
-        """Count one batch and return the number of batches in the window."""
+        """Count one batch as part of a graph, and return the number of batches in the window."""
+        _count_in_graph(self.number)
         return ops.assign_add(self.batches, Tensor(1, ms.int32))
 
     def count_dropped(self, finite: Tensor) -> Any:
@@ -135,6 +163,30 @@ class GradientBuffer(nn.Cell):
         if self.other_losses is not None:
             done = done, _assign_zero(self.other_losses)
         return done, _assign_zero(self.batches)
+
+
+class _Forgetting:
+    """A method that writes the number of batches of a buffer, after which the host has to read it.
+
+    Args:
+        buffer: The buffer.
+        method: The method's name.
+    """
+
+    def __init__(self, buffer: GradientBuffer, method: str) -> None:
+        # Weak, since it is an attribute of the parameter.
+        self.buffer, self.parameter, self.method = weakref.ref(buffer), weakref.ref(buffer.batches), method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        buffer, parameter = self.buffer(), self.parameter()
+        if buffer is not None:
+            buffer.known_batches = None
+        return getattr(type(parameter), self.method)(parameter, *args, **kwargs)
+
+
+@_primexpr
+def _count_in_graph(number: int) -> None:
+    _counted_in_graphs.add(number)
 
 
 _add = ops.MultitypeFuncGraph("add_gradient")

@@ -45,7 +45,7 @@ class NoLossScale(nn.Cell):
         """
         return ()
 
-    def adjust(self, updated: Tensor, bad: Tensor) -> None:
+    def adjust(self, updated: bool, bad: Tensor) -> None:
         """Choose the scale of the next window from the host."""
 
     def numbers(self) -> dict[str, Any]:
@@ -107,8 +107,8 @@ class LossScale(NoLossScale):
         new_clean = ops.select(again, ops.zeros_like(clean), counted)
         return ops.assign(self.scale, new_scale), ops.assign(self.clean_windows, new_clean)
 
-    def adjust(self, updated: Tensor, bad: Tensor) -> None:
-        self.run(updated, bad)
+    def adjust(self, updated: bool, bad: Tensor) -> None:
+        self.run(Tensor(updated), bad)
 
 
 class FixedLossScale(NoLossScale):
@@ -151,9 +151,9 @@ class ForeignLossScale(FixedLossScale):
         _refuse_in_graph(type(self.chooser).__name__)
         return ()
 
-    def adjust(self, updated: Tensor, bad: Tensor) -> None:
+    def adjust(self, updated: bool, bad: Tensor) -> None:
         is_bad = bool(bad.asnumpy())
-        if not (is_bad or updated.asnumpy()):
+        if not (is_bad or updated):
             return
         if isinstance(self.chooser, amp.LossScaler):
             self.chooser.adjust(Tensor(not is_bad))

@@ -165,7 +165,7 @@ class EMA(Settled, Callback, StatefulCallback):
         averages.begin()
 
     def on_update_end(self, event: StepEvent) -> None:
-        if event.output is None or not event.output.updated.asnumpy():
+        if event.output is None or not event.output.is_updated:
             return
         averages = self._attached()
         decay = self.decay

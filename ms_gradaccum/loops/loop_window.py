@@ -99,7 +99,7 @@ class LoopWindow(PreparedDatasets):
         """Go on with the windows whose sums are there: MindSpore's checkpoints have them, and how many batches."""
         if self.in_batch:
             return
-        counts = [trained.count() for trained in self.networks]
+        counts = [trained.count_on_host() for trained in self.networks]
         if counts != [self._count_of(trained) for trained in self.networks]:
             for trained, count in zip(self.networks, counts):
                 trained.is_open = count > 0
@@ -269,7 +269,7 @@ class LoopWindow(PreparedDatasets):
         """End the window of one network."""
         self.events.update_begin()
         output = trained.close()
-        if output.updated.asnumpy():
+        if output.is_updated:
             if not self.updated:
                 self.counter.count_update(float(output.weight.asnumpy()))
             self.updated = True

@@ -1,19 +1,15 @@
 """A network in a hand-written loop, with its optimizers and its window."""
 
-import functools
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, check_saved, is_flag
 from ms_gradaccum.backend.compiled import Compiled
-from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
@@ -75,6 +71,7 @@ class TrainedNetwork(Window):
         super().__init__(network, optimizers, reducers, replace(settings, accumulation_steps=most), events)
         self.add_grads_cell = AddGrads(self.reducers, self.micro_steps.parameters, settings.drop_non_finite)
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
+        self.run_mean_loss = Compiled(MeanLoss, _OWNER, "the mean loss", needs_fixed=True)
 
     def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Add one batch and return its mean loss."""
@@ -86,7 +83,8 @@ class TrainedNetwork(Window):
             self.is_open = self.is_open or self.has_batch
             raise
         self.is_open = self.has_batch = True
-        return _mean_loss([output[:2] for output in outputs])
+        loss: Tensor = self.run_mean_loss(*(output[i] for i in (0, 1) for output in outputs))
+        return loss
 
     def add_grads(self, grads: Any, weight: float, loss: Any, factor: float) -> None:
         """Add one batch of which the caller has taken the gradients."""
@@ -130,6 +128,15 @@ class TrainedNetwork(Window):
     def reset(self) -> None:
         super().reset()
         self.is_open = self._lacks_loss = False
+
+
+class MeanLoss(nn.Cell):
+    """The mean loss of a batch from the loss sums of its micro batches and their weights, without a read."""
+
+    def construct(self, *parts: Tensor) -> Tensor:
+        count = len(parts) // 2
+        total, weight = ops.addn(parts[:count]), ops.addn(parts[count:])
+        return ops.cast(total * reciprocal(weight), ms.float32)
 
 
 def _with_sync(kind: Any, sync_each_batch: bool) -> Any:
@@ -188,17 +195,6 @@ def _check_grads(grads: Any, parameters: list[Any]) -> tuple[Tensor, ...]:
         raise TypeError(argument_error(_OWNER, "grads", "floating-point tensors", f"one of {strange[0]}", remedy))
     # A graph takes no parameter as an input, and somebody may keep gradients in some.
     return tuple(grad.value() if isinstance(grad, Parameter) else grad for grad in grads)
-
-
-def _mean_loss(parts: list[Any]) -> Tensor:
-    """Return the mean loss of a batch from the loss sums and weights of its micro batches."""
-    if device_target() != "CPU":
-        # A read would wait for the device.
-        total, weight = (functools.reduce(operator.add, column) for column in zip(*parts))
-        return ops.cast(total * reciprocal(weight), ms.float32)
-    # On CPU there is nothing to wait for, and an addition op by op takes four times as long.
-    sums = np.array([[value.asnumpy() for value in part] for part in parts], np.float64).sum(0)
-    return Tensor(sums[0] / sums[1] if sums[1] else 0.0, ms.float32)
 
 
 def pair_networks(network: Any, optimizer: Any) -> list[tuple[Any, list[Any]]]:

@@ -150,9 +150,8 @@ class Events:
         """Count the end of a window and tell how it ended."""
         self.window_micro_batches = self.micro_batches - self._before_window
         self._before_window = self.micro_batches
-        updated = bool(output.updated.asnumpy())
-        self.updates += updated
-        self.skipped_updates += not updated
+        self.updates += output.is_updated
+        self.skipped_updates += not output.is_updated
         self._tell("on_update_end", output=output)
 
     def _tell(

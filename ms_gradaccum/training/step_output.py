@@ -76,6 +76,8 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     _further: tuple[Tensor, ...]
     # As they were given: read when they are asked for, since that waits for the device.
     _others: Tensor | Sequence[Tensor]
+    # The decisions that have been read from the device.
+    _decisions: dict[str, bool]
 
     def __new__(
         cls,
@@ -93,6 +95,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         output = super().__new__(cls, (loss, overflow, loss_scale))
         output._further = (updated, grad_norm, clipped_grad_norm, learning_rate, weight)
         output._others = other_losses
+        output._decisions = {}
         return output
 
     @property
@@ -144,10 +147,25 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         return tuple(self._others)
 
     @property
+    def is_updated(self) -> bool:
+        """True if this call ran the optimizer: `updated`, read once."""
+        return self._decided("updated")
+
+    @property
+    def has_overflow(self) -> bool:
+        """True if the window's gradient had an Inf or a NaN: `overflow`, read once."""
+        return self._decided("overflow")
+
+    def _decided(self, name: str) -> bool:
+        if name not in self._decisions:
+            self._decisions[name] = bool(getattr(self, name).asnumpy())
+        return self._decisions[name]
+
+    @property
     def ends_window(self) -> bool:
         """True if this call ended its window, with an update or a skipped one."""
         # Nothing waits for a device: inside a window they are constants of the host, at its end the step has read them.
-        return bool(self.updated.asnumpy() or self.overflow.asnumpy() or np.isfinite(self.grad_norm.asnumpy()))
+        return bool(self.is_updated or self.has_overflow or np.isfinite(self.grad_norm.asnumpy()))
 
     def _asdict(self) -> dict[str, Tensor]:
         """Return all fields by name, as of a NamedTuple; not `other_losses`, which are no scalar."""
@@ -155,7 +173,9 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def _replace(self, **fields: Any) -> "StepOutput":
         """Return a copy with other values for some fields, as of a NamedTuple."""
-        return type(self)(**{**self._asdict(), "other_losses": self._others, **fields})
+        other = type(self)(**{**self._asdict(), "other_losses": self._others, **fields})
+        other._decisions = {name: known for name, known in self._decisions.items() if name not in fields}
+        return other
 
     def __reduce__(self) -> tuple[type["StepOutput"], tuple[object, ...]]:
         return type(self), (*self._asdict().values(), self.other_losses)

@@ -75,7 +75,7 @@ class HostDrivenStep(nn.Cell):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], as_graph: Callable[..., Any]) -> StepOutput:
         """Add one batch, and end the window if it is the last one."""
-        batches = self.open_batches()
+        batches = self._batches_before()
         self.is_unmeasured = False
         try:
             self.window.add(args, kwargs, is_last=batches + 1 >= self.accumulation_steps)
@@ -96,7 +96,10 @@ class HostDrivenStep(nn.Cell):
     def join(self) -> StepOutput:
         """Count a batch of the window to which this process adds nothing."""
         self.window.join()
-        return self._end_batch(self.open_batches())
+        return self._end_batch(self._batches_before())
+
+    def _batches_before(self) -> int:
+        return 0 if self.accumulation_steps == 1 else self.window.count_on_host()
 
     def _end_batch(self, batches: int) -> StepOutput:
         """Count a batch after so many, and end the window if it is the last one."""
@@ -131,7 +134,7 @@ class HostDrivenStep(nn.Cell):
         if self.reducer.most(batches) == 0:
             return None
         output = self._close()
-        return output if output.updated.asnumpy() or output.overflow.asnumpy() else None
+        return output if output.is_updated or output.has_overflow else None
 
     def drop(self) -> int:
         """Throw an unfinished window away and return the number of batches that it had."""

@@ -87,13 +87,17 @@ class Window:
         return [*self.micro_steps.compiled_cells(), *(cell for end in self.ends for cell in end.compiled_cells())]
 
     def count(self) -> int:
-        """Return the number of batches in the buffers, where graphs count them, too."""
-        return int(self.reducers[0].buffer.batches.asnumpy())
+        """Return the number of batches in the buffers, where graphs and checkpoints write it, too."""
+        return self.reducers[0].buffer.count()
+
+    def count_on_host(self) -> int:
+        """Return the same without a read, unless a graph or a checkpoint writes it."""
+        return self.reducers[0].buffer.count_on_host()
 
     def set_count(self, batches: int) -> None:
         """Write the number of batches into the buffers."""
         for reducer in self.reducers:
-            reducer.buffer.batches.set_data(Tensor(batches, ms.int32))
+            reducer.buffer.set_count(batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the window outside of its sums, as JSON. The sums are parameters of the buffers."""
@@ -174,11 +178,11 @@ class Window:
         clip, outputs = self.clip, []
         try:
             measured = self.outputs or []
-            if not measured[0].updated.asnumpy():
+            if not measured[0].is_updated:
                 measured = self._skipped(measured)
             for end, output in zip(self.ends, measured):
                 outputs.append(end.finish(output, clip))
-            self.ends[0].adjust(outputs[0])
+            self.ends[0].adjust(outputs[0], several=len(outputs) > 1)
             self._count_overflow(outputs[0])
         except BaseException:
             self.discard()
@@ -221,7 +225,7 @@ class Window:
 
     def _skipped(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Warn why a window makes no update, and return its report."""
-        weight = float(outputs[0].weight.asnumpy())
+        weight = float(outputs[0].weight.asnumpy()) if self.several or not self.has_told else 0.0
         if self.several and weight == -math.inf:
             warn(
                 f"For '{self.owner}', a window must be whole on all ranks, but a batch of it has failed on one: all "
@@ -231,9 +235,10 @@ class Window:
             nothing |= dict.fromkeys(("loss", "grad_norm", "clipped_grad_norm"), Tensor(math.nan, ms.float32))
             self.ends[0].is_bad = Tensor(False)
             return [output._replace(**nothing) for output in outputs]
+        if self.has_told or not outputs[0].has_overflow:
+            return outputs
         scale = float(outputs[0].loss_scale.asnumpy())
-        is_search = self.loss_scale.searches and scale > 1.0
-        if not self.has_told and not is_search and outputs[0].overflow.asnumpy():
+        if not (self.loss_scale.searches and scale > 1.0):
             self.has_told = True
             remedy = "lower the loss scale or the learning rate" if scale > 1.0 else "lower the learning rate"
             warn(
@@ -266,12 +271,14 @@ class Window:
     def reset(self) -> None:
         """Reset the report and the clip of the window that has ended."""
         self.is_reduced, self.outputs, self.clip, self._rates = False, None, None, []
+        for reducer in self.reducers:
+            reducer.buffer.known_batches = 0
 
     def _count_overflow(self, output: StepOutput) -> None:
         """Raise if a training skips all updates: no loss scale helps against a broken gradient."""
-        if output.updated.asnumpy():
+        if output.is_updated:
             self.overflows_in_a_row = 0
-        elif output.overflow.asnumpy():
+        elif output.has_overflow:
             self.overflows_in_a_row += 1
         if self.overflows_in_a_row >= MAX_OVERFLOWS:
             self.overflows_in_a_row = 0
@@ -306,9 +313,10 @@ def _as_one_gradient(outputs: list[StepOutput]) -> list[StepOutput]:
     if len(outputs) == 1:
         return outputs
     norm = _total_norm([output.grad_norm for output in outputs])
-    overflow = Tensor(any(bool(output.overflow.asnumpy()) for output in outputs))
-    updated = Tensor(all(bool(output.updated.asnumpy()) for output in outputs))
-    together: dict[str, Any] = {"overflow": overflow, "updated": updated}
+    updated = all([output.is_updated for output in outputs])
+    # The overflow of an update is that of its norm.
+    overflow = not (math.isfinite(float(norm)) if updated else not any([o.has_overflow for o in outputs]))
+    together: dict[str, Any] = {"overflow": Tensor(overflow), "updated": Tensor(updated)}
     together |= {"grad_norm": norm, "clipped_grad_norm": norm}
     return [output._replace(**together) for output in outputs]
 
@@ -318,6 +326,6 @@ def _as_one_report(outputs: list[StepOutput], clip: nn.Cell) -> StepOutput:
         return outputs[0]
     rates = np.concatenate([output.learning_rate.asnumpy().reshape(-1) for output in outputs])
     clipped = outputs[0].clipped_grad_norm
-    if isinstance(clip, ClipByValue) and outputs[0].updated.asnumpy():
+    if isinstance(clip, ClipByValue) and outputs[0].is_updated:
         clipped = _total_norm([output.clipped_grad_norm for output in outputs])
     return outputs[0]._replace(learning_rate=Tensor(rates), clipped_grad_norm=clipped)

@@ -191,7 +191,7 @@ class WindowEnd(nn.Cell):
 
     def finish(self, output: StepOutput, clip: Any = None) -> StepOutput:
         """Run the second half, with the norm and the decision in ``output``. A ``clip`` replaces the window's own."""
-        if not output.updated.asnumpy():
+        if not output.is_updated:
             self.buffer.clear()
             return output
         limit = () if clip is None else (clip.as_tensor(),)
@@ -201,10 +201,13 @@ class WindowEnd(nn.Cell):
         self.reducer.check_replicas()
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate())
 
-    def adjust(self, output: StepOutput) -> None:
-        """Choose the loss scale of the next window from the ``output`` of this one."""
-        bad = bool(output.overflow.asnumpy()) or bool(self.is_bad.asnumpy())
-        self.loss_scale.adjust(output.updated, Tensor(bad))
+    def adjust(self, output: StepOutput, several: bool = False) -> None:
+        """Choose the loss scale of the next window from the ``output`` of this one, of one optimizer or ``several``."""
+        bad = self.is_bad
+        if several and self.loss_scale.scales:
+            # One of the others can have overflowed.
+            bad = Tensor(output.has_overflow or bool(bad.asnumpy()))
+        self.loss_scale.adjust(output.is_updated, bad)
 
     def _update(self, clip: nn.Cell | None, eager: bool) -> Any:
         """Return the update with a clip whose limit is an input, so that a new limit needs no new graph."""

@@ -20,7 +20,7 @@ from ms_gradaccum.loops.schedule import WindowCounter
 from ms_gradaccum.training.events import Events
 
 pytestmark = pytest.mark.usefixtures("eager")
-UPDATED, SKIPPED = (types.SimpleNamespace(updated=Tensor(flag)) for flag in (True, False))
+UPDATED, SKIPPED = (types.SimpleNamespace(is_updated=flag) for flag in (True, False))
 X = Tensor(np.arange(1, 5, dtype=np.float32).reshape(4, 1))
 
 

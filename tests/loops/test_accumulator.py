@@ -12,7 +12,6 @@ from mindspore import Tensor, nn, ops
 from step_probe import compilations, number
 
 from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput
-from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.training.window import WATCHED_WINDOWS
 
 PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))
@@ -274,15 +273,15 @@ def test_a_compiled_function_cannot_follow_a_schedule():
         train_step(Tensor([[1.0]]))
 
 
-def test_windows_of_all_lengths_share_the_same_three_graphs():
+def test_windows_of_all_lengths_share_the_same_four_graphs():
     network = line()
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 3, compile=True, check_loss=False)
     with compilations() as compiled:
         for _ in train(accumulator, accumulator.prepare(FOUR)):
             pass
-        assert sorted(compiled) == ["MicroStep", "Report", "Update"]
+        assert sorted(compiled) == ["MeanLoss", "MicroStep", "Report", "Update"]
         list(train(accumulator, FOUR * 3))
-    assert len(compiled) == 3 and ms.get_context("mode") == ms.PYNATIVE_MODE
+    assert len(compiled) == 4 and ms.get_context("mode") == ms.PYNATIVE_MODE
 
 
 def test_a_checkpoint_of_mindspore_in_mid_window_goes_on(mode, tmp_path):
@@ -341,15 +340,14 @@ def test_a_device_is_not_read_for_the_loss_of_a_batch(micro_size, monkeypatch, m
         return read(tensor)
 
     for _ in range(WATCHED_WINDOWS):  # in which the learning rate is read
-        on_cpu = number(accumulator.backward(*inputs))
+        accumulator.backward(*inputs)
         accumulator.flush()
     monkeypatch.setattr(Tensor, "asnumpy", recorded)
-    with built_for("GPU"):
-        loss = accumulator.backward(*inputs)
+    loss = accumulator.backward(*inputs)
     monkeypatch.undo()
-    # Inputs are cut on the host, and the number of batches is that of a checkpoint that may have been loaded.
-    assert [name for name in readers if name != "_cut_on_host"] == ["count"]
-    assert number(loss) == on_cpu == np.mean((2 * x) ** 2) and loss.dtype == ms.float32 and loss.shape == ()
+    # Inputs are cut on the host.
+    assert set(readers) == {"_cut_on_host"}
+    assert number(loss) == np.mean((2 * x) ** 2) and loss.dtype == ms.float32 and loss.shape == ()
     accumulator.drop()
 
 

@@ -130,7 +130,7 @@ class ProgressBar(Settled, Callback):
             self._by_hand = True
         if self._display is not None:
             self._epoch = "" if epoch is None else f"epoch {epoch}"
-            self._count(self._step + bool(output.updated.asnumpy()), output)
+            self._count(self._step + output.is_updated, output)
 
     def __enter__(self) -> "ProgressBar":
         self._entered += 1
@@ -149,7 +149,7 @@ class ProgressBar(Settled, Callback):
         self._step = step
         self._loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
         if isinstance(outputs, StepOutput):
-            self._num_updates = (self._num_updates or 0) + bool(outputs.updated.asnumpy())
+            self._num_updates = (self._num_updates or 0) + outputs.is_updated
             if outputs.ends_window:
                 self._last_update = outputs
         # Reading the loss waits for the device, so that of the steps that are not shown stays unread.

@@ -195,7 +195,7 @@ class StepReporter(Settled):
         check_output(_OWNER, output)
         if output is None or not output.ends_window:
             return None
-        updated = bool(output.updated.asnumpy())
+        updated = output.is_updated
         self._updates += updated
         self._skipped_updates += not updated
         self._weight += float(output.weight.asnumpy())
@@ -223,7 +223,7 @@ class StepReporter(Settled):
             items.update(batches=trained.events.batches, micro_batches=trained.events.micro_batches)
         return StepReport(
             update=update,
-            updated=bool(output.updated.asnumpy()),
+            updated=output.is_updated,
             skipped_updates=self._skipped_updates,
             overflow=bool(output.overflow.asnumpy()),
             loss=loss_of(output),

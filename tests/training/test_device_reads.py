@@ -1,0 +1,114 @@
+"""How often a training reads the device: for the decision of an update, and never between two updates."""
+
+from contextlib import contextmanager
+
+import mindspore as ms
+import pytest
+from linear_toy import X, line, sgd
+from mindspore import Tensor, nn
+from step_probe import Around, tensors
+
+from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, TrainOneStepCell
+from ms_gradaccum.training.window import WATCHED_WINDOWS
+
+BATCH = tensors(X, 2 * X)
+# All that bring a value to the host. A batch, which is cut there, is no value of the device.
+READS = ("asnumpy", "item", "tolist", "__bool__", "__int__", "__float__", "__index__")
+
+
+@contextmanager
+def counted(monkeypatch):
+    """Yield a list of the reads in this context. A read by a read counts once."""
+    reads, inside = [], []
+
+    def counting(name, method):
+        def read(tensor, *args):
+            if not inside and not any(tensor is each for each in BATCH):
+                reads.append(name)
+            inside.append(name)
+            try:
+                return method(tensor, *args)
+            finally:
+                inside.pop()
+
+        return read
+
+    with monkeypatch.context() as patches:
+        for name in READS:
+            patches.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
+        yield reads
+
+
+def trained_by_step(accumulation_steps, micro_size, **settings):
+    network = line()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    settings |= {"accumulation_steps": accumulation_steps, "check_loss": False}
+    step = TrainOneStepCell(loss_cell, sgd(network, 1e-3), **settings)
+    return lambda: step(*BATCH)
+
+
+def trained_by_loop(accumulation_steps, micro_size, **settings):
+    network = line()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
+    accumulator = Accumulator(loss_cell, sgd(network, 1e-3), accumulation_steps, check_loss=False, **settings)
+
+    def batch():
+        with accumulator.accumulate():
+            loss = accumulator.backward(*BATCH)
+            accumulator.step()
+            accumulator.zero_grad()
+        return loss
+
+    return batch
+
+
+@pytest.mark.parametrize("build", [trained_by_step, trained_by_loop])
+@pytest.mark.parametrize(
+    ("accumulation_steps", "micro_size", "settings"),
+    [(1, 4, {}), (4, 1, {}), (3, 2, {"mixed_precision": MixedPrecision("float16", init_scale=2.0)})],
+    ids=["micro batches", "batches", "loss scale"],
+)
+def test_an_update_reads_the_device_twice_and_a_batch_never(
+    build, accumulation_steps, micro_size, settings, monkeypatch, mode
+):
+    batch = build(accumulation_steps, micro_size, **settings)
+    # The first windows look at the learning rate, too.
+    for _ in range(WATCHED_WINDOWS * accumulation_steps):
+        batch()
+    for _ in range(2):
+        for is_last in [False] * (accumulation_steps - 1) + [True]:
+            with counted(monkeypatch) as reads:
+                batch()
+            assert len(reads) <= (2 if is_last else 0), reads
+    assert reads  # Else nothing has been counted.
+
+
+def middle(path):
+    """Save a step of four batches after its third one."""
+    network = line()
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=4)
+    for i in range(0, 6, 2):
+        step(*(Tensor(part[i : i + 2].asnumpy()) for part in BATCH))
+    ms.save_checkpoint(step, str(path))
+    return step
+
+
+@pytest.mark.parametrize("how", ["load_param_into_net", "assign_value", "set_data", "graph"])
+def test_the_number_of_batches_is_that_of_whoever_wrote_it_last(how, tmp_path):
+    saved = middle(tmp_path / "middle.ckpt")
+    network = line()
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=4)
+    rows = [[Tensor(part[i : i + 2].asnumpy()) for part in BATCH] for i in range(0, 8, 2)]
+    step(*rows[3])  # Now it knows that there is one batch.
+    if how == "graph":
+        as_graph = Around(step)
+        as_graph(*rows[3])
+        as_graph(*rows[3])
+    elif how == "load_param_into_net":
+        ms.load_param_into_net(step, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
+    else:
+        for ours, its in zip(step.get_parameters(), saved.get_parameters()):
+            getattr(ours, how)(Tensor(its.asnumpy()))
+    assert step(*rows[3]).updated and step.open_batches() == 0
+    if how != "graph":
+        assert network.weight.asnumpy().item() == pytest.approx(2.04, rel=1e-6)
