@@ -166,7 +166,7 @@ MUTATIONS = (
     Mutation(
         "the loss scale stays as it is after an overflow",
         "training/window_end.py",
-        "        self.loss_scale.adjust(output.updated, Tensor(bad))\n",
+        "        self.loss_scale.adjust(output.is_updated, bad)\n",
         "        pass\n",
         CLIPS,
     ),
