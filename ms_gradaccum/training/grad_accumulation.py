@@ -113,6 +113,8 @@ class GradAccumulation(Settled, nn.Cell):
     """
 
     __call__: Callable[..., Tensor | tuple[Tensor, ...]]
+    # Class name used in the messages about a batch: that of the step, where the user gave it a plain loss cell.
+    owner = _OWNER
 
     def __init__(
         self,
@@ -167,7 +169,9 @@ class GradAccumulation(Settled, nn.Cell):
     def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
         """Return a cell with these settings around another network."""
         settings: dict[str, Any] = {"weighted": self.weighted, "losses": self.losses}
-        return type(self)(network, self.micro_size, batch_axis=batch_axis, **settings)
+        other = type(self)(network, self.micro_size, batch_axis=batch_axis, **settings)
+        other.owner = self.owner
+        return other
 
     def without_split(self, place: int, inputs: tuple[object, ...]) -> "GradAccumulation":
         """Return this cell with one of its inputs going whole into each micro batch."""
@@ -179,6 +183,14 @@ class GradAccumulation(Settled, nn.Cell):
         arguments = list(self._signature.parameters.values())
         named = place < len(arguments) and arguments[place].kind is not inspect.Parameter.VAR_POSITIONAL
         return f"'{arguments[place].name}'" if named else f"input[{place}]"
+
+    def headed(self, text: str) -> str:
+        """Return a message about a batch that begins with the class that the user called."""
+        return text.replace(f"For '{_OWNER}'", f"For '{self.owner}'")
+
+    def head(self, error: BaseException) -> None:
+        """Let an error of a batch begin with the class that the user called."""
+        error.args = tuple(self.headed(each) if isinstance(each, str) else each for each in error.args)
 
     def explain_split(self, error: Exception, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Add to an error of a micro batch, after its first line, which inputs may be split by mistake."""
@@ -277,6 +289,8 @@ def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
     network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
     network = adopted(network.network if isinstance(network, AutoParallel) else network)
     ours: GradAccumulation = network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
+    if ours is not network:
+        ours.owner = owner
     # As a call of MindSpore's step does: two parameters of one name get the names of their cells.
     ours.network.check_names_and_refresh_name()
     return ours

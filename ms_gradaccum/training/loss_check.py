@@ -101,7 +101,7 @@ class LossCheck:
         moved = [] if state is None else [state.tensors[i].name for i in state.changed()]
         if moved:
             self.moves = True
-            warn(_MOVES.format(names=", ".join(map(repr, moved[:3]))))
+            warn(self.network.headed(_MOVES.format(names=", ".join(map(repr, moved[:3])))))
 
     def after_batch(self, parts: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a batch of which so many micro batches have run, and measure if it is time."""
@@ -114,7 +114,7 @@ class LossCheck:
         finding = None if rows is None else self.measure(rows, parts)
         if finding is not None and not self.has_warned:
             self.has_warned = True
-            warn(finding.text)
+            warn(self.network.headed(finding.text))
         self.is_done = self.batches >= _LAST or (self.has_warned and not self.several)
 
     def _rows(self, inputs: tuple[Any, ...]) -> Rows | None:

@@ -331,6 +331,9 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         try:
             with self.body.compiling():
                 super().compile(*args, **kwargs)
+        except Exception as error:
+            self.network.head(error)
+            raise
         finally:
             self._shows_whole = shown
 

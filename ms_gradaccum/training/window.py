@@ -135,6 +135,7 @@ class Window:
         try:
             outputs = self.micro_steps.run(args, kwargs, reduces)
         except BaseException as error:
+            self.network.head(error)
             # The other ranks may have reduced the sums already.
             self.is_reduced = reduces and self.micro_steps.rounds == 0
             if self.micro_steps.has_added and not (self.is_reduced and self.goes_on(error)):

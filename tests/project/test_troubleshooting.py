@@ -156,12 +156,12 @@ def a_manager_without_its_optimizer(*_):
 
 @says("For 'GradAccumulation', the argument 'network' must return its mean loss")
 def logits_for_a_loss(*_):
-    step_of(line())(LINES[0])
+    step_of(GradAccumulation(line(), 2))(LINES[0])
 
 
 @says("For 'GradAccumulation', the argument 'losses' must say")
 def two_losses(*_):
-    step_of(Returning(lambda loss: (loss, 2 * loss)))(*LINES)
+    step_of(GradAccumulation(Returning(lambda loss: (loss, 2 * loss)), 2))(*LINES)
 
 
 @says("For 'GradAccumulation', the argument 'network' must return its weight")

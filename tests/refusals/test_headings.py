@@ -1,0 +1,85 @@
+"""Messages about a batch begin with the class that the user called, and with GradAccumulation where there is one."""
+
+import re
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X, line, sgd
+from mindspore import Tensor, nn
+from mindspore.dataset import NumpySlicesDataset
+
+from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell
+
+
+class VectorLoss(nn.Cell):
+    """A loss that is not reduced."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def construct(self, x, y):
+        return (self.network(x) - y).reshape(-1)
+
+
+class SumLoss(VectorLoss):
+    """A loss that is no mean over rows."""
+
+    def construct(self, x, y):
+        return ((self.network(x) - y) ** 2).sum()
+
+
+def by_step(cell, optimizer, *batch):
+    step = TrainOneStepCell(cell, optimizer, accumulation_steps=2)
+    return lambda: step(*batch)
+
+
+def by_loop(cell, optimizer, *batch):
+    accumulator = Accumulator(cell, optimizer, 2)
+    return lambda: accumulator.backward(*batch)
+
+
+def by_model(cell, optimizer, *batch):
+    model = Model(cell, optimizer=optimizer, accumulation_steps=2)
+    data = NumpySlicesDataset(tuple(each.asnumpy() for each in batch), shuffle=False).batch(8)
+    return lambda: model.train(1, data)
+
+
+CALLED = {"TrainOneStepCell": by_step, "Accumulator": by_loop, "Model": by_model}
+BATCH = Tensor(X), Tensor(np.float32(2) * X)
+
+
+@pytest.mark.parametrize("called", CALLED)
+def test_errors_of_a_batch_begin_with_the_class_that_was_called(called, mode):
+    network = line()
+    build = CALLED[called]
+    train = build(VectorLoss(network), sgd(network), *BATCH)
+    with pytest.raises(ValueError, match=f"^For '{called}', the argument 'network' must return its mean loss"):
+        train()
+    train = build(nn.WithLossCell(network, nn.MSELoss()), sgd(network), BATCH[0])
+    with pytest.raises(TypeError, match=f"^For '{called}', the inputs must fit the network's construct"):
+        train()
+
+
+@pytest.mark.parametrize("called", CALLED)
+def test_warnings_of_a_batch_begin_with_the_class_that_was_called(called):
+    network = line()
+    train = CALLED[called](SumLoss(network), sgd(network), *BATCH)
+    with pytest.warns(UserWarning, match=re.escape(f"For '{called}', the loss should be a mean over rows, but")):
+        train()
+
+
+@pytest.mark.parametrize("called", CALLED)
+def test_a_grad_accumulation_keeps_its_name(called):
+    network = line()
+    train = CALLED[called](GradAccumulation(VectorLoss(network), 2), sgd(network), *BATCH)
+    with pytest.raises(ValueError, match="^For 'GradAccumulation', the argument 'network' must return its mean loss"):
+        train()
+
+
+def test_a_network_in_half_precision_is_named_alike():
+    network = line()
+    step = TrainOneStepCell(VectorLoss(network), sgd(network), mixed_precision="fp16")
+    with pytest.raises(ValueError, match="^For 'TrainOneStepCell', the argument 'network' must return its mean loss"):
+        step(*BATCH)
