@@ -1,6 +1,7 @@
-"""Optimizers: checks against the network, and the learning rate."""
+"""Optimizers: checks against the network, who may call one, and the learning rate."""
 
 import gc
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
+from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import LIBRARIES, argument_error, warn
 from ms_gradaccum.backend.compiled import op_by_op
@@ -21,6 +23,11 @@ _OWN_REMEDY = "Build it from network.trainable_params()."
 
 # The window of each optimizer. Both references are weak, so that neither keeps the other alive.
 _windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
+# The optimizers by their numbers, the numbers of those that run in an update, and of those of which a warning has told.
+_claimed: "weakref.WeakValueDictionary[int, nn.Cell]" = weakref.WeakValueDictionary()
+_running: set[int] = set()
+_told: set[int] = set()
+_numbers = itertools.count(1)
 
 
 def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
@@ -49,6 +56,62 @@ def claim_optimizers(windows: Iterable[Any]) -> None:
     """Let the optimizers of ``windows`` belong to these, and no longer to those of a step that was built before."""
     for window in windows:
         _windows.update(dict.fromkeys(window.optimizers, weakref.ref(window)))
+        for optimizer in window.optimizers if window.watches_calls else []:
+            if not _hooks_of(optimizer):
+                optimizer.claim_number = next(_numbers)
+                _claimed[optimizer.claim_number] = optimizer
+                optimizer.register_forward_pre_hook(_look_at_call)
+                # A graph of a call before this one would run without the hook.
+                optimizer.compile_cache.clear()
+
+
+def _hooks_of(optimizer: nn.Cell) -> list[Any]:
+    kinds = "_forward_pre_hook _forward_hook _backward_pre_hook _backward_hook".split()
+    return [hook for kind in kinds for hook in (getattr(optimizer, kind) or {}).values()]
+
+
+def needs_hooks(optimizer: nn.Cell) -> bool:
+    """Return whether an optimizer has hooks of its user, which a graph of ours has to call.
+
+    They come with the one that sees direct calls, which says no more then.
+    """
+    if all(hook is _look_at_call for hook in _hooks_of(optimizer)):
+        return False
+    _told.add(getattr(optimizer, "claim_number", 0))
+    return True
+
+
+def _look_at_call(optimizer: nn.Cell, inputs: Any) -> None:
+    """Be a hook of a claimed optimizer. Graphs are compiled with it, so that all else is done in another function."""
+    _warn_of_call(optimizer.claim_number)
+
+
+@_primexpr
+def _warn_of_call(number: int) -> None:
+    """Warn, once, if a claimed optimizer is called by somebody else than its step."""
+    optimizer = _claimed.get(number)
+    if optimizer is None or number in _running or number in _told or _windows[optimizer]() is None:
+        return
+    gc.collect()  # A deleted step lives on in reference cycles.
+    window = _windows[optimizer]()
+    if window is not None:
+        _told.add(number)
+        warn(
+            f"For '{window.owner}', its optimizer must be called by nobody else, but it was called directly, too: that "
+            f"is one more update, which no window knows of. Leave the call out, or delete the step if you go on "
+            f"without it."
+        )
+
+
+@contextmanager
+def running(optimizer: nn.Cell) -> Iterator[None]:
+    """Mark the calls of an optimizer in this context as those of its step."""
+    number = getattr(optimizer, "claim_number", 0)
+    _running.add(number)
+    try:
+        yield
+    finally:
+        _running.discard(number)
 
 
 def check_claims(owner: str, windows: Sequence[Any]) -> None:

@@ -48,6 +48,8 @@ class PartitionedStep(nn.Cell):
     # No window is ever open between two calls.
     accumulation_steps = 1
     several = False
+    # A hook would change the optimizer that the compiler partitions.
+    watches_calls = False
 
     def __init__(
         self, network: Any, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings, events: Events

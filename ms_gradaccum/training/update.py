@@ -15,7 +15,7 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, op_by_op
 from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale, scale_each_in_place
 from ms_gradaccum.backend.network_code import is_user
-from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches, optimizers_in
+from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches, needs_hooks, optimizers_in, running
 from ms_gradaccum.backend.tensors import chunk_of, copy_after
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, Grads, NoClip
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
@@ -223,12 +223,15 @@ class Update(nn.Cell):
         self.end = EndUpdate(gradients.reducer)
         self.parameters = all_parameters(optimizer)
         self.has_branches = may_have_branches(optimizer)
+        # Else a graph runs the optimizer without the hook that sees calls by others.
+        self.needs_hooks = needs_hooks(optimizer)
         self.map = ops.HyperMap()
 
     def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
         """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
         clipped_norm, grads = self.gradients(norm, *limit)
-        clipped_norm = ops.depend(clipped_norm, self.end(self.optimizer(grads)))
+        updated = self.optimizer(grads) if self.needs_hooks else self.optimizer.construct(grads)
+        clipped_norm = ops.depend(clipped_norm, self.end(updated))
         return self.keep_storage(clipped_norm) if self.has_branches else clipped_norm
 
     def keep_storage(self, value: Tensor) -> Tensor:
@@ -272,7 +275,7 @@ class EagerUpdate:
         """Update, and return the norm after clipping."""
         clipped_norm, grads = self.put_gradients(*norm_and_limit)
         places = self._follow_memory()
-        with op_by_op():
+        with op_by_op(), running(self.optimizer):
             self.optimizer(grads or self._sums())
         # A user's optimizer may have moved them itself.
         self.places = self._places() if self.is_users else places
@@ -303,4 +306,5 @@ class EagerUpdate:
 
 def build_update(owner: str, update: Update, eager: bool) -> Any:
     """Return a callable that runs an update, op by op or compiled."""
+    update.needs_hooks = needs_hooks(update.optimizer)
     return EagerUpdate(owner, update) if eager else Compiled(lambda: update, owner, "the optimizer")

@@ -46,6 +46,8 @@ class Window:
         overflows_in_a_row: Number of consecutive skipped windows, the last one included.
     """
 
+    # Whether a call of an optimizer by somebody else is seen.
+    watches_calls = True
     # Whether the sums are those of all ranks already; what the end of the window has measured, per optimizer; what
     # replaces its clip.
     is_reduced = False

@@ -1,0 +1,132 @@
+"""An optimizer that belongs to a step and is called directly, too: two updates where one is meant."""
+
+import gc
+import re
+import warnings
+
+import mindspore as ms
+import mindspore.experimental.optim as experimental
+import pytest
+from linear_toy import X, line, sgd
+from mindspore import Tensor, mint, nn
+from step_probe import Around, tensors
+
+from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
+
+BATCH = tensors(X, 2 * X)
+GRADS = (Tensor([[-10.0]], ms.float32),)
+SENTENCE = (
+    "For '{}', its optimizer must be called by nobody else, but it was called directly, too: that is one more update, "
+    "which no window knows of. Leave the call out, or delete the step if you go on without it."
+)
+OPTIMIZERS = {
+    "nn.SGD": lambda parameters: nn.SGD(parameters, 0.01),
+    "nn.Adam": lambda parameters: nn.Adam(parameters, 0.01),
+    "experimental.Adam": lambda parameters: experimental.Adam(parameters, 0.01),
+    "mint.SGD": lambda parameters: mint.optim.SGD(parameters, 0.01),
+}
+
+
+def step_of(network, optimizer):
+    step = TrainOneStepCell(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4), optimizer, check_loss=False)
+    return step, lambda: step(*BATCH)
+
+
+def loop_of(network, optimizer):
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, check_loss=False)
+
+    def train():
+        accumulator.backward(*BATCH)
+        accumulator.step()
+
+    return accumulator, train
+
+
+class ByHand(nn.Cell):
+    """An update as part of a graph."""
+
+    def __init__(self, optimizer):
+        super().__init__(auto_prefix=False)
+        self.optimizer = optimizer
+
+    def construct(self, grads):
+        return self.optimizer((grads,))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("build, owner", [(step_of, "TrainOneStepCell"), (loop_of, "Accumulator")])
+@pytest.mark.filterwarnings("ignore:.*of mindspore.mint changes nothing")
+def test_a_direct_call_is_named_once(build, owner, make, mode):
+    network = line()
+    optimizer = make(network.trainable_params())
+    optimizer(GRADS)  # It belongs to nobody yet; a graph of it is compiled.
+    kept, train = build(network, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*its optimizer must be called")
+        train()
+        train()
+    with pytest.warns(UserWarning, match=f"^{re.escape(SENTENCE.format(owner))}$"):
+        optimizer(GRADS)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*its optimizer must be called")
+        optimizer(GRADS)
+        train()
+
+
+def test_a_call_in_a_graph_of_the_users_is_named(mode):
+    network = line()
+    optimizer = sgd(network)
+    kept, train = step_of(network, optimizer)
+    train()
+    by_hand = ByHand(optimizer)
+    with pytest.warns(UserWarning, match=re.escape(SENTENCE.format("TrainOneStepCell"))):
+        (by_hand if mode == ms.GRAPH_MODE else ms.jit(by_hand))(*GRADS)
+
+
+def test_nobody_else_is_named(mode, tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*its optimizer must be called")
+        network = line()
+        optimizer = nn.Momentum(network.trainable_params(), 0.01, 0.9)
+        step, train = step_of(network, optimizer)
+        train()
+        ms.save_checkpoint(step, str(tmp_path / "step.ckpt"))
+        ms.load_param_into_net(step, ms.load_checkpoint(str(tmp_path / "step.ckpt")))
+        ms.load_param_into_net(optimizer, ms.load_checkpoint(str(tmp_path / "step.ckpt")))
+        train()
+        # A step takes over the optimizer.
+        again, train = step_of(network, optimizer)
+        train()
+        # Nobody owns it once its steps are gone.
+        del step, again, train
+        gc.collect()
+        optimizer(GRADS)
+
+
+def test_a_step_in_a_larger_graph_calls_its_optimizer_itself(mode):
+    network = line()
+    step, _ = step_of(network, sgd(network))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*its optimizer must be called")
+        Around(step)(*BATCH)
+    assert network.weight.asnumpy().item() == pytest.approx(2.04, rel=1e-6)
+
+
+def test_a_step_that_is_gone_but_not_collected_owns_no_optimizer(mode):
+    network = line()
+    optimizer = sgd(network)
+    step, train = step_of(network, optimizer)
+    step.cycle = [step]
+    del step, train
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*its optimizer must be called")
+        optimizer(GRADS)
+
+
+def test_hooks_of_an_optimizer_are_called(eager):
+    network, seen = line(), []
+    optimizer = experimental.SGD(network.trainable_params(), 0.02)
+    optimizer.register_forward_pre_hook(lambda cell, inputs: seen.append(len(inputs)))
+    kept, train = step_of(network, optimizer)
+    train()
+    assert seen == [1] and network.weight.asnumpy().item() == pytest.approx(2.04, rel=1e-6)
