@@ -92,6 +92,13 @@ def another_optimizer_for_a_built_step(*_):
     step.optimizer = sgd(cell)
 
 
+@says("For 'TrainOneStepCell', its optimizer must be called by nobody else")
+def an_optimizer_that_is_called_beside_its_step(*_):
+    cell = loss_cell()
+    step = step_of(cell)
+    step.optimizer(tuple(parameter.value() for parameter in step.optimizer.parameters))
+
+
 @says("For 'TrainOneStepCell', the step must be the last one that was built for its optimizer")
 def a_step_that_another_one_has_followed(*_):
     cell = loss_cell()
