@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ms_gradaccum.loops.schedule import AccumulationSchedule as AccumulationSchedule
     from ms_gradaccum.parallel.kinds import HSDP as HSDP
     from ms_gradaccum.parallel.kinds import DataParallel as DataParallel
+    from ms_gradaccum.parallel.kinds import Reduced as Reduced
     from ms_gradaccum.tools.planning.plan import TrainingPlan as TrainingPlan
     from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size as find_micro_size
     from ms_gradaccum.tools.reporting.metrics_logger import MetricsLogger as MetricsLogger
@@ -63,6 +64,7 @@ _MODULES = {
     "AccumulationSchedule": "loops.schedule",
     "HSDP": "parallel.kinds",
     "DataParallel": "parallel.kinds",
+    "Reduced": "parallel.kinds",
     "TrainingPlan": "tools.planning.plan",
     "find_micro_size": "tools.probing.micro_size_finder",
     "MetricsLogger": "tools.reporting.metrics_logger",

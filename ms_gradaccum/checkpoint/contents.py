@@ -44,6 +44,8 @@ class Contents:
         self.is_partitioned = not step.windows[0].reducers
         # A partitioned step has an open window only during a call, so there are tensors but no numbers to save.
         self.windows = [] if self.is_partitioned else step.windows
+        # True if the network has given each rank its own part of some parameters.
+        self.has_shards = any(reducer.has_shards for window in self.windows for reducer in window.reducers)
         self.tensors: dict[str, Held] = {}
         self.sums: list[dict[str, Held]] = [{} for _ in self.windows]
         self._seen: set[int] = set()
@@ -51,7 +53,7 @@ class Contents:
             self._add_window(i, window, f"network{i}." if i else "")
         averages = averages_of(step)
         self._add("", () if averages is None else (*averages.values, averages.updates))
-        trained = {id(each) for window in self.windows for reducer in window.reducers for each in reducer.replicas()}
+        trained = {id(each) for window in self.windows for reducer in window.reducers for each in reducer.shared()}
         self.trained = [name for name, held in self.tensors.items() if id(held.parameter) in trained]
 
     def _add_window(self, number: int, window: Any, prefix: str) -> None:

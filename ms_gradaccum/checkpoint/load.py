@@ -128,6 +128,8 @@ class _Loading:
     def _batches(self, everyone: list[dict[str, Any]]) -> list[list[int]]:
         """Return the number of batches in each window of each saving rank."""
         number, size = len(self.contents.windows), self.ranks.world.size
+        if self.contents.has_shards and len(everyone) != size:
+            raise another_program(f"has the network's shards of {len(everyone)} processes, not {size}. Take as many")
         if self.contents.is_partitioned and len(everyone) != size:
             raise another_program(
                 f"has the compiler's partition over {len(everyone)} processes, not {size}. MindSpore's "

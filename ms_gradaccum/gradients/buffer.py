@@ -104,7 +104,12 @@ class GradientBuffer(nn.Cell):
         """Add one micro batch, with its gradients times ``factor``. Return the updated sums, loss and weight."""
         # A backward pass computes the last gradient first, and its memory is freed once it is added.
         added = add_each_in_place(self.add_one, factor, tuple(self.sums), grads)
-        return added, _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
+        totals = self.add_totals(loss_sum, weight)
+        return added, totals[0], totals[1]
+
+    def add_totals(self, loss_sum: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the loss and the weight of one micro batch, and return their sums."""
+        return _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
 
     def no_grads(self, parameters: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
         """Return the gradients of an empty micro batch, zeros, after ``done``."""

@@ -27,6 +27,7 @@ from ms_gradaccum.loops.loop_window import LoopWindow
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, pair_networks
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.kinds import ParallelChoice
+from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -82,7 +83,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             gradient, without a call of `clip_grad_norm`. Default: ``None``.
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
             :class:`TrainOneStepCell`. Each network has a loss scale of its own. Default: ``None``.
-        parallel (Union[str, DataParallel, HSDP]): As for :class:`Model`. Default: ``"auto"``.
+        parallel (Union[str, DataParallel, HSDP, Reduced]): As for :class:`Model`. Default: ``"auto"``.
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
         compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
         check_loss (bool): As for :class:`TrainOneStepCell`. Default: ``True``.
@@ -269,7 +270,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             raise TypeError(argument_error(_OWNER, "args", "a batch, as the network takes it", "one number", remedy))
         with self.window.batch_of(trained):
             self.window.recognise((args, kwargs))
-            return trained.backward(args, kwargs)
+            return trained.backward(args, kwargs, self.window.ends)
 
     def __call__(
         self,
@@ -283,6 +284,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         weight = self.window.checked_weight(weight)
         check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
         trained = self.window.only(network)
+        if trained.reducers[0].accumulates and not self.window.in_batch:
+            raise RuntimeError(UNKNOWN_LAST.format(owner=_OWNER, got="gradients that were taken outside accumulate()"))
         with self.window.batch_of(trained):
             self.window.recognise((), None if weight == 1.0 else weight)
             self.events.micro_batch_begin(0, None)

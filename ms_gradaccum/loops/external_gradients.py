@@ -46,7 +46,8 @@ class AddGrads(AddMicroBatch):
         # A mean over nothing is 0 / 0.
         empty = factor == 0.0
         value = ops.select(empty, ops.zeros_like(value), value)
-        grads = self.map(ops.partial(_none_of, empty), grads)
+        if len(grads) > 0:
+            grads = self.map(ops.partial(_none_of, empty), grads)
         return self.added(value, weight, factor, grads, ())
 
     def is_finite(self, number: Tensor, grads: tuple[Any, ...]) -> Tensor:

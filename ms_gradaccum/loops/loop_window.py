@@ -117,11 +117,11 @@ class LoopWindow(PreparedDatasets):
             raise _disorder("a full window must be followed by step()", "the next batch", remedy)
         if self.ends:
             self.counter.end_window()
-        batches = [] if join is not None else self.passes.coming()
         # First: a schedule can refuse, and then nothing has begun.
-        self._count_batch(batches, join)
+        self._count_batch([] if join is not None else self.passes.coming(), join)
         for trained in self.networks:
             trained.has_batch = False
+            trained.reducers[0].begin_micro_batch(self.ends)
         self.updated = False
         self.events.batches += 1
 

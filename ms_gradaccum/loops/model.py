@@ -74,7 +74,7 @@ class Model(Settled, ms.Model):
             Default: ``None``.
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
             :class:`TrainOneStepCell`. Default: ``None``.
-        parallel (Union[str, DataParallel, HSDP]): ``"auto"``: nothing to communicate in one process, what
+        parallel (Union[str, DataParallel, HSDP, Reduced]): ``"auto"``: nothing to communicate in one process, what
             ``AutoParallel`` says around `network`, data parallel otherwise. Default: ``"auto"``.
         last_window (str): What becomes of a window that is unfinished at the end of the dataset's pass:
 

@@ -72,11 +72,13 @@ class TrainedNetwork(Window):
         self.add_grads_cell = AddGrads(self.reducers, self.micro_steps.parameters, settings.drop_non_finite)
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
         self.run_mean_loss = Compiled(MeanLoss, _OWNER, "the mean loss", needs_fixed=True)
+        # For a network that keeps its gradients until the last micro batch of a window.
+        self.run_add_totals = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
 
-    def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool) -> Tensor:
         """Add one batch and return its mean loss."""
         try:
-            outputs = self.add(args, kwargs)
+            outputs = self.add(args, kwargs, is_last)
         except BaseException as error:
             # To the other ranks it is a batch.
             self.has_batch = self.goes_on(error)
@@ -88,9 +90,16 @@ class TrainedNetwork(Window):
 
     def add_grads(self, grads: Any, weight: float, loss: Any, factor: float) -> None:
         """Add one batch of which the caller has taken the gradients."""
-        grads = _check_grads(grads, [parameter for group in self.micro_steps.parameters for parameter in group])
         number = check_loss(_OWNER, loss)
-        self.run_add_grads(*(Tensor(number, ms.float32) for number in (factor, number * factor, weight)), *grads)
+        numbers = [Tensor(number, ms.float32) for number in (factor, number * factor, weight)]
+        reducer = self.reducers[0]
+        if reducer.keeps_grads():
+            self.run_add_totals(*numbers)
+        else:
+            parameters = [parameter for group in self.micro_steps.parameters for parameter in group]
+            reducer.end_micro_batch()
+            self.run_add_grads(*numbers, *_check_grads(grads, parameters))
+        reducer.add_factor(factor)
         self.is_open = self.has_batch = True
         self._lacks_loss = self._lacks_loss or loss is None
 

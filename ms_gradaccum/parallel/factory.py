@@ -15,14 +15,23 @@ from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel.agreement import settings_of, shapes_of, structure_of
 from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.hsdp import HSDPReducer, check_shardable
-from ms_gradaccum.parallel.kinds import HSDP, DataParallel, check_kind, choose_kind
+from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Reduced, check_kind, choose_kind
 from ms_gradaccum.parallel.layout import (
     Ranks,
+    ReducedLayout,
     ReducerLayout,
     ShardedLayout,
     backwards,
     bucket_layout,
     shard_layout,
+)
+from ms_gradaccum.parallel.reduced import (
+    ReducedReducer,
+    check_reducing,
+    check_state,
+    schedulers_of,
+    shard_size_of,
+    whole,
 )
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
@@ -35,6 +44,9 @@ def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
     check_kind(owner, parallel)
     _check_not_wrapped(owner, network)
     world = current_world(owner)
+    schedulers = schedulers_of(network)
+    if schedulers:
+        return check_reducing(owner, parallel, network, schedulers)
     if world.size == 1:
         return None
     if is_semi_auto(network):
@@ -97,22 +109,23 @@ def build_reducers(
         drop_non_finite: True if micro batches can be left out.
         dtype: The dtype in which the ranks reduce gradients.
     """
-    if kind is not None:
+    world = current_world(owner)
+    if kind is not None and world.size > 1:
         _agree(owner, kind, network, optimizers, agreed)
     if drop_non_finite:
         check_can_drop(owner, network)
     totals = WindowTotals(drop_non_finite, network.other_losses)
     if kind is None:
         return [GradientReducer(each.parameters, _buffer_of(each, None, totals)) for each in optimizers]
-    world = current_world(owner)
     ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
     reducers = []
     for optimizer in optimizers:
         _check_sent(owner, kind, network, optimizer, dtype)
-        _start_alike(owner, network, optimizer)
+        if world.size > 1:
+            _start_alike(owner, network, optimizer)
         layout = reducer_layout(kind, optimizer.parameters, ranks, totals.scalars, dtype)
         buffer = _buffer_of(optimizer, layout.buffer_shapes, totals)
-        reducers.append(_build_reducer(kind, optimizer, buffer, layout, world.rank))
+        reducers.append(_build_reducer(kind, network, optimizer, buffer, layout, world.rank))
     return reducers
 
 
@@ -139,6 +152,8 @@ def _check_sent(owner: str, kind: Any, network: Any, optimizer: nn.Cell, dtype: 
     """Raise if the ranks cannot reduce these gradients."""
     check_sent(owner, dtype)
     check_parameters_sent(owner, optimizer.parameters)
+    if isinstance(kind, Reduced):
+        check_state(owner, optimizer)
     if kind.sync_each_batch:
         _check_shared_dense(owner, network)
     if isinstance(kind, HSDP):
@@ -167,6 +182,9 @@ def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     for cell in (network, optimizer):
         cell.init_parameters_data()
     parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
+    if any(shard_size_of(item) > 1 for item in optimizer.parameters):
+        # The state belongs to the shards, which differ by design.
+        parameters = {item.name: item for item in whole(network.get_parameters())}
     if broadcast_parameters(parameters.values()):
         warn(
             f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
@@ -197,6 +215,9 @@ def reducer_layout(kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtyp
     # Sums are float32, or float64 for float64 weights.
     itemsizes = tuple(max(4, tensor.itemsize) for tensor in tensors)
     sizes = [math.prod(shape) for shape in shapes]
+    if isinstance(kind, Reduced):
+        shares = tuple(shard_size_of(tensor) / world.size for tensor in tensors)
+        return ReducedLayout(shapes, itemsizes, bucket_layout((), sizes, world, scalars, ms.float32), shares)
     if not (kind.sync_each_batch or isinstance(kind, HSDP)):
         all_reduced = bucket_layout(backwards(range(len(sizes))), sizes, world, scalars, dtype)
         return ReducerLayout(shapes, itemsizes, all_reduced)
@@ -207,8 +228,10 @@ def reducer_layout(kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtyp
 
 
 def _build_reducer(
-    kind: Any, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int
+    kind: Any, network: Any, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int
 ) -> GradientReducer:
+    if isinstance(layout, ReducedLayout):
+        return ReducedReducer(network, optimizer, buffer, layout, rank, kind)
     if not isinstance(layout, ShardedLayout):
         return DataParallelReducer(optimizer, buffer, layout, rank, kind)
     reducer = HSDPReducer if isinstance(kind, HSDP) else ShardedReducer

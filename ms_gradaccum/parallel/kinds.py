@@ -121,17 +121,54 @@ class HSDP:
         return self.optimizer_level != "level1"
 
 
+@dataclass(frozen=True)
+class Reduced:
+    """Gradients that are added up over all processes before this package sees them.
+
+    Hooks of the network do it, or the caller, before ``accumulator(grads)``. The ranks then add up nothing but the
+    loss, the weight and, where a rank has only shards of some gradients, the squares for the norm.
+    ``parallel="auto"`` chooses it for a network of HyperParallel's ``hsdp``.
+
+    Args:
+        mean (bool): Whether gradients come as the mean over the processes, and not as their sum. Default: ``False``.
+        check_weights (bool): Whether to compare a hash of the weights over the ranks after each update, and not only
+            after the first, and raise a RuntimeError if they differ. Default: ``False``.
+
+    Raises:
+        TypeError: If an argument is not a bool.
+
+    Supported Platforms:
+        ``Ascend`` ``GPU`` ``CPU``
+
+    Examples:
+        >>> from ms_gradaccum import Reduced
+        >>> print(Reduced(mean=True))
+        Reduced(mean=True, check_weights=False)
+    """
+
+    mean: bool = False
+    check_weights: bool = False
+    # As for the other kinds: this package sends nothing in a micro batch.
+    sync_each_batch: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "check_weights"):
+            check_bool("Reduced", name, getattr(self, name), "The default is False.")
+
+
 # The type of the argument `parallel`.
-ParallelChoice = Literal["auto"] | DataParallel | HSDP
+ParallelChoice = Literal["auto"] | DataParallel | HSDP | Reduced
 
 
 def check_kind(owner: str, parallel: Any) -> Any:
     """Return the argument ``parallel`` if it is valid."""
     # For a tensor or an array, '==' would not return a bool.
     is_auto = isinstance(parallel, str) and parallel == "auto"
-    if not is_auto and not isinstance(parallel, (DataParallel, HSDP)):
+    if not is_auto and not isinstance(parallel, (DataParallel, HSDP, Reduced)):
         remedy = "'auto' looks at the number of processes."
-        raise TypeError(argument_error(owner, "parallel", "'auto', DataParallel() or HSDP()", repr(parallel), remedy))
+        raise TypeError(
+            argument_error(owner, "parallel", "'auto', DataParallel(), HSDP() or Reduced()", repr(parallel), remedy)
+        )
     return parallel
 
 

@@ -272,6 +272,23 @@ class ShardedLayout(ReducerLayout):
         )
 
 
+@dataclass(frozen=True)
+class ReducedLayout(ReducerLayout):
+    """The same for gradients that come reduced, whole or in shards: only scalars are added up.
+
+    Attributes:
+        shares: The share of each gradient's squares that a rank contributes to its norm.
+    """
+
+    shares: tuple[float, ...]
+
+    def messages(self, norm_passes: int = 1) -> Traffic:
+        world = self.all_reduced.world
+        has_shards = len(set(self.shares)) > 1 or self.shares[0] * world.size > 1
+        squares = norm_passes * has_shards * world.all_reduce(_FLOAT * len(self.shapes))
+        return Traffic(per_batch=world.all_gather(_FLOAT), per_update=self.all_reduced.messages() + squares)
+
+
 def bucket_layout(indices: Any, sizes: Any, world: Ranks, scalars: int, dtype: Any) -> BucketLayout:
     """Return how the sums with these ``indices`` are added up over all ranks."""
     buckets = _by_size(fill_buckets(indices, sizes, BUCKET_SIZE), sizes) or ((),)

@@ -23,6 +23,10 @@ class GradientReducer(nn.Cell):
     several = False
     # True if the ranks communicate in each micro batch and not only in each update.
     every_batch = False
+    # True if the gradients of a micro batch are those of all ranks, and True if the network adds them up, too.
+    comes_reduced = accumulates = False
+    # True if the parameters of the network are shards.
+    has_shards = False
     # True if the optimizer takes the sums unchanged, see `for_optimizer`.
     takes_sums = True
 
@@ -52,6 +56,25 @@ class GradientReducer(nn.Cell):
     def max_micro_batches(self, micro_batches: int) -> int:
         """Return the maximum number of micro batches of a rank in this batch. Called by the host."""
         return micro_batches
+
+    def begin_micro_batch(self, is_last: bool) -> None:
+        """Prepare the network for a micro batch, which may be the last one of its window. Called by the host."""
+
+    def end_micro_batch(self) -> None:
+        """Wait for the gradients of a micro batch. Called by the host."""
+
+    def keeps_grads(self) -> bool:
+        """Return whether the network keeps the gradients of this micro batch for the last one of its window."""
+        return False
+
+    def add_factor(self, factor: float) -> None:
+        """Note the factor of gradients that the caller has taken. Called by the host."""
+
+    def check_window(self, owner: str) -> None:
+        """Raise if the gradients of a full window are not those of all ranks. Called by the host."""
+
+    def restart(self) -> None:
+        """Begin a window. Called by the host."""
 
     def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the gradients of one micro batch as they are added into the buffer."""
@@ -101,6 +124,10 @@ class GradientReducer(nn.Cell):
     def replicas(self) -> tuple[Parameter, ...]:
         """Return the whole parameters, which all ranks have."""
         return tuple(self.parameters)
+
+    def shared(self) -> tuple[Parameter, ...]:
+        """Return the parameters that are equal on all ranks."""
+        return self.replicas()
 
     def saved(self, parameter: Parameter) -> Parameter | None:
         """Return the parameter that a checkpoint holds in place of ``parameter``, or None."""

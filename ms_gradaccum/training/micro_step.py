@@ -72,13 +72,14 @@ class MicroLoss(nn.Cell):
         weighted_loss: The network's loss.
         half: True if the network computes in half precision.
         loss_scale: The loss scale.
+        divides: False if a loss with its own weight is never divided by it before the backward pass.
     """
 
-    def __init__(self, weighted_loss: WeightedLoss, half: bool, loss_scale: NoLossScale) -> None:
+    def __init__(self, weighted_loss: WeightedLoss, half: bool, loss_scale: NoLossScale, divides: bool = True) -> None:
         super().__init__(auto_prefix=False)
         self.weighted_loss = weighted_loss
         self.half = half
-        self.divides = half and not weighted_loss.counts_rows
+        self.divides = divides and half and not weighted_loss.counts_rows
         self.loss_scale = loss_scale
         self._get_attr_from_cell(weighted_loss.network)
 
@@ -91,7 +92,7 @@ class MicroLoss(nn.Cell):
 
     def totals(self) -> "MicroTotals":
         """Return the cell that turns its outputs into sums."""
-        return MicroTotals(self.weighted_loss.counts_rows, self.half, self.weighted_loss.is_cached)
+        return MicroTotals(self.weighted_loss.counts_rows, self.divides, self.weighted_loss.is_cached)
 
 
 class MicroTotals(nn.Cell):
@@ -193,12 +194,15 @@ class AddMicroBatch(nn.Cell):
         for i in range(len(self.bounds)):
             begin, end = self.bounds[i]
             reducer = self.reducers[i]
-            # One after the other: all ranks must send their messages in the same order.
-            own = ops.depend(chunk_of(grads, begin, end), done)
-            if self.scales_first:
-                own = self.map(ops.partial(scale_wide, factor), own)
-            own = reducer.reduce_scatter_micro_batch(own)
-            done = reducer.buffer.add(loss_sum, weight, own, ONE if self.scales_first else factor)
+            if len(grads) == 0:
+                done = reducer.buffer.add_totals(loss_sum, weight)
+            else:
+                # One after the other: all ranks must send their messages in the same order.
+                own = ops.depend(chunk_of(grads, begin, end), done)
+                if self.scales_first:
+                    own = self.map(ops.partial(scale_wide, factor), own)
+                own = reducer.reduce_scatter_micro_batch(own)
+                done = reducer.buffer.add(loss_sum, weight, own, ONE if self.scales_first else factor)
         notes: tuple[Tensor, ...] = others if self.totals.has_notes else ()
         return (loss_sum, weight, self.after(done), *notes)
 
@@ -268,12 +272,15 @@ class MicroStep(nn.Cell):
 class EagerMicroStep:
     """Micro step op by op: the user's code runs in Python, hooks included, and a graph adds the gradients.
 
+    A network that adds its gradients up itself hands them over in the last micro batch of a window.
+
     Args:
         owner: Class name used in error messages.
         micro_loss: The differentiated cell. It takes the inputs as the network does.
         parameters: For each optimizer the parameters that it updates.
         adding: The cell that adds the gradients.
         backward_start: The number that the backward pass starts from.
+        is_last: True if it is the last one of its window.
 
     Attributes:
         structure: The structure that `flatten` has returned for the inputs of the current batch.
@@ -290,6 +297,7 @@ class EagerMicroStep:
         parameters: Sequence[ParameterTuple],
         adding: AddMicroBatch,
         backward_start: BackwardStart,
+        is_last: bool = False,
     ) -> None:
         self.backward_start = backward_start
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
@@ -299,6 +307,8 @@ class EagerMicroStep:
         # arbitrary Python values.
         self.inputs: tuple[Any, ...] = ()
         self.forgets_passes = divides_by_earlier_rows(micro_loss.weighted_loss.network)
+        self.reducer, self.is_last = adding.reducers[0], is_last
+        self.adds_grads = is_last or not self.reducer.accumulates
 
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:
         """Run one micro batch."""
@@ -306,13 +316,15 @@ class EagerMicroStep:
         self.inputs = (share, *unflatten(self.structure, tensors))
         if self.forgets_passes:
             forget_passes()
+        self.reducer.begin_micro_batch(self.is_last)
         try:
             with op_by_op():
                 (_, *values), grads = ops.value_and_grad(self._forward, None, self.parameters, has_aux=True)()
         finally:
             self.inputs = ()
+        self.reducer.end_micro_batch()
         try:
-            return self.adding(factor, *values, *grads)
+            return self.adding(factor, *values, *(grads if self.adds_grads else ()))
         finally:
             self.has_run = self.adding.has_run
 

@@ -22,6 +22,7 @@ from ms_gradaccum.training.first_pass import first_pass_of
 from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.micro_step import (
     AddMicroBatch,
+    BackwardStart,
     EagerMicroStep,
     EmptyStep,
     MicroLoss,
@@ -57,6 +58,8 @@ class MicroSteps:
         self, network: Any, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
     ) -> None:
         self.owner = owner = settings.owner
+        if reducers[0].comes_reduced:
+            _check_reduced(owner, network, settings)
         warn_of_slow_convolutions(owner, network)
         self.settings = settings
         self.events = events
@@ -80,6 +83,8 @@ class MicroSteps:
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         half = self.cell.micro_loss.half
         self.loss_check = LossCheck(network, self.cell.parameters, settings, half, reducers[0].several)
+        # The forward passes of rows would communicate, too.
+        self.loss_check.is_done |= reducers[0].comes_reduced
         # True once the network, and a batch that is split, have been checked in this training.
         self.has_begun = self.has_split = False
         # True if the last batch may have added something before it failed.
@@ -97,7 +102,8 @@ class MicroSteps:
         is_first, self.has_begun = not self.has_begun, True
         if is_first:
             _tell_of_modes(self.owner, self.network, self.settings.adds_batches)
-            _warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
+            if not self.reducers[0].comes_reduced:
+                _warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
         batch = self.network.split(*args, **kwargs)
         if not self.has_split:
             inputs = self.network.positional(args, kwargs)
@@ -165,15 +171,20 @@ class MicroSteps:
         return step, step.backward_start
 
     def _runs_eagerly(self) -> bool:
-        return runs_eagerly(self.settings.compiles)
+        eager = runs_eagerly(self.settings.compiles)
+        if not eager and self.reducers[0].comes_reduced:
+            got, remedy = "a graph, which calls none", "Call set_context(mode=PYNATIVE_MODE)."
+            rule = "run op by op for hooks that reduce its gradients"
+            raise ValueError(argument_error(self.owner, "network", rule, got, remedy))
+        return eager
 
-    def _build_eager(self, reduces: bool) -> EagerMicroStep:
+    def _build_eager(self, is_last: bool) -> EagerMicroStep:
         lookup = sparse_lookup(self.network)
         if lookup is not None:
             rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
             remedy = "Use nn.Embedding, or give compile=True."
             raise ValueError(argument_error(self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
-        if not self.eager:
+        if not (self.eager or self.reducers[0].comes_reduced):
             _LOGGER.warning(
                 "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
                 "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
@@ -182,10 +193,14 @@ class MicroSteps:
         loss = self.network.weighted_loss
         precision, drop_non_finite = self.settings.precision, self.settings.drop_non_finite
         half = is_half(loss, precision)
-        micro_loss = MicroLoss(loss, half, precision.loss_scale)
+        comes_reduced = self.reducers[0].comes_reduced
+        # Divided by its own weight, a loss would have another factor on each rank.
+        micro_loss = MicroLoss(loss, half, precision.loss_scale, divides=not comes_reduced)
+        reduces = is_last and self.reducers[0].overlaps
         adding = AddMicroBatch(self.reducers, self.parameters, micro_loss.totals(), drop_non_finite, reduces)
-        start = backward_start_of(loss, half, eager=True)
-        return EagerMicroStep(self.owner, micro_loss, self.parameters, adding, start)
+        # The gradients of all ranks have one factor, whatever rows each rank has.
+        start = BackwardStart.SUM if comes_reduced else backward_start_of(loss, half, eager=True)
+        return EagerMicroStep(self.owner, micro_loss, self.parameters, adding, start, is_last)
 
     def _is_for_thread_pool(self, micro_batches: list[MicroBatch]) -> bool:
         if not micro_batches or not self.may_use_thread_pool:
@@ -225,6 +240,20 @@ class MicroSteps:
             follow_mode(cell, self.cell)
             cell._get_attr_from_cell(self.cell)  # What `set_jit_config` has said.
         return cell
+
+
+def _check_reduced(owner: str, network: Any, settings: StepSettings) -> None:
+    """Raise for what cannot be done with gradients of all ranks."""
+    for name, is_given, rule in (
+        ("network", network.is_cached, "one without GradCacheLoss"),
+        ("bad_micro_batch", settings.drop_non_finite, "'skip_window'"),
+        ("mixed_precision", settings.precision.level != "O0", "None or a loss scale"),
+        ("compile", settings.compiles, "None"),
+    ):
+        if is_given:
+            remedy = "Leave it out, and convert a network before hsdp() cuts it."
+            rule = f"{rule} where gradients come reduced"
+            raise ValueError(argument_error(owner, name, rule, "something else", remedy))
 
 
 def _tell_of_modes(owner: str, network: Any, adds_batches: bool) -> None:

@@ -196,7 +196,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): What computes in half
             precision: a name that :class:`MixedPrecision` lists, ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``, or its
             settings; or only how the loss is scaled, by an object of ``mindspore.amp``. Default: ``None``.
-        parallel (Union[str, DataParallel, HSDP]): As for :class:`Model`. Default: ``"auto"``.
+        parallel (Union[str, DataParallel, HSDP, Reduced]): As for :class:`Model`. Default: ``"auto"``.
         bad_micro_batch (str): What becomes of a window with an Inf or a NaN in a gradient or loss.
 
             - ``"skip_window"``: it makes no update.

@@ -103,6 +103,11 @@ class Window:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the window outside of its sums, as JSON. The sums are parameters of the buffers."""
+        if self.count() and self.reducers[0].accumulates:
+            raise RuntimeError(
+                f"For '{self.owner}', a state must be saved right after an update where the network adds up its "
+                f"gradients itself, but got an open window. Leave enable_grad_accumulation out."
+            )
         return {
             "batches": self.count(),
             "overflows_in_a_row": self.overflows_in_a_row,
@@ -119,7 +124,7 @@ class Window:
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool = False) -> list[Any]:
         """Add one batch and return the outputs of its micro steps. Those of the last batch may also reduce the sums."""
-        reduces = is_last and self.reducers[0].overlaps
+        reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 f"For '{self.owner}', a training must be that of one thread, but got a batch while another one is "
@@ -139,7 +144,7 @@ class Window:
         except BaseException as error:
             self.network.head(error)
             # The other ranks may have reduced the sums already.
-            self.is_reduced = reduces and self.micro_steps.rounds == 0
+            self.is_reduced = reduces and self.reducers[0].overlaps and self.micro_steps.rounds == 0
             if self.micro_steps.has_added and not (self.is_reduced and self.goes_on(error)):
                 batches = self.count()
                 self.discard(for_all=True)
@@ -147,14 +152,15 @@ class Window:
             if self.goes_on(error):
                 self.micro_steps.take_part()
             raise
-        self.is_reduced = reduces
+        self.is_reduced = reduces and self.reducers[0].overlaps
         if self.several and self.first_batch is None:
             self.first_batch = _hash_of((args, kwargs))
         return outputs
 
     def goes_on(self, error: BaseException) -> bool:
         """Return whether this rank stays in its window after an error, which a program may catch."""
-        return self.several and isinstance(error, Exception) and not isinstance(error, StopIteration)
+        can = self.several and not self.reducers[0].comes_reduced
+        return can and isinstance(error, Exception) and not isinstance(error, StopIteration)
 
     def join(self) -> None:
         """Join the collectives of a batch with no local data."""
@@ -168,6 +174,7 @@ class Window:
         """Return the report on the full window, before clipping and update."""
         if self.outputs is None:
             try:
+                self.reducers[0].check_window(self.owner)
                 self.outputs = _as_one_gradient([end.measure(self.is_reduced) for end in self.ends])
             except BaseException:
                 self.discard()
@@ -276,6 +283,7 @@ class Window:
         self.is_reduced, self.outputs, self.clip, self._rates = False, None, None, []
         for reducer in self.reducers:
             reducer.buffer.known_batches = 0
+            reducer.restart()
 
     def _count_overflow(self, output: StepOutput) -> None:
         """Raise if a training skips all updates: no loss scale helps against a broken gradient."""

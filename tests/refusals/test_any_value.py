@@ -27,6 +27,7 @@ from ms_gradaccum import (
     MixedPrecision,
     Model,
     ProgressBar,
+    Reduced,
     StepReporter,
     TokenMeanLoss,
     TrainingPlan,
@@ -40,7 +41,7 @@ COUNTS = st.integers(1, 2**31 - 1)
 BOOLS = st.booleans()
 CELLS = st.builds(loss_cell)
 CLIPS = st.sampled_from([None, ClipByValue(1.0), ClipByGlobalNorm(2)])
-KINDS = st.sampled_from(["auto", DataParallel(), HSDP()])
+KINDS = st.sampled_from(["auto", DataParallel(), HSDP(), Reduced()])
 WINDOWS = st.sampled_from(["apply", "drop", "carry"])
 SCALERS = st.sampled_from([None, MixedPrecision(level="O0"), amp.StaticLossScaler(8.0)])
 FATES = st.sampled_from(["skip_window", "drop"])
@@ -139,6 +140,7 @@ CALLS = [
     # Of overlap and sync_each_batch one alone may be True, which test_parallel_settings.py shows.
     Call(DataParallel, {"sync_each_batch": BOOLS, "check_weights": BOOLS}),
     Call(DataParallel, {"overlap": BOOLS, "check_weights": BOOLS}),
+    Call(Reduced, {"mean": BOOLS, "check_weights": BOOLS}),
     Call(
         HSDP,
         {

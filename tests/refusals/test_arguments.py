@@ -85,7 +85,7 @@ OF_STEP = {
     "clip": ((1.0, "norm", ClipByGlobalNorm), f"must be {CLIP}"),
     "parallel": (
         (None, "data", True, np.array([1, 2])),
-        "must be 'auto', DataParallel() or HSDP(), but got {!r}. 'auto' looks at the number of processes.",
+        "must be 'auto', DataParallel(), HSDP() or Reduced(), but got {!r}. 'auto' looks at the number of processes.",
     ),
 }
 

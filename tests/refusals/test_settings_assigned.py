@@ -43,6 +43,7 @@ OBJECTS = {
     "AccumulationSchedule": lambda: ms_gradaccum.AccumulationSchedule({0: 2}),
     "DataParallel": ms_gradaccum.DataParallel,
     "HSDP": ms_gradaccum.HSDP,
+    "Reduced": ms_gradaccum.Reduced,
     "EMA": ms_gradaccum.EMA,
     "StateCheckpoint": lambda: ms_gradaccum.StateCheckpoint("folder"),
     "ProgressBar": ms_gradaccum.ProgressBar,

@@ -67,7 +67,7 @@ REFUSED = [
     ),
     (
         {"parallel": "all"},
-        "'auto', DataParallel() or HSDP()",
+        "'auto', DataParallel(), HSDP() or Reduced()",
         "'all'",
         "'auto' looks at the number of processes.",
     ),

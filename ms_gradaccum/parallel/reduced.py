@@ -1,0 +1,188 @@
+"""Gradients that come reduced: hooks of the network, or the caller, have added them up over the ranks already.
+
+HyperParallel's `hsdp` is known by its protocol. A cell has an `hsdp_scheduler` with `config.grad_scale`,
+`requires_acc_grad`, `set_requires_grad_sync()` and `zero_grads()`, its parameters have hooks that reduce, and those of
+which a rank holds a part between two steps have an `hsdp_effective_shard_size`.
+"""
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+from ms_gradaccum._checks import argument_error, first_line
+from ms_gradaccum.backend.compiled import runs_eagerly
+from ms_gradaccum.backend.kernels import scale_wide
+from ms_gradaccum.gradients.buffer import GradientBuffer
+from ms_gradaccum.parallel.collectives import AllReduce, Group
+from ms_gradaccum.parallel.kinds import Reduced
+from ms_gradaccum.parallel.layout import ReducedLayout
+from ms_gradaccum.parallel.reducer import DataParallelReducer
+from ms_gradaccum.parallel.world import check_equal, gather_counts
+
+UNKNOWN_LAST = (
+    "For '{owner}', a network that reduces its gradients in the last micro batch of a window must know it beforehand, "
+    "but got {got}. Write 'with accumulator.accumulate():' around each batch, or leave enable_grad_accumulation out."
+)
+
+
+def schedulers_of(network: Any) -> list[Any]:
+    """Return what reduces the gradients of a network's cells, if it has HyperParallel's protocol."""
+    cells = [cell for _, cell in network.cells_and_names()] if isinstance(network, nn.Cell) else []
+    found = [getattr(cell, "hsdp_scheduler", None) for cell in cells]
+    return [each for each in found if hasattr(each, "set_requires_grad_sync")]
+
+
+def shard_size_of(parameter: Parameter) -> int:
+    """Return the number of ranks that hold a parameter together."""
+    return int(getattr(parameter, "hsdp_effective_shard_size", 1))
+
+
+def whole(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    """Return the parameters that each rank holds whole."""
+    return tuple(parameter for parameter in parameters if shard_size_of(parameter) == 1)
+
+
+def check_reducing(owner: str, parallel: Any, network: nn.Cell, schedulers: Sequence[Any]) -> Reduced:
+    """Return the kind of parallelism of a network that reduces its gradients itself, or raise."""
+    if parallel != "auto" and not isinstance(parallel, Reduced):
+        rule, remedy = "'auto' for a network that reduces its gradients itself", "They would be added up twice."
+        raise ValueError(argument_error(owner, "parallel", rule, repr(parallel), remedy))
+    if not runs_eagerly(False):
+        rule, got = "run op by op for hooks that reduce its gradients", "a graph, which calls none"
+        raise ValueError(argument_error(owner, "network", rule, got, "Call set_context(mode=PYNATIVE_MODE)."))
+    scales = {(each.config.grad_scale, bool(each.requires_acc_grad)) for each in schedulers}
+    if len(scales) > 1:
+        remedy = "Give each part of the network the same ones."
+        rule, got = "one with one grad_scale and enable_grad_accumulation", f"{sorted(scales)}"
+        raise ValueError(argument_error(owner, "network", rule, got, remedy))
+    for parameter in network.trainable_params():
+        if not parameter.hooks() or hasattr(parameter, "placements"):
+            got = f"{parameter.name!r}, " + ("a DTensor" if parameter.hooks() else "which has no hook that reduces it")
+            rule, remedy = "one that reduces all its gradients over all processes", "Give the whole network to hsdp()."
+            raise ValueError(argument_error(owner, "network", rule, got, remedy))
+    try:
+        for each in schedulers:
+            each.zero_grads()
+    except RuntimeError as error:
+        got, remedy = first_line(error), "Leave enable_grad_accumulation out."
+        rule = "one that adds up its gradients with operators of this device"
+        raise ValueError(argument_error(owner, "network", rule, got, remedy)) from error
+    return parallel if isinstance(parallel, Reduced) else Reduced()
+
+
+class ReducedReducer(DataParallelReducer):
+    """Reducer for gradients that are reduced before they are added: the ranks add up loss, weight and squares alone.
+
+    Args:
+        network: The network, whose hooks may be what reduces.
+        optimizer, buffer, layout, rank, settings: See `DataParallelReducer`.
+    """
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        optimizer: nn.Cell,
+        buffer: GradientBuffer,
+        layout: ReducedLayout,
+        rank: int,
+        settings: Reduced,
+    ) -> None:
+        super().__init__(optimizer, buffer, layout, rank, settings)
+        world = layout.all_reduced.world
+        self.several = world.size > 1
+        self.comes_reduced = True
+        self.schedulers = schedulers_of(network)
+        # True if the network adds its gradients up itself and reduces them in the last micro batch of a window.
+        self.accumulates = any(each.requires_acc_grad for each in self.schedulers)
+        self.has_shards = any(shard_size_of(parameter) > 1 for parameter in optimizer.parameters)
+        # A mean over ranks, and the network's own scale, are multiplied away.
+        scale = self.schedulers[0].config.grad_scale if self.schedulers else 1.0
+        self.is_scaled = settings.mean or scale != 1.0
+        self.factor = Tensor((world.size if settings.mean else 1.0) / scale, ms.float32)
+        self.shares = Tensor(layout.shares, ms.float32)
+        self.all_reduce_world = AllReduce(Group(world, rank))
+        # True until the first micro batch of a window; true until the first update; true once the network reduces.
+        self.is_empty = self.is_new = True
+        self.is_synced = False
+        # Those of the caller's gradients in the open window.
+        self.factors: list[float] = []
+
+    def most(self, count: int) -> int:
+        return super().most(count) if self.several else count
+
+    def max_micro_batches(self, micro_batches: int) -> int:
+        counts = gather_counts(micro_batches) if self.several else [micro_batches]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"For 'GradAccumulation', a batch must have as many micro batches on all ranks where the network "
+                f"itself communicates, but got {counts}. Give each rank as many batches, of at least micro_size rows."
+            )
+        return micro_batches
+
+    def check_window(self, owner: str) -> None:
+        if self.accumulates and not self.is_synced:
+            raise RuntimeError(UNKNOWN_LAST.format(owner=owner, got="the end of one in its middle"))
+        factors = self.factors
+        if not factors:
+            return
+        hashes = gather_counts(zlib.crc32(np.array(factors).tobytes()) >> 1) if self.several else [0]
+        if len(set(hashes)) > 1 or (self.accumulates and len(set(factors)) > 1):
+            rule = "the same for all means that the network adds up"
+            remedy = "Differentiate sums and give reduction='sum'."
+            raise ValueError(argument_error(owner, "weight", rule, f"{factors} on this rank", remedy))
+
+    def keeps_grads(self) -> bool:
+        return self.accumulates and not self.is_synced
+
+    def add_factor(self, factor: float) -> None:
+        self.factors.append(factor)
+
+    def begin_micro_batch(self, is_last: bool) -> None:
+        if self.accumulates:
+            for each in self.schedulers:
+                if self.is_empty:
+                    each.zero_grads()
+                each.set_requires_grad_sync(is_last)
+            self.is_empty, self.is_synced = False, is_last
+
+    def end_micro_batch(self) -> None:
+        for each in self.schedulers[:1]:
+            if getattr(each.config, "comm_async", False):
+                each.platform.wait_grad_handle()
+
+    def restart(self) -> None:
+        self.is_empty, self.is_synced, self.factors = True, False, []
+
+    def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.is_scaled:
+            grads = ops.HyperMap()(ops.partial(scale_wide, self.factor), grads)
+        return grads
+
+    def all_reduce_squares(self, squares: Tensor) -> Tensor:
+        return self.all_reduce_world(squares * self.shares) if self.has_shards else squares
+
+    def check_replicas(self) -> None:
+        # Ranks whose gradients were not reduced after all drift apart with the first update.
+        if self.several and (self.check_weights or self.is_new):
+            check_equal("TrainOneStepCell", self.shared())
+        self.is_new = False
+
+    def shared(self) -> tuple[Parameter, ...]:
+        return whole(self.parameters)
+
+
+def check_state(owner: str, optimizer: nn.Cell) -> None:
+    """Raise if an optimizer was built before its parameters were sharded."""
+    shapes = [parameter.shape for parameter in optimizer.parameters]
+    for value in vars(optimizer).values():
+        if isinstance(value, ParameterTuple) and len(value) == len(shapes):
+            for item, shape in zip(value, shapes):
+                if item.ndim == len(shape) and item.shape != shape:
+                    rule, got = "one of the network's shards", f"the state {item.name!r} of shape {tuple(item.shape)}"
+                    raise ValueError(
+                        argument_error(owner, "optimizer", rule, got, "Build it after hsdp() has cut the parameters.")
+                    )
