@@ -101,9 +101,7 @@ class MicroSteps:
         self.has_added, self.rounds = False, None
         is_first, self.has_begun = not self.has_begun, True
         if is_first:
-            _tell_of_modes(self.owner, self.network, self.settings.adds_batches)
-            if not self.reducers[0].comes_reduced:
-                _warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
+            self._warn_of_network()
         batch = self.network.split(*args, **kwargs)
         if not self.has_split:
             inputs = self.network.positional(args, kwargs)
@@ -138,6 +136,11 @@ class MicroSteps:
             raise
         self._add_nothing(self.rounds)
         return outputs
+
+    def _warn_of_network(self) -> None:
+        _tell_of_modes(self.owner, self.network, self.settings.adds_batches)
+        if not self.reducers[0].comes_reduced:
+            _warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
 
     def take_part(self) -> None:
         """Join the remaining collectives of a batch that has failed on this rank."""
