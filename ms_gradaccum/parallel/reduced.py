@@ -135,6 +135,13 @@ class ReducedReducer(DataParallelReducer):
             remedy = "Differentiate sums and give reduction='sum'."
             raise ValueError(argument_error(owner, "weight", rule, f"{factors} on this rank", remedy))
 
+    def check_saved(self, owner: str, batches: int) -> None:
+        if self.accumulates and batches:
+            raise RuntimeError(
+                f"For '{owner}', a state must be saved right after an update where the network adds up its gradients "
+                f"itself, but got an open window. Leave enable_grad_accumulation out."
+            )
+
     def keeps_grads(self) -> bool:
         return self.accumulates and not self.is_synced
 

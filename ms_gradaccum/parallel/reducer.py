@@ -73,6 +73,9 @@ class GradientReducer(nn.Cell):
     def check_window(self, owner: str) -> None:
         """Raise if the gradients of a full window are not those of all ranks. Called by the host."""
 
+    def check_saved(self, owner: str, batches: int) -> None:
+        """Raise if the sums of a window with so many batches cannot be saved. Called by the host."""
+
     def restart(self) -> None:
         """Begin a window. Called by the host."""
 

@@ -103,11 +103,7 @@ class Window:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the window outside of its sums, as JSON. The sums are parameters of the buffers."""
-        if self.count() and self.reducers[0].accumulates:
-            raise RuntimeError(
-                f"For '{self.owner}', a state must be saved right after an update where the network adds up its "
-                f"gradients itself, but got an open window. Leave enable_grad_accumulation out."
-            )
+        self.reducers[0].check_saved(self.owner, self.count())
         return {
             "batches": self.count(),
             "overflows_in_a_row": self.overflows_in_a_row,
