@@ -107,7 +107,7 @@ MUTATIONS = (
     Mutation(
         "the sums are added up over the ranks once more after an overlapped micro batch",
         "training/window.py",
-        "        self.is_reduced = reduces\n",
+        "        self.is_reduced = reduces and self.reducers[0].overlaps\n",
         "",
         RANKS,
     ),
