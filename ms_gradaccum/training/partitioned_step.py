@@ -29,7 +29,7 @@ from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.loss_check import not_measured
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.window import MAX_OVERFLOWS, broken_gradient
+from ms_gradaccum.training.window_end import MAX_OVERFLOWS, broken_gradient, warn_of_no_end
 
 _NO_NORM = Tensor(0.0, ms.float32)
 
@@ -75,6 +75,7 @@ class PartitionedStep(nn.Cell):
         self.handed_scale = scale_for(settings.owner, optimizer, self.loss_scale)
         # The overflow and the update of up to 100 last windows, which are read together.
         self.skipped: list[tuple[Tensor, Tensor]] = []
+        self.is_called = False
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.map = ops.HyperMap()
 
@@ -107,6 +108,7 @@ class PartitionedStep(nn.Cell):
         if self.is_unmeasured:
             self.is_unmeasured = False
             warn(not_measured("the compiler partitions the whole step").text)
+        self.is_called = True
         self.events.update_begin()
         with graph_mode():
             output = StepOutput(*as_graph(*self.network.positional(args, kwargs)))
@@ -117,7 +119,7 @@ class PartitionedStep(nn.Cell):
             broken = all(overflow.asnumpy() and not updated.asnumpy() for overflow, updated in self.skipped)
             self.skipped.clear()
             if broken:
-                raise broken_gradient(self.events.owner)
+                raise RuntimeError(broken_gradient(self.events.owner))
         return output
 
     def join(self) -> StepOutput:
@@ -145,6 +147,8 @@ class PartitionedStep(nn.Cell):
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
         """The whole window as one graph. Return the items of a StepOutput."""
         check_compiling(True)
+        if not self.is_called:
+            warn_of_no_end()
         sums = self.sums(*inputs)
         # Of the loss sum alone; the weight beside it has no gradient.
         loss_scale = self.loss_scale.value()

@@ -20,10 +20,8 @@ from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.window_end import WindowEnd
+from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gradient
 
-# The limit of consecutive skipped windows. The largest scale in use is 1 after 24 halvings.
-MAX_OVERFLOWS = 100
 # The number of windows in which the learning rate, which is read from the device, is checked for changes.
 WATCHED_WINDOWS = 4
 
@@ -289,16 +287,7 @@ class Window:
             self.overflows_in_a_row += 1
         if self.overflows_in_a_row >= MAX_OVERFLOWS:
             self.overflows_in_a_row = 0
-            raise broken_gradient(self.owner)
-
-
-def broken_gradient(owner: str) -> RuntimeError:
-    """Return the error of a training that makes no more updates."""
-    return RuntimeError(
-        f"For '{owner}', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or NaN in each of the "
-        f"last {MAX_OVERFLOWS}, which made no update. The weights are those of the last update. Look for NaN in the "
-        f"data and the loss, lower the learning rate, or use float32."
-    )
+            raise RuntimeError(broken_gradient(self.owner))
 
 
 def _hash_of(inputs: Any) -> bytes:

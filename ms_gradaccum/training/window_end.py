@@ -6,16 +6,21 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import argument_error
+from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
+from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.optimizers import EagerRate, LearningRate, compiles_itself, scale_for
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.update import MeanGradients, Update, build_update
+
+# The limit of consecutive skipped windows. The largest scale in use is 1 after 24 halvings.
+MAX_OVERFLOWS = 100
 
 
 class WindowReport(NamedTuple):
@@ -154,6 +159,12 @@ class WindowEnd(nn.Cell):
         # The keys are the kind of clip that the caller chooses for each update (None: the window's own), and whether
         # the optimizer runs op by op.
         self.updates: dict[tuple[Any, bool], Any] = {}
+        # How many windows in a row a graph has skipped. In a tuple, so that no checkpoint has it.
+        name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
+        self.skipped = (Parameter(Tensor(0, ms.int32), name, requires_grad=False),)
+        # Errors inside graphs have been tried on CPU alone.
+        self.can_raise = device_target() == "CPU"
+        self.broken = broken_gradient(owner)
         # True if the loss scale was too large for the last window.
         self.is_bad = Tensor(False)
 
@@ -244,11 +255,36 @@ class WindowEnd(nn.Cell):
         """
         report: tuple[Tensor, ...] = self.report(done)
         loss, overflow, scale, updated, norm, learning_rate, weight, bad = report[:8]
+        (skipped,) = self.skipped
         if updated:
-            clipped_norm = self.update(norm)
+            clipped_norm = ops.depend(self.update(norm), ops.assign(skipped, 0))
         else:
             clipped_norm = ops.depend(norm, self.buffer.clear())
+            if self.can_raise:
+                in_a_row = ops.assign_add(skipped, ops.cast(overflow, ms.int32))
+                if in_a_row >= MAX_OVERFLOWS:
+                    raise RuntimeError(self.broken)
+            else:
+                warn_of_no_end()
         clipped_norm = self.update.keep_storage(clipped_norm)
         clipped_norm = ops.depend(clipped_norm, self.loss_scale(updated, bad, clipped_norm))
         output: tuple[Tensor, ...] = (loss, overflow, scale, updated, norm, clipped_norm, learning_rate, weight)
         return output + report[8:]
+
+
+@_primexpr
+def warn_of_no_end() -> None:
+    """Warn, while a larger graph is compiled, that nothing in it ends a training that makes no more updates."""
+    warn(
+        f"For 'TrainOneStepCell', {MAX_OVERFLOWS} windows in a row with an Inf or a NaN should end the training, but "
+        f"this device has no errors in a larger graph. Look at the outputs' `overflow`."
+    )
+
+
+def broken_gradient(owner: str) -> str:
+    """Return the error of a training that makes no more updates."""
+    return (
+        f"For '{owner}', one window in {MAX_OVERFLOWS} must have a finite gradient, but got Inf or NaN in each of the "
+        f"last {MAX_OVERFLOWS}, which made no update. The weights are those of the last update. Look for NaN in the "
+        f"data and the loss, lower the learning rate, or use float32."
+    )

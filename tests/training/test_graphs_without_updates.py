@@ -1,0 +1,48 @@
+"""A larger graph in which windows are skipped, one after the other, for an Inf or a NaN ends the training."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import X, line, sgd
+from mindspore import nn
+from step_probe import Around, tensors
+
+from ms_gradaccum import TrainOneStepCell
+from ms_gradaccum.backend.device import built_for
+from ms_gradaccum.training import window_end
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_graph_without_updates_ends_the_training(accumulation_steps, mode, monkeypatch):
+    monkeypatch.setattr(window_end, "MAX_OVERFLOWS", 3)
+    network = line()
+    step = TrainOneStepCell(
+        nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=accumulation_steps, check_loss=False
+    )
+    graph = Around(step) if mode == ms.GRAPH_MODE else ms.jit(Around(step))
+    right, broken = tensors(X, 2 * X), tensors(X, np.nan * X)
+
+    def windows(*batches):
+        for batch in batches:
+            for _ in range(accumulation_steps):
+                output = graph(*batch)
+        return output
+
+    # Not in a row.
+    windows(broken, broken, right, broken, broken, right)
+    before = network.weight.asnumpy().copy()
+    windows(broken, broken)
+    with pytest.raises(RuntimeError, match="one window in 3 must have a finite gradient, but got Inf or NaN in"):
+        str(windows(broken))
+    assert (network.weight.asnumpy() == before).all() and before != 0
+    # Another graph still runs.
+    assert nn.Dense(1, 1)(right[0]).shape == (8, 1)
+
+
+def test_a_device_whose_graphs_raise_no_error_says_so(mode):
+    network = line()
+    with built_for("GPU"):
+        step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), check_loss=False)
+    graph = Around(step) if mode == ms.GRAPH_MODE else ms.jit(Around(step))
+    with pytest.warns(UserWarning, match="100 windows in a row with an Inf or a NaN should end the training, but"):
+        graph(*tensors(X, 2 * X))
