@@ -147,8 +147,6 @@ class PartitionedStep(nn.Cell):
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
         """The whole window as one graph. Return the items of a StepOutput."""
         check_compiling(True)
-        if not self.is_called:
-            warn_of_no_end()
         sums = self.sums(*inputs)
         # Of the loss sum alone; the weight beside it has no gradient.
         loss_scale = self.loss_scale.value()
@@ -195,6 +193,8 @@ class PartitionedStep(nn.Cell):
 
     def clear(self, done: Any) -> Any:
         """Assign zeros, after ``done``; a product with 0 would keep NaN and Inf for ever."""
+        if not self.is_called:
+            warn_of_no_end()
         return self.map(_clear, ops.depend(self.accumulators, done))
 
 
