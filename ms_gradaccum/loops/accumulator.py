@@ -1,9 +1,10 @@
 """Gradient accumulation for hand-written training loops."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 from mindspore import Tensor, nn
 
@@ -41,6 +42,23 @@ _A = TypeVar("_A")
 _B = TypeVar("_B")
 _C = TypeVar("_C")
 _D = TypeVar("_D")
+_P = ParamSpec("_P")
+
+
+def _alone(name: str, call: str) -> Callable[[Callable[_P, _A]], Callable[_P, _A]]:
+    """Let a method refuse Accelerate's arguments, of which it takes the one called ``name`` alone."""
+
+    def decorated(method: Callable[_P, _A]) -> Callable[_P, _A]:
+        @functools.wraps(method)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _A:
+            count = len(args) - 1 + len(kwargs.keys() - {"network"})
+            if count > 1:
+                raise TypeError(argument_error(_OWNER, name, "given alone", f"{count} arguments", f"Call {call}."))
+            return method(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 class Accumulator(Settled, Uncopied, nn.Cell, Observed):
@@ -332,7 +350,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             got, remedy = f"none of {missing[0]!r}", "The norm is that of the whole gradient: see ClipByGroupNorm."
             raise ValueError(argument_error(_OWNER, "parameters", rule, got, remedy))
 
-    def clip_grad_norm(self, max_norm: float, *others: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
+    @_alone("max_norm", "clip_grad_norm(1.0), or clip_grad_norm_(parameters, 1.0)")
+    def clip_grad_norm(self, max_norm: float, *, network: nn.Cell | None = None) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.
 
         Args:
@@ -343,12 +362,11 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             The norm before clipping, a float32 scalar (of the first network, if there are several); None inside
             a window.
         """
-        _check_alone("max_norm", others, "clip_grad_norm(1.0), or clip_grad_norm_(parameters, 1.0)")
         return self._clip(ClipByGlobalNorm(max_norm), network)
 
-    def clip_grad_value(self, limit: float, *others: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
+    @_alone("limit", "clip_grad_value(1.0), or clip_grad_value_(parameters, 1.0)")
+    def clip_grad_value(self, limit: float, *, network: nn.Cell | None = None) -> Tensor | None:
         """Clip each element of the window's mean gradient in the coming `step`, see :class:`ClipByValue`."""
-        _check_alone("limit", others, "clip_grad_value(1.0), or clip_grad_value_(parameters, 1.0)")
         return self._clip(ClipByValue(limit), network)
 
     def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
@@ -412,11 +430,6 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         A prepared dataset calls it at its end.
         """
         self.window.join()
-
-
-def _check_alone(name: str, others: tuple[object, ...], call: str) -> None:
-    if others:
-        raise TypeError(argument_error(_OWNER, name, "given alone", f"{len(others) + 1} arguments", f"Call {call}."))
 
 
 def _one_or_all(outputs: tuple[StepOutput, ...]) -> StepOutput | tuple[StepOutput, ...]:
