@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ms_gradaccum.tools.build_source import check_build
+from ms_gradaccum.tools.builder import check_build
 
 # Each command imports what it needs itself: MindSpore takes seconds, and a wrong argument is told before.
 _PROGRAM = "python -m ms_gradaccum"
@@ -71,7 +71,6 @@ def _add_simulate(option: Callable[..., argparse.Action]) -> None:
     option(
         "--json", metavar="FILE", help="where to write JSON, - for standard output; default: none, a table is printed"
     )
-    option("--plot", metavar="PNG", help="where to draw the bytes by kind; default: no picture")
     option("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of all of it; default: %(default)g")
 
 
@@ -119,13 +118,11 @@ def _simulate(args: argparse.Namespace) -> int:
 
         found = simulate(args.build, args.devices, args.target, **settings)
         text = json.dumps(found.to_dict(), indent=2)
-        # First of all: it has taken its time, and a file or a picture may fail.
+        # First of all: it has taken its time, and a file may fail.
         print(text if args.json == "-" else found)
         if args.json not in (None, "-"):
             Path(args.json).write_text(text + "\n")
-        if args.plot:
-            found.plot(args.plot)
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"{_PROGRAM} simulate: {error}", file=sys.stderr)
         return 2
     return 0
@@ -138,13 +135,13 @@ def _test(args: argparse.Namespace) -> int:
     try:
         # Before it takes its time: the file may not be one to write to.
         output.open("a").close()
-        from ms_gradaccum.tools.self_test.self_test import self_test
+        from ms_gradaccum.tools.self_test.self_test import self_test, summary
 
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             settings = {"timeout": args.timeout, "show": _show, "tell": line.set_description_str}
             found = self_test(args.device, args.workers, **settings)
-        print(found)
-        output.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
+        print(summary(found))
+        output.write_text(json.dumps(found, indent=2) + "\n")
         print(f"Written to {output}")
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"{_PROGRAM} test: {error}", file=sys.stderr)
@@ -152,7 +149,7 @@ def _test(args: argparse.Namespace) -> int:
     finally:
         if is_new and output.is_file() and not output.stat().st_size:
             output.unlink()
-    return 1 if found.count("failed") else 0
+    return 1 if found["failed"] else 0
 
 
 def _show(text: str) -> None:

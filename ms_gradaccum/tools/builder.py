@@ -1,22 +1,72 @@
-"""The function that builds a training, and how a new process imports and calls it."""
+"""The function that builds a training: where it is, and how a new process imports and calls it.
+
+MindSpore, whose import takes seconds, is imported only after the first checks.
+"""
 
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
-
-import mindspore as ms
-
-from ms_gradaccum._checks import argument_error, typed
 
 # The module name of an imported file. It is not "__main__", so that guarded code does not run.
 _FILE_MODULE = "__mp_main__"
 _RULE = "a function that a new process can import"
 _REMEDY = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
+# Names with which a file can define others that its text does not have.
+_DEFINES = {"globals", "vars", "setattr", "exec", "__getattr__"}
+
+
+def _sentence(owner: str, got: str, remedy: str = _REMEDY, rule: str = _RULE) -> str:
+    return f"For '{owner}', the argument 'build' must be {rule}, but got {got}. {remedy}"
+
+
+def check_build(owner: str, build: str) -> None:
+    """Raise at once if the file, module or function of 'train.py:build' does not exist. No file is run."""
+    place, _, name = build.rpartition(":")
+    wrong = _mistake(place, name.partition(".")[0]) if place and name else None
+    if wrong is not None:
+        raise ValueError(_sentence(owner, f"{build!r}, {wrong[0]}", wrong[1]))
+
+
+def _mistake(place: str, name: str) -> tuple[str, str] | None:
+    """Return what is wrong and what to do, or None."""
+    importlib.invalidate_caches()
+    if place.endswith(".py"):
+        file = Path(place).resolve()
+        if not file.is_file():
+            return "whose file is not there", f"It is looked for at {file}."
+    else:
+        spec = _find(place)
+        if spec is None:
+            return "whose module is not found", "Call the command in its folder, or add that to PYTHONPATH."
+        file = Path(spec.origin or "")
+        if file.suffix != ".py":
+            return None
+    try:
+        code = compile(file.read_bytes(), str(file), "exec")
+    except SyntaxError as error:
+        return "whose file is no Python program", f"{file}, line {error.lineno}: {error.msg}."
+    if {name, *_DEFINES} & set(code.co_names) or ("*",) in code.co_consts:
+        return None
+    functions = [each.co_name for each in code.co_consts if isinstance(each, CodeType) and each.co_name.isidentifier()]
+    return "which its file does not have", f"{file} has {', '.join(functions) or 'no function'}."
+
+
+def _find(module: str) -> ModuleSpec | None:
+    """Find a module as `import` does, without importing the packages that it is in."""
+    first, *others = module.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except ValueError:  # An imported module that does not say where it comes from.
+        return ModuleSpec(module, None)
+    for part in others:
+        inside = spec.submodule_search_locations if spec else None
+        spec = PathFinder.find_spec(f"{first}.{part}", inside) if inside else None
+    return spec
 
 
 class Builder(NamedTuple):
@@ -34,6 +84,8 @@ class Builder(NamedTuple):
     @staticmethod
     def of(owner: str, build: Any) -> "Builder":
         """Return the Builder of ``build``, a function or a string such as 'train.py:build', or raise."""
+        import mindspore as ms
+
         place, name = _parse(owner, build) if isinstance(build, str) else _locate(owner, build)
         # The arguments of this program are for its own functions. A function of another program sees none.
         argv = [place] if isinstance(build, str) else sys.argv
@@ -41,23 +93,29 @@ class Builder(NamedTuple):
 
     def call(self) -> Any:
         """Import the function, call it in the mode and on the device of the caller, and return its result."""
+        import mindspore as ms
+
         sys.argv[:] = self.argv
         ms.set_context(mode=self.mode)
         # A device can be set only once, so the default one is not set: the function may choose another.
         if self.device != _device():
             ms.set_device(*self.device)
-        module = _import_file(self.place) if "/" in self.place else importlib.import_module(self.place)
+        try:
+            module = _import_file(self.place) if "/" in self.place else importlib.import_module(self.place)
+        except ModuleNotFoundError as error:
+            got = f"'{self.place}:{self.name}', whose file imports {error.name}, which is not found"
+            raise ValueError(_sentence(self.owner, got, "Install it, or add its folder to PYTHONPATH.")) from error
         build = _attribute(module, self.name)
         if not callable(build):
             rule = f"the name of a function of {self.place}"
-            raise ValueError(
-                argument_error(self.owner, "build", rule, repr(self.name), "It is called without arguments.")
-            )
+            raise ValueError(_sentence(self.owner, repr(self.name), "It is called without arguments.", rule))
         return build()
 
 
 def _device() -> list[Any]:
     """Return the arguments of `set_device` for the device of this process."""
+    import mindspore as ms
+
     target = ms.get_context("device_target")
     return [target] if target == "CPU" else [target, ms.get_context("device_id")]
 
@@ -66,24 +124,24 @@ def _parse(owner: str, text: str) -> tuple[str, str]:
     place, _, name = text.rpartition(":")
     if not place or not name:
         rule = "a function, 'file.py:function' or 'module:function'"
-        raise ValueError(argument_error(owner, "build", rule, repr(text), "For example 'train.py:build'."))
+        raise ValueError(_sentence(owner, repr(text), "For example 'train.py:build'.", rule))
     return (str(Path(place).resolve()) if place.endswith(".py") else place), name
 
 
 def _locate(owner: str, build: Any) -> tuple[str, str]:
     """Return the file or module of a function and its name there. Raise unless this leads to the same function."""
     if not callable(build):
-        raise TypeError(argument_error(owner, "build", _RULE, typed(build), _REMEDY))
+        raise TypeError(_sentence(owner, f"{build!r} of type {type(build).__name__}"))
     place, name = getattr(build, "__module__", None), getattr(build, "__qualname__", None)
     module = sys.modules.get(place or "")
     if module is None or name is None or _attribute(module, name) is not build:
-        raise ValueError(argument_error(owner, "build", _RULE, repr(build), _REMEDY))
+        raise ValueError(_sentence(owner, repr(build)))
     if place == "__main__":
         # Only `python -m package.program` has a spec; a program that is started by its path, or a notebook, has none.
         spec = getattr(module, "__spec__", None)
         place = spec.name if spec is not None else str(Path(getattr(module, "__file__", "")).resolve())
         if spec is None and not Path(place).is_file():
-            raise ValueError(argument_error(owner, "build", _RULE, f"{name} of a program that is in no file", _REMEDY))
+            raise ValueError(_sentence(owner, f"{name} of a program that is in no file"))
     return str(place), name
 
 

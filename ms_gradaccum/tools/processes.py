@@ -1,25 +1,59 @@
-"""Helpers for processes that are started to measure or to try something."""
+"""Processes that measure or try something, and jobs of them. They never outlive the process that started them."""
 
 import ctypes
+import importlib
+import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import mindspore
+import psutil
+
+from ms_gradaccum._checks import first_line
 
 # The environment variables that msrun sets.
 _JOB_VARIABLES = frozenset(
     "MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT RANK_ID RANK_SIZE RANK_TABLE_FILE".split()
 )
 _PR_SET_PDEATHSIG = 1
+# The polling interval of a folder. Unit: seconds.
+_MOMENT = 0.2
+# The number of characters of a log in an error.
+_LAST_WORDS = 3000
 # The types of errors that are raised again with their type; all others become a RuntimeError.
 _KINDS = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TimeoutError, TypeError, ValueError)}
+_Kind = TypeVar("_Kind", bound="Job")
 
 
 class ChildError(Exception):
     """The traceback of another process, as the cause of an error here."""
+
+
+class RankError(Exception):
+    """An error that a rank of a job has raised."""
+
+    def __init__(self, rank: int, kind: str, text: str, traceback: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.rank, self.kind, self.text, self.traceback = rank, kind, text, traceback
+
+
+class EndedError(Exception):
+    """The end of a process of a job that has not reported: of the rank, or of all if that is None."""
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__(rank)
+        self.rank = rank
 
 
 def error_of(kind: str, text: str) -> Exception:
@@ -68,3 +102,203 @@ def depend_on(parent: int) -> None:
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
+
+
+class Job:
+    """Processes that call one function in a folder of their own. As a context manager it ends them.
+
+    Args:
+        owner: Class name used in error messages.
+        count: Number of processes. msrun starts several processes.
+        variable: Environment variable that marks the processes.
+        function: The function of each process, ``module:function``. It takes a Meeting and returns a report.
+        task: Further arguments of the function, as JSON holds them.
+        extra: Function that returns further environment variables, given the folder.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        count: int,
+        variable: str,
+        function: str,
+        task: Mapping[str, Any],
+        extra: Callable[[Path], Mapping[str, str]] = lambda folder: {},
+    ) -> None:
+        self.owner, self.count, self.variable = owner, count, variable
+        self.mark = uuid.uuid4().hex
+        self.folder = Path(tempfile.mkdtemp(prefix="ms_gradaccum_"))
+        try:
+            arguments = ", ".join(map(repr, (str(self.folder), function, json.dumps(task))))
+            self.process = self._start(
+                f"from {__name__} import serve\nserve({arguments})", {**extra(self.folder), variable: self.mark}
+            )
+        except BaseException:
+            self._clean_up()
+            raise
+
+    def _start(self, program: str, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        script = self.folder / "worker.py"
+        script.write_text(f"import sys\nsys.path[:] = {import_path()!r}\n{program}\n")
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.getenv("PATH", "")])
+        # The processes are killed in the end, so their temporary files are removed together with the folder.
+        settings = {**environment_outside_jobs(), **extra, "PATH": path, "TMPDIR": str(self.folder)}
+        command = [sys.executable]
+        if self.count > 1:
+            # More threads than cores only wait for each other.
+            settings["OMP_NUM_THREADS"] = "1"
+            command = [self._msrun(path), f"--worker_num={self.count}", f"--local_worker_num={self.count}"]
+            command += [f"--master_port={free_port()}", f"--log_dir={self.folder / 'log'}", "--join=True"]
+        with (self.folder / "msrun.log").open("wb") as log:
+            return subprocess.Popen(
+                [*command, str(script)],
+                env=settings,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: end_with_parent(signal.SIGINT),
+            )
+
+    def _msrun(self, path: str) -> str:
+        msrun = shutil.which("msrun", path=path)
+        if msrun is None:
+            raise RuntimeError(
+                f"For '{self.owner}', msrun must be found, but it is not in the PATH. MindSpore comes with it."
+            )
+        return msrun
+
+    def __enter__(self: _Kind) -> _Kind:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            # msrun ends its processes.
+            self.process.send_signal(signal.SIGINT if self.count > 1 else signal.SIGKILL)
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # A second Ctrl-C, too, leaves nothing behind.
+            try:
+                self._kill()
+            finally:
+                self._clean_up()
+
+    def wait(self, timeout: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Return the reports of all ranks. Raise the first RankError, an EndedError or, after so long, a TimeoutError.
+
+        Meanwhile ``tell`` is called with the current phase.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            # This is asked first: a process may report and end in between.
+            over, rank = self.process.poll() is not None, self._ended()
+            for path in sorted(self.folder.glob("error_*.json")):
+                raise RankError(**json.loads(path.read_text()))
+            reports = sorted(self.folder.glob("report_*.json"), key=lambda path: int(path.stem.rpartition("_")[2]))
+            if len(reports) == self.count:
+                return [json.loads(path.read_text()) for path in reports]
+            if over or rank is not None:
+                raise EndedError(rank)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.count - len(reports)} of {self.count} processes")
+            tell(self.phase())
+            time.sleep(_MOMENT)
+
+    def phase(self) -> str:
+        """Return the phase of the first rank that is not done. The first ranks have more to do than the others."""
+        files = [self.folder / f"phase_{rank}" for rank in range(self.count)]
+        if not all(file.exists() for file in files):
+            return f"starting {self.count} processes"
+        return next((phase for file in files if (phase := file.read_text()) != _DONE), _DONE)
+
+    def last_words(self) -> str:
+        """Return the end of a process's log, preferably of a failed process."""
+        logs = [self.folder / "msrun.log", *sorted((self.folder / "log").glob("worker_*.log"))]
+        texts = [path.read_text(errors="replace").strip() for path in logs if path.exists()]
+        failed = next((text for text in texts if "Traceback" in text), texts[-1] if texts else "")
+        return failed[-_LAST_WORDS:]
+
+    def _ended(self) -> int | None:
+        """Return the first rank whose process has ended, which means that it has failed."""
+        files = ((rank, self.folder / f"process_{rank}") for rank in range(self.count))
+        return next((rank for rank, file in files if file.exists() and _has_ended(int(file.read_text()))), None)
+
+    def _kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if f"{self.variable}={self.mark}".encode() in path.read_bytes():
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+            except OSError:
+                continue
+
+    def _clean_up(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_DONE = "done"
+
+
+def _has_ended(number: int) -> bool:
+    try:
+        return bool(psutil.Process(number).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+class Meeting:
+    """Files in which the ranks of a job report to the process that started it, and with which they synchronize.
+
+    They do not wait in a collective: on CPU it times out after half a minute, and a compilation may take longer.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.rank, self.size = Path(folder), 0, 1
+
+    def join(self, rank: int, size: int) -> None:
+        """Enter as this rank, once it is known."""
+        self.rank, self.size = rank, size
+        self._write(f"process_{rank}", str(os.getpid()))
+
+    def phase(self, text: str) -> None:
+        """Report the current phase of this rank."""
+        self._write(f"phase_{self.rank}", text)
+
+    def report(self, values: Mapping[str, Any]) -> None:
+        """Report the results of this rank, which is then done."""
+        self.phase(_DONE)
+        self._write(f"report_{self.rank}.json", json.dumps(values))
+
+    def error(self, error: Exception) -> None:
+        """Report an error of this rank."""
+        facts = {"kind": type(error).__name__, "text": first_line(error), "traceback": traceback.format_exc()}
+        self._write(f"error_{self.rank}.json", json.dumps({"rank": self.rank, **facts}))
+
+    def wait_for(self, name: str) -> None:
+        """Wait until all ranks have reached this point."""
+        self._write(f"at_{name}_{self.rank}", "")
+        while len(list(self.folder.glob(f"at_{name}_*"))) < self.size:
+            time.sleep(_MOMENT)
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file atomically."""
+        partial = self.folder / f"partial_{self.rank}"
+        partial.write_text(text)
+        partial.rename(self.folder / name)
+
+
+def serve(folder: str, function: str, task: str) -> None:
+    """Call a function in a process of a job, report its result or its error, and wait to be ended."""
+    depend_on(os.getppid())
+    meeting = Meeting(folder)
+    module, _, name = function.partition(":")
+    try:
+        meeting.report(getattr(importlib.import_module(module), name)(meeting, **json.loads(task)))
+    except Exception as error:
+        meeting.error(error)
+    # msrun takes long to end the others if one ends by itself, and without its GPU MindSpore would end with an error.
+    while True:
+        time.sleep(1e6)

@@ -1,75 +1,79 @@
-"""Reference steps on the whole batch, with which windows and partitioned programs are compared."""
+"""MindSpore's own step on the whole batch, with which windows and partitioned programs are compared."""
 
-from typing import Any
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-import mindspore as ms
-from mindspore import ParameterTuple, Tensor, nn, ops
+import numpy as np
+from mindspore import Tensor, nn, ops
 
-from ms_gradaccum.batch.weighted_loss import WeightedLoss
-from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.training.train_step import TrainOneStepCell
+from ms_gradaccum.training.grad_accumulation import GradAccumulation
+from ms_gradaccum.training.whole_batch import MeanLoss
+
+Values = dict[str, np.ndarray[Any, Any]]
 
 
-class MeanLoss(nn.Cell):
-    """The loss and the weight of a whole batch."""
+class LossOnly(nn.Cell):
+    """The mean loss of a network as its only output, as MindSpore's steps take it."""
 
-    def __init__(self, weighted_loss: WeightedLoss) -> None:
+    def __init__(self, network: GradAccumulation) -> None:
         super().__init__(auto_prefix=False)
-        self.weighted_loss = weighted_loss
-
-    def construct(self, *tensors: Any) -> tuple[Tensor, Tensor]:
-        sums = self.weighted_loss(Tensor(1.0, ms.float32), *tensors)
-        return sums[0] * reciprocal(sums[1]), sums[1]
-
-
-class WholeBatch(nn.Cell):
-    """The loss, the weight and the gradient of a whole batch."""
-
-    def __init__(self, weighted_loss: WeightedLoss, parameters: ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss = MeanLoss(weighted_loss)
-        self.loss_and_grads = ops.value_and_grad(self.loss, None, parameters, has_aux=True)
-        self.map = ops.HyperMap()
-        self._get_attr_from_cell(weighted_loss.network)
-
-    def construct(self, *tensors: Any) -> tuple[Any, ...]:
-        (loss, weight), grads = self.loss_and_grads(*tensors)
-        return loss, weight, self.map(_dense, grads)
-
-
-_dense = ops.MultitypeFuncGraph("dense_gradient")
-
-
-@_dense.register("Tensor")
-def _keep(grad: Tensor) -> Tensor:
-    return grad
-
-
-@_dense.register("RowTensor")
-def _scatter(grad: Any) -> Tensor:
-    # The gradient of a sparse lookup has the rows that were read; a row can occur more than once.
-    return ops.unsorted_segment_sum(ops.cast(grad.values, ms.float32), grad.indices, grad.dense_shape[0])
-
-
-class WholeBatchStep(nn.Cell):
-    """An update with one gradient of the whole batch, without micro batches, ranks and loss scale.
-
-    Args:
-        step: The step whose network, optimizer and clip it takes.
-    """
-
-    def __init__(self, step: TrainOneStepCell) -> None:
-        super().__init__(auto_prefix=False)
-        self.optimizer = step.optimizer
-        self.whole = WholeBatch(step.network.whole_loss_of(), self.optimizer.parameters)
-        clip = step.body.clip
-        self.max_norm: Any = getattr(clip, "max_norm", None)
-        self.limit: Any = getattr(clip, "limit", None)
+        self.mean_loss = MeanLoss(network.whole_loss_of())
 
     def construct(self, *inputs: Any) -> Tensor:
-        loss, _, grads = self.whole(*inputs)
+        return self.mean_loss(*inputs)[0]
+
+
+class ClippedOptimizer(nn.Cell):
+    """An optimizer of a gradient that MindSpore's own functions clip."""
+
+    def __init__(self, optimizer: nn.Cell, max_norm: float | None = None, limit: float | None = None) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer, self.parameters = optimizer, optimizer.parameters
+        self.max_norm, self.limit = max_norm, limit
+
+    def construct(self, grads: tuple[Tensor, ...]) -> Any:
         if self.limit is not None:
             grads = ops.clip_by_value(grads, -self.limit, self.limit)
         elif self.max_norm is not None:
             grads = ops.clip_by_global_norm(grads, self.max_norm)
-        return ops.depend(loss, self.optimizer(grads))
+        return self.optimizer(grads)
+
+
+class Difference(NamedTuple):
+    """How far parameters are from others, how far training has moved them, and the name of the farthest one.
+
+    The distances are the largest absolute differences of an entry.
+    """
+
+    difference: float
+    moved: float
+    farthest: str
+
+
+def train_whole(
+    loss_cell: nn.Cell, optimizer: nn.Cell, batches: Iterable[Sequence[Any]], norms: bool = True
+) -> list[tuple[float, float]]:
+    """Train with MindSpore's own step in this process alone. Return the loss and the gradient's norm of each batch.
+
+    Without ``norms`` they are 0. In a graph MindSpore loops over the gradients that it returns, which must be few.
+    """
+    step = nn.TrainOneStepCell(loss_cell, optimizer, return_grad=norms)
+    reports = []
+    for batch in batches:
+        loss, grads = step(*batch) if norms else (step(*batch), {})
+        norm = math.hypot(*(np.linalg.norm(grad.asnumpy().ravel()) for grad in grads.values()))
+        reports.append((float(loss.asnumpy()), norm))
+    return reports
+
+
+def compare(values: Values, whole: Values, start: Values) -> Difference:
+    """Compare the parameters after a training with those of the whole batch."""
+    apart = {name: _largest(values[name] - other) for name, other in whole.items()}
+    moved = max(_largest(other - start[name]) for name, other in whole.items())
+    farthest = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
+    return Difference(apart[farthest], moved, farthest)
+
+
+def _largest(array: Any) -> float:
+    return float(np.abs(array).max(initial=0.0))

@@ -7,18 +7,19 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import first_line, warn
-from ms_gradaccum.backend.compiled import Compiled, execution_mode, forget_passes, runs_eagerly
+from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
 from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient, relative
 from ms_gradaccum.batch.rows import Cut, Rows
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
-from ms_gradaccum.gradients.buffer import reciprocal, sparse_lookup
+from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.training.settings import StepSettings
+from ms_gradaccum.training.whole_batch import Eager, WholeBatch
 
 # A right loss misses by what rounding makes of a sum in another order: some hundred steps of float32, which has
 # reductions over many elements, and some of a 16-bit format, in which no long sum is exact.
@@ -198,10 +199,8 @@ class LossCheck:
         return other_gradient(miss) if miss > max(self.tolerance, _GRADIENT) else None
 
     def _gradient(self, rows: Rows) -> list[Array]:
-        run = self._run(rows, "gradient", lambda loss: Gradient(MeanOfRows(loss), self.parameters))
-        # MindSpore divides that of a BCEWithLogitsLoss by the rows of a pass before, if it knows one.
-        forget_passes()
-        return [as_array(gradient).astype(np.float64) for gradient in run(*rows.tensors)]
+        run = self._run(rows, "gradient", lambda loss: WholeBatch(loss, self.parameters))
+        return [as_array(gradient).astype(np.float64) for gradient in run(*rows.tensors)[2]]
 
     def _loss(self, state: KeptState, rows: Rows) -> Loss:
         if self.moves:
@@ -231,36 +230,6 @@ class LossOfRows(nn.Cell):
     def construct(self, *tensors: Any) -> tuple[Tensor, Tensor]:
         sums = self.loss(ONE, *tensors)
         return sums[0], sums[1]
-
-
-class MeanOfRows(LossOfRows):
-    """The mean loss of some rows."""
-
-    def construct(self, *tensors: Any) -> Tensor:
-        sums = self.loss(ONE, *tensors)
-        return sums[0] * reciprocal(sums[1])
-
-
-class Gradient(nn.Cell):
-    """The gradient of a loss."""
-
-    def __init__(self, loss: nn.Cell, parameters: ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.gradient = ops.grad(loss, None, parameters)
-
-    def construct(self, *tensors: Any) -> Any:
-        return self.gradient(*tensors)
-
-
-class Eager:
-    """A cell that is called op by op."""
-
-    def __init__(self, cell: nn.Cell) -> None:
-        self.cell = cell
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        with execution_mode(ms.PYNATIVE_MODE):
-            return self.cell(*tensors)
 
 
 def not_measured(reason: str) -> Finding:

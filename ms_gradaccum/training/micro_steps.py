@@ -138,9 +138,17 @@ class MicroSteps:
         return outputs
 
     def _warn_of_network(self) -> None:
+        """Warn of a network that trains in another way, or slowly."""
         _tell_of_modes(self.owner, self.network, self.settings.adds_batches)
-        if not self.reducers[0].comes_reduced:
-            _warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
+        if self.reducers[0].comes_reduced:
+            return
+        _warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
+        if self._runs_eagerly():
+            _LOGGER.warning(
+                "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
+                "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
+                self.owner,
+            )
 
     def take_part(self) -> None:
         """Join the remaining collectives of a batch that has failed on this rank."""
@@ -187,12 +195,6 @@ class MicroSteps:
             rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
             remedy = "Use nn.Embedding, or give compile=True."
             raise ValueError(argument_error(self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
-        if not (self.eager or self.reducers[0].comes_reduced):
-            _LOGGER.warning(
-                "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
-                "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
-                self.owner,
-            )
         loss = self.network.weighted_loss
         precision, drop_non_finite = self.settings.precision, self.settings.drop_non_finite
         half = is_half(loss, precision)

@@ -31,7 +31,7 @@ def run_parts(request, processes, root, extra):
     folder.mkdir()
     extra |= {"STATES": str(root / "states")}
     if for_gpu:
-        extra |= environment(request.getfixturevalue("cuda_home"))
+        extra |= environment(request.getfixturevalue("cuda_home")) | {"PYTHONPATH": str(Path(__file__).parents[2])}
     # As the files are called, so that it is always the same order.
     parts = [module.PART for module in sorted(modules, key=lambda module: (module in for_gpu, module.__name__))]
     return launch(PARTS, processes, folder, limit=900, extra=extra, arguments=parts)

@@ -1,5 +1,6 @@
 """What must be refused in semi-auto-parallel, and the ways in which a user can put the cells together."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from semi_auto_cells import Network, Variant, loss_cell_of, optimizer_of, settings_of, stock_step
 
 from ms_gradaccum import ClipByGroupNorm, DataParallel, MixedPrecision, Model, TrainOneStepCell
-from ms_gradaccum.tools.simulation.collectives import count_operators
+from ms_gradaccum.tools.simulation.inlining import operator_names
 from ms_gradaccum.tools.simulation.partition import gpu_target, partition
 
 _PLAIN = Variant(2)
@@ -82,6 +83,13 @@ def said(function: Callable[[], Any]) -> str:
     except Exception as error:
         return next(line for line in str(error).splitlines() if line.strip())
     return "nothing"
+
+
+def count_operators(model: Any) -> dict[str, int]:
+    """Count the operators of an inlined program by name."""
+    names = operator_names(model)
+    nodes = (node for graph in [model.graph, *model.functions] for node in graph.node)
+    return Counter(names[node.op_type] for node in nodes if node.op_type in names)
 
 
 def ways(batch: tuple[Tensor, Tensor]) -> dict[str, Any]:

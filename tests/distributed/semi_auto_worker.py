@@ -10,11 +10,12 @@ from launch import report
 from mindspore import Tensor
 from quick_mindspore import eagerly
 from semi_auto_cells import BATCHES, ROWS, Variant, WholeBatch, loss_of, network_of, optimizer_of, our_step, stock_step
-from semi_auto_contracts import refusals, ways
+from semi_auto_contracts import count_operators, refusals, ways
 
-from ms_gradaccum.tools.simulation.collectives import collectives_of, count_operators
-from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, differences, whole_values
+from ms_gradaccum.tools.simulation.collectives import collectives_of
+from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_parts, whole_values
 from ms_gradaccum.tools.simulation.partition import connect, gpu_target, partition
+from ms_gradaccum.tools.whole_batch import compare
 
 # Where numbers are compared; each names what it adds to the plain path.
 NUMBERS = {
@@ -89,7 +90,7 @@ def run_partitioned(model: Any, start: Any, step: Any, variant: Variant, rank: i
 
 def largest_difference(ours: dict[str, Any], whole: dict[str, Any], step: Any, rank: int) -> float:
     """Return by how much this rank's part of the weights differs from the whole ones at most."""
-    return max(differences(ours, whole, step.parameter_layout_dict, rank).values())
+    return compare(ours, own_parts(whole, step.parameter_layout_dict, rank), ours).difference
 
 
 def numbers_of(variant: Variant, rank: int, size: int) -> dict[str, Any]:

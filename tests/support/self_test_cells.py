@@ -1,11 +1,11 @@
 """Cells for the tests of `python -m ms_gradaccum test`: in a broken build, op by op, and some that go wrong."""
 
-import importlib
 import os
 import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import mindspore as ms
@@ -16,8 +16,9 @@ from mindspore import Tensor
 from ms_gradaccum.checkpoint import load
 from ms_gradaccum.gradients import buffer
 from ms_gradaccum.parallel.collectives import AllReduce
-from ms_gradaccum.tools.self_test.cells import Cell
+from ms_gradaccum.tools.self_test import trials
 from ms_gradaccum.tools.self_test.training import Found
+from ms_gradaccum.tools.self_test.trials import Cell
 from ms_gradaccum.training.update import NormClip
 
 # In the name of a cell, before the way in which the build is broken.
@@ -29,19 +30,24 @@ quick_mindspore.install()
 def tried(cell, fault=""):
     """The cell, with a fault of the package. In PYNATIVE mode nothing is compiled for it."""
     name = f"{cell.name}{IN_BUILD}{fault}" if fault else cell.name
-    arguments = {"function": cell.function, "fault": fault, "arguments": cell.arguments}
-    return replace(cell, name=name, function="self_test_cells:run", arguments=arguments)
+    return replace(cell, name=name, function=f"{__name__}:{cell.function.partition(':')[2]}__{fault}")
 
 
-def run(place, function, fault, arguments, **settings):
-    module, _, name = function.partition(":")
-    function = getattr(importlib.import_module(module), name)
+def __getattr__(name):
+    """The function of a cell that is tried: that of the package and its fault, with two low lines between them."""
+    function, separator, fault = name.partition("__")
+    if not function or not separator:
+        raise AttributeError(name)
+    return partial(run, getattr(trials, function), fault)
+
+
+def run(function, fault, place, parallel, dtype):
     with ExitStack() as stack:
         if ms.get_context("mode") == ms.PYNATIVE_MODE:
             stack.enter_context(mock.patch.dict(os.environ, MS_JIT="0"))
         for change in FAULTS[fault]() if fault else ():
             stack.enter_context(change)
-        return function(place, **arguments, **settings)
+        return function(place, parallel, dtype)
 
 
 def everywhere(original, other):
@@ -100,20 +106,20 @@ def going(name):
     return Cell(name, f"self_test_cells:{name}")
 
 
-def well(place, **settings):
+def well(place, parallel, dtype):
     return Found(0.0, 1.0, "nothing")
 
 
-def hangs(place, **settings):
+def hangs(place, parallel, dtype):
     """The last process does not come back."""
     if place.rank == place.size - 1:
         time.sleep(600)
     return Found(0.0, 1.0, "nothing")
 
 
-def dies(place, **settings):
+def dies(place, parallel, dtype):
     os._exit(3)
 
 
-def raises(place, **settings):
+def raises(place, parallel, dtype):
     raise OSError("no such data\nand more")

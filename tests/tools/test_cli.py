@@ -14,7 +14,7 @@ from PIL import Image
 from ms_gradaccum.__main__ import main, parse
 from ms_gradaccum.backend.kernels import has_kernels
 from ms_gradaccum.tools import environment
-from ms_gradaccum.tools.build_source import check_build
+from ms_gradaccum.tools.builder import Builder, check_build
 from ms_gradaccum.tools.reporting.run_plot import draw, read_run
 
 
@@ -156,11 +156,6 @@ GOOD = "import numpy as np\n\n\ndef build():\n    return np\n"
             "which its file does not have. {folder}/train.py has main.",
         ),
         ("train.py:build", "", "which its file does not have. {folder}/train.py has no function."),
-        (
-            "train.py:build",
-            f'"""A text."""\n{GOOD[:19]}from nosuch.part import x\n{GOOD}',
-            "whose file imports nosuch, which",
-        ),
         ("train.py:build", "def build(:", "whose file is no Python program. {folder}/train.py, line 1: "),
         ("nosuch:build", GOOD, "whose module is not found. "),
         ("numpy.nosuch.part:build", GOOD, "whose module is not found. "),
@@ -204,12 +199,24 @@ def test_a_build_that_can_be_there_is_not_refused(text, tmp_path, monkeypatch):
     assert "beside" not in sys.modules
 
 
+def test_a_missing_import_is_named_when_the_file_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(f"{GOOD}\n\ndef later():\n    pass\n\n\nfrom nosuch.part import x\n")
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
+    place = f"{tmp_path}/train.py:build"
+    got = f"got '{place}', whose file imports nosuch, which is not found. Install it, or add its folder to PYTHONPATH."
+    with pytest.raises(ValueError, match=re.escape(got)):
+        Builder.of("simulate", place).call()
+    sys.modules.pop("__mp_main__")
+
+
 @pytest.mark.parametrize(
     "command, arguments",
     [
         ("test", ["--device", "--workers N", "--timeout SECONDS", "--output FILE"]),
         ("micro-size", ["train.py:build", "--memory-limit SIZE", "--timeout SECONDS"]),
-        ("simulate", "train.py:build,--devices N,--target KIND,--run,--no-compare,--json FILE,--plot PNG".split(",")),
+        ("simulate", "train.py:build,--devices N,--target KIND,--run,--no-compare,--json FILE".split(",")),
         ("plot", ["run.jsonl", "-o"]),
         ("env", []),
     ],

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import mindspore
@@ -21,12 +21,11 @@ from started_processes import processes_with
 from ms_gradaccum import simulate
 from ms_gradaccum.__main__ import main
 from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.jobs import Meeting
+from ms_gradaccum.tools.processes import Job, Meeting
 from ms_gradaccum.tools.simulation import simulate as simulate_module
 from ms_gradaccum.tools.simulation.cuda_stubs import environment, why_not
-from ms_gradaccum.tools.simulation.job import IN_JOB, Job
-from ms_gradaccum.tools.simulation.report import Program
-from ms_gradaccum.tools.simulation.worker import _Rank
+from ms_gradaccum.tools.simulation.simulate import IN_JOB, wait_for_reports
+from ms_gradaccum.tools.simulation.worker import Rank
 
 compiles = pytest.mark.skipif(why_not() is not None, reason=f"cannot compile for GPU here: {why_not()}")
 
@@ -56,9 +55,8 @@ def nothing_stays_behind(tmp_path_factory, monkeypatch):
 @compiles
 def test_a_sharded_network_trains_as_one_process_does(tmp_path, capsys):
     """The command, and all that it writes."""
-    found, picture = tmp_path / "found.json", tmp_path / "bytes.png"
-    place = f"{PROGRAM}:sharded"
-    assert main(["simulate", place, "--devices", "2", "--run", "--json", str(found), "--plot", str(picture)]) == 0
+    found, place = tmp_path / "found.json", f"{PROGRAM}:sharded"
+    assert main(["simulate", place, "--devices", "2", "--run", "--json", str(found)]) == 0
     printed = capsys.readouterr().out
     result = json.loads(found.read_text())
     training = result["training"]
@@ -79,7 +77,6 @@ def test_a_sharded_network_trains_as_one_process_does(tmp_path, capsys):
     norm = [kind for kind in result["ours"]["messages"] if kind["purpose"] == "norm"]
     assert [(kind["operator"], kind["count"], kind["nbytes"]) for kind in norm] == [("AllReduce", 1, 4)]
     assert "norm" not in {kind["purpose"] for kind in result["stock"]["messages"]}
-    assert picture.read_bytes().startswith(b"\x89PNG")
     assert "One of 2 GPU devices" in printed and f"{training['difference']:.1e}" in printed
     assert "MindSpore's" in printed
 
@@ -113,14 +110,23 @@ def test_what_a_process_raises_is_raised_here():
 
 def test_a_step_that_nothing_partitions_is_refused(tmp_path):
     """In a process of the job, whose sentence comes as it is."""
-    meeting = Meeting(str(tmp_path), 0, 1)
+    meeting = Meeting(str(tmp_path))
     sentence = "For 'simulate', the argument 'build' must be a function that returns a step which the compiler "
     with refuses(ValueError, f"{sentence}partitions, but got one without AutoParallel") as raised:
-        _Rank(meeting, Builder.of("simulate", programs.alone), str(ROOT), "GPU", 0, False)._build()
-    meeting.error("ValueError", str(raised.value), "traceback")
-    job = SimpleNamespace(folder=tmp_path)
-    with refuses(ValueError, str(raised.value)):
-        Job._raise_errors(job)
+        Rank(meeting, Builder.of("simulate", programs.alone), str(ROOT), "GPU", 0).build()
+    meeting.error(raised.value)
+    with job_of(tmp_path, 1) as job, refuses(ValueError, str(raised.value)):
+        wait_for_reports(job, 60.0, str)
+
+
+@contextmanager
+def job_of(folder, count):
+    """A job whose files are in a folder, and whose process does nothing."""
+    job = Job.__new__(Job)
+    job.folder, job.count = folder, count
+    with subprocess.Popen(["sleep", "60"]) as job.process:
+        yield job
+        job.process.kill()
 
 
 @compiles
@@ -132,20 +138,20 @@ def test_a_process_that_hangs_is_ended():
 @pytest.mark.parametrize("is_reaped", [False, True])
 def test_a_process_that_is_killed_is_named(tmp_path, is_reaped):
     """By the one that waits for the job: MindSpore's other processes notice it after five minutes."""
-    job = Job.__new__(Job)
-    job.folder, job.count = tmp_path, 2
-    with subprocess.Popen(["sleep", "60"]) as killed, subprocess.Popen(["sleep", "60"]) as job.process:
+    with subprocess.Popen(["sleep", "60"]) as killed, job_of(tmp_path, 2) as job:
         for rank, process in enumerate((job.process, killed)):
             with mock.patch("os.getpid", return_value=process.pid):
-                Meeting(str(tmp_path), rank, 2).phase("building")
-        assert job.ended() == []
+                meeting = Meeting(str(tmp_path))
+                meeting.join(rank, 2)
+                meeting.phase("building")
+        with pytest.raises(TimeoutError):
+            job.wait(0.0, str)
         killed.kill()
         if is_reaped:
             killed.wait()
         rule = "For 'simulate', the processes must run until all are done, but that of rank 1 of 2 ended at 'building'"
         with refuses(RuntimeError, f"{rule}. Mostly the system has killed it for want of memory"):
-            job.wait(60.0, str)
-        job.process.kill()
+            wait_for_reports(job, 60.0, str)
 
 
 @compiles
@@ -186,16 +192,6 @@ def test_what_cannot_be_simulated_is_refused(monkeypatch):
     monkeypatch.setenv(IN_JOB, "1")
     with refuses(RuntimeError, "For 'simulate', the program must not call it when a new process imports the program"):
         simulate(sharded, 2)
-
-
-def test_messages_of_one_kind_are_added_up():
-    sent = {"operator": "AllReduce", "purpose": "gradients", "ranks": [1, 3], "size": 2}
-    world = {"operator": "AllGather", "purpose": "weights", "ranks": None, "size": None, "bytes": 5, "count": 2}
-    messages = [{**sent, "bytes": 8, "count": 2}, {**sent, "bytes": 100, "count": 1}, world]
-    program = Program.of({"messages": messages, "seconds": 1.0, "peak": 2}, 4)
-    first, second = program.messages
-    assert (first.operator, first.size, first.ranks, first.count, first.nbytes) == ("AllReduce", 2, (0, 2), 3, 116)
-    assert (second.size, second.ranks, second.count, second.nbytes) == (4, (0, 1, 2, 3), 2, 10)
 
 
 @pytest.mark.parametrize(

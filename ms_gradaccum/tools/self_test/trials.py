@@ -1,10 +1,10 @@
-"""The trials. Each function trains in windows and compares with MindSpore's own step on the whole batch."""
+"""The test cells. Each trains in windows and compares with MindSpore's own step on the whole batch."""
 
+from dataclasses import dataclass
 from typing import Any
 
-import mindspore as ms
 import numpy as np
-from mindspore import Tensor, lazy_inline, nn, ops
+from mindspore import Tensor, lazy_inline, nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.parallel.auto_parallel import AutoParallel
 
@@ -18,32 +18,24 @@ from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.tools.self_test.training import (
     DTYPES,
-    FLOAT32,
     MAX_NORM,
-    MLP,
-    RATE,
-    TRANSFORMER,
+    ROWS,
+    TOKENS,
     Found,
     Place,
-    Run,
     SkippedCell,
     Training,
-    difference_of,
-    run_stock_step,
-    tolerance,
+    perceptron,
     values_of,
 )
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values
 from ms_gradaccum.tools.simulation.partition import gpu_target, partition
-from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _PAIRS = ((0, 1), (2, 3))
 _SINGLE = ((0,), (1,))
-# In float16 the gradients of these networks bear it.
+# The gradients of these networks do not overflow with it in float16.
 _SCALE = 1024.0
-# The toy's weight after one update, and how far float32 rounds it: a loss, its mean, its gradient, the update.
-_TOY_ROWS, _TOY_WEIGHT, _TOY_TOLERANCE = 8, 2.04, 8 * FLOAT32
 _STATE = "state_of_one"
 _KINDS: dict[str, Any] = {
     "one process": "auto",
@@ -53,23 +45,57 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def toy(place: Place, parallel: str, dtype: str) -> Found:
-    """One weight that starts at 0 and is 2.04 after one update: x = 1..8, y = 2x, mean squared error, SGD 0.02."""
-    rows = np.arange(1, _TOY_ROWS + 1, dtype=np.float32).reshape(-1, 1)
-    network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
-    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
-    step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.02), parallel=_KINDS[parallel])
-    loss = float(step(*place.share((rows, 2 * rows))).loss.asnumpy())
-    reached = network.weight.asnumpy().item()
-    # The mean of (2x)**2 is 102.
-    differences = {"weight": abs(reached - _TOY_WEIGHT) / _TOY_WEIGHT, "loss": abs(loss - 102.0) / 102.0}
-    what = max(differences, key=lambda name: differences[name])
-    return Found(differences[what], _TOY_TOLERANCE, what)
+@dataclass(frozen=True)
+class Cell:
+    """One test, run in processes of its own.
+
+    Attributes:
+        name: Its name in the table.
+        function: ``module:function``. It is called with a Place, `parallel` and `dtype`, and returns a Found.
+        mode: ``"GRAPH"`` or ``"PYNATIVE"``.
+        parallel: How several processes train together.
+        dtype: The dtype in which the layers compute.
+    """
+
+    name: str
+    function: str
+    mode: str = "GRAPH"
+    parallel: str = "one process"
+    dtype: str = "float32"
+
+    @property
+    def title(self) -> str:
+        """Its line in the table, before the result."""
+        kind = "" if self.parallel == "one process" else f"{self.parallel}: "
+        return f"{kind}{self.name}, {self.dtype}, {self.mode}"
+
+    @property
+    def partitioned(self) -> bool:
+        """True if MindSpore's compiler partitions the step."""
+        return self.parallel.startswith("semi-auto")
+
+
+def all_cells() -> list[Cell]:
+    """Return all cells. One job loads the state that an earlier process has saved."""
+    rows = (
+        ("clip, windows of 2 batches", "clipped"),
+        ("mean over tokens", "tokens"),
+        ("loss scale, an overflow", "overflow", "GRAPH", "one process", "float16"),
+        ("MLP", "plain", "PYNATIVE", "one process", "bfloat16"),
+        ("state saved in mid-window, resumed", "resume", "PYNATIVE"),
+        ("data sink mode, on CPU a larger graph", "one_graph"),
+        ("clip, windows of 2 batches", "clipped", "GRAPH", "data parallel"),
+        ("loss scale, an overflow on one process", "overflow", "PYNATIVE", "data parallel", "float16"),
+        ("state of one process resumed", "resume_other", "PYNATIVE", "HSDP level1"),
+        ("clip, windows of 2 batches", "clipped", "GRAPH", "HSDP level2"),
+        ("two layers", "semi_auto", "GRAPH", "semi-auto, sharded operators, level3"),
+    )
+    return [Cell(name, f"{__name__}:{function}", *settings) for name, function, *settings in rows]
 
 
 def plain(place: Place, parallel: str, dtype: str) -> Found:
     """Two updates in the dtype."""
-    training = Training(place, MLP, mixed_precision=_precision(place, dtype), parallel=_KINDS[parallel])
+    training = Training(place, mixed_precision=_precision(place, dtype), parallel=_KINDS[parallel])
     for number in (0, 1):
         training.feed(number)
     return training.compared(_SINGLE, dtype)
@@ -78,15 +104,15 @@ def plain(place: Place, parallel: str, dtype: str) -> Found:
 def clipped(place: Place, parallel: str, dtype: str) -> Found:
     """Two updates of two batches each, clipped."""
     settings = {"accumulation_steps": 2, "clip": ClipByGlobalNorm(MAX_NORM), "parallel": _KINDS[parallel]}
-    training = Training(place, MLP, **settings)
+    training = Training(place, **settings)
     for number in range(4):
         training.feed(number)
     return training.compared(_PAIRS, clip=True)
 
 
 def tokens(place: Place, parallel: str, dtype: str) -> Found:
-    """A mean over tokens, of which each row has another number."""
-    training = Training(place, TRANSFORMER, parallel=_KINDS[parallel])
+    """A mean over the labels that are not ignored, of which each micro batch has another number."""
+    training = Training(place, TOKENS, parallel=_KINDS[parallel])
     for number in (0, 1):
         training.feed(number)
     return training.compared(_SINGLE)
@@ -94,9 +120,9 @@ def tokens(place: Place, parallel: str, dtype: str) -> Found:
 
 def overflow(place: Place, parallel: str, dtype: str) -> Found:
     """An Inf in a row of the last process: no parameter changes anywhere, the scale is halved, and training goes on."""
-    training = Training(place, MLP, mixed_precision=_precision(place, dtype), parallel=_KINDS[parallel])
+    training = Training(place, mixed_precision=_precision(place, dtype), parallel=_KINDS[parallel])
     before = values_of(training.network)
-    inputs, labels = MLP.batch(9, place.rows)
+    inputs, labels = ROWS.batch(9, place.rows)
     inputs[-1, 0] = np.inf
     output = training.step(*place.share((inputs, labels)))
     changed = any((value != before[name]).any() for name, value in values_of(training.network).items())
@@ -111,7 +137,7 @@ def overflow(place: Place, parallel: str, dtype: str) -> Found:
 
 def resume(place: Place, parallel: str, dtype: str) -> Found:
     """Save a state in mid-window, load it into a training that is built anew, and go on."""
-    first = Training(place, MLP, accumulation_steps=2, parallel=_KINDS[parallel])
+    first = Training(place, accumulation_steps=2, parallel=_KINDS[parallel])
     for number in range(3):
         first.feed(number)
     save_state(first.step, place.folder / _STATE)
@@ -122,7 +148,7 @@ def resume_other(place: Place, parallel: str, dtype: str) -> Found:
     """Go on from the state that one process has saved in mid-window."""
     if not (place.folder / _STATE).exists():
         raise SkippedCell("one process has saved no state")
-    training = Training(place, MLP, accumulation_steps=2, parallel=_KINDS[parallel])
+    training = Training(place, accumulation_steps=2, parallel=_KINDS[parallel])
     load_state(training.step, place.folder / _STATE)
     training.feed(3)
     return training.compared(_PAIRS)
@@ -130,17 +156,15 @@ def resume_other(place: Place, parallel: str, dtype: str) -> Found:
 
 def one_graph(place: Place, parallel: str, dtype: str) -> Found:
     """The whole window inside a larger graph: that of data sink mode, or of a cell on CPU, which has no such mode."""
-    training = Training(place, MLP)
+    training = Training(place)
     if place.device == "CPU":
-        graph = _InLargerGraph(training.step).set_train()
+        graph = _LargerGraph(training.step).set_train()
         for number in (0, 1):
-            output = graph(*place.share(MLP.batch(number, place.rows)))
-            # A graph returns a plain tuple.
-            training.note(*((output.loss, output.grad_norm) if hasattr(output, "loss") else (output[0], output[4])))
-    else:
-        arrays = tuple(map(np.concatenate, zip(*(MLP.batch(number, place.rows) for number in (0, 1)))))
-        data = NumpySlicesDataset(arrays, shuffle=False).batch(place.rows)
-        Model(training.step.network, optimizer=training.step.optimizer).train(1, data, dataset_sink_mode=True)
+            training.note(graph(*place.share(ROWS.batch(number, place.rows))))
+        return training.compared(_SINGLE)
+    arrays = tuple(map(np.concatenate, zip(*(ROWS.batch(number, place.rows) for number in (0, 1)))))
+    data = NumpySlicesDataset(arrays, shuffle=False).batch(place.rows)
+    Model(training.step.network, optimizer=training.step.optimizer).train(1, data, dataset_sink_mode=True)
     return training.compared(_SINGLE)
 
 
@@ -152,76 +176,58 @@ def semi_auto(place: Place, parallel: str, dtype: str) -> Found:
     if place.size % 2:
         raise SkippedCell(f"sharded operators take an even number of processes, not {place.size}")
     dp = place.size // 2
-    arrays = [_small_batch(number, dp) for number in (0, 1)]
+    rows, on_cpu = 6 * dp, place.device == "CPU"
+
+    def partitioned(cell: nn.Cell) -> AutoParallel:
+        around = AutoParallel(cell)
+        around.dataset_strategy(((dp, 1), (dp, 1)))
+        around.hsdp(threshold=0, optimizer_level="level3")
+        return around
+
     # The two processes of one row of the mesh have the same rows of the data.
-    parts = [[Tensor(np.split(array, dp)[place.rank // 2]) for array in batch] for batch in arrays]
-    on_stand_ins = place.device == "CPU"
-    with built_for("GPU" if on_stand_ins else place.device), graph_mode():
-        step = _partitioned_step(dp)
-    start, program = whole_values(step), None
-    if on_stand_ins:
+    parts = [[Tensor(np.split(array, dp)[place.rank // 2]) for array in ROWS.batch(i, rows)] for i in (0, 1)]
+    with built_for("GPU" if on_cpu else place.device), graph_mode():
+        training = Training(place, ROWS._replace(loss=_InlinedLoss), _sharded(dp), partitioned)
+    step: Any = training.step
+    start = whole_values(step)
+    if on_cpu:
         with gpu_target():
             model = partition(step, *parts[0])
-        program = CpuProgram(model, start, step.parameter_layout_dict, place.rank)
-    run = Run({})
+        step = CpuProgram(model, start, training.step.parameter_layout_dict, place.rank)
     for batch in parts:
-        output = step(*batch) if program is None else program(*batch)
-        run.losses.append(float(output[0].asnumpy()))
-        run.norms.append(float(output[4].asnumpy()))
-    weights = step.network.trainable_params()
-    run.weights = {each.name: each.asnumpy() for each in weights} if program is None else program.values()
-    network = _TwoLayers(1, 1)
-    whole = Run(_named(network))
-    optimizer = nn.Momentum(network.trainable_params(), RATE, 0.9)
-    run_stock_step(whole, nn.WithLossCell(network, nn.MSELoss()), optimizer, arrays)
-    whole.weights = _named(network)
-    # The parts that this process has.
-    for values in (whole.start, whole.weights):
-        layouts = step.parameter_layout_dict
-        values.update({name: own_part(value, layouts.get(name), place.rank) for name, value in values.items()})
-    return difference_of(run, whole, tolerance(place.device, ms.float32, 64 * dp, 8))
+        training.note(step(*batch))
+    names = [parameter.name for parameter in training.step.network.trainable_params()]
+    layouts = training.step.parameter_layout_dict
+    return training.compared(
+        _SINGLE,
+        rows=rows,
+        values={str(i): step.values()[name] for i, name in enumerate(names)} if on_cpu else None,
+        part=lambda index, value: own_part(value, layouts.get(names[int(index)]), place.rank),
+    )
 
 
-class _TwoLayers(nn.Cell):
-    """The columns of the first layer are on ``mp`` devices, and the rows of the second."""
+class _InlinedLoss(nn.WithLossCell):
+    """A loss cell that is compiled once for all micro batches, which level2 and level3 need."""
 
-    @lazy_inline  # It is compiled once for all micro batches, which level2 and level3 need.
-    def __init__(self, dp: int, mp: int) -> None:
-        super().__init__()
-        self.first, self.second, self.relu = nn.Dense(8, 16), nn.Dense(16, 4), ops.ReLU()
-        for number, parameter in enumerate(self.trainable_params()):
-            values = np.random.default_rng(number).normal(size=parameter.shape) * 0.3
-            parameter.set_data(Tensor(values.astype(np.float32)))
-        if mp > 1:
-            self.relu.shard(((dp, mp),))
-            self.first.matmul.shard(((dp, 1), (mp, 1)))
-            self.first.bias_add.shard(((dp, mp), (mp,)))
-            self.second.matmul.shard(((dp, mp), (1, mp)))
-            self.second.bias_add.shard(((dp, 1), (1,)))
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.second(self.relu(self.first(x)))
+    @lazy_inline
+    def __init__(self, network: nn.Cell) -> None:
+        super().__init__(network, nn.MSELoss())
 
 
-def _partitioned_step(dp: int) -> TrainOneStepCell:
-    network = _TwoLayers(dp, 2)
-    cell = AutoParallel(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2))
-    cell.dataset_strategy(((dp, 1), (dp, 1)))
-    cell.hsdp(threshold=0, optimizer_level="level3")
-    return TrainOneStepCell(cell, nn.Momentum(network.trainable_params(), RATE, 0.9)).set_train()
+def _sharded(dp: int) -> nn.Cell:
+    """Return the MLP with the columns of the first layer on two devices, and the rows of the second."""
+    network = perceptron()
+    first, tanh, second = network
+    first.matmul.shard(((dp, 1), (2, 1)))
+    first.bias_add.shard(((dp, 2), (2,)))
+    tanh.tanh.shard(((dp, 2),))
+    second.matmul.shard(((dp, 2), (1, 2)))
+    second.bias_add.shard(((dp, 1), (1,)))
+    return network
 
 
-def _small_batch(number: int, dp: int) -> Any:
-    rng = np.random.default_rng(300 + number)
-    return rng.normal(size=(4 * dp, 8)).astype(np.float32), rng.normal(size=(4 * dp, 4)).astype(np.float32)
-
-
-def _named(network: nn.Cell) -> Any:
-    return {parameter.name: parameter.asnumpy().copy() for parameter in network.trainable_params()}
-
-
-class _InLargerGraph(nn.Cell):
-    """A cell of the user's that calls the step."""
+class _LargerGraph(nn.Cell):
+    """A user's cell that calls the step."""
 
     def __init__(self, step: TrainOneStepCell) -> None:
         super().__init__(auto_prefix=False)

@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from mindspore.train import mind_ir_pb2
 
-from ms_gradaccum.tools.simulation.inlining import operator_names
+from ms_gradaccum.tools.simulation.report import MessageKind
 
+WORLD_GROUP = "nccl_world_group"
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AllToAll", "Broadcast", "NeighborExchange")
 
-# The compiler gives the operators that it adds names with these parts, by their purpose. The first that fits counts.
+# Parts of the names that the compiler gives to the operators that it inserts, with their purposes. The first match
+# counts.
 _PURPOSES = (
     ("grad_mirror", "gradients"),
     ("_grad_accumulation_shard_grad", "gradients"),
@@ -41,8 +43,8 @@ class Collective(NamedTuple):
     Attributes:
         operator: Its class in ``mindspore.ops``.
         group: The name of its group.
-        purpose: What the compiler put it there for.
-        nbytes: Size of the tensor that each rank hands in. Unit: bytes.
+        purpose: The purpose for which the compiler inserted it.
+        nbytes: Size of the tensor that each rank passes in. Unit: bytes.
     """
 
     operator: str
@@ -52,7 +54,7 @@ class Collective(NamedTuple):
 
 
 def collectives_of(model: Any) -> list[Collective]:
-    """Return what one run of an inlined program sends, in the order of the program."""
+    """Return the messages of one run of an inlined program, in the order of the program."""
     primitives = {f"REF::{primitive.name}": primitive for primitive in model.primitives}
     sent = []
     for graph in [model.graph, *model.functions]:
@@ -70,8 +72,26 @@ def collectives_of(model: Any) -> list[Collective]:
     return sent
 
 
+def messages_of(model: Any, devices: int) -> tuple[MessageKind, ...]:
+    """Return the messages of an inlined program by kind, those with the most bytes first."""
+    groups = groups_of(model)
+    totals: dict[Any, list[int]] = {}
+    for sent in collectives_of(model):
+        ranks = groups[sent.group]
+        # The name of a smaller group begins with its size.
+        size = len(ranks) if ranks else devices if sent.group == WORLD_GROUP else int(sent.group.partition("-")[0])
+        # MindSpore's cell is compiled for rank 1, whose groups are those of rank 0 with all ranks moved on.
+        ranks = tuple(rank - ranks[0] for rank in ranks) if ranks else None
+        ranks = tuple(range(devices)) if size == devices else ranks
+        total = totals.setdefault((sent.operator, sent.purpose, size, ranks), [0, 0])
+        total[0] += 1
+        total[1] += sent.nbytes
+    kinds = (MessageKind(*kind, *total) for kind, total in totals.items())
+    return tuple(sorted(kinds, key=lambda kind: -kind.nbytes))
+
+
 def groups_of(model: Any) -> dict[str, tuple[int, ...] | None]:
-    """Return the groups of a program with their ranks, None where the program does not say them."""
+    """Return the groups of a program with their ranks, None where the program does not list them."""
     groups: dict[str, tuple[int, ...] | None] = {}
     for primitive in model.primitives:
         if primitive.op_type in COLLECTIVES:
@@ -82,36 +102,25 @@ def groups_of(model: Any) -> dict[str, tuple[int, ...] | None]:
     return groups
 
 
-def count_operators(model: Any) -> dict[str, int]:
-    """Count the operators of an inlined program by name."""
-    names = operator_names(model)
-    counts: dict[str, int] = {}
-    for graph in [model.graph, *model.functions]:
-        for node in graph.node:
-            if node.op_type in names:
-                counts[names[node.op_type]] = counts.get(names[node.op_type], 0) + 1
-    return counts
-
-
 def tensor_bytes(tensor: Any) -> int:
-    """Return the bytes of a tensor, from the shape and the dtype that the program says."""
+    """Return the bytes of a tensor, from its shape and its dtype in the program."""
     return int(np.prod(list(tensor.dims), dtype=np.int64)) * _BYTES[tensor.data_type]
 
 
 def output_bytes(node: Any) -> int:
-    """Return the bytes of all tensors that a node makes."""
+    """Return the bytes of all outputs of a node."""
     shape = next((attribute for attribute in node.attribute if attribute.name == "shape"), None)
     return 0 if shape is None else sum(map(tensor_bytes, shape.tensors))
 
 
 def text_of(primitive: Any, name: str) -> str:
-    """Return an attribute of a primitive that is a text, "" if it has none."""
+    """Return an attribute of a primitive as text, "" if it has none."""
     value = next((attribute.s for attribute in primitive.attribute if attribute.name == name), b"")
     return value.decode() if isinstance(value, bytes) else value
 
 
 def number_of(primitive: Any, name: str, default: int) -> int:
-    """Return an attribute of a primitive that is a number, ``default`` if it has none."""
+    """Return an attribute of a primitive as a number, ``default`` if it has none."""
     return next((attribute.i for attribute in primitive.attribute if attribute.name == name), default)
 
 

@@ -1,7 +1,7 @@
 """Run the program that the compiler partitioned for several devices on as many CPU processes, to see its numbers.
 
-What the CPU lacks is put together of what it has. It adds up floats in any group, and gathers over all processes; it
-finds no largest value, scatters and exchanges nothing, and gathers in no smaller group.
+CPU has AllReduce of float sums in any group, and AllGather over all processes. The other collective operators are
+replaced by an AllGather over all processes and operators of one process.
 """
 
 import tempfile
@@ -17,8 +17,8 @@ from mindspore.parallel._tensor import _load_tensor_by_layout
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.parallel.world import gather_values
-from ms_gradaccum.tools.simulation.collectives import COLLECTIVES, groups_of, number_of, text_of
-from ms_gradaccum.tools.simulation.partition import WORLD_GROUP
+from ms_gradaccum.tools.simulation.collectives import COLLECTIVES, WORLD_GROUP, groups_of, number_of, text_of
+from ms_gradaccum.tools.whole_batch import Values
 
 _CPU_WORLD_GROUP = "mccl_world_group"
 _Kind = mind_ir_pb2.AttributeProto.AttributeType
@@ -27,8 +27,6 @@ _DataType = mind_ir_pb2.TensorProto.DataType
 _FLOATS = (_DataType.Value("FLOAT"), _DataType.Value("FLOAT16"))
 _GATHERED = (*_FLOATS, _DataType.Value("INT32"), _DataType.Value("INT64"))
 _REDUCTIONS = {"max": "ReduceMax", "min": "ReduceMin", "sum": "ReduceSum", "prod": "ReduceProd"}
-
-Values = dict[str, np.ndarray[Any, Any]]
 
 
 class CpuProgram:
@@ -47,7 +45,7 @@ class CpuProgram:
         replica.CopyFrom(model)
         _Rewriter(replica, members, rank, get_group_size()).rewrite()
         shapes = {plain_name(parameter.name): tuple(parameter.dims) for parameter in model.graph.parameter}
-        parts = {name: own_part(values[name], layouts.get(name), rank) for name in shapes}
+        parts = own_parts({name: values[name] for name in shapes}, layouts, rank)
         for name, shape in shapes.items():
             if parts[name].shape != shape:
                 raise ValueError(f"the part of {name} has the shape {parts[name].shape}, but the program's is {shape}")
@@ -67,7 +65,7 @@ class CpuProgram:
 
 
 def whole_values(cell: nn.Cell) -> Values:
-    """Return the parameters of ``cell`` before the compiler cuts them."""
+    """Return the parameters of ``cell`` before the compiler splits them."""
     for parameter in cell.get_parameters():
         parameter.init_data()
     return {parameter.name: parameter.asnumpy().copy() for parameter in cell.get_parameters()}
@@ -79,16 +77,15 @@ def plain_name(name: str) -> str:
 
 
 def own_part(value: np.ndarray[Any, Any], layout: Any, rank: int) -> np.ndarray[Any, Any]:
-    """Return what ``rank`` holds of a parameter. The groups of its program must exist."""
+    """Return the part of a parameter that ``rank`` holds. The groups of its program must exist."""
     if layout is None:
         return value
     return np.ascontiguousarray(_load_tensor_by_layout(Tensor(value), tuple(layout), rank).asnumpy())
 
 
-def differences(ours: Values, whole: Values, layouts: dict[str, Any], rank: int) -> dict[str, float]:
-    """Return by how much the parts of ``rank`` differ from those of the ``whole`` values at most, by name."""
-    parts = {name: own_part(value, layouts.get(name), rank) for name, value in whole.items()}
-    return {name: float(np.abs(ours[name] - part).max()) for name, part in parts.items()}
+def own_parts(values: Values, layouts: dict[str, Any], rank: int) -> Values:
+    """Return the parts of parameters that ``rank`` holds, by name."""
+    return {name: own_part(value, layouts.get(name), rank) for name, value in values.items()}
 
 
 def _create_groups(names: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:
@@ -109,14 +106,14 @@ _created: set[str] = set()
 
 
 class _Rewriter:
-    """Puts operators that the CPU has in the place of those that it has not."""
+    """Replaces the collective operators that CPU lacks."""
 
     def __init__(self, model: Any, members: dict[str, tuple[int, ...]], rank: int, size: int) -> None:
         self.model = model
         self.members = members
         self.rank = rank
         self.everyone = tuple(range(size))
-        # The nodes that take the place of one collective operator.
+        # The nodes that replace one collective operator.
         self.made: list[Any] = []
         self.count = 0
 
@@ -136,7 +133,7 @@ class _Rewriter:
                     attribute.s = _CPU_WORLD_GROUP.encode()
 
     def _on_cpu(self, node: Any, primitive: Any) -> list[Any]:
-        """Return what computes on CPU what a collective operator does."""
+        """Return nodes that compute the result of a collective operator on CPU."""
         self.made = []
         operator, group, reduction = primitive.op_type, text_of(primitive, "group"), text_of(primitive, "op")
         ranks = self.members[group]
@@ -171,7 +168,7 @@ class _Rewriter:
     def _exchanged(
         self, value: str, shape: list[int], ranks: tuple[int, ...], output: str, split: int, joined: int
     ) -> None:
-        """Add nodes that take one's part on the axis ``split`` of each rank, and join these on another axis."""
+        """Add nodes that take this rank's part of each rank's value on the axis ``split``, and join them on another."""
         part = [*shape]
         part[joined] //= len(ranks)
         whole = [*part]
@@ -180,13 +177,11 @@ class _Rewriter:
         first = [0] * len(shape)
         first[split] = ranks.index(self.rank) * part[split]
         end = [begin + length for begin, length in zip(first, part)]
-        parts = [self._slice(rows, [i, *first], [i + 1, *end], f"{output}_from_{i}") for i in range(len(ranks))]
-        own = [self._add("Reshape", [name, self._constant(part)], f"{name}_part") for name in parts]
-        self._joined(own, joined, output)
-
-    def _joined(self, parts: list[str], axis: int, output: str) -> str:
-        some = self._add("MakeTuple", parts, f"{output}_parts")
-        return self._add("Concat", [some, self._constant(axis)], output)
+        parts = self._slice(rows, [0, *first], [len(ranks), *end], f"{output}_parts")
+        # The axis of the ranks moves before the joined one.
+        order = [*range(1, joined + 1), 0, *range(joined + 1, len(shape) + 1)]
+        moved = self._add("Transpose", [parts, self._constant(order)], f"{output}_moved")
+        self._add("Reshape", [moved, self._constant(shape)], output)
 
     def _of_ranks(self, value: str, shape: list[int], ranks: tuple[int, ...], output: str) -> str:
         """Add nodes that gather the values of ``ranks`` in their order, on a new axis. Return their name."""
@@ -197,14 +192,15 @@ class _Rewriter:
             return rows
         zeros = [0] * len(shape)
         parts = [self._slice(rows, [i, *zeros], [i + 1, *shape], f"{output}_row_{i}") for i in ranks]
-        return self._joined(parts, 0, f"{output}_some")
+        some = self._add("MakeTuple", parts, f"{output}_tuple")
+        return self._add("Concat", [some, self._constant(0)], f"{output}_some")
 
     def _slice(self, value: str, begin: list[int], end: list[int], output: str) -> str:
         bounds = [self._constant(bound) for bound in (begin, end, [1] * len(begin))]
         return self._add("StridedSlice", [value, *bounds, *[self._constant(0)] * 5], output)
 
     def _add(self, operator: str, inputs: list[str], output: str, attributes: Any = ()) -> str:
-        """Add a node and its primitive; return the name of what it makes."""
+        """Add a node and its primitive; return the name of its output."""
         name = f"{operator}:cpu{len(self.model.primitives)}"
         primitive = self.model.primitives.add(name=name, op_type=operator, prim_type=_FUNCTION)
         for key, value, kind in attributes:

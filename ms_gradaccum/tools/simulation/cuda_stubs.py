@@ -65,14 +65,14 @@ def build_cuda_home(home: Path) -> Path:
     return home
 
 
+def stand_ins(folder: Path) -> dict[str, str]:
+    """Build the stand-ins for CUDA below ``folder``, and return the environment variables with which they are found."""
+    return environment(build_cuda_home(folder / "cuda"))
+
+
 def environment(cuda_home: Path) -> dict[str, str]:
     """Return the environment in which a process finds the stand-ins for CUDA, and reads programs fast if it can."""
-    found = {
-        "CUDA_HOME": str(cuda_home),
-        "LD_LIBRARY_PATH": str(cuda_home / "lib64"),
-        # The folder of this very package, wherever another one may be installed.
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-    }
+    found = {"CUDA_HOME": str(cuda_home), "LD_LIBRARY_PATH": str(cuda_home / "lib64")}
     if "builder" in (Path(mindspore.__file__).parent / "train" / "checkpoint_pb2.py").read_text():
         # For large checkpoints MindSpore takes the one in Python, which reads and writes ten times as slowly. It takes
         # code that was generated in the old way, as that of MindSpore before 2.10 was.

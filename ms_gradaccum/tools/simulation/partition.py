@@ -11,9 +11,8 @@ from mindspore.communication import create_group, get_group_size, get_rank, init
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.backend.compiled import graph_mode, program_of
+from ms_gradaccum.tools.simulation.collectives import WORLD_GROUP
 from ms_gradaccum.tools.simulation.inlining import inlined
-
-WORLD_GROUP = "nccl_world_group"
 
 
 def connect() -> tuple[int, int]:
@@ -27,7 +26,7 @@ def connect() -> tuple[int, int]:
 
 @contextmanager
 def gpu_target() -> Iterator[None]:
-    """Let the compiler take this machine's device for a GPU."""
+    """Make the compiler see a GPU as the device of this machine."""
     context = MSContext.get_instance()
     context.set_param(ms_ctx_param.device_target, "GPU")
     try:
@@ -38,7 +37,7 @@ def gpu_target() -> Iterator[None]:
 
 def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
     """Return the program that the compiler makes for this rank out of ``cell``, as a MindIR model without calls."""
-    # A phase of export: what follows, the back end, would look for the device.
+    # In a phase of export the back end does not run, which would look for the device.
     cell.phase = "export.train"
     with graph_mode():
         cell.compile(*inputs)

@@ -9,14 +9,16 @@ from tqdm import tqdm
 from ms_gradaccum._checks import argument_error, check_bool, check_choice, check_positive_float, check_positive_int
 from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.tools.build_source import check_build
-from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.processes import refuse_inside
-from ms_gradaccum.tools.simulation.cuda_stubs import why_not
-from ms_gradaccum.tools.simulation.job import IN_JOB, OWNER, Job
+from ms_gradaccum.tools.builder import Builder, check_build
+from ms_gradaccum.tools.processes import ChildError, EndedError, Job, RankError, error_of, refuse_inside
+from ms_gradaccum.tools.simulation.cuda_stubs import stand_ins, why_not
 from ms_gradaccum.tools.simulation.report import Program, Simulation, Training
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
+_OWNER = "simulate"
+# It is set in the environment of all processes of a job, which must not simulate in turn.
+IN_JOB = "MS_GRADACCUM_SIMULATION"
+_WORK = "ms_gradaccum.tools.simulation.worker:work"
 _UPDATES = 3
 
 
@@ -76,41 +78,71 @@ def simulate(
         >>> simulation = simulate("train.py:build", devices=8, run=True)  # doctest: +SKIP
         >>> print(simulation)  # doctest: +SKIP
     """
-    refuse_inside(OWNER, IN_JOB)
-    check_positive_int(OWNER, "devices", devices, "It is the number of devices of the job.")
+    refuse_inside(_OWNER, IN_JOB)
+    check_positive_int(_OWNER, "devices", devices, "It is the number of devices of the job.")
     if devices < 2:
-        raise ValueError(argument_error(OWNER, "devices", "at least 2", devices, "One device partitions nothing."))
+        raise ValueError(argument_error(_OWNER, "devices", "at least 2", devices, "One device partitions nothing."))
     remedy = "MindSpore's wheel for CPU compiles for GPU too; Ascend partitions by the same rules."
-    check_choice(OWNER, "target", target, ("GPU",), remedy)
+    check_choice(_OWNER, "target", target, ("GPU",), remedy)
     for name, value in (("run", run), ("compare", compare), ("progress", progress)):
-        check_bool(OWNER, name, value, "It is a switch.")
-    check_positive_float(OWNER, "timeout", timeout, "It is the time of all of it, in seconds.")
-    builder = Builder.of(OWNER, build)._replace(device=["CPU"])
+        check_bool(_OWNER, name, value, "It is a switch.")
+    check_positive_float(_OWNER, "timeout", timeout, "It is the time of all of it, in seconds.")
+    builder = Builder.of(_OWNER, build)._replace(device=["CPU"])
     if isinstance(build, str):
-        check_build(OWNER, build)
+        check_build(_OWNER, build)
     lacking = why_not()
     if lacking is not None:
         raise RuntimeError(
-            f"For '{OWNER}', this machine must have gcc, nm and the GPU plugin of MindSpore's wheel, but {lacking}. "
+            f"For '{_OWNER}', this machine must have gcc, nm and the GPU plugin of MindSpore's wheel, but {lacking}. "
             f"Install gcc and binutils with the system's package manager, and mindspore with pip."
         )
     updates = _UPDATES if run else 0
     task = {"builder": builder, "home": os.getcwd(), "target": target, "updates": updates, "compare": compare}
     # None: a line that changes is for a terminal alone.
     hidden = None if progress else True
-    with Job(devices, task) as job, tqdm(bar_format="{desc} {elapsed}", leave=False, disable=hidden) as line:
-        reports = job.wait(timeout, line.set_description_str)
+    with Job(_OWNER, devices, IN_JOB, _WORK, task, stand_ins) as job:
+        with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=hidden) as line:
+            reports = wait_for_reports(job, timeout, line.set_description_str)
     return _simulation(devices, target, reports)
 
 
+def wait_for_reports(job: Job, timeout: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Return the reports of all ranks. Raise the error of one, or if a process ends or they take too long."""
+    try:
+        return job.wait(timeout, tell)
+    except RankError as error:
+        kind, text = error.kind, error.text
+        if not text.startswith("For '"):
+            rule = "what 'build' returns must compile and run"
+            kind, text = "RuntimeError", f"For '{_OWNER}', {rule}, but rank {error.rank} got {kind}: {text}"
+        raise error_of(kind, text) from ChildError(error.traceback)
+    except EndedError as error:
+        who = "all" if error.rank is None else f"that of rank {error.rank} of {job.count}"
+        raise RuntimeError(
+            f"For '{_OWNER}', the processes must run until all are done, but {who} ended at '{job.phase()}'. "
+            "Mostly the system has killed it for want of memory: take fewer devices, or layers, or a machine "
+            f"with more of it. The last words of one: {job.last_words() or 'none'}"
+        ) from None
+    except TimeoutError:
+        raise TimeoutError(
+            f"For '{_OWNER}', the argument 'timeout' must be more than what it takes, but got {timeout:g} s: it "
+            f"was at '{job.phase()}'. Give it more time."
+        ) from None
+
+
 def _simulation(devices: int, target: str, reports: list[dict[str, Any]]) -> Simulation:
-    stock = reports[1].get("stock")
+    """Return the results that the ranks have reported."""
+    stock, training = reports[1].get("stock"), None
     runs = [report["run"] for report in reports if "run" in report]
-    return Simulation(
-        devices=devices,
-        target=target,
-        ours=Program.of(reports[0]["ours"], devices),
-        stock=None if stock is None or "error" in stock else Program.of(stock, devices),
-        stock_error=None if stock is None else stock.get("error"),
-        training=Training.of(runs) if runs else None,
-    )
+    if runs:
+        worst, whole = max(runs, key=lambda run: float(run["difference"])), iter(runs[0]["whole_losses"])
+        training = Training(
+            losses=tuple(runs[0]["losses"]),
+            whole_losses=tuple(next(whole) if updated else None for updated in runs[0]["updated"]),
+            difference=worst["difference"],
+            moved=max(run["moved"] for run in runs),
+            farthest=worst["farthest"],
+        )
+    error = stock.get("error") if stock else None
+    program = Program.of(stock) if stock and error is None else None
+    return Simulation(devices, target, Program.of(reports[0]["ours"]), program, error, training)

@@ -1,4 +1,4 @@
-"""Why a window differs from the whole batch: each cause is shown by an experiment before it is named."""
+"""The causes of a difference between a window and the whole batch, each confirmed by an experiment."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, 
 from ms_gradaccum.tools.verification.experiment import Experiment
 from ms_gradaccum.training.micro_steps import takes_batch_statistics
 
-# How often the same batch is run to see whether it gives the same.
+# The number of further runs of the same batch that must give the same result.
 _REPEATS = 2
 _SHOWN = 5
 
@@ -69,21 +69,21 @@ class Diagnosis:
     """The search for causes, from those that hide others to those that need everything else to be equal.
 
     Args:
-        experiment: What is run.
+        experiment: The runs.
         window: The window, with everything as in training.
         whole: The whole batch through the same loss cell, with everything as in training.
-        rtol: What differs by less is equal.
+        rtol: The largest relative difference of equal results.
     """
 
     def __init__(self, experiment: Experiment, window: Run, whole: Run, rtol: float) -> None:
         self.experiment = experiment
         self.window, self.whole = window, whole
         self.rtol = rtol
-        self.count = len(experiment.micro_batches)
+        self.count = len(experiment.rows)
         self.causes: list[str] = []
-        # Whether a window is known to carry state from one micro batch to the next.
+        # True if the window carries parameters from one micro batch to the next.
         self.has_state = False
-        # Whether the loss is known to be one that cannot be trained in parts.
+        # True if the measurement has found that the loss cannot be trained in parts.
         self.is_no_mean = False
 
     def search(self, moved: set[str]) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ class Diagnosis:
         return not where
 
     def _is_random(self) -> bool:
-        """Name what draws random numbers, and turn it off. Return whether that was not possible."""
+        """Name the source of random numbers, and turn it off. Return True if that is not possible."""
         if _repeats_itself(self.experiment, self.rtol):
             return False
         layers = self._layers("Dropout")
@@ -129,7 +129,7 @@ class Diagnosis:
         return True
 
     def _look_at_state(self, moved: set[str]) -> None:
-        """Name what the forward pass itself changes, and freeze BatchNorm."""
+        """Name the state that the forward pass changes, and freeze BatchNorm."""
         layers = self._layers("BatchNorm")
         owned = {id(parameter) for layer in layers.values() for parameter in layer.get_parameters()}
         parameters = self.experiment.start.parameters
@@ -154,7 +154,7 @@ class Diagnosis:
         if self._same_gradient() or self._is_input_split():
             return
         runs = [self.experiment.micro_batch(i) for i in range(self.count)]
-        # Run from the start each, micro batches do not see the state that those before them have left.
+        # Each runs from the start, so it does not see the state that the micro batches before it have left.
         if self._same(mean(runs), self.whole, *runs):
             self.causes += [] if self.has_state else [_LEFT_BEHIND]
             return

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ms_gradaccum.tools.text import aligned
 from ms_gradaccum.tools.verification.comparison import Run, misfits, norm_of, relative
 from ms_gradaccum.tools.verification.diagnosis import Diagnosis
 from ms_gradaccum.tools.verification.experiment import Experiment, Start
@@ -19,7 +20,7 @@ _HEAD = ("parameter", "kind", "max difference", "relative")
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """How one parameter fares in a window and in the whole batch.
+    """The difference of one parameter between a window and the whole batch.
 
     Attributes:
         name: Name of the parameter.
@@ -52,8 +53,8 @@ class CompileReport:
         eager_loss: Weighted mean loss of the window op by op.
         compiled_loss: The same compiled.
         causes: Why nothing could be compared, or what usually makes such a difference. Empty if nothing differs.
-        speedup: Seconds of the window op by op, divided by those compiled: medians of runs that take turns, compilation
-            not counted. NaN if one of them cannot be run.
+        speedup: Seconds of the window op by op, divided by those compiled, without compilation. NaN if one of them
+            cannot be run.
     """
 
     equal: bool
@@ -84,7 +85,6 @@ class VerifyReport:
         micro_batches: The rows of each micro batch.
         rtol: The relative difference up to which two gradients are equal.
         causes: One sentence or two per cause: what was found, and what to do. Empty if nothing differs.
-        notes: What else to know: cells that one way of training leaves in evaluation mode, and another does not.
         compiled: What differs between op by op and compiled, a :class:`CompileReport`. None if that was not asked.
     """
 
@@ -95,7 +95,6 @@ class VerifyReport:
     micro_batches: tuple[int, ...]
     rtol: float
     causes: tuple[str, ...]
-    notes: tuple[str, ...] = ()
     compiled: CompileReport | None = None
 
     def __str__(self) -> str:
@@ -109,8 +108,6 @@ class VerifyReport:
         if self.causes:
             lines.append("Probable cause:" if len(self.causes) == 1 else "Probable causes:")
         lines.extend(_bullet(cause) for cause in self.causes)
-        if self.notes:
-            lines.extend(["Note:", *(_bullet(note) for note in self.notes)])
         if self.compiled is not None:
             lines.append(str(self.compiled))
         return "\n".join(lines)
@@ -124,8 +121,7 @@ def run_and_report(experiment: Experiment, rtol: float) -> VerifyReport:
     equal = not any(entry.differs for entry in entries)
     moved = {entry.name for entry in entries if entry.differs and entry.kind == "state"}
     causes = () if equal else Diagnosis(experiment, window, own, rtol).search(moved)
-    rows = tuple(micro_batch.rows for micro_batch in experiment.micro_batches)
-    return VerifyReport(equal, tuple(entries), window.loss, whole.loss, rows, rtol, causes)
+    return VerifyReport(equal, tuple(entries), window.loss, whole.loss, experiment.rows, rtol, causes)
 
 
 def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) -> list[ParameterDifference]:
@@ -156,15 +152,8 @@ def _table(entries: Sequence[ParameterDifference], ratio: str) -> list[str]:
     for entry in differing[:_SHOWN]:
         numbers = f"{entry.max_difference:.3g}", f"{entry.relative_difference:.3g}", f"{entry.norm_ratio:.6g}"
         rows.append((entry.name, entry.kind, *numbers))
-    if not differing:
-        return []
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    aligned = []
-    for name, kind, *cells in rows:
-        right = (f"{number:>{width}}" for number, width in zip(cells, widths[2:]))
-        aligned.append("  ".join([f"{name:<{widths[0]}}", f"{kind:<{widths[1]}}", *right]))
-    more = len(differing) - _SHOWN
-    return [*aligned, f"... and {more} more"] if more > 0 else aligned
+    more = [f"... and {len(differing) - _SHOWN} more"] if len(differing) > _SHOWN else []
+    return [*aligned(rows), *more] if differing else []
 
 
 def _bullet(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Does a window train like the whole batch, and if not, why?"""
+"""Comparison of a window with the whole batch, and the causes of a difference."""
 
 import os
 from dataclasses import replace
@@ -7,25 +7,18 @@ from typing import Any
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import argument_error, check_bool, check_cell, check_positive_float, check_positive_int
+from ms_gradaccum._checks import argument_error, check_cell, check_positive_float, check_positive_int
 from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.gradients.mixed_precision import computes_in_16_bits
 from ms_gradaccum.tools.verification.compiled_window import compare_compiled
-from ms_gradaccum.tools.verification.diagnosis import layers_of
 from ms_gradaccum.tools.verification.experiment import Experiment, Start
 from ms_gradaccum.tools.verification.report import VerifyReport, run_and_report
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 _OWNER = "verify"
 _RTOL, _RTOL_16_BIT = 1e-4, 2e-2
-_SHOWN = 5
-_FROZEN = (
-    "Frozen by set_train(False) in a network that is in training mode: {names}. They were left so here, as "
-    "TrainOneStepCell and Accumulator leave them; Model.train sets all cells in training mode when it begins. "
-    "BatchNorm with use_batch_statistics=False stays frozen either way."
-)
 
 
 def verify(
@@ -39,7 +32,7 @@ def verify(
     rtol: float | None = None,
     compile: bool | None = None,
 ) -> VerifyReport:
-    r"""Run a batch as one window and as one piece from the same start, and say what differs and why.
+    r"""Run a batch as one window and in one piece from the same start, and report what differs and why.
 
     .. code-block:: python
 
@@ -47,22 +40,20 @@ def verify(
         whole = grad(mean_loss(batch))
         differs = norm(window - whole) > rtol * max(norm(window), norm(whole), 0.01 * norm of all parameters)
 
-    The window is that of :class:`TrainOneStepCell`, up to the optimizer: what it is given is what is compared, for any
-    optimizer, and so is what the forward passes themselves change (moving averages). If something differs, each
-    cause is shown by an experiment before it is named: BatchNorm, dropout and other random operators, state,
-    losses that average over something else than rows, sums, divisions done twice, and rows that depend on each other.
+    The window is that of :class:`TrainOneStepCell` up to the optimizer. Compared are the gradients that the optimizer
+    gets, and the parameters that the forward passes change (moving averages). Each cause of a difference is confirmed
+    by an experiment before it is named: BatchNorm, dropout and other random operators, state, losses that average over
+    something else than rows, sums, divisions done twice, and rows that depend on each other.
 
-    Both run as MindSpore's mode says, compiled in GRAPH mode and op by op in PYNATIVE mode, and in training mode. If
-    `network` is in training mode already, cells in it that ``set_train(False)`` has frozen stay frozen; the report has
-    a note on those that ``Model.train`` would set in training mode again.
+    Both run compiled in GRAPH mode and op by op in PYNATIVE mode, and in training mode. If `network` is in training
+    mode already, cells in it that ``set_train(False)`` has frozen stay frozen.
 
     With ``compile=True`` the window also runs op by op and compiled from the same start, in either mode and without
-    dropout. The report names the parameters that differ. It cannot see what your program changes later: a graph keeps
-    the values of attributes and globals that it was compiled with.
+    dropout, and the report names the parameters that differ. It cannot see what your program changes later: a graph
+    keeps the values of attributes and globals that it was compiled with.
 
-    Afterwards parameters, modes, the random state and the attributes of cells are as they were, with the items of
-    their lists and dicts. The exceptions are the random state that MindSpore keeps inside operators, globals, and what
-    is inside of other objects.
+    Afterwards parameters, modes, the random state, and the attributes of cells with the items of their lists and dicts
+    are restored, but not the random state inside MindSpore's operators, globals, and the inside of other objects.
 
     Args:
         network (Cell): A loss cell, or a :class:`GradAccumulation` around one.
@@ -75,13 +66,13 @@ def verify(
             setting holds if `network` is one. Default: ``False``.
         batch_axis (Union[int, None, tuple, dict]): Axis of the rows, see :class:`GradAccumulation`, whose own
             setting holds if `network` is one. Default: ``0``.
-        reference (Union[Cell, None]): The loss cell for the whole batch, if it is not `network`: same parameters and
-            inputs, returns the mean loss. A loss that was divided by the number of micro batches for a hand-written
-            loop is told from one that was not only by its reference. Default: ``None``.
+        reference (Union[Cell, None]): The loss cell for the whole batch, if it is not `network`: it has the same
+            parameters and inputs and returns the mean loss. Only with it does a division of the loss by the number of
+            micro batches show. Default: ``None``.
         rtol (Union[float, None]): Relative difference up to which gradients are equal. ``None`` means 1e-4, and 2e-2
             if the network has 16-bit parameters or computes in mixed precision. Default: ``None``.
-        compile (Union[bool, None]): ``True`` also compares the window op by op with the window compiled, as training
-            with ``compile=True`` runs it, and measures both; see `compiled` of the report. Default: ``None``.
+        compile (Union[bool, None]): ``True`` also compares the window op by op with the window compiled, see
+            `compiled` of the report. Default: ``None``.
 
     Returns:
         :class:`VerifyReport`.
@@ -94,7 +85,7 @@ def verify(
 
     Note:
         A diagnosis runs up to two whole batches more per experiment, and keeps the gradients of the micro
-        batches in float32 in host memory. ``compile=True`` runs five windows op by op and four compiled.
+        batches in float32 in host memory. ``compile=True`` runs two windows op by op and two compiled.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -125,22 +116,9 @@ def verify(
     try:
         report = run_and_report(Experiment(grad_accumulation, inputs, reference, start), rtol)
         compiled = compare_compiled(grad_accumulation, inputs, start, rtol) if compiles else None
-        return replace(report, notes=_notes(loss_cell, start), compiled=compiled)
+        return replace(report, compiled=compiled)
     finally:
         start.kept.put_back()
-
-
-def _notes(network: nn.Cell, start: Start) -> tuple[str, ...]:
-    """Return a note on cells that ``Model.train`` sets in training mode, and other ways of training leave frozen."""
-    trained = {id(cell): trained for cell, trained in zip(start.cells, start.trained)}
-    layers = {**layers_of(network, "BatchNorm"), **layers_of(network, "Dropout")}
-    names = [name for name, cell in layers.items() if not trained[id(cell)] and _goes_by_mode(cell)]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return (_FROZEN.format(names=", ".join(names[:_SHOWN]) + more),) if names else ()
-
-
-def _goes_by_mode(cell: nn.Cell) -> bool:
-    return getattr(cell, "use_batch_statistics", None) is None and getattr(cell, "p", None) != 0
 
 
 def _as_grad_accumulation(
@@ -159,20 +137,14 @@ def _as_grad_accumulation(
     if not isinstance(network, GradAccumulation):
         count = check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
-    remedy = "Settings of a GradAccumulation are its own: leave them out here."
-    if micro_size is not None:
-        check_positive_int(_OWNER, "micro_size", micro_size, remedy)
-    check_bool(_OWNER, "weighted", weighted, remedy)
-    batch_axis = check_batch_axis(batch_axis)
-    settings = (
-        ("micro_size", micro_size, network.micro_size, None),
-        ("weighted", weighted, network.weighted, False),
-        ("batch_axis", batch_axis, network.batch_axis, 0),
-    )
-    for name, given, own, default in settings:
-        if given not in (own, default):
+    axis = check_batch_axis(batch_axis)
+    given = (("micro_size", micro_size, None), ("weighted", weighted, False), ("batch_axis", axis, 0))
+    for name, value, default in given:
+        own = getattr(network, name)
+        if value not in (own, default):
             rule = f"{default!r} or that of the GradAccumulation, {own!r}"
-            raise ValueError(argument_error(_OWNER, name, rule, repr(given), remedy))
+            remedy = "Settings of a GradAccumulation are its own: leave them out here."
+            raise ValueError(argument_error(_OWNER, name, rule, repr(value), remedy))
     return network
 
 

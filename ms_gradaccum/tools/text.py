@@ -1,0 +1,12 @@
+"""Tables of text."""
+
+from collections.abc import Iterable, Iterator
+
+
+def aligned(rows: Iterable[tuple[str, ...]], indent: str = "") -> Iterator[str]:
+    """Return lines with columns of equal width: two of words, which begin alike, and others that end alike."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = [*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]
+        yield (indent + "  ".join(cells)).rstrip()
