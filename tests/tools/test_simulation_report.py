@@ -16,7 +16,7 @@ from ms_gradaccum.parallel import factory
 from ms_gradaccum.tools.processes import Job, Meeting
 from ms_gradaccum.tools.simulation import worker
 from ms_gradaccum.tools.simulation.collectives import WORLD_GROUP, messages_of
-from ms_gradaccum.tools.simulation.report import Program
+from ms_gradaccum.tools.simulation.report import Program, program_of
 
 # A part of the names that the compiler gives to operators of a purpose.
 NAMES = {"gradients": "grad_mirror", "weights": "parallel_optimizer", "norm": "global_norm"}
@@ -91,7 +91,7 @@ def test_the_progress_is_that_of_a_rank_that_still_works(tmp_path):
 
 
 def test_a_program_is_what_json_holds(simulation):
-    assert Program.of(json.loads(json.dumps(simulation.to_dict()["ours"]))) == simulation.ours
+    assert program_of(json.loads(json.dumps(simulation.to_dict()["ours"]))) == simulation.ours
 
 
 def test_a_model_gives_its_step_the_settings_that_it_sets_itself_in_a_training(monkeypatch):

@@ -1,14 +1,13 @@
 r"""A training in windows, its comparison with MindSpore's own step on the whole batch, and the tolerance.
 
-Both add up the same products. A sum of `n` terms in float32 is off by about :math:`\sqrt{n} u`, :math:`u = 2^{-24}`.
-On the way to a gradient there are `d` roundings to the dtype of the layers, :math:`\sqrt{d} u'` with :math:`u'` of
-:math:`2^{-24}`, :math:`2^{-11}` or :math:`2^{-8}`; matrix units of GPUs and NPUs round the factors of float32 products
-to 11 bits. The tolerance is :math:`4 (\sqrt{n} u + \sqrt{d} u')`, relative to losses, to norms and to the distance
-that the parameters have moved. Wrong windows are off by a factor.
+Both add up the same products. A sum of `n` terms in float32 is off by about :math:`\sqrt{n} u`, :math:`u = 2^{-24}`,
+and `d` roundings to the dtype of the layers by :math:`\sqrt{d} u'`; matrix units of GPUs and NPUs round float32 factors
+to 11 bits. The tolerance is :math:`4 (\sqrt{n} u + \sqrt{d} u')`, relative to losses, norms and the distance that the
+parameters have moved. Wrong windows are off by a factor.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +23,11 @@ from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
-FLOAT32 = 2.0**-24
-# It is below the norms of the MLP's gradients, 0.8 and more.
-MAX_NORM = 0.25
+_FLOAT32 = 2.0**-24
 _MICRO_SIZE, _RATE, _MOMENTUM = 3, 0.1, 0.9
 _DEVIATIONS = 4.0
-_ROUNDING = {ms.float32: FLOAT32, ms.float16: 2.0**-11, ms.bfloat16: 2.0**-8}
-_MATRIX_UNIT = {"CPU": FLOAT32, "GPU": 2.0**-11, "Ascend": 2.0**-11}
+_ROUNDING = {ms.float32: _FLOAT32, ms.float16: 2.0**-11, ms.bfloat16: 2.0**-8}
+_MATRIX_UNIT = {"CPU": _FLOAT32, "GPU": 2.0**-11, "Ascend": 2.0**-11}
 _INPUTS, _HIDDEN, _OUTPUTS = 12, 32, 4
 # The number of roundings in a row, in the forward and the backward pass of the MLP.
 _ROUNDINGS = 10
@@ -136,19 +133,20 @@ class Training:
         around: Callable[[nn.Cell], nn.Cell] = lambda cell: cell,
         **settings: Any,
     ) -> None:
-        self.place, self.workload, self.network = place, workload, network or perceptron()
+        self.place, self.workload, self.network, self.settings = place, workload, network or perceptron(), settings
         self.reports: list[tuple[float, float]] = []
         # It is built before the step, which may rewrite the network for half precision.
         optimizer = nn.Momentum(self.network.trainable_params(), _RATE, _MOMENTUM)
         cell = around(GradAccumulation(workload.loss(self.network), _MICRO_SIZE))
         self.step = TrainOneStepCell(cell, optimizer, **settings).set_train()
 
-    def feed(self, number: int) -> Any:
-        """Train this process's rows of a batch, note the report of an update, and return the step's output."""
-        output = self.step(*self.place.share(self.workload.batch(number, self.place.rows)))
-        if bool(output.updated.asnumpy()):
-            self.note(output)
-        return output
+    def feed(self, *numbers: int) -> "Training":
+        """Train this process's rows of batches, and note the reports of the updates."""
+        for number in numbers:
+            output = self.step(*self.place.share(self.workload.batch(number, self.place.rows)))
+            if bool(output.updated.asnumpy()):
+                self.note(output)
+        return self
 
     def note(self, output: Any) -> None:
         """Note the loss and the norm of an update, from a StepOutput or the plain tuple of a graph."""
@@ -156,41 +154,35 @@ class Training:
         self.reports.append((float(loss.asnumpy()), float(norm.asnumpy())))
 
     def compared(
-        self,
-        windows: Sequence[Sequence[int]],
-        dtype: str = "float32",
-        clip: bool = False,
-        rows: int | None = None,
-        values: Values | None = None,
-        part: Callable[[str, Any], Any] = lambda name, value: value,
+        self, values: Values | None = None, part: Callable[[str, Any], Any] = lambda name, value: value
     ) -> Found:
-        """Return the difference from MindSpore's own step, to which the batches of each window are one batch.
+        """Return the difference after two updates from MindSpore's own step, for which each window is one batch.
 
         Losses and norms are compared of the last updates, as many as were noted. ``values`` are the parameters after
         the training, by their indices, if the network does not have them; ``part`` is this process's part of one.
         """
-        workload, rows, network = self.workload, rows or self.place.rows, perceptron()
+        batches, clip = self.settings.get("accumulation_steps", 1), self.settings.get("clip")
+        network, rows = perceptron(), self.place.rows
         optimizer: nn.Cell = nn.Momentum(network.trainable_params(), _RATE, _MOMENTUM)
-        optimizer = ClippedOptimizer(optimizer, max_norm=MAX_NORM) if clip else optimizer
-        batches = [[workload.batch(number, rows) for number in numbers] for numbers in windows]
-        joined = [[Tensor(np.concatenate(arrays)) for arrays in zip(*each)] for each in batches]
-        start = values_of(network)
+        optimizer = ClippedOptimizer(optimizer, max_norm=clip.max_norm) if clip else optimizer
+        data = [self.workload.batch(number, rows) for number in range(2 * batches)]
+        joined = [map(np.concatenate, zip(*window)) for window in (data[:batches], data[batches:])]
+        loss_cell = self.workload.mean_loss(network).set_train()
+        start = {name: part(name, value) for name, value in values_of(network).items()}
         with op_by_op():
-            whole = train_whole(workload.mean_loss(network).set_train(), optimizer, joined)[-len(self.reports) :]
-        ours, theirs = (
-            {name: part(name, value) for name, value in each.items()} for each in (start, values_of(network))
-        )
-        apart = compare(values or values_of(self.network), theirs, ours)
-        allowed = tolerance(self.place.device, DTYPES[dtype], rows * len(windows[0]) * _HIDDEN, _ROUNDINGS)
-        # The parameters are rounded in each update.
+            whole = train_whole(loss_cell, optimizer, [tuple(map(Tensor, arrays)) for arrays in joined])
+        theirs = {name: part(name, value) for name, value in values_of(network).items()}
+        apart = compare(values or values_of(self.network), theirs, start)
+        precision = self.settings.get("mixed_precision")
+        dtype = precision.dtype if precision else ms.float32
+        allowed = tolerance(self.place.device, dtype, rows * batches * _HIDDEN, _ROUNDINGS)
+        # The parameters are rounded in each of two updates.
         largest = max(float(np.abs(value).max()) for value in theirs.values())
-        allowed += _DEVIATIONS * math.sqrt(len(windows)) * FLOAT32 * largest / apart.moved
-        found = {
-            "parameters": apart.difference / apart.moved,
-            "losses": _apart([loss for loss, _ in self.reports], [loss for loss, _ in whole]),
-            "norms": _apart([norm for _, norm in self.reports], [norm for _, norm in whole]),
-        }
-        # A NaN is the largest of all.
+        allowed += _DEVIATIONS * math.sqrt(2) * _FLOAT32 * largest / apart.moved
+        ours, whole_reports = np.array(self.reports), np.array(whole[-len(self.reports) :])
+        # The largest of numbers with a NaN is a NaN.
+        losses, norms = (np.abs(ours - whole_reports) / whole_reports).max(0)
+        found = {"parameters": apart.difference / apart.moved, "losses": float(losses), "norms": float(norms)}
         what = max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name])
         return Found(found[what], allowed, what)
 
@@ -198,14 +190,9 @@ class Training:
 def tolerance(device: str, dtype: ms.Type, terms: int, roundings: int) -> float:
     """Return the largest relative difference that rounding explains."""
     of_layers = max(_ROUNDING[dtype], _MATRIX_UNIT[device])
-    return _DEVIATIONS * (math.sqrt(terms) * FLOAT32 + math.sqrt(roundings) * of_layers)
+    return _DEVIATIONS * (math.sqrt(terms) * _FLOAT32 + math.sqrt(roundings) * of_layers)
 
 
 def values_of(network: nn.Cell) -> Values:
     """Return the trainable parameters of a network by their indices, since a step may rename them."""
     return {str(i): parameter.asnumpy().copy() for i, parameter in enumerate(network.trainable_params())}
-
-
-def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    differences = [abs(our - their) / abs(their) for our, their in zip(ours, theirs, strict=True)]
-    return math.nan if any(map(math.isnan, differences)) else max(differences)

@@ -18,7 +18,6 @@ from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.tools.self_test.training import (
     DTYPES,
-    MAX_NORM,
     ROWS,
     TOKENS,
     Found,
@@ -32,10 +31,10 @@ from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whol
 from ms_gradaccum.tools.simulation.partition import gpu_target, partition
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
-_PAIRS = ((0, 1), (2, 3))
-_SINGLE = ((0,), (1,))
 # The gradients of these networks do not overflow with it in float16.
 _SCALE = 1024.0
+# It is below the norms of the gradients, 0.8 and more.
+_MAX_NORM = 0.25
 _STATE = "state_of_one"
 _KINDS: dict[str, Any] = {
     "one process": "auto",
@@ -96,26 +95,18 @@ def all_cells() -> list[Cell]:
 def plain(place: Place, parallel: str, dtype: str) -> Found:
     """Two updates in the dtype."""
     training = Training(place, mixed_precision=_precision(place, dtype), parallel=_KINDS[parallel])
-    for number in (0, 1):
-        training.feed(number)
-    return training.compared(_SINGLE, dtype)
+    return training.feed(0, 1).compared()
 
 
 def clipped(place: Place, parallel: str, dtype: str) -> Found:
     """Two updates of two batches each, clipped."""
-    settings = {"accumulation_steps": 2, "clip": ClipByGlobalNorm(MAX_NORM), "parallel": _KINDS[parallel]}
-    training = Training(place, **settings)
-    for number in range(4):
-        training.feed(number)
-    return training.compared(_PAIRS, clip=True)
+    settings = {"accumulation_steps": 2, "clip": ClipByGlobalNorm(_MAX_NORM), "parallel": _KINDS[parallel]}
+    return Training(place, **settings).feed(0, 1, 2, 3).compared()
 
 
 def tokens(place: Place, parallel: str, dtype: str) -> Found:
     """A mean over the labels that are not ignored, of which each micro batch has another number."""
-    training = Training(place, TOKENS, parallel=_KINDS[parallel])
-    for number in (0, 1):
-        training.feed(number)
-    return training.compared(_SINGLE)
+    return Training(place, TOKENS, parallel=_KINDS[parallel]).feed(0, 1).compared()
 
 
 def overflow(place: Place, parallel: str, dtype: str) -> Found:
@@ -128,18 +119,16 @@ def overflow(place: Place, parallel: str, dtype: str) -> Found:
     changed = any((value != before[name]).any() for name, value in values_of(training.network).items())
     if changed or bool(output.updated.asnumpy()):
         raise ValueError("a window with an Inf in its gradient made an update")
-    output = training.feed(0)
+    output = training.step(*place.share(ROWS.batch(0, place.rows)))
+    training.note(output)
     if float(output.loss_scale.asnumpy()) != _SCALE / 2:
         raise ValueError(f"after an overflow the scale {_SCALE:g} is {output.loss_scale} where its half is right")
-    training.feed(1)
-    return training.compared(_SINGLE, dtype)
+    return training.feed(1).compared()
 
 
 def resume(place: Place, parallel: str, dtype: str) -> Found:
     """Save a state in mid-window, load it into a training that is built anew, and go on."""
-    first = Training(place, accumulation_steps=2, parallel=_KINDS[parallel])
-    for number in range(3):
-        first.feed(number)
+    first = Training(place, accumulation_steps=2, parallel=_KINDS[parallel]).feed(0, 1, 2)
     save_state(first.step, place.folder / _STATE)
     return resume_other(place, parallel, dtype)
 
@@ -150,8 +139,7 @@ def resume_other(place: Place, parallel: str, dtype: str) -> Found:
         raise SkippedCell("one process has saved no state")
     training = Training(place, accumulation_steps=2, parallel=_KINDS[parallel])
     load_state(training.step, place.folder / _STATE)
-    training.feed(3)
-    return training.compared(_PAIRS)
+    return training.feed(3).compared()
 
 
 def one_graph(place: Place, parallel: str, dtype: str) -> Found:
@@ -161,11 +149,11 @@ def one_graph(place: Place, parallel: str, dtype: str) -> Found:
         graph = _LargerGraph(training.step).set_train()
         for number in (0, 1):
             training.note(graph(*place.share(ROWS.batch(number, place.rows))))
-        return training.compared(_SINGLE)
+        return training.compared()
     arrays = tuple(map(np.concatenate, zip(*(ROWS.batch(number, place.rows) for number in (0, 1)))))
     data = NumpySlicesDataset(arrays, shuffle=False).batch(place.rows)
     Model(training.step.network, optimizer=training.step.optimizer).train(1, data, dataset_sink_mode=True)
-    return training.compared(_SINGLE)
+    return training.compared()
 
 
 def semi_auto(place: Place, parallel: str, dtype: str) -> Found:
@@ -175,8 +163,9 @@ def semi_auto(place: Place, parallel: str, dtype: str) -> Found:
     """
     if place.size % 2:
         raise SkippedCell(f"sharded operators take an even number of processes, not {place.size}")
-    dp = place.size // 2
-    rows, on_cpu = 6 * dp, place.device == "CPU"
+    dp, on_cpu = place.size // 2, place.device == "CPU"
+    # A number of rows that the processes divide.
+    workload = ROWS._replace(loss=_InlinedLoss, batch=lambda number, rows: ROWS.batch(number, rows - 1))
 
     def partitioned(cell: nn.Cell) -> AutoParallel:
         around = AutoParallel(cell)
@@ -185,9 +174,10 @@ def semi_auto(place: Place, parallel: str, dtype: str) -> Found:
         return around
 
     # The two processes of one row of the mesh have the same rows of the data.
-    parts = [[Tensor(np.split(array, dp)[place.rank // 2]) for array in ROWS.batch(i, rows)] for i in (0, 1)]
+    batches = (workload.batch(number, place.rows) for number in (0, 1))
+    parts = [[Tensor(np.split(array, dp)[place.rank // 2]) for array in batch] for batch in batches]
     with built_for("GPU" if on_cpu else place.device), graph_mode():
-        training = Training(place, ROWS._replace(loss=_InlinedLoss), _sharded(dp), partitioned)
+        training = Training(place, workload, _sharded(dp), partitioned)
     step: Any = training.step
     start = whole_values(step)
     if on_cpu:
@@ -199,10 +189,8 @@ def semi_auto(place: Place, parallel: str, dtype: str) -> Found:
     names = [parameter.name for parameter in training.step.network.trainable_params()]
     layouts = training.step.parameter_layout_dict
     return training.compared(
-        _SINGLE,
-        rows=rows,
-        values={str(i): step.values()[name] for i, name in enumerate(names)} if on_cpu else None,
-        part=lambda index, value: own_part(value, layouts.get(names[int(index)]), place.rank),
+        {str(i): step.values()[name] for i, name in enumerate(names)} if on_cpu else None,
+        lambda index, value: own_part(value, layouts.get(names[int(index)]), place.rank),
     )
 
 

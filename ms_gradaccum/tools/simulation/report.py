@@ -51,12 +51,6 @@ class Program:
     compile_seconds: float
     compile_bytes: int
 
-    @staticmethod
-    def of(found: dict[str, Any]) -> "Program":
-        """Return the program that a process has reported as JSON."""
-        kinds = ({**kind, "ranks": kind["ranks"] and tuple(kind["ranks"])} for kind in found["messages"])
-        return Program(**{**found, "messages": tuple(MessageKind(**kind) for kind in kinds)})
-
     @property
     def traffic(self) -> Traffic:
         """The messages as the `traffic` of a `TrainingPlan` has them: all in the update, in no order.
@@ -148,6 +142,12 @@ class Simulation:
             cells = [str(cell) for kinds in sent for cell in kinds.get(key, (*key, "-", "-"))[4:]]
             rows.append((f"{operator}, {purpose}", group, *cells))
         return aligned(rows, indent="  ")
+
+
+def program_of(found: dict[str, Any]) -> Program:
+    """Return the program that a process has reported as JSON."""
+    kinds = ({**kind, "ranks": kind["ranks"] and tuple(kind["ranks"])} for kind in found["messages"])
+    return Program(**{**found, "messages": tuple(MessageKind(**kind) for kind in kinds)})
 
 
 def _numbers(values: Any) -> str:

@@ -12,7 +12,7 @@ from ms_gradaccum.loops.model import Model
 from ms_gradaccum.tools.builder import Builder, check_build
 from ms_gradaccum.tools.processes import ChildError, EndedError, Job, RankError, error_of, refuse_inside
 from ms_gradaccum.tools.simulation.cuda_stubs import stand_ins, why_not
-from ms_gradaccum.tools.simulation.report import Program, Simulation, Training
+from ms_gradaccum.tools.simulation.report import Simulation, Training, program_of
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "simulate"
@@ -144,5 +144,5 @@ def _simulation(devices: int, target: str, reports: list[dict[str, Any]]) -> Sim
             farthest=worst["farthest"],
         )
     error = stock.get("error") if stock else None
-    program = Program.of(stock) if stock and error is None else None
-    return Simulation(devices, target, Program.of(reports[0]["ours"]), program, error, training)
+    program = program_of(stock) if stock and error is None else None
+    return Simulation(devices, target, program_of(reports[0]["ours"]), program, error, training)
