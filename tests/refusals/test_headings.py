@@ -2,7 +2,6 @@
 
 import re
 
-import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, line, sgd
