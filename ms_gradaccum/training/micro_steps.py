@@ -140,10 +140,9 @@ class MicroSteps:
     def _warn_of_network(self) -> None:
         """Warn of a network that trains in another way, or slowly."""
         _tell_of_modes(self.owner, self.network, self.settings.adds_batches)
-        if self.reducers[0].comes_reduced:
-            return
-        _warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
-        if self._runs_eagerly():
+        if not self.reducers[0].comes_reduced:
+            _warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
+        if self._runs_eagerly() and not self.reducers[0].comes_reduced:
             _LOGGER.warning(
                 "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
                 "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
