@@ -284,6 +284,14 @@ def warn_of_dropped(owner: str, batches: int) -> None:
         )
 
 
+def warn_of_open(owner: str, batches: int, when: str) -> None:
+    """Warn of a window that nobody has finished."""
+    warn(
+        f"For '{owner}', a window of {batches} batches was still open {when}, but no update was made with it. Call "
+        f"flush() after the loop, or drop() to throw it away."
+    )
+
+
 class DamagedState(ValueError):
     """Error for a saved state that is damaged or belongs to another program."""
 

@@ -319,12 +319,15 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         weight: float | Tensor = 1.0,
         loss: Tensor | float | None = None,
         reduction: _Reduction = "mean",
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         """Be called inside a compiled function: the same, with the items of a StepOutput in a tuple.
 
         It counts its batches itself, and knows nothing of the end of the data: call `flush` there.
         """
-        return self.in_graph(grads, weight, loss, reduction)
+        items: tuple[Tensor | None, ...] = self.in_graph(grads, weight, loss, reduction)
+        if loss is None:
+            items = (None, *items[1:])
+        return items
 
     def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip as :meth:`clip_grad_norm` does, with Accelerate's arguments; `parameters` are all trained ones."""

@@ -123,6 +123,7 @@ class PassSteps(Callback):
 
     def on_train_begin(self, run_context: Any) -> None:
         self.run_context = run_context
+        self.train_step.body.is_carried = self.model.last_window == "carry"
         params = run_context.original_args()
         # MindSpore counts by a sink_size even where the data does not sink.
         sink_size = params.sink_size if params.get("dataset_sink_mode") else -1

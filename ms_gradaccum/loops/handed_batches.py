@@ -66,6 +66,8 @@ class HandedBatches:
         current: The one that was trained last.
         is_open: Whether a pass is under way.
         is_ahead: Whether the loop fetches batches before it trains the ones before them.
+        depth: Batches that were waiting when the first batch of the pass was trained, if it was not recognised: the
+            loop fetches ahead or skips batches, and its second batch tells which.
         is_shuffled: Whether the loop trains a pass in another order.
         restarts: Whether passes begin anew inside one over another dataset that is trained with it.
         pieces_before: Pieces of the batch before the current one; 0 if there was none.
@@ -76,7 +78,7 @@ class HandedBatches:
     is_open = is_ahead = is_shuffled = restarts = False
     current: Handed | None = None
     newest: Handed | None = None
-    pieces_before = joins = 0
+    pieces_before = joins = depth = 0
     piece_rows: float | None = None
 
     def __init__(self) -> None:
@@ -84,9 +86,10 @@ class HandedBatches:
 
     def begin(self) -> None:
         """Begin a pass. What is left of the last one is still to come where the loop fetches ahead."""
-        if not self.is_ahead:
+        if self.depth or not self.is_ahead:
             self.waiting.clear()
-        self.is_open, self.is_shuffled, self.newest = True, False, None
+        self.is_ahead = self.is_ahead and not self.depth
+        self.is_open, self.is_shuffled, self.newest, self.depth = True, False, None, 0
 
     def hand_out(self, batch: Handed) -> None:
         """Note a batch that goes to the loop now."""
@@ -103,7 +106,7 @@ class HandedBatches:
     def are_fetched(self) -> bool:
         """True if all batches of the epoch were handed out and some are not trained yet."""
         seen = self.current is not None and self.newest is not None and self.current.epoch == self.newest.epoch
-        return bool(self.waiting) and (self.is_ahead or not seen)
+        return bool(self.waiting) and (self.is_ahead or self.depth > 0 or not seen)
 
     def pieces_before_that_of(self, batch: Handed) -> int:
         """Return the pieces of the batch that was trained before this one; 0 if there was none."""
@@ -114,8 +117,18 @@ class HandedBatches:
     def coming(self) -> Handed | None:
         """Return the batch that is trained next, as far as it is known before."""
         if self.waiting:
-            return self.waiting[0 if self.is_ahead or not self.is_open else -1]
+            return self.waiting[0 if self.is_ahead or self._seems_ahead or not self.is_open else -1]
         return self._current_if_open()
+
+    @property
+    def _is_first(self) -> bool:
+        """True if no batch of the newest pass was trained yet."""
+        return self.newest is None or self.current is None or self.current.epoch != self.newest.epoch
+
+    @property
+    def _seems_ahead(self) -> bool:
+        """True unless the loop skips batches: between two batches it is handed as many as before the first."""
+        return len(self.waiting) > 1 if self._is_first else 0 < self.depth >= len(self.waiting) - self.depth
 
     def _current_if_open(self) -> Handed | None:
         """Return the batch that was trained last if more of it is to come."""
@@ -134,8 +147,9 @@ class HandedBatches:
                 break
         return best
 
-    def train(self, batch: Handed, rows: float | None) -> None:
-        """Note that a piece of ``batch`` with so many rows was trained."""
+    def train(self, batch: Handed, rows: float | None, is_known: bool = True) -> None:
+        """Note that a piece of ``batch`` with so many rows was trained; ``is_known`` if it was recognised."""
+        is_first, seems_ahead = self._is_first, self._seems_ahead
         before, self.current, self.piece_rows = self.current, batch, rows
         batch.pieces += 1
         batch.rows_trained = None if rows is None or batch.rows_trained is None else batch.rows_trained + rows
@@ -144,8 +158,14 @@ class HandedBatches:
         if before is not None:
             self.pieces_before = before.pieces
             self.is_shuffled |= before.epoch == batch.epoch and batch.place < before.place
+        if is_first and not (is_known or self.is_ahead):
+            self.depth = len(self.waiting) - 1
+        elif self.depth and not self.is_ahead:
+            self.is_ahead = seems_ahead
+            self.depth *= seems_ahead
         if self.is_open:
-            self.is_ahead = batch is not self.newest
+            if is_known:
+                self.is_ahead, self.depth = batch is not self.newest, 0
             # Those before it were passed over.
             self.waiting = [each for each in self.waiting if (each.epoch, each.place) > (batch.epoch, batch.place)]
         elif batch in self.waiting:

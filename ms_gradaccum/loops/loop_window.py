@@ -14,6 +14,7 @@ from ms_gradaccum._checks import (
     check_saved_list,
     is_flag,
     warn,
+    warn_of_open,
 )
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.loops.dataloader import PreparedDatasets, PreparedScheduler
@@ -87,7 +88,7 @@ class LoopWindow(PreparedDatasets):
             self.in_batch = False
             self._keep_count()
             for each in self._batches:
-                each.source.train(each, self._piece_rows)
+                each.source.train(each, self._piece_rows, self._is_known)
         if error is None or self.networks[0].goes_on(error):
             for source in [each.source for each in self._batches if each.source.joins and not each.source.waiting]:
                 missing, source.joins = source.joins, 0
@@ -208,7 +209,8 @@ class LoopWindow(PreparedDatasets):
 
     def begin_pass(self, handed: HandedBatches, goes_on: bool) -> None:
         """Begin a pass, or go on with one; warn if a window was left open by the pass over the same data before."""
-        left = handed.current is not None and not handed.waiting and not goes_on and not self._is_withheld
+        is_over = bool(handed.depth) or not handed.waiting
+        left = handed.current is not None and is_over and not goes_on and not self._is_withheld
         if not self.passes.begin(handed) and left and self.counter.config.sync_with_dataloader:
             self.warn_if_open("when the next pass over its data began")
 
@@ -216,10 +218,7 @@ class LoopWindow(PreparedDatasets):
         """Warn, once, if there is an unfinished window."""
         if self.is_open and not (self.in_batch or self._has_warned_of_open):
             self._has_warned_of_open = True
-            warn(
-                f"For '{_OWNER}', a window of {self.counter.batches} batches was still open {when}, but no update was "
-                f"made with it. Call flush() after the loop, or drop() to throw it away."
-            )
+            warn_of_open(_OWNER, self.counter.batches, when)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loop, as JSON. Its networks and datasets have states of their own."""

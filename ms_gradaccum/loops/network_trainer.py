@@ -21,7 +21,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.step_output import NO_LOSS, StepOutput
+from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window
 
 _OWNER = "Accumulator"
@@ -132,7 +132,7 @@ class TrainedNetwork(Window):
 
     @staticmethod
     def _told(output: StepOutput, lacks_loss: bool) -> StepOutput:
-        return output._replace(loss=NO_LOSS) if lacks_loss else output
+        return output._replace(loss=None) if lacks_loss else output
 
     def reset(self) -> None:
         super().reset()

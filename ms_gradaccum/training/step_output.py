@@ -1,8 +1,7 @@
 """The report of a training step."""
 
-import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import mindspore as ms
 import numpy as np
@@ -11,8 +10,6 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ms_gradaccum._checks import argument_error
 
-# The loss of a window whose gradients came without one. It is known by its identity: another NaN is a loss.
-NO_LOSS = Tensor(math.nan, ms.float32)
 # The loss as NumPy has it, and whatever else NumPy asks for.
 _Loss = np.ndarray[tuple[int, ...], np.dtype[np.float32 | np.float64]]
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -32,7 +29,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     Attributes:
         loss: Weighted mean loss of the window so far, float32 scalar. On an update it is the loss of the
             whole window: the loss that the same rows give as one batch. (Float64 for float64 weights, as `weight`.)
-            NaN for gradients that an Accumulator was given without a loss; reports leave it out.
+            None for gradients that an Accumulator was given without a loss.
         overflow: Whether the window's gradient had an Inf or a NaN, so that its update was skipped. Bool scalar.
         loss_scale: Factor by which the loss was multiplied before the backward pass. Float32 scalar.
         updated: Whether this call ran the optimizer. Bool scalar.
@@ -81,7 +78,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def __new__(
         cls,
-        loss: Tensor,
+        loss: Tensor | None,
         overflow: Tensor,
         loss_scale: Tensor,
         updated: Tensor,
@@ -92,15 +89,15 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         other_losses: Tensor | Sequence[Tensor] = (),
     ) -> "StepOutput":
         # A step gives a tensor in place of a tuple: a row of sums and below it one of weights, 0 where there is none.
-        output = super().__new__(cls, (loss, overflow, loss_scale))
+        output = super().__new__(cls, (cast(Tensor, loss), overflow, loss_scale))
         output._further = (updated, grad_norm, clipped_grad_norm, learning_rate, weight)
         output._others = other_losses
         output._decisions = {}
         return output
 
     @property
-    def loss(self) -> Tensor:
-        """Return the weighted mean loss of the window so far."""
+    def loss(self) -> Tensor | None:
+        """Return the weighted mean loss of the window so far; None for gradients that were given without one."""
         return self[0]
 
     @property
@@ -167,7 +164,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         # Nothing waits for a device: inside a window they are constants of the host, at its end the step has read them.
         return bool(self.is_updated or self.has_overflow or np.isfinite(self.grad_norm.asnumpy()))
 
-    def _asdict(self) -> dict[str, Tensor]:
+    def _asdict(self) -> dict[str, Tensor | None]:
         """Return all fields by name, as of a NamedTuple; not `other_losses`, which are no scalar."""
         return {name: getattr(self, name) for name in self._fields}
 
@@ -196,6 +193,9 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def asnumpy(self) -> _Loss:
         """Return the loss as a NumPy array."""
+        if self.loss is None:
+            rule, remedy = "given with the gradients where it is asked for", "Call accumulator(grads, weight, loss)."
+            raise TypeError(argument_error("Accumulator", "loss", rule, None, remedy))
         loss: _Loss = self.loss.asnumpy()
         return loss
 
@@ -207,7 +207,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         return np.array(float(self), dtype)
 
     def __float__(self) -> float:
-        return float(self.loss.asnumpy())
+        return float(self.asnumpy())
 
     def __array_ufunc__(self, ufunc: Any, method: str, *values: Any, **settings: Any) -> Any:
         # All operators come here. Not of tensors: with a tensor on its left, the next output in a sum would be a tuple.
@@ -230,7 +230,7 @@ def _number(value: Any) -> Any:
 
 def loss_of(output: StepOutput) -> float | None:
     """Return the loss of an output, or None if its gradients came without one."""
-    return None if output.loss is NO_LOSS else float(output)
+    return None if output.loss is None else float(output)
 
 
 def check_output(owner: str, output: Any) -> None:

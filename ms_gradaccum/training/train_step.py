@@ -1,5 +1,6 @@
 """The training step: the micro batches of one batch, and an update at the end of the window."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -7,7 +8,7 @@ from typing import Any, NoReturn
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown
+from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown, warn_of_open
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
@@ -39,6 +40,9 @@ class HostDrivenStep(nn.Cell):
         events: Event dispatcher.
     """
 
+    # True if a Model was told to leave windows open at the end of its data.
+    is_carried = False
+
     def __init__(self, network: Any, optimizer: nn.Cell, kind: Any, settings: StepSettings, events: Events) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
@@ -60,6 +64,7 @@ class HostDrivenStep(nn.Cell):
         """Let MindSpore's saving, which asks ``step`` for the whole of a parameter, know how to gather one."""
         step.parameter_layout_dict = dict.fromkeys(self.reducer.gathers, _ANY_LAYOUT)
         step.parallel_parameter_merge_net_dict = self.reducer.gathers
+        weakref.finalize(step, self.warn_if_open)
 
     def saved(self, parameter: Parameter) -> Parameter | None:
         """Return what a checkpoint holds for ``parameter``; None for nothing."""
@@ -135,6 +140,12 @@ class HostDrivenStep(nn.Cell):
             return None
         output = self._close()
         return output if output.is_updated or output.has_overflow else None
+
+    def warn_if_open(self) -> None:
+        """Warn if a step goes, or its program ends, with a window that nobody has finished."""
+        batches = 0 if self.is_carried else self.open_batches()
+        if batches:
+            warn_of_open(_OWNER, batches, "at the end of its step")
 
     def drop(self) -> int:
         """Throw an unfinished window away and return the number of batches that it had."""

@@ -1,5 +1,6 @@
 """Accumulator: what each call of a hand-written loop does, with Accelerate's words and MindSpore's functional idiom."""
 
+import pickle
 import re
 import sys
 
@@ -194,6 +195,37 @@ def test_a_weight_of_zero_counts_nothing_not_even_nan(weight):
     output = accumulator((Tensor([[-102.0]]),), weight=np.float32(8), loss=102.0)
     assert (number(output.updated), number(output.loss), number(output.weight)) == (True, 102, 8)
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_gradients_without_a_loss_give_a_report_without_one(mode):
+    """From Python and in a compiled function, inside a window and at its end; such a report is no number."""
+    network = line()
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
+    grads = (Tensor([[1.0]]),)
+    outputs = [accumulator(grads, 2) for _ in range(2)]
+    assert [output.loss for output in outputs] == [output[0] for output in outputs] == [None, None]
+    assert number(outputs[1].grad_norm) == 1 and number(outputs[1].updated) and str(outputs[1]) == "None"
+    assert "loss=None" in repr(outputs[1]) and pickle.loads(pickle.dumps(outputs[1])).loss is None
+    remedy = "Call accumulator(grads, weight, loss)."
+    rule = "given with the gradients where it is asked for"
+    said = f"For 'Accumulator', the argument 'loss' must be {rule}, but got None. {remedy}"
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
+        float(outputs[1])
+
+    @ms.jit
+    def without_loss(grad):
+        return accumulator((grad,), 2.0)
+
+    @ms.jit
+    def with_loss(grad):
+        return accumulator((grad,), 2.0, 3.0)
+
+    items = [without_loss(*grads) for _ in range(2)]
+    assert [item[0] for item in items] == [None, None] and [bool(item[3]) for item in items] == [False, True]
+    assert float([with_loss(*grads) for _ in range(2)][1][0]) == 3.0
+    assert accumulator(grads, 2, 5.0).loss is not None
+    assert accumulator(grads, 2).loss is None and float(accumulator(grads, 2, 5.0)) == 5.0
+    accumulator.drop()
 
 
 @pytest.fixture(scope="module")

@@ -190,14 +190,14 @@ def test_breaking_out_of_a_loop_keeps_the_window():
 
 
 def test_breaking_at_the_last_batch_does_not_make_the_next_one_a_last_one():
-    _, accumulator = toy_loop(4)
+    _, accumulator = toy_loop(5)
     iterator = iter(accumulator.prepare(FOUR))
-    for _ in range(4):
+    for number_of_batch in range(4):
         next(iterator)
-    with accumulator.accumulate():
-        assert accumulator.sync_gradients
+        with accumulator.accumulate():
+            assert accumulator.sync_gradients == (number_of_batch == 3)
     iterator.close()
-    assert ends_of(accumulator, range(5)) == [False, False, False, True, False]
+    assert ends_of(accumulator, range(6)) == [False, False, False, False, True, False]
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 9])

@@ -28,13 +28,22 @@ def prefetched(data, depth=1):
     yield from held
 
 
+def converted(data):
+    """The batches of `data` as new tensors, by which nothing is recognised."""
+    return (tuple(Tensor(each.asnumpy()) for each in pair) for pair in data)
+
+
 WAYS = {
     "plain": lambda prepared: prepared,
     "one ahead": prefetched,
     "three ahead": lambda prepared: prefetched(prepared, 3),
     "further ahead than there are batches": lambda prepared: prefetched(prepared, 20),
     "a list": list,
-    "as arrays": lambda prepared: (tuple(Tensor(each.asnumpy()) for each in pair) for pair in prepared),
+    "as arrays, one ahead": lambda prepared: prefetched(converted(prepared)),
+    "as arrays, three ahead": lambda prepared: prefetched(converted(prepared), 3),
+    "as arrays, five ahead": lambda prepared: prefetched(converted(prepared), 5),
+    "as arrays, further ahead than there are batches": lambda prepared: prefetched(converted(prepared), 20),
+    "as arrays": converted,
 }
 
 
@@ -69,6 +78,24 @@ def test_batches_may_be_skipped(way):
     _, accumulator = toy_loop(4)
     ends = updates_of(accumulator, itertools.islice(WAYS[way](accumulator.prepare(SIX)), 1, None, 2))
     assert ends == [False, False, True]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_loop_that_fetches_new_tensors_ahead_is_right_from_two_batches_on(count):
+    _, accumulator = toy_loop(4)
+    for _ in range(2):
+        ends = updates_of(accumulator, prefetched(converted(accumulator.prepare(SIX[:count]))))
+        assert ends == [False] * (count - 1) + [True]
+
+
+def test_a_loop_that_only_seems_to_fetch_ahead_is_named():
+    """Its first batches are skipped, and what it trains is new tensors: so do loops that fetch ahead."""
+    _, accumulator = toy_loop(3)
+    prepared = accumulator.prepare(SIX)
+    assert updates_of(accumulator, itertools.islice(converted(prepared), 1, None)) == [False, False, True] + [False] * 2
+    with pytest.warns(UserWarning, match="a window of 2 batches was still open when the next pass over its data began"):
+        ends = updates_of(accumulator, converted(prepared))
+    assert ends == [True, False, False, True, False, True]
 
 
 def test_a_second_dataset_that_is_drawn_by_hand_ends_nothing():

@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -11,12 +12,12 @@ import warnings
 
 import mindspore.experimental.optim as experimental
 import pytest
-from linear_toy import line, sgd, weight_of
+from linear_toy import batches, line, sgd, weight_of
 from loop_toy import FOUR, adjustable_sgd, toy_loop, train, updates_of
 from mindspore import nn
 from mindspore.experimental.optim.lr_scheduler import StepLR
 
-from ms_gradaccum import Accumulator, TrainOneStepCell
+from ms_gradaccum import Accumulator, Model, TrainOneStepCell
 
 pytestmark = pytest.mark.usefixtures("eager")
 OPEN = "For 'Accumulator', a window of {} batches was still open {}, but no update was made with it. Call flush()"
@@ -58,6 +59,53 @@ for _ in range(4):
         accumulator.backward(x, x)
         accumulator.step()
 """
+
+
+OF_STEP = OPEN.replace("Accumulator", "TrainOneStepCell").format(1, "at the end of its step")
+
+
+def own_step(end=None):
+    """A step of three batches per window that is called four times."""
+    network = line()
+    step = TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), accumulation_steps=3)
+    for each in FOUR:
+        step(*each)
+    if end is not None:
+        getattr(step, end)()
+
+
+def test_a_window_of_a_step_that_nobody_finishes_is_named_once(mode):
+    with pytest.warns(UserWarning, match=re.escape(OF_STEP)) as told:
+        own_step()
+        gc.collect()
+    assert len([each for each in told if "still open" in str(each.message)]) == 1
+
+
+@pytest.mark.parametrize("end", ["flush", "drop"])
+def test_a_window_of_a_step_that_is_finished_is_not_named(end):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own_step(end)
+        gc.collect()
+
+
+@pytest.mark.parametrize("last_window", ["apply", "drop", "carry"])
+def test_a_model_finishes_its_windows_or_was_told_to_carry_them(last_window):
+    network = line()
+    loss_cell, optimizer = nn.WithLossCell(network, nn.MSELoss()), sgd(network)
+    model = Model(loss_cell, optimizer=optimizer, accumulation_steps=3, last_window=last_window)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train(1, batches(2))
+        del model
+        gc.collect()
+
+
+def test_a_window_of_a_step_that_nobody_finishes_is_named_at_the_end_of_the_program():
+    called = PROGRAM.replace("Accumulator", "TrainOneStepCell").replace(", 3)", ", accumulation_steps=3)")
+    called = called[: called.index("    with")] + "    accumulator(x, x)\n"
+    done = subprocess.run([sys.executable, "-c", called], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.count(OF_STEP) == 1
 
 
 def test_a_window_that_is_left_open_is_named_at_the_end_of_the_program():

@@ -94,7 +94,7 @@ def step_by_step(folder: Path) -> StepReport | None:
     assert_type(step.add_callback(watch), None)
     output = step(*batch)
     assert_type(output, StepOutput)
-    assert_type(output.loss, Tensor)
+    assert_type(output.loss, Tensor | None)
     assert_type(output.updated, Tensor)
     assert_type(output.other_losses, tuple[Tensor, ...])
     assert_type(output.ends_window, bool)

@@ -12,7 +12,7 @@ from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import Settled, check_bool, check_positive_float, check_positive_int
 from ms_gradaccum.tools.reporting.progress_display import Bar, Display, Lines
-from ms_gradaccum.training.step_output import NO_LOSS, StepOutput, check_output
+from ms_gradaccum.training.step_output import StepOutput, check_output
 
 _OWNER = "ProgressBar"
 
@@ -175,7 +175,7 @@ class ProgressBar(Settled, Callback):
     def _show(self) -> None:
         assert self._display is not None
         facts = [] if self._by_hand or self._num_updates is None else [f"{self._num_updates} updates"]
-        if isinstance(self._loss, Tensor) and self._loss is not NO_LOSS:
+        if isinstance(self._loss, Tensor):
             facts.append(f"loss {np.mean(self._loss.asnumpy()):.4g}")
         if self._last_update is not None:
             others = [f"{loss.asnumpy().item():.4g}" for loss in self._last_update.other_losses]
