@@ -4,6 +4,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 from mindspore import Tensor, nn
@@ -233,6 +234,9 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     def prepare(self, *objects: object) -> object | tuple[object, ...]:
         """Return a dataset that knows its last batch, a learning rate scheduler that moves once per update.
 
+        An optimizer of this loop gets ``step()`` and ``zero_grad()``, which do what those of the Accumulator do. Only
+        ``nn.AdaFactor``, which has a parameter ``step``, gets none.
+
         Args:
             objects: Datasets (of ``mindspore.dataset``, or anything to loop over; with a length if there are several
                 processes), schedulers of ``mindspore.experimental.optim.lr_scheduler``, and cells, which are
@@ -242,7 +246,19 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             The prepared object, or a tuple of them in the same order.
         """
         prepared = tuple(prepare(item, self.window) for item in objects)
+        for trained in self._networks:
+            for optimizer in trained.optimizers:
+                # One may be there from another loop.
+                is_free = isinstance(getattr(optimizer, "step", self.step), (MethodType, functools.partial))
+                if is_free and any(item is optimizer for item in objects):
+                    optimizer.step = functools.partial(self._step_of, trained)
+                    optimizer.zero_grad = functools.partial(self.zero_grad, network=trained.names[0])
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def _step_of(self, trained: TrainedNetwork) -> StepOutput | None:
+        """Update a network once, whichever of its optimizers is asked."""
+        is_due = trained.is_open or len(trained.optimizers) == 1
+        return self.step(network=trained.names[0]) if is_due else None
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -7,6 +7,7 @@ which a rank holds a part between two steps have an `hsdp_effective_shard_size`.
 
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -23,6 +24,7 @@ from ms_gradaccum.parallel.layout import ReducedLayout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
 from ms_gradaccum.parallel.world import check_equal, gather_counts
 
+_PROTOCOL = ("config", "requires_acc_grad", "set_requires_grad_sync", "zero_grads")
 UNKNOWN_LAST = (
     "For '{owner}', a network that reduces its gradients in the last micro batch of a window must know it beforehand, "
     "but got {got}. Write 'with accumulator.accumulate():' around each batch, or leave enable_grad_accumulation out."
@@ -33,7 +35,7 @@ def schedulers_of(network: Any) -> list[Any]:
     """Return what reduces the gradients of a network's cells, if it has HyperParallel's protocol."""
     cells = [cell for _, cell in network.cells_and_names()] if isinstance(network, nn.Cell) else []
     found = [getattr(cell, "hsdp_scheduler", None) for cell in cells]
-    return [each for each in found if hasattr(each, "set_requires_grad_sync")]
+    return [each for each in found if each is not None]
 
 
 def shard_size_of(parameter: Parameter) -> int:
@@ -54,6 +56,10 @@ def check_reducing(owner: str, parallel: Any, network: nn.Cell, schedulers: Sequ
     if not runs_eagerly(False):
         rule, got = "run op by op for hooks that reduce its gradients", "a graph, which calls none"
         raise ValueError(argument_error(owner, "network", rule, got, "Call set_context(mode=PYNATIVE_MODE)."))
+    for each in schedulers:
+        if not all(map(partial(hasattr, each), _PROTOCOL)) or not hasattr(each.config, "grad_scale"):
+            rule, got = "one of hsdp(), which says how it reduces", f"a {type(each).__name__}, which does not"
+            raise ValueError(argument_error(owner, "network", rule, got, "Use hsdp() in place of fully_shard()."))
     scales = {(each.config.grad_scale, bool(each.requires_acc_grad)) for each in schedulers}
     if len(scales) > 1:
         remedy = "Give each part of the network the same ones."

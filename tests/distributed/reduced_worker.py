@@ -217,6 +217,9 @@ def be_refused():
     ):
         step = error_of(TrainOneStepCell, cell, OPTIMIZERS["Adam"](network.trainable_params()), **settings)
         errors[key] = step
+    network = build_layers()
+    network.hsdp_scheduler = mock.Mock(spec=["set_requires_grad_sync"])
+    errors["fully_shard"] = error_of(Accumulator, network, nn.SGD(network.trainable_params(), 0.1))
     ms.set_context(mode=ms.GRAPH_MODE)
     with mock.patch.dict(os.environ, MS_JIT="1"):
         errors["graph"] = error_of(build, 2, **options)

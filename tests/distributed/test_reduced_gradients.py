@@ -30,6 +30,7 @@ SENTENCES = {
     "drop": "the argument 'bad_micro_batch' must be 'skip_window' where gradients come reduced",
     "precision": "the argument 'mixed_precision' must be None or a loss scale where gradients come reduced",
     "compile": "the argument 'compile' must be None where gradients come reduced",
+    "fully_shard": "must be one of hsdp(), which says how it reduces, but got a Mock, which does not.",
     "graph": "must be run op by op for hooks that reduce its gradients, but got a graph, which calls none.",
     "operators": "must be one that adds up its gradients with operators of this device, but got The kernel",
     "micro batches": "a batch must have as many micro batches on all ranks where the network itself communicates",

@@ -1,0 +1,83 @@
+"""Optimizers that are prepared, as in Accelerate: they step at the end of a window alone."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from linear_toy import descend, line, sgd, weight_of
+from loop_toy import FOUR
+from mindspore import nn
+from mindspore.experimental import optim
+from mindspore.experimental.optim.lr_scheduler import StepLR
+
+from ms_gradaccum import Accumulator
+
+
+def loop_of(network, optimizer, steps):
+    return Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, steps)
+
+
+@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["GRAPH", "PYNATIVE"])
+def test_a_loop_in_the_words_of_accelerate_makes_one_update_per_window(mode):
+    ms.set_context(mode=mode)
+    network = line()
+    optimizer = optim.SGD(network.trainable_params(), 0.02)
+    accumulator = loop_of(network, optimizer, 2)
+    network, optimizer, scheduler, loader = accumulator.prepare(network, optimizer, StepLR(optimizer, 1, 0.5), FOUR)
+    weights = []
+    for each in loader:
+        with accumulator.accumulate(network):
+            optimizer.zero_grad()
+            accumulator.backward(*each)
+            output = optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            assert (output is None) != accumulator.sync_gradients
+        weights.append(weight_of(network))
+    first = descend((1, 2, 3, 4))
+    assert weights == pytest.approx(
+        [0, first, first, descend((5, 6, 7, 8), weight=first, learning_rate=0.01)], rel=1e-6
+    )
+    # An update in each batch would end elsewhere.
+    assert not np.isclose(weights[-1], descend((1, 2), (3, 4), (5, 6), (7, 8)))
+
+
+def test_zero_grad_throws_a_full_window_away():
+    network = line()
+    optimizer = sgd(network)
+    accumulator = loop_of(network, optimizer, 1)
+    accumulator.prepare(optimizer)
+    accumulator.backward(*FOUR[0])
+    optimizer.zero_grad()
+    assert weight_of(network) == 0
+    accumulator.backward(*FOUR[1])
+    assert optimizer.step().weight == 2 and weight_of(network) == pytest.approx(descend((3, 4)), rel=1e-6)
+
+
+def test_two_optimizers_of_a_network_make_one_update():
+    network = nn.SequentialCell(nn.Dense(1, 1, weight_init="ones"), nn.Dense(1, 1, weight_init="ones"))
+    optimizers = [nn.SGD(cell.trainable_params(), 0.01) for cell in network]
+    accumulator = loop_of(network, optimizers, 2)
+    accumulator.prepare(*optimizers)
+    outputs = []
+    for each in FOUR[:2]:
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            outputs += [optimizer.step() for optimizer in optimizers]
+    assert [output is None for output in outputs] == [True, True, False, True] and accumulator.events.updates == 1
+
+
+def test_an_optimizer_that_is_prepared_again_follows_its_last_loop():
+    network = line()
+    optimizer = sgd(network)
+    for _ in range(2):
+        accumulator = loop_of(network, optimizer, 1)
+        accumulator.prepare(optimizer)
+    accumulator.backward(*FOUR[0])
+    assert optimizer.step() is not None and accumulator.updated
+
+
+def test_a_parameter_called_step_stays():
+    network = line()
+    optimizer = nn.AdaFactor(network.trainable_params(), learning_rate=0.1, relative_step=False, scale_parameter=False)
+    loop_of(network, optimizer, 1).prepare(optimizer)
+    assert isinstance(optimizer.step, ms.Parameter)
