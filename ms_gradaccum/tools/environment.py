@@ -34,7 +34,7 @@ _VARIABLES = (
 
 
 def describe() -> dict[str, str]:
-    """Return the facts that ``python -m ms_gradaccum env`` prints, by name. Features are tried on tiny networks."""
+    """Return the facts that ``python -m ms_gradaccum env`` prints, by name. Features are tested on tiny networks."""
     target = ms.get_context("device_target")
     on_cpu = target == "CPU"
     facts = {"python": platform.python_version(), "system": platform.platform()}

@@ -90,15 +90,13 @@ def _run(
 ) -> dict[str, Any]:
     """Run a cell in processes of its own, so that one that hangs or dies does not affect the others."""
     simulated = cell.partitioned and device == "CPU"
-    devices = facts.get("devices", processes)
-    if workers == 1 and cell.parallel != "one process":
-        return {"outcome": "skipped", "said": "it takes several processes", **_UNKNOWN}
+    devices, lacking = facts.get("devices", processes), why_not() if simulated else None
+    said = f"CPU compiles for GPUs that are not there, but {lacking}" if lacking else ""
     if device != "CPU" and devices < processes:
         said = f"{processes} processes take as many devices, and there are {devices}"
-        return {"outcome": "skipped", "said": said, **_UNKNOWN}
-    lacking = why_not() if simulated else None
-    if lacking is not None:
-        said = f"CPU compiles for GPUs that are not there, but {lacking}"
+    if workers == 1 and cell.parallel != "one process":
+        said = "it takes several processes"
+    if said:
         return {"outcome": "skipped", "said": said, **_UNKNOWN}
     task = {"cell": asdict(cell), "device": device, "workers": workers, "size": processes, "shared": shared}
     task |= {"simulated": simulated, "describes": "devices" not in facts}

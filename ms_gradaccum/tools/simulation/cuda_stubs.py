@@ -1,7 +1,7 @@
 """Stand-ins for the CUDA libraries, with which MindSpore's GPU plugin loads on a machine without a GPU.
 
-The plugin is part of the CPU wheel. Its compiler front end, which partitions a graph over devices, needs no device;
-it only needs the libraries that the plugin names to exist. Here they are libraries whose functions all fail.
+The plugin is part of the CPU wheel. Its compiler front end, which partitions a graph over devices, needs no device, but
+the libraries that the plugin is linked with. The stand-ins are libraries whose functions all fail.
 """
 
 import shutil
@@ -30,7 +30,7 @@ _LIBRARIES = (
     "libcusparse.so.11",
     "libnvrtc.so.11.2",
 )
-# The functions of the driver, and a few others, are wanted without a version.
+# The functions of the driver, and a few others, are needed without a version.
 _UNVERSIONED = "libcuda.so.1"
 _NVCC = """#!/bin/sh
 echo "Cuda compilation tools, release 11.6, V11.6.55"
@@ -38,7 +38,7 @@ echo "Cuda compilation tools, release 11.6, V11.6.55"
 
 
 def why_not() -> str | None:
-    """Return what this machine lacks to build the stand-ins, or None."""
+    """Return the reason why this machine cannot build the stand-ins, or None."""
     for tool in ("gcc", "nm"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed"
@@ -47,16 +47,16 @@ def why_not() -> str | None:
 
 
 def build_cuda_home(home: Path) -> Path:
-    """Make a folder that MindSpore takes for CUDA 11.6, and return it."""
+    """Create a folder that MindSpore accepts as CUDA 11.6, and return it."""
     libraries = home / "lib64"
     libraries.mkdir(parents=True)
-    symbols = _wanted_symbols()
-    sources = home / "src"  # Not beside the libraries: MindSpore takes every file there for one.
+    symbols = _needed_symbols()
+    sources = home / "src"  # Not beside the libraries, where MindSpore loads every file.
     sources.mkdir()
     compilers = [_build_library(libraries, sources, name, symbols[name]) for name in _LIBRARIES]
     if any(compiler.wait() for compiler in compilers):
         raise RuntimeError("gcc could not build the stand-ins for CUDA")
-    # MindSpore reads the versions of CUDA and cuDNN in the names of these files.
+    # MindSpore reads the versions of CUDA and cuDNN from these file names.
     (libraries / "libcudart.so.11.6.55").symlink_to("libcudart.so.11.0")
     (libraries / "libcudnn.so.8.9.6").symlink_to("libcudnn.so.8")
     (home / "bin").mkdir()
@@ -71,27 +71,27 @@ def stand_ins(folder: Path) -> dict[str, str]:
 
 
 def environment(cuda_home: Path) -> dict[str, str]:
-    """Return the environment in which a process finds the stand-ins for CUDA, and reads programs fast if it can."""
+    """Return the environment variables for the stand-ins, and for a fast protobuf where MindSpore works with it."""
     found = {"CUDA_HOME": str(cuda_home), "LD_LIBRARY_PATH": str(cuda_home / "lib64")}
     if "builder" in (Path(mindspore.__file__).parent / "train" / "checkpoint_pb2.py").read_text():
-        # For large checkpoints MindSpore takes the one in Python, which reads and writes ten times as slowly. It takes
-        # code that was generated in the old way, as that of MindSpore before 2.10 was.
+        # For large checkpoints MindSpore selects protobuf's implementation in Python, which is slower. Before
+        # MindSpore 2.10 its generated code needs that implementation.
         found["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "upb"
     return found
 
 
-def _wanted_symbols() -> dict[str, set[str]]:
-    """Return the functions that the plugin wants of each library."""
-    wanted: dict[str, set[str]] = defaultdict(set)
+def _needed_symbols() -> dict[str, set[str]]:
+    """Return the functions that the plugin needs of each library."""
+    needed: dict[str, set[str]] = defaultdict(set)
     for user in _USERS:
         command = ["nm", "-D", "--undefined-only", str(_PLUGIN / user)]
         for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
             name, _, version = line.split()[-1].partition("@")
             if version in _LIBRARIES:
-                wanted[version].add(name)
+                needed[version].add(name)
             elif not version and name.startswith("cu"):
-                wanted[_UNVERSIONED].add(name)
-    return wanted
+                needed[_UNVERSIONED].add(name)
+    return needed
 
 
 def _build_library(folder: Path, sources: Path, name: str, functions: set[str]) -> subprocess.Popen[bytes]:

@@ -1,6 +1,6 @@
-"""Make a program without calls: the functions that `lazy_inline` has left are put in the place of their calls.
+"""Inline the functions that `lazy_inline` has left in a program.
 
-The CPU back end refuses such calls, and a message inside a function is sent as often as the function is called.
+The CPU back end cannot run calls of them, and messages inside a function must be counted once per call.
 """
 
 from collections.abc import Iterable
@@ -19,13 +19,13 @@ class _Partial(NamedTuple):
 
 
 def inlined(model: Any) -> Any:
-    """Return a copy of a MindIR model in which the only calls left are those of what a Switch has chosen."""
+    """Return a copy of a MindIR model in which the only calls are those of a Switch's branches."""
     copy = mind_ir_pb2.ModelProto()
     copy.CopyFrom(model)
     inliner = _Inliner(copy)
     constants = _constants_of(copy)
     for graph in [copy.graph, *copy.functions]:
-        # Each graph may use those of all, and the main one is read first.
+        # Any graph may use the constants of others; the main graph, which is read first, gets them all.
         inliner.rewrite(graph, constants, keeps=graph is copy.graph)
     _drop_unused(copy)
     return copy
@@ -37,7 +37,7 @@ def operator_names(model: Any) -> dict[str, str]:
 
 
 class _Inliner:
-    """Rewrites the graphs of a model, with its functions as they were before."""
+    """Rewrites the graphs of a model, with copies of its original functions."""
 
     def __init__(self, model: Any) -> None:
         self.operators = operator_names(model)
@@ -48,10 +48,10 @@ class _Inliner:
         self.copies = 0
 
     def rewrite(self, graph: Any, constants: list[Any], keeps: bool) -> None:
-        """Put the nodes of functions in the place of their calls in ``graph``, and there or nowhere the constants."""
+        """Replace calls in ``graph`` by the nodes of the functions. With ``keeps`` it also gets the constants."""
         nodes = list(graph.node)
         del graph.node[:]
-        # What is known of values, by their names: the items of a tuple, a function with its first arguments, a number.
+        # Known values by name: the items of a tuple, a function with its first arguments, or a number.
         self.known: dict[str, Any] = {}
         self.out = graph.node
         self.names: dict[str, str] = {}
@@ -64,7 +64,7 @@ class _Inliner:
             output.name = self.names.get(output.name, output.name)
 
     def _emit(self, nodes: Iterable[Any], names: dict[str, str], suffix: str) -> None:
-        """Add ``nodes``; ``names`` says what a name of theirs is called here, ``suffix`` makes new ones."""
+        """Add copies of ``nodes``, renamed by ``names``; ``suffix`` is appended to the names of their outputs."""
         for node in nodes:
             if node.op_type == "Constant":
                 continue
@@ -91,7 +91,7 @@ class _Inliner:
             self._learn(operator, node)
 
     def _learn(self, operator: str, node: Any) -> None:
-        """Remember what a node makes, if a call or an item of a tuple may need it later."""
+        """Remember the output of a node, if a call or an item of a tuple may need it later."""
         name, inputs = node.output[0], list(node.input)
         if operator == "MakeTuple":
             self.known[name] = inputs
@@ -102,11 +102,11 @@ class _Inliner:
             if value is not None and value.type == mind_ir_pb2.AttributeProto.INT64:
                 self.known[name] = value.i
         elif operator == "Depend" and isinstance(self.known.get(inputs[0]), _Partial):
-            # The nodes of the function would have to wait for that value, each by itself.
+            # Each node of the function would have to wait for that value.
             raise NotImplementedError("a function that waits for another value")
 
     def _call(self, node: Any, target: _Partial, inputs: list[str], names: dict[str, str]) -> None:
-        """Add the nodes of a function with these inputs; the name of the call then stands for what it returns."""
+        """Add the nodes of a function with these inputs; the name of the call then stands for its result."""
         function = self.functions[target.function]
         self.copies += 1
         arguments = [*target.arguments, *inputs]
@@ -117,7 +117,7 @@ class _Inliner:
 
 
 def _copied(node: Any, inputs: list[str], suffix: str, names: dict[str, str]) -> Any:
-    """Return ``node`` with these inputs and outputs of its own, and enter these in ``names``."""
+    """Return a copy of ``node`` with these inputs and new outputs, which are entered in ``names``."""
     copy = mind_ir_pb2.NodeProto()
     copy.CopyFrom(node)
     del copy.input[:]
@@ -130,7 +130,7 @@ def _copied(node: Any, inputs: list[str], suffix: str, names: dict[str, str]) ->
 
 
 def _constants_of(model: Any) -> list[Any]:
-    """Return the constants of all graphs, of which each may use any."""
+    """Return the constants of all graphs, each once."""
     found: dict[str, Any] = {}
     for graph in [model.graph, *model.functions]:
         for node in graph.node:
@@ -140,10 +140,10 @@ def _constants_of(model: Any) -> list[Any]:
 
 
 def _drop_unused(model: Any) -> None:
-    """Drop constants, functions and tuples of them that nobody needs any more."""
+    """Drop unused constants, functions and tuples of functions."""
     operators = operator_names(model)
     needed: set[str] = set()
-    # The main graph, which has the constants, after all that may need one.
+    # The main graph has the constants, so it comes after the graphs that may need one.
     for graph in [*model.functions, model.graph]:
         needed.update(output.name for output in graph.output)
         kept = []

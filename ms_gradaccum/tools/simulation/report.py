@@ -39,11 +39,11 @@ class Program:
 
     Attributes:
         messages: The messages of one update, those with the most bytes first.
-        held_bytes: What the device holds from one update to the next, by kind: ``"parameters"``, ``"optimizer state"``
-            and ``"buffer"``, in which the gradients of a window add up. Empty for MindSpore's own cell. Unit: bytes.
-        compile_seconds: Time of the compilation in one process, beside all others that compile. With `run` these are
-            as many as there are devices, without it two.
-        compile_bytes: The most memory that this process has had until then. Unit: bytes.
+        held_bytes: The memory that the device keeps between updates, by kind: ``"parameters"``, ``"optimizer state"``
+            and ``"buffer"``, the sum of a window's gradients. Empty for MindSpore's own cell. Unit: bytes.
+        compile_seconds: Time of the compilation in one process. With `run` as many compile at once as there are
+            devices, without it two.
+        compile_bytes: Peak memory of this process after the compilation. Unit: bytes.
     """
 
     messages: tuple[MessageKind, ...]
@@ -53,10 +53,7 @@ class Program:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages as the `traffic` of a `TrainingPlan` has them: all in the update, in no order.
-
-        Each has the mean size of its kind.
-        """
+        """The messages in the form of `TrainingPlan.traffic`, in no order. Each has the mean size of its kind."""
         return Traffic(
             per_update=tuple(
                 Message(kind.operator, kind.size, kind.nbytes // kind.count)
@@ -68,11 +65,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Training:
-    """How the partitioned programs train, beside one process that trains on the whole batch.
+    """The training of the partitioned programs, compared with one process that trains on the whole batch.
 
     Attributes:
         losses: The loss of each update.
-        whole_losses: The same of one process. None for an update that was skipped for a gradient that is not finite.
+        whole_losses: The same of one process. None for an update that was skipped because of an Inf or NaN.
         difference: The largest difference between an entry of a weight, on any rank, and the same entry of one
             process, after the last update.
         moved: The largest difference between an entry of a weight before and after the training.
@@ -93,11 +90,11 @@ class Simulation:
     Attributes:
         devices (int): Number of devices.
         target (str): Their kind.
-        ours (Program): The program of one device: what it sends and holds, and what compiling it takes.
-        stock (Program, optional): That of MindSpore's own cell for the same network. None if it could not be compiled,
-            or with ``compare=False``.
-        stock_error (str, optional): Why it could not be compiled. None if it could, or with ``compare=False``.
-        training (Training, optional): How the programs train. None without `run`.
+        ours (Program): The program of one device: its messages, memory and compilation.
+        stock (Program, optional): The same for MindSpore's own cell. None if it could not be compiled, or with
+            ``compare=False``.
+        stock_error (str, optional): The reason why it could not be compiled, else None.
+        training (Training, optional): The training of the programs. None without `run`.
     """
 
     devices: int

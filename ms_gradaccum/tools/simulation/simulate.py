@@ -34,17 +34,17 @@ def simulate(
 ) -> Simulation:
     """Compile a training step for several devices on this machine, and report what each of them sends and holds.
 
-    MindSpore's own compiler partitions the step that `build` returns as it does in a job of so many devices: it inserts
-    the messages and cuts the parameters. The report counts both. With `run` the programs of all devices also train for
-    three updates, each in a process on the CPU, and the report says how far their weights are from those of one process
+    MindSpore's own compiler partitions the step that `build` returns as in a job of so many devices: it inserts the
+    messages and splits the parameters, and the report counts both. With `run` the programs of all devices also train
+    for three updates, each in a process on the CPU, and the report compares their weights with those of one process
     that trains on the whole batch.
 
     Args:
         build (Union[Callable, str]): A function without arguments that returns the training step and a batch: a
             :class:`TrainOneStepCell` or a :class:`Model` whose GradAccumulation is inside ``AutoParallel``, and the
-            batch of all devices together, a tuple or a dict of tensors. New processes import and call it, so it is a
-            function at the top level of a file, or a text such as ``"train.py:build"``. It must not choose the device,
-            start processes or call ``init()``.
+            batch of all devices together, a tuple or a dict of tensors. New processes import and call it, so it must
+            be a function at the top level of a file, or a text such as ``"train.py:build"``. It must not choose the
+            device, start processes or call ``init()``.
         devices (int): Number of devices. Default: ``8``.
         target (str): Their kind. ``"GPU"`` is what MindSpore's CPU wheel can compile for. Ascend partitions by the
             same rules, with operators of its own. Default: ``"GPU"``.
@@ -53,10 +53,10 @@ def simulate(
         run (bool): Whether the programs also train, on as many CPU processes and on this batch. Default: ``False``.
         compare (bool): Whether MindSpore's own cell is compiled too, for the same network. Default: ``True``.
         timeout (Union[int, float]): The longest time for all of it. Unit: seconds. Default: ``3600.0``.
-        progress (bool): Whether a line on the terminal says what is being done. Default: ``False``.
+        progress (bool): Whether a line on the terminal shows the current phase. Default: ``False``.
 
     Returns:
-        Simulation, what was found. ``print`` makes a table of it.
+        Simulation. ``print`` shows it as a table.
 
     Raises:
         TypeError: If an argument, or something that `build` returns, has the wrong type.
@@ -98,7 +98,7 @@ def simulate(
         )
     updates = _UPDATES if run else 0
     task = {"builder": builder, "home": os.getcwd(), "target": target, "updates": updates, "compare": compare}
-    # None: a line that changes is for a terminal alone.
+    # None shows the line only on a terminal.
     hidden = None if progress else True
     with Job(_OWNER, devices, IN_JOB, _WORK, task, stand_ins) as job:
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=hidden) as line:

@@ -42,11 +42,10 @@ def work(meeting: Meeting, builder: list[Any], home: str, target: str, updates: 
     meeting.phase("building")
     rank, found = Rank(meeting, Builder(*builder), home, target, updates), {}
     if meeting.rank == 1 and compare:
-        # At the same time as other ranks compile ours: alone it would be faster than ours, and as the second
-        # compilation of this process it would seem to take more memory.
+        # Both are compiled at the same time and each first in its process, so that time and memory compare.
         meeting.phase("compiling MindSpore's own cell")
         found["stock"] = rank.stock()
-    # All devices get programs of the same size, so one of them stands for all unless they run.
+    # The programs of all devices have the same size, so one is enough unless they run.
     if meeting.rank == 0 or updates:
         found |= rank.ours()
     return found
@@ -82,7 +81,7 @@ class Rank:
         return found | ({"run": self._run(step, model, batch)} if self.updates else {})
 
     def build(self) -> tuple[TrainOneStepCell, tuple[Any, ...]]:
-        """Return what the user's function builds: the step, and the batch as the network takes it."""
+        """Call the user's function. Return the step, and the batch as the network takes it."""
         with built_for(self.target), _inside(self.home):
             made = self.builder.call()
         if not isinstance(made, tuple) or len(made) != 2:
@@ -104,7 +103,7 @@ class Rank:
         return step, step.network.positional(args, kwargs)
 
     def _pieces(self, step: TrainOneStepCell, batch: tuple[Any, ...]) -> list[Any]:
-        """Return a piece of each input as large as what the dataset strategy leaves to a device."""
+        """Return a piece of each input that is as large as the part of a device in the dataset strategy."""
         strategy = _dataset_strategy(step)
         tensors = [item for item in batch if isinstance(item, Tensor)]
         if strategy == "data_parallel":
@@ -180,7 +179,7 @@ class Rank:
 
 
 def _step_of(model: Model) -> nn.Cell:
-    """Return the step of a Model, with the modes and the settings that the Model sets before it trains."""
+    """Return the step of a Model, with the modes and settings that the Model applies before it trains."""
     step = model._train_network.set_train()
     if isinstance(model._network, AutoParallel) and isinstance(step.body, PartitionedStep):
         step.body.semi_auto = SemiAuto(model._network)
@@ -188,7 +187,7 @@ def _step_of(model: Model) -> nn.Cell:
 
 
 def _bytes_of(model: Any, network: set[str]) -> dict[str, int]:
-    """Return what a device holds, by kind."""
+    """Return the bytes that a device holds, by kind."""
     held = {"parameters": 0, "optimizer state": 0, "buffer": 0}
     for parameter in model.graph.parameter:
         name = plain_name(parameter.name)
@@ -198,7 +197,7 @@ def _bytes_of(model: Any, network: set[str]) -> dict[str, int]:
 
 
 def _some_rows(item: Tensor, parts: tuple[int, ...]) -> Tensor:
-    """Return a piece of an input as large as the part of a device. The compiler looks at its shape alone."""
+    """Return a piece of an input as large as the part of a device. The compiler uses only its shape."""
     for axis, count in enumerate(parts):
         if item.shape[axis] % count:
             rule = f"one whose axis {axis} divides into the {count} parts of its dataset_strategy"
@@ -209,7 +208,7 @@ def _some_rows(item: Tensor, parts: tuple[int, ...]) -> Tensor:
 
 
 def _dataset_strategy(step: TrainOneStepCell) -> Any:
-    """Return how the data are cut, as the AutoParallel or, without one, MindSpore's context says it."""
+    """Return the dataset strategy of the AutoParallel or, without one, of MindSpore's context."""
     settings = step.body.semi_auto.auto_parallel
     if settings is None:
         return auto_parallel_context().get_dataset_strategy()
@@ -218,7 +217,7 @@ def _dataset_strategy(step: TrainOneStepCell) -> Any:
 
 @contextmanager
 def _stock_step(step: TrainOneStepCell) -> Iterator[nn.Cell]:
-    """Build MindSpore's own step of the same network, with the same settings in force."""
+    """Build MindSpore's own step for the same network, and apply the same settings inside this context."""
     network = step.network
     loss = LossOnly(network) if network.weighted else network.network
     stock = parallel_nn.GradAccumulation(loss, network.micro_size)
@@ -227,7 +226,7 @@ def _stock_step(step: TrainOneStepCell) -> Iterator[nn.Cell]:
         _init_auto_parallel_context(settings)
     try:
         cell = _TrainGradAccuStepCell(stock, step.optimizer)
-        # The compiler knows accumulation in training alone. The user's cells keep the modes that they have.
+        # The compiler accumulates only in training mode. The user's cells keep their modes.
         cell.add_flags(training=True)
         yield cell
     finally:
@@ -238,7 +237,7 @@ def _stock_step(step: TrainOneStepCell) -> Iterator[nn.Cell]:
 
 @contextmanager
 def _on_cpu() -> Iterator[None]:
-    """Say what to do if the program does not run on CPU, mostly for an operator that CPU lacks."""
+    """Explain an error of a program that does not run on CPU, mostly because CPU lacks an operator."""
     try:
         yield
     except Exception as error:
@@ -249,7 +248,7 @@ def _on_cpu() -> Iterator[None]:
 
 @contextmanager
 def _inside(folder: str) -> Iterator[None]:
-    """Let relative paths begin in ``folder``."""
+    """Make ``folder`` the current folder inside this context."""
     before = os.getcwd()
     os.chdir(folder)
     try:
@@ -259,5 +258,5 @@ def _inside(folder: str) -> Iterator[None]:
 
 
 def _kind(made: Any) -> str:
-    """Return the type of what a function has returned, for an error."""
+    """Describe the type of a returned value for an error."""
     return f"{type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple) else "")

@@ -1,4 +1,4 @@
-"""Window and whole batch side by side, parameter by parameter."""
+"""The reports of a comparison, parameter by parameter."""
 
 import math
 import textwrap
