@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import Settled, check_bool, check_positive_float, check_positive_int
-from ms_gradaccum.checkpoint.files import states_in
+from ms_gradaccum.checkpoint.files import renamed_states, states_in
 from ms_gradaccum.checkpoint.load import load_state
 from ms_gradaccum.checkpoint.ranks import Ranks
 from ms_gradaccum.checkpoint.save import save_state
@@ -110,9 +110,12 @@ class StateCheckpoint(Settled, Callback):
                 signal.signal(signal.SIGTERM, before)
 
     def resume_into(self, model: Model) -> None:
-        """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
-        ranks = Ranks("load_state")
-        found = ranks.exchange(lambda: ranks.is_first and bool(states_in(self.directory)))
+        """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective.
+
+        Raise where states have other names, instead of training from the beginning.
+        """
+        ranks, folder = Ranks("load_state"), self.directory
+        found = ranks.exchange(lambda: ranks.is_first and bool(states_in(folder) or renamed_states(folder)))
         if found[0]:
             load_state(model, self.directory)
 

@@ -93,7 +93,9 @@ class HostDrivenStep(nn.Cell):
         return self._end_batch(batches)
 
     def measure_loss(self, batch: tuple[Any, ...]) -> None:
-        """Measure the loss of a batch, before a larger graph trains it."""
+        """Measure the loss of a batch and compare it with those of the other ranks, before a larger graph trains it."""
+        self.window.note_batch(batch)
+        self.window.compare_ranks()
         if self.is_unmeasured:
             self.is_unmeasured = False
             self.window.micro_steps.measure_loss(batch, {})

@@ -147,9 +147,19 @@ class Window:
                 self.micro_steps.take_part()
             raise
         self.is_reduced = reduces and self.reducers[0].overlaps
-        if self.several and self.first_batch is None:
-            self.first_batch = _hash_of((args, kwargs))
+        self.note_batch((args, kwargs))
         return outputs
+
+    def note_batch(self, inputs: Any) -> None:
+        """Note the first batch of this rank, if there are several."""
+        if self.several and self.first_batch is None:
+            self.first_batch = _hash_of(inputs)
+
+    def compare_ranks(self) -> None:
+        """Warn, once, if ranks have begun with the same batch. Collective: also for those without a batch."""
+        if self.several and not self.has_compared:
+            self.has_compared = True
+            warn_of_same_data(self.owner, self.first_batch or b"")
 
     def goes_on(self, error: BaseException) -> bool:
         """Return whether this rank stays in its window after an error, which a program may catch."""
@@ -197,10 +207,7 @@ class Window:
                 )
             raise
         self.reset()
-        if self.several and not self.has_compared:
-            # All ranks get here, also those without a batch.
-            self.has_compared = True
-            warn_of_same_data(self.owner, self.first_batch or b"")
+        self.compare_ranks()
         return _as_one_report(outputs, clip or self.ends[0].update.gradients.clip.clip)
 
     def _rates_now(self) -> list[float]:

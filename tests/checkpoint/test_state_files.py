@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from linear_toy import line, sgd
+from linear_toy import batches, line, sgd, weight_of
 from mindspore import Tensor, nn
 from safetensors.numpy import load_file, save_file
 
-from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_state, save_state
+from ms_gradaccum import Accumulator, GradAccumulation, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Contents
 
@@ -390,6 +390,14 @@ def test_a_renamed_state_is_named(tmp_path):
         got = f"{folder}, where a state has another name, best. Call {renamed} by the name that save_state() gave it"
         with pytest.raises(ValueError, match=re.escape(f"must be a folder with states, but got {got}")):
             load_state(step, folder)
+    # A training that would go on from it does not begin anew without a word.
+    network = line()
+    model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=sgd(network))
+    with pytest.raises(
+        ValueError, match=re.escape(f"where a state has another name, best. Call {renamed} by the name")
+    ):
+        model.train(1, batches(2), callbacks=[StateCheckpoint(renamed.parent)], resume=True)
+    assert weight_of(network) == 0 and not files.states_in(renamed.parent)
     # By its own name it is what it was; a folder of another program and one that was never finished are no states.
     load_state(step, renamed.rename(state))
     partial = state.rename(files.partial_of(state.parent, state.name))

@@ -153,6 +153,7 @@ def test_ranks_that_read_the_same_data_are_told_once(two):
     )
     for report in two:
         assert report["warnings data same"] == report["warnings data joined"] == [sentence]
+        assert report["warnings data sunk"] == [sentence]
         assert report["warnings data other"] == report["warnings data none"] == []
 
 
