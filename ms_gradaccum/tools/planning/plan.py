@@ -51,9 +51,9 @@ class TrainingPlan:
             up to the next one. Default: ``False``.
         last_window (str): That of :class:`Model`: ``"apply"``, ``"drop"`` or ``"carry"``. Default: ``"apply"``.
         clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): That of :class:`Model`. Default: ``None``.
-        parallel (Union[str, DataParallel, HSDP]): That of :class:`Model`. ``"auto"`` is ``DataParallel()`` for several
-            ranks. What the compiler sends inside ``AutoParallel`` on Ascend and GPU is not foreseen here:
-            :func:`simulate` counts it.
+        parallel (Union[str, DataParallel, HSDP, Reduced]): That of :class:`Model`. ``"auto"`` is ``DataParallel()`` for
+            several ranks. What the compiler sends inside ``AutoParallel`` on Ascend and GPU, or hooks of the network
+            with ``Reduced()``, is not foreseen here: :func:`simulate` counts the former.
             Default: ``"auto"``.
         tokens_per_row (Union[int, float], optional): Tokens in a row, or their mean. Default: ``None``.
         learning_rate (Union[float, Sequence, Tensor, LearningRateSchedule, Callable], optional): What the optimizer

@@ -1,0 +1,37 @@
+"""A network with hooks that reduce, in one process: there is nothing to send, but its scale is undone."""
+
+from types import SimpleNamespace
+
+import pytest
+from linear_toy import descend, line, weight_of
+from loop_toy import FOUR
+from mindspore import nn
+
+from ms_gradaccum import Accumulator, Reduced, TrainingPlan
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+def test_the_scale_of_a_network_in_one_process_is_undone():
+    network = line()
+    network.weight.register_hook(lambda grad: grad * 0.125)
+    network.hsdp_scheduler = SimpleNamespace(
+        config=SimpleNamespace(grad_scale=0.125),
+        requires_acc_grad=False,
+        set_requires_grad_sync=lambda is_synced: None,
+        zero_grads=lambda: None,
+    )
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), nn.SGD(network.trainable_params(), 0.02), 2)
+    for each in FOUR[:2]:
+        with accumulator.accumulate():
+            accumulator.backward(*each)
+            output = accumulator.step()
+    assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4)), rel=1e-6)
+    assert output.weight == 4
+
+
+def test_a_plan_counts_scalars_alone():
+    sizes = {"dataset_size": 8, "batch_size": 1, "epochs": 1, "ranks": 4}
+    plan = TrainingPlan(**sizes, parameters=line().trainable_params(), parallel=Reduced())
+    # The number of micro batches of each batch; loss and weight.
+    assert [message.nbytes for message in plan.window_messages] == [4, 8]
