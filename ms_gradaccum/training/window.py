@@ -20,6 +20,7 @@ from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.update import GroupClip
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gradient
 
 # The number of windows in which the learning rate, which is read from the device, is checked for changes.
@@ -179,7 +180,8 @@ class Window:
         if self.outputs is None:
             try:
                 self.reducers[0].check_window(self.owner)
-                self.outputs = _as_one_gradient([end.measure(self.is_reduced) for end in self.ends])
+                outputs = _as_one_gradient([end.measure(self.is_reduced) for end in self.ends])
+                self.outputs = outputs if outputs[0].is_updated else self._with_large_norm(outputs)
             except BaseException:
                 self.discard()
                 raise
@@ -233,6 +235,23 @@ class Window:
                 weight = reducer.buffer.weight
                 weight.set_data(Tensor(-math.inf, weight.dtype))
         self.reset()
+
+    def _with_large_norm(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        """Return the reports, with the norm of a finite gradient if only its squares are not finite in float32."""
+        clips = [end.update.gradients.clip for end in self.ends]
+        # Ranks may have shards, a loss scale wants to know of it, and norms of groups are computed in the update.
+        leaves_it = self.several or self.loss_scale.scales or any(isinstance(clip, GroupClip) for clip in clips)
+        weight = 0.0 if leaves_it or not outputs[0].has_overflow else float(outputs[0].weight.asnumpy())
+        norm = 0.0
+        for total in [total for each in self.reducers for total in each.sums] if weight > 0 else []:
+            norm = math.hypot(norm, float(np.linalg.norm(total.asnumpy().astype(np.float64))))
+            if not math.isfinite(norm):
+                break
+        if not 0.0 < norm / (weight or 1.0) <= float(np.finfo(np.float32).max):
+            return outputs
+        size = Tensor(norm / weight, ms.float32)
+        found = {"overflow": Tensor(False), "updated": Tensor(True), "grad_norm": size, "clipped_grad_norm": size}
+        return [output._replace(**found) for output in outputs]
 
     def _skipped(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Warn why a window makes no update, and return its report."""
