@@ -1,13 +1,15 @@
-"""Leave out a micro batch whose gradients are not finite, together with its weight."""
+"""Gradients that are not finite: leave out their micro batch, or say why they make no update."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import argument_error, check_choice
 from ms_gradaccum.backend.tensors import chunks_of
-from ms_gradaccum.gradients.buffer import sparse_lookup
+from ms_gradaccum.gradients.buffer import GradientBuffer, sparse_lookup
 from ms_gradaccum.gradients.clipping import squares_of
 
 # The type of the argument `bad_micro_batch`.
@@ -66,3 +68,31 @@ class KeepFinite(nn.Cell):
         """Return the values if ``finite``, else zeros."""
         kept: tuple[Tensor, ...] = self.map(ops.partial(_keep, finite), values)
         return kept
+
+
+def large_norm(buffers: Sequence[GradientBuffer]) -> float:
+    """Return the norm of the sums in float64. It is not finite if one of them is not."""
+    norm = 0.0
+    for total in [total for buffer in buffers for total in buffer.sums]:
+        norm = math.hypot(norm, float(np.linalg.norm(total.asnumpy().astype(np.float64))))
+        if not math.isfinite(norm):
+            break
+    return norm
+
+
+def why_not_finite(buffers: Sequence[GradientBuffer], weight: float, scale: float) -> str:
+    """Return the cause of a non-finite norm of the sums, ``weight`` times ``scale`` times the gradient."""
+    if weight == 0.0:
+        return "an Inf or a NaN in each micro batch"
+    if not math.isfinite(weight):
+        return f"the weight {weight}"
+    largest, largest_name = 0.0, ""
+    for name, total in ((name, total) for buffer in buffers for name, total in zip(buffer.names, buffer.sums)):
+        size = float(np.abs(total.asnumpy()).max(initial=0.0))
+        if not math.isfinite(size):
+            return f"an Inf or a NaN for the parameter {name!r}"
+        largest, largest_name = max((largest, largest_name), (size, name))
+    if largest < 1e12:
+        return "an Inf or a NaN in another rank's shard"
+    size = largest / weight / scale
+    return f"up to {size:.3g} for the parameter {largest_name!r}, whose squares are Inf in float32"

@@ -13,7 +13,9 @@ from mindspore import Tensor, nn
 from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn, warn_of_dropped
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import flatten
+from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import ClipByValue
+from ms_gradaccum.gradients.non_finite import large_norm, why_not_finite
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import warn_of_same_data
 from ms_gradaccum.training.events import Events
@@ -242,16 +244,15 @@ class Window:
         # Ranks may have shards, a loss scale wants to know of it, and norms of groups are computed in the update.
         leaves_it = self.several or self.loss_scale.scales or any(isinstance(clip, GroupClip) for clip in clips)
         weight = 0.0 if leaves_it or not outputs[0].has_overflow else float(outputs[0].weight.asnumpy())
-        norm = 0.0
-        for total in [total for each in self.reducers for total in each.sums] if weight > 0 else []:
-            norm = math.hypot(norm, float(np.linalg.norm(total.asnumpy().astype(np.float64))))
-            if not math.isfinite(norm):
-                break
-        if not 0.0 < norm / (weight or 1.0) <= float(np.finfo(np.float32).max):
+        norm = large_norm(self._buffers()) / weight if weight > 0 else 0.0
+        if not 0.0 < norm <= float(np.finfo(np.float32).max):
             return outputs
-        size = Tensor(norm / weight, ms.float32)
+        size = Tensor(norm, ms.float32)
         found = {"overflow": Tensor(False), "updated": Tensor(True), "grad_norm": size, "clipped_grad_norm": size}
         return [output._replace(**found) for output in outputs]
+
+    def _buffers(self) -> list[GradientBuffer]:
+        return [reducer.buffer for reducer in self.reducers]
 
     def _skipped(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Warn why a window makes no update, and return its report."""
@@ -273,30 +274,10 @@ class Window:
             remedy = "lower the loss scale or the learning rate" if scale > 1.0 else "lower the learning rate"
             warn(
                 f"For '{self.owner}', the gradient of a window must have a finite norm, but got "
-                f"{self._non_finite(weight, scale)}: this window makes no update, and further ones like it make none "
+                f"{why_not_finite(self._buffers(), weight, scale)}: this window makes no update, and further ones like it make none "
                 f"without a word. Look for NaN in the data and the loss, or {remedy}."
             )
         return outputs
-
-    def _non_finite(self, weight: float, scale: float) -> str:
-        """Return the cause of a non-finite norm of the sums, ``weight`` times ``scale`` times the gradient."""
-        if weight == 0.0:
-            return "an Inf or a NaN in each micro batch"
-        if not math.isfinite(weight):
-            return f"the weight {weight}"
-        largest, largest_name = 0.0, ""
-        for name, total in (
-            (name, total) for each in self.reducers for name, total in zip(each.buffer.names, each.sums)
-        ):
-            size = float(np.abs(total.asnumpy()).max(initial=0.0))
-            if not math.isfinite(size):
-                return f"an Inf or a NaN for the parameter {name!r}"
-            largest, largest_name = max((largest, largest_name), (size, name))
-        if largest < 1e12:
-            return "an Inf or a NaN in another rank's shard"
-        return (
-            f"up to {largest / weight / scale:.3g} for the parameter {largest_name!r}, whose squares are Inf in float32"
-        )
 
     def reset(self) -> None:
         """Reset the report and the clip of the window that has ended."""
