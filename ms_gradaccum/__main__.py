@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -85,8 +87,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+@contextmanager
+def _held_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C while MindSpore is imported, which it would end with a traceback or a crash."""
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if held:
+        raise KeyboardInterrupt
+
+
 def _env(args: argparse.Namespace) -> int:
-    from ms_gradaccum.tools.environment import describe
+    with _held_interrupts():
+        from ms_gradaccum.tools.environment import describe
 
     for name, value in describe().items():
         print(f"{name:28}{value}")
@@ -97,7 +113,8 @@ def _micro_size(args: argparse.Namespace) -> int:
     """Print the measurements as they come, and the answer alone on the standard output."""
     try:
         check_build("find_micro_size", args.build)
-        from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
+        with _held_interrupts():
+            from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
 
         answer = find_micro_size(
             args.build, args.memory_limit, timeout=args.timeout, report=lambda probe: print(probe, file=sys.stderr)
@@ -114,7 +131,8 @@ def _simulate(args: argparse.Namespace) -> int:
     settings = {"run": args.run, "compare": not args.no_compare, "timeout": args.timeout, "progress": True}
     try:
         check_build("simulate", args.build)
-        from ms_gradaccum.tools.simulation.simulate import simulate
+        with _held_interrupts():
+            from ms_gradaccum.tools.simulation.simulate import simulate
 
         found = simulate(args.build, args.devices, args.target, **settings)
         text = json.dumps(found.to_dict(), indent=2)
@@ -135,7 +153,8 @@ def _test(args: argparse.Namespace) -> int:
     try:
         # Before it takes its time: the file may not be one to write to.
         output.open("a").close()
-        from ms_gradaccum.tools.self_test.self_test import self_test, summary
+        with _held_interrupts():
+            from ms_gradaccum.tools.self_test.self_test import self_test, summary
 
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             settings = {"timeout": args.timeout, "show": _show, "tell": line.set_description_str}
@@ -161,7 +180,8 @@ def _show(text: str) -> None:
 def _plot(args: argparse.Namespace) -> int:
     output = args.output or Path(args.runs[0]).with_suffix(".png")
     try:
-        from ms_gradaccum.tools.reporting.run_plot import draw
+        with _held_interrupts():
+            from ms_gradaccum.tools.reporting.run_plot import draw
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

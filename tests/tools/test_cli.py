@@ -279,6 +279,33 @@ def test_ctrl_c_is_one_sentence_and_status_130(arguments, function, tmp_path, ca
     assert capsys.readouterr().err.endswith(sentence) and list(tmp_path.iterdir()) == []
 
 
+SLOW_IMPORT = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+from ms_gradaccum.__main__ import main
+
+
+class Interrupt(MetaPathFinder):
+    \"\"\"Ctrl-C while MindSpore is imported.\"\"\"
+
+    def find_spec(self, name, path, target=None):
+        if name == "mindspore.ops":
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+sys.meta_path.insert(0, Interrupt())
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_in_the_import_of_mindspore_is_one_sentence(tmp_path):
+    command = [sys.executable, "-c", SLOW_IMPORT, "test"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 130 and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.stderr.endswith("python -m ms_gradaccum test: it was interrupted, and its processes have ended.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_env_says_what_a_bug_report_needs():
     command = [sys.executable, "-m", "ms_gradaccum", "env"]
     result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
