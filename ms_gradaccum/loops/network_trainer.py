@@ -75,7 +75,7 @@ class TrainedNetwork(Window):
         # For a network that keeps its gradients until the last micro batch of a window.
         self.run_add_totals = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
 
-    def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool) -> Tensor:
+    def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool = False) -> Tensor:
         """Add one batch and return its mean loss."""
         try:
             outputs = self.add(args, kwargs, is_last)
