@@ -274,8 +274,8 @@ class Window:
             remedy = "lower the loss scale or the learning rate" if scale > 1.0 else "lower the learning rate"
             warn(
                 f"For '{self.owner}', the gradient of a window must have a finite norm, but got "
-                f"{why_not_finite(self._buffers(), weight, scale)}: this window makes no update, and further ones like it make none "
-                f"without a word. Look for NaN in the data and the loss, or {remedy}."
+                f"{why_not_finite(self._buffers(), weight, scale)}: this window makes no update, and further ones "
+                f"like it make none without a word. Look for NaN in the data and the loss, or {remedy}."
             )
         return outputs
 
