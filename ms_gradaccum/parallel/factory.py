@@ -14,6 +14,7 @@ from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_l
 from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel.agreement import settings_of, shapes_of, structure_of
 from ms_gradaccum.parallel.collectives import check_sent
+from ms_gradaccum.parallel.failures import tell_peers_of_failure
 from ms_gradaccum.parallel.hsdp import HSDPReducer, check_shardable
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Reduced, check_kind, choose_kind
 from ms_gradaccum.parallel.layout import (
@@ -49,6 +50,7 @@ def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
         return check_reducing(owner, parallel, network, schedulers)
     if world.size == 1:
         return None
+    tell_peers_of_failure(owner, world)
     if is_semi_auto(network):
         return _compilers_own(owner, parallel, network)
     if isinstance(network, AutoParallel):
