@@ -4,27 +4,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import nn
 from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, loop_by_hand, loop_of_bare_parts, versions
 from worker import Row, serve
-from workload import (
-    ADDING,
-    BARE,
-    BARE_POOL,
-    FULL,
-    MOMENTUM,
-    OURS,
-    OURS_CALLING,
-    OURS_PYNATIVE,
-    PYNATIVE,
-    Workload,
-    first_weights,
-)
+from workload import ADDING, BARE, FULL, MOMENTUM, OURS, OURS_PYNATIVE, PYNATIVE, Workload, first_weights
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
@@ -74,33 +61,10 @@ def make_network(workload: Workload) -> nn.Cell:
     return network.set_train()
 
 
-class InThreadPool(nn.Cell):
-    """A loss cell whose graph MindSpore's threads run, since it has a condition, instead of the thread that calls it.
-
-    Otherwise that one runs a graph of at most 100 kernels on a machine of less than 12 cores. It has no part in a
-    kernel of several threads, but looks all the time whether it has ended, which takes a core from them.
-    """
-
-    def __init__(self, network: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.network = network
-
-    def construct(self, *inputs: ms.Tensor) -> ms.Tensor:
-        loss = self.network(*inputs)
-        if ops.stop_gradient(loss) < -1e30:  # never
-            loss = loss + 0.0
-        return loss
-
-
-def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int, may_use_thread_pool: bool = True) -> Step:
+def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
     # In PYNATIVE mode too, for OURS_PYNATIVE.
     step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, compile=True)
-    step.body.window.micro_steps.may_use_thread_pool = may_use_thread_pool
     return lambda x, y: step(x, y).loss
-
-
-def full(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
-    return nn.TrainOneStepCell(network, optimizer)
 
 
 def adding(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
@@ -115,12 +79,10 @@ def pynative(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
 BUILDERS = {
     OURS: ours,
     OURS_PYNATIVE: ours,
-    OURS_CALLING: partial(ours, may_use_thread_pool=False),
-    FULL: full,
+    FULL: lambda network, optimizer, micro_size: nn.TrainOneStepCell(network, optimizer),
     ADDING: adding,
     PYNATIVE: pynative,
     BARE: loop_of_bare_parts,
-    BARE_POOL: loop_of_bare_parts,
 }
 
 
@@ -128,8 +90,6 @@ def build(workload: Workload, micro_size: int, name: str) -> Row:
     mode = ms.PYNATIVE_MODE if name in (PYNATIVE, OURS_PYNATIVE) else ms.GRAPH_MODE
     ms.set_context(mode=mode)
     network = make_network(workload)
-    if name == BARE_POOL:
-        network = InThreadPool(network)
     weights = network.trainable_params()
     batch = tuple(ms.Tensor(array) for array in workload.batch())
     step = BUILDERS[name](network, nn.Momentum(weights, workload.learning_rate, MOMENTUM), micro_size)

@@ -8,15 +8,13 @@ import numpy as np
 
 OURS = "ours, GRAPH"
 OURS_PYNATIVE = "ours, PYNATIVE"
-OURS_CALLING = "ours, GRAPH, calling thread"
 FULL = "stock, full batch"
 ADDING = "GRAPH loop, compiled assign_add"
 PYNATIVE = "PYNATIVE loop, value_and_grad"
 BARE = "bare parts of our window"
-BARE_POOL = "bare parts, thread pool"
 TORCH = "PyTorch, bare loop"
 ACCELERATE = "Accelerate"
-MINDSPORE_ROWS = OURS, OURS_CALLING, OURS_PYNATIVE, FULL, ADDING, PYNATIVE, BARE, BARE_POOL
+MINDSPORE_ROWS = OURS, OURS_PYNATIVE, FULL, ADDING, PYNATIVE, BARE
 TORCH_ROWS = (TORCH, ACCELERATE)
 
 # Of SGD.
