@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter
 
 from ms_gradaccum._checks import LastWindow
@@ -16,7 +17,7 @@ from ms_gradaccum.parallel.layout import Message, Ranks, Traffic
 from ms_gradaccum.tools.planning.rates import LearningRate, check_learning_rate, rates_at
 from ms_gradaccum.tools.planning.settings import check_dataset_size, check_parameters, check_settings, window_batches
 from ms_gradaccum.tools.planning.text import describe
-from ms_gradaccum.tools.planning.windows import Windows, plan_epoch
+from ms_gradaccum.tools.planning.windows import rows_before, rows_of_batches, share_rows, updates_of
 
 _OWNER = "TrainingPlan"
 
@@ -25,59 +26,59 @@ _OWNER = "TrainingPlan"
 class TrainingPlan:
     """Plan of a training with :class:`Model` or :class:`TrainOneStepCell`: updates, rows, learning rates, costs.
 
-    The settings are those that the training gets. ``print(plan)`` shows the plan; ``dataclasses.replace(plan,
+    Give it the settings of the training. ``print(plan)`` shows the plan; ``dataclasses.replace(plan,
     learning_rate=...)`` makes another one, for example with the schedule that needed `updates` from the first.
-    Updates that are skipped because of a gradient that is not finite are not foreseen; neither is what a
-    `reduce_dtype` and ``bad_micro_batch="drop"`` change in the messages.
+    The plan counts no skipped updates (gradients with an Inf or NaN), and ignores what `reduce_dtype` and
+    ``bad_micro_batch="drop"`` change in the messages.
 
     Keyword Args:
-        dataset_size (Union[int, Sequence[int]]): Rows of the data. Several ranks get `ceil(dataset_size / ranks)` rows
-            each, some of them twice, as ``num_shards`` and ``shard_id`` of MindSpore's datasets deal them. Or the
-            rows of each rank, one number per rank, if they are dealt in another way.
+        dataset_size (Union[int, Sequence[int]]): Rows of the data. Each rank gets `ceil(dataset_size / ranks)` rows,
+            some of them twice, as with ``num_shards`` and ``shard_id`` of MindSpore's datasets. If the data is
+            distributed differently, give the rows of each rank, one number per rank.
         batch_size (int): Rows of one batch on one rank, before micro batches are cut.
-        epochs (int, optional): Passes over the data. Either this or `steps`. Default: ``None``.
-        steps (int, optional): Batches to train on (of each rank), however many passes they are: what MindSpore
-            calls steps. The training ends behind them as it does at the end of the data. Default: ``None``.
+        epochs (int, optional): Passes over the data. Give either this or `steps`. Default: ``None``.
+        steps (int, optional): Batches that each rank trains on, over any number of passes (MindSpore's steps). The
+            training ends after them as at the end of the data. Default: ``None``.
         ranks (int): Number of processes. Default: ``1``.
-        drop_remainder (bool): Whether a short batch at the end of the data is dropped, as in ``Dataset.batch``.
+        drop_remainder (bool): True drops a short batch at the end of the data, as in ``Dataset.batch``.
             Default: ``False``.
-        micro_size (int): That of :class:`GradAccumulation`: the number of micro batches of one batch. Changes
+        micro_size (int): Number of micro batches of one batch, as in :class:`GradAccumulation`. It changes
             neither rows nor updates. Default: ``1``.
-        accumulation_steps (int, optional): Number of batches of one update. ``None``: what `global_batch` says, or 1.
+        accumulation_steps (int, optional): Batches of one update. ``None``: computed from `global_batch`, or 1.
             Default: ``None``.
-        global_batch (int, optional): Rows of one update on all ranks, in place of `accumulation_steps`.
+        global_batch (int, optional): Rows of one update on all ranks, instead of `accumulation_steps`.
             Default: ``None``.
-        round_global_batch (bool): Whether a `global_batch` that is no multiple of `batch_size * ranks` is rounded
-            up to the next one. Default: ``False``.
-        last_window (str): That of :class:`Model`: ``"apply"``, ``"drop"`` or ``"carry"``. Default: ``"apply"``.
-        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): That of :class:`Model`. Default: ``None``.
-        parallel (Union[str, DataParallel, HSDP, Reduced]): That of :class:`Model`. ``"auto"`` is ``DataParallel()`` for
-            several ranks. What the compiler sends inside ``AutoParallel`` on Ascend and GPU, or hooks of the network
-            with ``Reduced()``, is not foreseen here: :func:`simulate` counts the former.
+        round_global_batch (bool): True rounds `global_batch` up to a multiple of `batch_size * ranks`.
+            Default: ``False``.
+        last_window (str): As in :class:`Model`: ``"apply"``, ``"drop"`` or ``"carry"``. Default: ``"apply"``.
+        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): As in :class:`Model`. Default: ``None``.
+        parallel (Union[str, DataParallel, HSDP, Reduced]): As in :class:`Model`. ``"auto"`` is ``DataParallel()`` for
+            several ranks. The plan does not count what hooks of the network send with ``Reduced()``, nor what the
+            compiler sends inside ``AutoParallel`` on Ascend and GPU, which :func:`simulate` counts.
             Default: ``"auto"``.
-        tokens_per_row (Union[int, float], optional): Tokens in a row, or their mean. Default: ``None``.
-        learning_rate (Union[float, Sequence, Tensor, LearningRateSchedule, Callable], optional): What the optimizer
-            gets: a rate, one per update, or a schedule; or a function of the number of updates before.
+        tokens_per_row (Union[int, float], optional): Tokens per row, or the mean. Default: ``None``.
+        learning_rate (Union[float, Sequence, Tensor, LearningRateSchedule, Callable], optional): The optimizer's
+            argument: a rate, one per update, or a schedule; or a function of the number of earlier updates.
             Default: ``None``.
-        parameters (Sequence[Parameter], optional): What the optimizer updates: ``network.trainable_params()`` or
+        parameters (Sequence[Parameter], optional): The trained parameters: ``network.trainable_params()`` or
             ``optimizer.parameters``. Default: ``None``.
-        device_target (str, optional): ``"CPU"``, ``"GPU"`` or ``"Ascend"``, on which the operators of a message
-            depend. ``None``: that of the context. Default: ``None``.
+        device_target (str, optional): ``"CPU"``, ``"GPU"`` or ``"Ascend"``, which selects the operators of a
+            message. ``None``: that of the context. Default: ``None``.
 
     Attributes:
-        batches_per_epoch (int): Batches of each rank in a pass; of the one with the most if they differ.
+        batches_per_epoch (int): Batches of each rank in a pass; if ranks differ, the most of them.
         batches (int): Batches of each rank in all.
         updates (int): Calls of the optimizer: the number of steps to give a schedule.
         updates_per_epoch (int): The largest number of updates in a pass.
         rows_per_update (int): Rows of a whole window on all ranks.
         micro_batches_per_update (int): Micro batches of a whole window on each rank.
-        last_window_batches (int): Batches by which a pass is longer than whole windows. 0: none.
-        unused_batches (int): Batches that make no update.
-        repeated_rows (int): Rows that come twice in a pass, so that all ranks have the same number.
+        last_window_batches (int): Batches of a pass that are left after its whole windows.
+        unused_batches (int): Batches that are part of no update.
+        repeated_rows (int): Rows that are used twice in a pass so that all ranks have the same number.
         dropped_rows (int): Rows of a pass that `drop_remainder` drops.
-        last_batch_rows (int): Rows of the last batch of a pass, those of all ranks together.
-        update_rows (list[int]): Rows of each update, those of all ranks together.
-        buffer_bytes (int): Memory of the sums on each rank, with those of its shards. None without
+        last_batch_rows (int): Rows of the last batch of a pass, over all ranks.
+        update_rows (list[int]): Rows of each update, over all ranks.
+        buffer_bytes (int): Memory of the sums on each rank, its shards included. None without
             `parameters`. Unit: bytes.
         traffic (Traffic): The messages per micro batch, per batch and per update. None without `parameters`. Beside
             these, :class:`Model` sends one before each pass and may send those of an update after it.
@@ -135,25 +136,26 @@ class TrainingPlan:
     def __post_init__(self) -> None:
         check_settings(_OWNER, self)
         rows, window = check_dataset_size(_OWNER, self), window_batches(_OWNER, self)
-        epoch = plan_epoch(rows, self.ranks, self.batch_size, self.drop_remainder)
-        per_epoch = len(epoch.batch_rows)
+        rank_rows = share_rows(rows, self.ranks)
+        batch_rows = rows_of_batches(rank_rows, self.batch_size, self.drop_remainder)
+        per_epoch = len(batch_rows)
         batches = self.steps or per_epoch * (self.epochs or 0)
-        windows = Windows(epoch, batches, window, self.last_window)
+        begins, ends = updates_of(batches, per_epoch, window, self.last_window)
         self._set(
             dataset_size=rows,
             accumulation_steps=window,
-            update_rows=windows.rows,
+            update_rows=(rows_before(batch_rows, ends) - rows_before(batch_rows, begins)).tolist(),
             batches_per_epoch=per_epoch,
             batches=batches,
-            updates=len(windows.ends),
-            updates_per_epoch=windows.most_per_epoch,
+            updates=len(ends),
+            updates_per_epoch=int(np.bincount((ends - 1) // per_epoch).max(initial=0)),
             rows_per_update=window * self.batch_size * self.ranks,
             micro_batches_per_update=window * min(self.micro_size, self.batch_size),
             last_window_batches=per_epoch % window,
-            unused_batches=batches - windows.batches,
-            repeated_rows=epoch.repeated_rows,
-            dropped_rows=epoch.dropped_rows,
-            last_batch_rows=int(epoch.batch_rows[-1]),
+            unused_batches=batches - int((ends - begins).sum()),
+            repeated_rows=sum(rank_rows) - (rows if isinstance(rows, int) else sum(rows)),
+            dropped_rows=sum(rank_rows) - int(batch_rows.sum()),
+            last_batch_rows=int(batch_rows[-1]),
         )
         if self.learning_rate is not None:
             self._set(learning_rate=check_learning_rate(_OWNER, self.learning_rate, self.updates))
@@ -174,7 +176,7 @@ class TrainingPlan:
 
     @property
     def update_tokens(self) -> list[float] | None:
-        """Tokens of each update, those of all ranks together. None without `tokens_per_row`."""
+        """Tokens of each update, over all ranks. None without `tokens_per_row`."""
         return None if self.tokens_per_row is None else [rows * self.tokens_per_row for rows in self.update_rows]
 
     @cached_property

@@ -65,14 +65,16 @@ def check_settings(owner: str, plan: Any) -> None:
 def check_dataset_size(owner: str, plan: Any) -> int | tuple[int, ...]:
     """Return the rows of the data. Raise unless every rank has a batch."""
     remedy = "It counts the rows of the data; give one number per rank if they are dealt unevenly."
-    if isinstance(plan.dataset_size, Sequence) and not isinstance(plan.dataset_size, str):
-        rows = tuple(check_positive_int(owner, "dataset_size", each, remedy, _MOST_ROWS) for each in plan.dataset_size)
-        if len(rows) != plan.ranks:
-            rule = f"one number, or one for each of the {plan.ranks} ranks"
-            raise ValueError(argument_error(owner, "dataset_size", rule, f"{len(rows)} numbers", "Give ranks, too."))
-    else:
-        rows = (check_positive_int(owner, "dataset_size", plan.dataset_size, remedy, _MOST_ROWS),)
-    shares = share_rows(plan.dataset_size, plan.ranks)
+    given = plan.dataset_size
+    is_uneven = isinstance(given, Sequence) and not isinstance(given, str)
+    rows = tuple(
+        check_positive_int(owner, "dataset_size", each, remedy, _MOST_ROWS)
+        for each in (given if is_uneven else [given])
+    )
+    if is_uneven and len(rows) != plan.ranks:
+        rule = f"one number, or one for each of the {plan.ranks} ranks"
+        raise ValueError(argument_error(owner, "dataset_size", rule, f"{len(rows)} numbers", "Give ranks, too."))
+    shares = share_rows(given, plan.ranks)
     _check_batches(owner, plan, shares)
     fewest = min(shares)
     if plan.drop_remainder and fewest < plan.batch_size:
@@ -81,7 +83,7 @@ def check_dataset_size(owner: str, plan: Any) -> int | tuple[int, ...]:
         raise ValueError(
             argument_error(owner, "dataset_size", rule, got, "Use drop_remainder=False or smaller batches.")
         )
-    return rows if isinstance(plan.dataset_size, Sequence) else plan.dataset_size
+    return rows if is_uneven else rows[0]
 
 
 def _check_batches(owner: str, plan: Any, shares: tuple[int, ...]) -> None:
