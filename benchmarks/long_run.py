@@ -1,13 +1,15 @@
 """Whether memory, step time and compiled graphs stay as they are in a long training with batches of changing sizes.
 
-python benchmarks/long_run.py --windows 10000 --output docs/benchmarks/long_run.png
+for seed in 0 1 2; do python benchmarks/long_run.py --seed $seed --output docs/benchmarks/long_run.json; done
 OMP_NUM_THREADS=1 msrun --worker_num=8 --local_worker_num=8 --join=True benchmarks/long_run.py --windows 500
 """
 
 import argparse
+import json
 import os
 import statistics
 import time
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -57,33 +59,47 @@ def run(windows: int, seed: int) -> list[tuple[int, float, float, int]]:
     return facts
 
 
-def draw(facts: list[tuple[int, float, float, int]], output: str, title: str) -> None:
-    """Draw memory and time over the windows."""
-    import matplotlib
+def write(facts: list[tuple[int, float, float, int]], output: Path, seed: int) -> None:
+    """Write the facts of a seed beside those of the others."""
+    known = json.loads(output.read_text()) if output.exists() else {"rows": []}
+    rows = [row for row in known["rows"] if row["seed"] != seed]
+    rows += [{"seed": seed, "windows": window, "mb": mb, "ms": 1000 * s} for window, mb, s, _ in facts]
+    output.write_text(json.dumps({**known, "versions": versions(), "rows": rows}, indent=1) + "\n")
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    windows, memory, seconds, _ = zip(*facts)
-    figure, axes = pyplot.subplots(2, 1, sharex=True, figsize=(7, 5), layout="constrained")
-    axes[0].plot(windows, memory)
-    axes[0].set(ylabel="resident memory (MB)", ylim=(0, max(memory) * 1.1), title=title)
-    axes[1].plot(windows, [1000 * second for second in seconds])
-    axes[1].set(ylabel="median window (ms)", xlabel="windows", ylim=(0, max(seconds) * 1100))
-    figure.savefig(output, dpi=120)
+def draw(output: Path) -> None:
+    """Draw the median of all seeds, with a band from the least to the largest, beside the JSON."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = json.loads(output.read_text())["rows"]
+    windows = sorted({row["windows"] for row in rows})
+    figure = Figure(figsize=(8.4, 3.8), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2)
+    for axis, key, title in zip(axes, ("mb", "ms"), ("resident memory, MB", "median time of a window, ms")):
+        seeds = [[row[key] for row in rows if row["windows"] == window] for window in windows]
+        label = f"ms_gradaccum: median and range of {len(seeds[0])} seeds"
+        axis.fill_between(windows, list(map(min, seeds)), list(map(max, seeds)), color="tab:blue", alpha=0.25)
+        axis.plot(windows, list(map(statistics.median, seeds)), color="tab:blue", label=label)
+        axis.set(xlabel="windows", ylabel=title, ylim=(0, 1.1 * max(map(max, seeds))))
+        axis.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
+    figure.savefig(output.with_suffix(".png"), format="png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Memory, step time and graphs of a long training.")
     parser.add_argument("--windows", type=int, default=10_000)
-    parser.add_argument("--output", help="a PNG to draw")
+    parser.add_argument("--seed", type=int, default=0, help="of the rows of the batches, and of their numbers")
+    parser.add_argument("--output", type=Path, help="JSON to write the figures to, beside those of other seeds")
     args = parser.parse_args()
     ms.set_context(mode=ms.GRAPH_MODE)
     rank, size = 0, 1
     if os.getenv("MS_ROLE"):
         init()
         rank, size = get_rank(), get_group_size()
-    facts = run(args.windows, rank)
+    facts = run(args.windows, args.seed + rank)
     if rank:
         return
     title = f"{args.windows} windows, {size} process(es), {versions()}"
@@ -97,7 +113,8 @@ def main() -> None:
         f"the last tenth beside the second: memory {late[-1][1] - early[0][1]:+.1f} MB, time x{times[1] / times[0]:.2f}"
     )
     if args.output:
-        draw(facts, args.output, title)
+        write(facts, args.output, args.seed)
+        draw(args.output)
 
 
 if __name__ == "__main__":
