@@ -216,7 +216,7 @@ class LoopWindow(PreparedDatasets):
 
     def warn_if_open(self, when: str) -> None:
         """Warn, once, if there is an unfinished window."""
-        if self.is_open and not (self.in_batch or self._has_warned_of_open):
+        if self.is_open and self.counter.batches and not (self.in_batch or self._has_warned_of_open):
             self._has_warned_of_open = True
             warn_of_open(_OWNER, self.counter.batches, when)
 

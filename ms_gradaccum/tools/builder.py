@@ -5,6 +5,7 @@ MindSpore, whose import takes seconds, is imported only after the first checks.
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -52,7 +53,9 @@ def _mistake(place: str, name: str) -> tuple[str, str] | None:
         return "whose file is no Python program", f"{file}, line {error.lineno}: {error.msg}."
     if {name, *_DEFINES} & set(code.co_names) or ("*",) in code.co_consts:
         return None
-    functions = [each.co_name for each in code.co_consts if isinstance(each, CodeType) and each.co_name.isidentifier()]
+    blocks = [each for each in code.co_consts if isinstance(each, CodeType) and each.co_name.isidentifier()]
+    # The body of a class is no optimized block.
+    functions = [each.co_name for each in blocks if each.co_flags & inspect.CO_OPTIMIZED]
     return "which its file does not have", f"{file} has {', '.join(functions) or 'no function'}."
 
 

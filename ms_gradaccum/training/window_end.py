@@ -159,9 +159,9 @@ class WindowEnd(nn.Cell):
         # The keys are the kind of clip that the caller chooses for each update (None: the window's own), and whether
         # the optimizer runs op by op.
         self.updates: dict[tuple[Any, bool], Any] = {}
-        # How many windows in a row a graph has skipped. In a tuple, so that no checkpoint has it.
+        # How many windows in a row a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
-        self.skipped = (Parameter(Tensor(0, ms.int32), name, requires_grad=False),)
+        self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
         # Errors inside graphs have been tried on CPU alone.
         self.can_raise = device_target() == "CPU"
         self.broken = broken_gradient(owner)
@@ -255,13 +255,12 @@ class WindowEnd(nn.Cell):
         """
         report: tuple[Tensor, ...] = self.report(done)
         loss, overflow, scale, updated, norm, learning_rate, weight, bad = report[:8]
-        (skipped,) = self.skipped
         if updated:
-            clipped_norm = ops.depend(self.update(norm), ops.assign(skipped, 0))
+            clipped_norm = ops.depend(self.update(norm), ops.assign(self.skipped, 0))
         else:
             clipped_norm = ops.depend(norm, self.buffer.clear())
             if self.can_raise:
-                in_a_row = ops.assign_add(skipped, ops.cast(overflow, ms.int32))
+                in_a_row = ops.assign_add(self.skipped, ops.cast(overflow, ms.int32))
                 if in_a_row >= MAX_OVERFLOWS:
                     raise RuntimeError(self.broken)
             else:

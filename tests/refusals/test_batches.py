@@ -376,7 +376,7 @@ def classic_step():
 def classic(micro_size, accumulation_steps):
     step = classic_step()
     step.network.micro_size, step.body.accumulation_steps = micro_size, accumulation_steps
-    step.body.buffer.clear()
+    step.drop()
     return step
 
 
@@ -560,7 +560,7 @@ def new_model(micro_size=1, accumulation_steps=1, last_window="apply"):
         accumulation_steps,
         last_window,
     )
-    step.body.buffer.clear()
+    step.drop()
     network.weight.set_data(ops.zeros_like(network.weight))
     return network, model
 

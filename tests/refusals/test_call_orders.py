@@ -443,7 +443,7 @@ class StepOrders(Modelled):
             self.built[:] = network, step, callback
         self.network, self.step, self.callback = self.built
         self.step.body.accumulation_steps = self.steps = steps
-        self.step.body.buffer.clear()
+        self.step.drop()
         self.network.weight.set_data(ops.zeros_like(self.network.weight))
         self.step.optimizer.global_step.set_data(ops.zeros_like(self.step.optimizer.global_step))
         events = self.step.events

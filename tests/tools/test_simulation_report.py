@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from mindspore import nn
@@ -13,6 +12,7 @@ from refusal import loss_cell
 from ms_gradaccum import GradAccumulation, Model, Simulation
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.parallel import factory
+from ms_gradaccum.parallel.world import World
 from ms_gradaccum.tools.processes import Job, Meeting
 from ms_gradaccum.tools.simulation import worker
 from ms_gradaccum.tools.simulation.collectives import WORLD_GROUP, messages_of
@@ -95,7 +95,7 @@ def test_a_program_is_what_json_holds(simulation):
 
 
 def test_a_model_gives_its_step_the_settings_that_it_sets_itself_in_a_training(monkeypatch):
-    monkeypatch.setattr(factory, "current_world", lambda owner: SimpleNamespace(size=2))
+    monkeypatch.setattr(factory, "current_world", lambda owner: World(0, 2))
     network = loss_cell()
     with built_for("GPU"):
         cell = AutoParallel(GradAccumulation(network, 2))

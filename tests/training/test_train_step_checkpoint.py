@@ -72,6 +72,7 @@ def test_the_names_in_a_checkpoint_are_the_weights_own_and_accu_grads(tmp_path):
         "accu_grads.bias",
         "accu_grads.weight.window_loss",
         "accu_grads.weight.window_weight",
+        "accu_grads.weight.window_skipped",
     }
     state = {"moments.weight", "moments.bias", "global_step", "learning_rate", "momentum"}
     assert set(ms.load_checkpoint(path)) == {"weight", "bias", "accu_grads.weight.window_batches"} | buffer | state

@@ -7,7 +7,7 @@ from typing import Any
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import argument_error, check_cell, check_positive_float, check_positive_int
+from ms_gradaccum._checks import argument_error, check_bool, check_cell, check_positive_float, check_positive_int
 from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
@@ -137,13 +137,16 @@ def _as_grad_accumulation(
     if not isinstance(network, GradAccumulation):
         count = check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
+    remedy = "Settings of a GradAccumulation are its own: leave them out here."
+    if micro_size is not None:
+        check_positive_int(_OWNER, "micro_size", micro_size, remedy)
+    check_bool(_OWNER, "weighted", weighted, remedy)
     axis = check_batch_axis(batch_axis)
     given = (("micro_size", micro_size, None), ("weighted", weighted, False), ("batch_axis", axis, 0))
     for name, value, default in given:
         own = getattr(network, name)
         if value not in (own, default):
             rule = f"{default!r} or that of the GradAccumulation, {own!r}"
-            remedy = "Settings of a GradAccumulation are its own: leave them out here."
             raise ValueError(argument_error(_OWNER, name, rule, repr(value), remedy))
     return network
 
