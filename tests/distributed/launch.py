@@ -72,3 +72,11 @@ def report(rank, values):
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(values))
     partial.rename(path)
+
+
+def run_scenarios(*scenarios):
+    """Run parts of a worker one after the other, and say in its log how long each took."""
+    for scenario in scenarios:
+        begin = time.monotonic()
+        scenario()
+        print(f"{scenario.__name__}: {time.monotonic() - begin:.1f} s", flush=True)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import mindspore as ms
@@ -11,7 +10,7 @@ from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank, init
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
+from launch import report, run_scenarios  # noqa: E402
 from loop_scenarios import (  # noqa: E402
     batches_of,
     sentences,
@@ -139,15 +138,12 @@ adversaries()
 # Op by op, for which nothing is compiled.
 ms.set_context(mode=ms.PYNATIVE_MODE)
 os.environ["MS_JIT"] = "0"
-for scenario in (
+run_scenarios(
     train_tokens,
     run_out_of_data_early,
     train_by_gradients,
     skip_what_is_not_finite,
     be_refused,
     count_shared_batches,
-):
-    begin = time.monotonic()
-    scenario()
-    print(f"{scenario.__name__}: {time.monotonic() - begin:.0f} s", flush=True)
+)
 report(rank, results)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +15,7 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.graph.api import _cell_graph_executor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
+from launch import report, run_scenarios  # noqa: E402
 from quick_mindspore import eagerly  # noqa: E402
 from scenarios import (  # noqa: E402
     CLIPS,
@@ -387,8 +386,6 @@ EAGER = [save_and_load, train_on_from_another_world, save_at_an_update, notice_d
 EAGER += [run_out_of_data_early]
 ms.set_context(mode=ms.GRAPH_MODE)
 for part in PARTS:
-    begin = time.monotonic()
     with eagerly() if part in EAGER else nullcontext():
-        part()
-    print(f"{part.__name__}: {time.monotonic() - begin:.0f} s", flush=True)
+        run_scenarios(part)
 report(rank, results)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +10,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch import report  # noqa: E402
+from launch import report, run_scenarios  # noqa: E402
 from reducing_network import RESUMED, TRAININGS, WRONG, Scheduler, build_layers, gradients, reduce_itself, whole_weights  # noqa: E402
 from scenarios import OPTIMIZERS, batch, share  # noqa: E402
 
@@ -239,7 +238,7 @@ def be_refused():
     results["errors"] = errors
 
 
-for scenario in (
+run_scenarios(
     train_levels,
     train_tokens,
     train_by_gradients,
@@ -248,8 +247,5 @@ for scenario in (
     count_messages,
     save_and_go_on,
     be_refused,
-):
-    begin = time.monotonic()
-    scenario()
-    print(f"{scenario.__name__}: {time.monotonic() - begin:.1f} s", flush=True)
+)
 report(rank, results)
