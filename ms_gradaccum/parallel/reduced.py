@@ -48,14 +48,19 @@ def whole(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
     return tuple(parameter for parameter in parameters if shard_size_of(parameter) == 1)
 
 
+def check_hooks_run(owner: str, eager: bool) -> None:
+    """Raise if a network runs as a graph, which calls no hook that reduces its gradients."""
+    if not eager:
+        rule, got = "run op by op for hooks that reduce its gradients", "a graph, which calls none"
+        raise ValueError(argument_error(owner, "network", rule, got, "Call set_context(mode=PYNATIVE_MODE)."))
+
+
 def check_reducing(owner: str, parallel: Any, network: nn.Cell, schedulers: Sequence[Any]) -> Reduced:
     """Return the kind of parallelism of a network that reduces its gradients itself, or raise."""
     if parallel != "auto" and not isinstance(parallel, Reduced):
         rule, remedy = "'auto' for a network that reduces its gradients itself", "They would be added up twice."
         raise ValueError(argument_error(owner, "parallel", rule, repr(parallel), remedy))
-    if not runs_eagerly(False):
-        rule, got = "run op by op for hooks that reduce its gradients", "a graph, which calls none"
-        raise ValueError(argument_error(owner, "network", rule, got, "Call set_context(mode=PYNATIVE_MODE)."))
+    check_hooks_run(owner, runs_eagerly(False))
     for each in schedulers:
         if not all(map(partial(hasattr, each), _PROTOCOL)) or not hasattr(each.config, "grad_scale"):
             rule, got = "one of hsdp(), which says how it reduces", f"a {type(each).__name__}, which does not"

@@ -16,6 +16,7 @@ from ms_gradaccum.batch.nested_inputs import why_no_graph
 from ms_gradaccum.batch.split import MicroBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
+from ms_gradaccum.parallel.reduced import check_hooks_run
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import first_pass_of
@@ -182,10 +183,8 @@ class MicroSteps:
 
     def _runs_eagerly(self) -> bool:
         eager = runs_eagerly(self.settings.compiles)
-        if not eager and self.reducers[0].comes_reduced:
-            got, remedy = "a graph, which calls none", "Call set_context(mode=PYNATIVE_MODE)."
-            rule = "run op by op for hooks that reduce its gradients"
-            raise ValueError(argument_error(self.owner, "network", rule, got, remedy))
+        if self.reducers[0].comes_reduced:
+            check_hooks_run(self.owner, eager)
         return eager
 
     def _build_eager(self, is_last: bool) -> EagerMicroStep:
