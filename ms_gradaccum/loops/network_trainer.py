@@ -71,7 +71,7 @@ class TrainedNetwork(Window):
         super().__init__(network, optimizers, reducers, replace(settings, accumulation_steps=most), events)
         self.add_grads_cell = AddGrads(self.reducers, self.micro_steps.parameters, settings.drop_non_finite)
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
-        self.run_mean_loss = Compiled(BatchLoss, _OWNER, "the mean loss", needs_fixed=True)
+        self.run_mean_loss = Compiled(MeanLoss, _OWNER, "the mean loss", needs_fixed=True)
         # For a network that keeps its gradients until the last micro batch of a window.
         self.run_add_totals = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
 
@@ -139,7 +139,7 @@ class TrainedNetwork(Window):
         self.is_open = self._lacks_loss = False
 
 
-class BatchLoss(nn.Cell):
+class MeanLoss(nn.Cell):
     """The mean loss of a batch from the loss sums of its micro batches and their weights, without a read."""
 
     def construct(self, *parts: Tensor) -> Tensor:
