@@ -10,3 +10,8 @@ def aligned(rows: Iterable[tuple[str, ...]], indent: str = "") -> Iterator[str]:
     for row in rows:
         cells = [*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]
         yield (indent + "  ".join(cells)).rstrip()
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, as in "1 batch" and "2 batches"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

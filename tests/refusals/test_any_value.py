@@ -122,7 +122,6 @@ PLAN = {
     "last_window": WINDOWS,
     "clip": CLIPS,
     "parallel": KINDS,
-    "tokens_per_row": LIMITS,
     "learning_rate": st.just(0.1) | st.just(lambda update: 0.1),
     "parameters": st.builds(lambda: line().trainable_params()),
     "device_target": st.sampled_from([None, "CPU", "GPU"]),

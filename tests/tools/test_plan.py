@@ -249,13 +249,6 @@ def test_rates_can_be_longer_than_the_training(kind):
     assert plan(8, 2).learning_rates is None
 
 
-def test_tokens_are_those_of_the_rows():
-    got = plan(10, 2, accumulation_steps=2, tokens_per_row=512)
-    assert got.update_tokens == [2048, 2048, 1024]
-    assert plan().update_tokens is None
-    assert "of 2 to 4 rows, 1024 to 2048 tokens" in str(got)
-
-
 def test_a_plan_is_a_dataclass():
     got = plan(10, 2, accumulation_steps=2, parameters=line().trainable_params())
     assert dataclasses.asdict(got)["updates"] == 3

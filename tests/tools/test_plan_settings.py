@@ -57,7 +57,6 @@ REFUSED = [
     ({"drop_remainder": 1}, "a bool", "1 of type int", "It is that of Dataset.batch()."),
     ({"round_global_batch": "up"}, "a bool", "'up' of type str", "True rounds up."),
     ({"last_window": "keep"}, "one of 'apply', 'drop', 'carry'", "'keep'", WINDOW),
-    ({"tokens_per_row": 0}, "a positive number", "0", "It counts the tokens of a row."),
     ({"device_target": "TPU"}, "one of 'CPU', 'GPU', 'Ascend'", "'TPU'", "None is that of the context."),
     (
         {"clip": 1.0},
@@ -169,7 +168,7 @@ def test_sums_are_float32_or_float64(dtype, itemsize):
     step = TrainOneStepCell(GradAccumulation(network, 1), nn.SGD(network.trainable_params(), 0.1))
     got = plan(parameters=network.trainable_params())
     assert got.buffer_bytes == sum(total.nbytes for total in step.body.buffer.sums) == itemsize * 27
-    assert (got.collectives_per_window, got.bytes_per_window) == (0, 0)
+    assert got.window_messages == ()
 
 
 # A weight of 8 rows and one of 3, which cannot be divided, on 4 ranks: 32 and 3 elements.
@@ -241,12 +240,12 @@ def test_a_window_costs_what_its_batches_and_micro_batches_do():
         got = costs(DataParallel(sync_each_batch=True), (8, 4), accumulation_steps=3, micro_size=micro_size)
         assert got.micro_batches_per_update == micro_batches
         messages = [*micro_batches * [128], *3 * [4], *[8, 4, 32]]
-        assert (got.collectives_per_window, got.bytes_per_window) == (len(messages), sum(messages))
+        assert sorted(message.nbytes for message in got.window_messages) == sorted(messages)
 
 
 def test_nothing_is_known_of_the_costs_without_parameters():
     got = plan(ranks=4)
-    assert [got.buffer_bytes, got.traffic, got.collectives_per_window, got.bytes_per_window] == [None] * 4
+    assert [got.buffer_bytes, got.traffic, got.window_messages] == [None] * 3
 
 
 def test_a_plan_keeps_no_weights():

@@ -1,67 +1,70 @@
-"""The plan of a training, computed before it runs."""
+"""Plan of a training, computed before it runs."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter
+from mindspore import Parameter, Tensor, nn
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
-from ms_gradaccum._checks import LastWindow
+from ms_gradaccum import _checks as check
+from ms_gradaccum._checks import LastWindow, argument_error, typed
+from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.gradients.clipping import Clip, check_clip
 from ms_gradaccum.parallel.factory import reducer_layout
 from ms_gradaccum.parallel.kinds import ParallelChoice, choose_kind
 from ms_gradaccum.parallel.layout import Message, Ranks, Traffic
-from ms_gradaccum.tools.planning.rates import LearningRate, check_learning_rate, rates_at
-from ms_gradaccum.tools.planning.settings import check_dataset_size, check_parameters, check_settings, window_batches
 from ms_gradaccum.tools.planning.text import describe
-from ms_gradaccum.tools.planning.windows import rows_before, rows_of_batches, share_rows, updates_of
 
 _OWNER = "TrainingPlan"
+LearningRate: TypeAlias = float | Sequence[float] | Tensor | LearningRateSchedule | Callable[[int], float]
+# The limits of a plan, which counts batch by batch.
+_MOST_BATCHES, _MOST_ROWS = 10**8, 10**15
+_MOST = {"ranks": 10**6, "global_batch": _MOST_ROWS}
+_COUNTS = {
+    "batch_size": "It counts the rows of one batch on one rank.",
+    "ranks": "It counts the processes; 1 is a single one.",
+    "micro_size": "It counts the micro batches of one batch; 1 means no split.",
+    "global_batch": "It counts the rows of one update on all ranks together.",
+    "epochs": "It counts the passes over the data.",
+    "steps": "It counts the batches to train on.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
     """Plan of a training with :class:`Model` or :class:`TrainOneStepCell`: updates, rows, learning rates, costs.
 
-    Give it the settings of the training. ``print(plan)`` shows the plan; ``dataclasses.replace(plan,
-    learning_rate=...)`` makes another one, for example with the schedule that needed `updates` from the first.
-    The plan counts no skipped updates (gradients with an Inf or NaN), and ignores what `reduce_dtype` and
-    ``bad_micro_batch="drop"`` change in the messages.
+    ``print(plan)`` shows it; ``dataclasses.replace(plan, learning_rate=...)`` makes another one, for example with the
+    schedule that needed `updates` from the first. Skipped updates (gradients with an Inf or NaN) are not counted, nor
+    what `reduce_dtype` and ``bad_micro_batch="drop"`` change in the messages.
 
     Keyword Args:
-        dataset_size (Union[int, Sequence[int]]): Rows of the data. Each rank gets `ceil(dataset_size / ranks)` rows,
-            some of them twice, as with ``num_shards`` and ``shard_id`` of MindSpore's datasets. If the data is
-            distributed differently, give the rows of each rank, one number per rank.
+        dataset_size (Union[int, Sequence[int]]): Rows of the data, of which each rank gets `ceil(dataset_size / ranks)`
+            as with ``num_shards`` and ``shard_id`` of MindSpore's datasets; or the rows of each rank.
         batch_size (int): Rows of one batch on one rank, before micro batches are cut.
         epochs (int, optional): Passes over the data. Give either this or `steps`. Default: ``None``.
-        steps (int, optional): Batches that each rank trains on, over any number of passes (MindSpore's steps). The
-            training ends after them as at the end of the data. Default: ``None``.
+        steps (int, optional): Batches that each rank trains on, over any number of passes. Default: ``None``.
         ranks (int): Number of processes. Default: ``1``.
         drop_remainder (bool): True drops a short batch at the end of the data, as in ``Dataset.batch``.
             Default: ``False``.
-        micro_size (int): Number of micro batches of one batch, as in :class:`GradAccumulation`. It changes
-            neither rows nor updates. Default: ``1``.
+        micro_size (int): Number of micro batches of one batch, as in :class:`GradAccumulation`. Default: ``1``.
         accumulation_steps (int, optional): Batches of one update. ``None``: computed from `global_batch`, or 1.
             Default: ``None``.
         global_batch (int, optional): Rows of one update on all ranks, instead of `accumulation_steps`.
             Default: ``None``.
         round_global_batch (bool): True rounds `global_batch` up to a multiple of `batch_size * ranks`.
             Default: ``False``.
-        last_window (str): As in :class:`Model`: ``"apply"``, ``"drop"`` or ``"carry"``. Default: ``"apply"``.
-        clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): As in :class:`Model`. Default: ``None``.
+        last_window (str), clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): As in :class:`Model`.
         parallel (Union[str, DataParallel, HSDP, Reduced]): As in :class:`Model`. ``"auto"`` is ``DataParallel()`` for
-            several ranks. The plan does not count what hooks of the network send with ``Reduced()``, nor what the
-            compiler sends inside ``AutoParallel`` on Ascend and GPU, which :func:`simulate` counts.
-            Default: ``"auto"``.
-        tokens_per_row (Union[int, float], optional): Tokens per row, or the mean. Default: ``None``.
+            several ranks. Messages of a network's hooks or of the compiler are not counted. Default: ``"auto"``.
         learning_rate (Union[float, Sequence, Tensor, LearningRateSchedule, Callable], optional): The optimizer's
-            argument: a rate, one per update, or a schedule; or a function of the number of earlier updates.
-            Default: ``None``.
-        parameters (Sequence[Parameter], optional): The trained parameters: ``network.trainable_params()`` or
-            ``optimizer.parameters``. Default: ``None``.
+            argument, or a function of the number of earlier updates. Default: ``None``.
+        parameters (Sequence[Parameter], optional): The trained parameters. Default: ``None``.
         device_target (str, optional): ``"CPU"``, ``"GPU"`` or ``"Ascend"``, which selects the operators of a
             message. ``None``: that of the context. Default: ``None``.
 
@@ -78,10 +81,8 @@ class TrainingPlan:
         dropped_rows (int): Rows of a pass that `drop_remainder` drops.
         last_batch_rows (int): Rows of the last batch of a pass, over all ranks.
         update_rows (list[int]): Rows of each update, over all ranks.
-        buffer_bytes (int): Memory of the sums on each rank, its shards included. None without
-            `parameters`. Unit: bytes.
-        traffic (Traffic): The messages per micro batch, per batch and per update. None without `parameters`. Beside
-            these, :class:`Model` sends one before each pass and may send those of an update after it.
+        buffer_bytes (int): Memory of the sums on each rank in bytes. None without `parameters`.
+        traffic (Traffic): The messages per micro batch, per batch and per update. None without `parameters`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -113,7 +114,6 @@ class TrainingPlan:
     last_window: LastWindow = "apply"
     clip: Clip = None
     parallel: ParallelChoice = "auto"
-    tokens_per_row: float | None = None
     learning_rate: LearningRate | None = field(default=None, repr=False, compare=False)
     parameters: Sequence[Parameter] | None = field(default=None, repr=False)
     device_target: str | None = None
@@ -134,17 +134,24 @@ class TrainingPlan:
     traffic: Traffic | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        check_settings(_OWNER, self)
-        rows, window = check_dataset_size(_OWNER, self), window_batches(_OWNER, self)
-        rank_rows = share_rows(rows, self.ranks)
-        batch_rows = rows_of_batches(rank_rows, self.batch_size, self.drop_remainder)
+        _check_settings(self)
+        norm_passes = check_clip(_OWNER, self.clip).norm_passes
+        kind = choose_kind(_OWNER, self.parallel, self.ranks)
+        target = ms.get_context("device_target") if self.device_target is None else self.device_target
+        check.check_choice(_OWNER, "device_target", target, ("CPU", "GPU", "Ascend"), "None is that of the context.")
+        rank_rows, window = _check_dataset_size(self), _window_batches(self)
+        kept = [each - each % self.batch_size if self.drop_remainder else each for each in rank_rows]
+        batch_rows = _rows_of_batches(kept, self.batch_size)
         per_epoch = len(batch_rows)
         batches = self.steps or per_epoch * (self.epochs or 0)
-        begins, ends = updates_of(batches, per_epoch, window, self.last_window)
-        self._set(
-            dataset_size=rows,
+        begins, ends = _updates_of(batches, per_epoch, window, self.last_window)
+        before = np.concatenate([[0], np.cumsum(np.resize(batch_rows, batches))])
+        given = self.dataset_size if isinstance(self.dataset_size, int) else tuple(self.dataset_size)
+        # The class is frozen.
+        vars(self).update(
+            dataset_size=given,
             accumulation_steps=window,
-            update_rows=(rows_before(batch_rows, ends) - rows_before(batch_rows, begins)).tolist(),
+            update_rows=(before[ends] - before[begins]).tolist(),
             batches_per_epoch=per_epoch,
             batches=batches,
             updates=len(ends),
@@ -153,36 +160,31 @@ class TrainingPlan:
             micro_batches_per_update=window * min(self.micro_size, self.batch_size),
             last_window_batches=per_epoch % window,
             unused_batches=batches - int((ends - begins).sum()),
-            repeated_rows=sum(rank_rows) - (rows if isinstance(rows, int) else sum(rows)),
-            dropped_rows=sum(rank_rows) - int(batch_rows.sum()),
+            repeated_rows=sum(rank_rows) - (given if isinstance(given, int) else sum(given)),
+            dropped_rows=sum(rank_rows) - sum(kept),
             last_batch_rows=int(batch_rows[-1]),
+            learning_rate=_check_learning_rate(self.learning_rate, len(ends)),
         )
-        if self.learning_rate is not None:
-            self._set(learning_rate=check_learning_rate(_OWNER, self.learning_rate, self.updates))
         if self.parameters is not None:
-            self._add_costs()
-
-    def _add_costs(self) -> None:
-        weights = check_parameters(_OWNER, self.parameters)
-        kind = choose_kind(_OWNER, self.parallel, self.ranks)
-        device = self.device_target or ms.get_context("device_target")
-        layout = reducer_layout(kind, weights, Ranks(self.ranks, self.ranks, device))
-        traffic = layout.messages(check_clip(_OWNER, self.clip).norm_passes)
-        self._set(parameters=weights, buffer_bytes=layout.sum_bytes, traffic=traffic)
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)  # The class is frozen.
-
-    @property
-    def update_tokens(self) -> list[float] | None:
-        """Tokens of each update, over all ranks. None without `tokens_per_row`."""
-        return None if self.tokens_per_row is None else [rows * self.tokens_per_row for rows in self.update_rows]
+            shapes = _shapes_of(self.parameters)
+            layout = reducer_layout(kind, shapes, Ranks(self.ranks, self.ranks, target))
+            vars(self).update(parameters=shapes, buffer_bytes=layout.sum_bytes, traffic=layout.messages(norm_passes))
 
     @cached_property
     def learning_rates(self) -> list[float] | None:
         """The learning rate of each update. None without `learning_rate`."""
-        return None if self.learning_rate is None else rates_at(_OWNER, self.learning_rate, range(self.updates))
+        return None if self.learning_rate is None else self.rates_at(range(self.updates))
+
+    def rates_at(self, updates: Iterable[int]) -> list[float]:
+        """Return the learning rates of these updates, counted from 0."""
+        given: Any = self.learning_rate
+        if isinstance(given, LearningRateSchedule):
+            # An optimizer calls it with the number of earlier updates in a tensor of shape (1,).
+            schedule = Compiled(lambda: given, _OWNER, "the learning rate")
+            return [float(schedule(Tensor([update], ms.int32)).asnumpy().item()) for update in updates]
+        if callable(given):
+            return [_rate(f"learning_rate({update})", given(update)) for update in updates]
+        return [given[update] if isinstance(given, tuple) else given for update in updates]
 
     @property
     def window_messages(self) -> tuple[Message, ...] | None:
@@ -191,15 +193,115 @@ class TrainingPlan:
             return None
         return self.traffic.of_window(self.accumulation_steps, self.micro_batches_per_update)
 
-    @property
-    def collectives_per_window(self) -> int | None:
-        """Number of messages of a whole window. None without `parameters`."""
-        return None if self.window_messages is None else len(self.window_messages)
-
-    @property
-    def bytes_per_window(self) -> int | None:
-        """The bytes that a rank passes to collective operators in a whole window. None without `parameters`."""
-        return None if self.window_messages is None else sum(message.nbytes for message in self.window_messages)
-
     def __str__(self) -> str:
         return describe(self)
+
+
+class _Weight(NamedTuple):
+    """Shape of a parameter and bytes of one element. A plan does not keep the parameters alive."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+def _shapes_of(parameters: Any) -> tuple[_Weight, ...]:
+    is_list = isinstance(parameters, (list, tuple))
+    if not is_list or not all(isinstance(each, (Parameter, _Weight)) for each in parameters):
+        rule, got = "a list of parameters", type(parameters).__name__
+        raise TypeError(argument_error(_OWNER, "parameters", rule, got, "Give network.trainable_params()."))
+    return tuple(_Weight(tuple(each.shape), each.itemsize) for each in parameters)
+
+
+def _rows_of_batches(rank_rows: Sequence[int], batch_size: int) -> Any:
+    """Return the rows of each batch of an epoch, over all ranks. A rank without data adds none."""
+    begins = np.arange(0, max(rank_rows), batch_size)
+    return sum(np.clip(rows - begins, 0, batch_size) * count for rows, count in Counter(rank_rows).items())
+
+
+def _updates_of(batches: int, per_epoch: int, window: int, last_window: str) -> Any:
+    """Return the number of the first batch of each update and that of the batch after its last one, in two rows."""
+    # With "carry", all epochs count as one.
+    length = batches if last_window == "carry" else per_epoch
+    starts = np.arange(0, batches, length)
+    begins = (starts[:, None] + np.arange(0, length, window)).ravel()
+    ends = np.minimum(begins + window, np.repeat(starts + length, len(begins) // len(starts)).clip(max=batches))
+    # Windows behind the last batch are empty; an incomplete window is an update if it is applied.
+    kept = ends - begins >= (1 if last_window == "apply" else window)
+    return np.stack([begins[kept], ends[kept]])
+
+
+def _check_settings(plan: Any) -> None:
+    for name, remedy in _COUNTS.items():
+        value = getattr(plan, name)
+        if value is not None or name in ("batch_size", "ranks", "micro_size"):
+            check.check_positive_int(_OWNER, name, value, remedy, _MOST.get(name, check.MAX_INT))
+    if (plan.epochs is None) == (plan.steps is None):
+        got = "neither" if plan.epochs is None else f"epochs={plan.epochs} and steps={plan.steps}"
+        raise ValueError(
+            f"For '{_OWNER}', either epochs or steps must be given, but got {got}. Say how long it trains."
+        )
+
+
+def _check_dataset_size(plan: Any) -> list[int]:
+    """Return the rows of each rank."""
+    remedy = "It counts the rows of the data; give one number per rank if they are dealt unevenly."
+    given, ranks, batch_size = plan.dataset_size, plan.ranks, plan.batch_size
+    is_uneven = isinstance(given, Sequence) and not isinstance(given, str)
+    for each in given if is_uneven else [given]:
+        check.check_positive_int(_OWNER, "dataset_size", each, remedy, _MOST_ROWS)
+    if is_uneven and len(given) != ranks:
+        rule = f"one number, or one for each of the {ranks} ranks"
+        raise ValueError(argument_error(_OWNER, "dataset_size", rule, f"{len(given)} numbers", "Give ranks, too."))
+    # A dataset gives all ranks the same number of rows and repeats the first rows at the end if necessary.
+    rank_rows = list(given) if is_uneven else [-(-given // ranks)] * ranks
+    per_epoch = -(-max(rank_rows) // batch_size)
+    batches = max(per_epoch, plan.steps or per_epoch * plan.epochs)
+    if batches > _MOST_BATCHES:
+        rule, remedy = f"at most {_MOST_BATCHES} batches on each rank", "Plan fewer epochs, or larger batches."
+        raise ValueError(f"For '{_OWNER}', a training must have {rule}, but got {batches}. {remedy}")
+    if plan.drop_remainder and min(rank_rows) < batch_size:
+        rule, got = f"at least one batch of {batch_size} rows on each rank", f"{min(rank_rows)} rows on one of them"
+        remedy = "Use drop_remainder=False or smaller batches."
+        raise ValueError(argument_error(_OWNER, "dataset_size", rule, got, remedy))
+    return rank_rows
+
+
+def _window_batches(plan: Any) -> int:
+    """Return the number of batches of a window."""
+    given, wanted, rows = plan.accumulation_steps, plan.global_batch, plan.batch_size * plan.ranks
+    if given is not None:
+        check.check_accumulation_steps(_OWNER, given)
+    if wanted is None:
+        return given or 1
+    steps: int = -(-wanted // rows)
+    if wanted % rows and not plan.round_global_batch:
+        nearest = " or ".join(f"{rows * count} (accumulation_steps={count})" for count in (steps - 1, steps) if count)
+        rule, remedy = f"a multiple of batch_size * ranks = {rows}", "round_global_batch=True rounds up."
+        raise ValueError(argument_error(_OWNER, "global_batch", rule, wanted, f"Use {nearest}; {remedy}"))
+    if given not in (None, steps):
+        rule = f"{steps} for a global_batch of {wanted}"
+        raise ValueError(argument_error(_OWNER, "accumulation_steps", rule, given, "Give one of the two."))
+    return steps
+
+
+def _check_learning_rate(value: Any, updates: int) -> Any:
+    """Return a learning rate, several ones as a tuple of floats."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = np.asarray(value.asnumpy() if isinstance(value, Tensor) else value).tolist()
+    is_function = callable(value) and (isinstance(value, LearningRateSchedule) or not isinstance(value, nn.Cell))
+    if value is None or is_function:
+        return value
+    rates = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(rate, (int, float)) and not isinstance(rate, bool) for rate in rates):
+        rule = "a number, a list of numbers, a LearningRateSchedule or a function of the update's number"
+        raise TypeError(argument_error(_OWNER, "learning_rate", rule, typed(value), "Give what the optimizer gets."))
+    if rates is not value:
+        return _rate("learning_rate", value)
+    if len(rates) < updates:
+        rule, remedy = f"as long as the {updates} updates", "An optimizer takes one entry per update, not per batch."
+        raise ValueError(argument_error(_OWNER, "learning_rate", rule, f"{len(rates)} rates", remedy))
+    return tuple(_rate(f"learning_rate[{i}]", rate) for i, rate in enumerate(rates))
+
+
+def _rate(name: str, rate: Any) -> float:
+    return check.check_number(_OWNER, name, rate, "It is the rate of an update.")
