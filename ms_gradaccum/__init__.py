@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss as GradCacheLoss
     from ms_gradaccum.batch.replay_dropout import ReplayDropout as ReplayDropout
     from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss as TokenMeanLoss
+    from ms_gradaccum.checkpoint.contents import SavedState as SavedState
     from ms_gradaccum.checkpoint.load import load_state as load_state
     from ms_gradaccum.checkpoint.save import save_state as save_state
-    from ms_gradaccum.checkpoint.saved_state import SavedState as SavedState
     from ms_gradaccum.checkpoint.state_checkpoint import StateCheckpoint as StateCheckpoint
     from ms_gradaccum.gradients.clipping import ClipByGlobalNorm as ClipByGlobalNorm
     from ms_gradaccum.gradients.clipping import ClipByGroupNorm as ClipByGroupNorm
@@ -51,7 +51,7 @@ _MODULES = {
     "TokenMeanLoss": "batch.token_mean_loss",
     "load_state": "checkpoint.load",
     "save_state": "checkpoint.save",
-    "SavedState": "checkpoint.saved_state",
+    "SavedState": "checkpoint.contents",
     "StateCheckpoint": "checkpoint.state_checkpoint",
     "ClipByGlobalNorm": "gradients.clipping",
     "ClipByGroupNorm": "gradients.clipping",

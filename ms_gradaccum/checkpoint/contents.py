@@ -1,42 +1,76 @@
-"""The state of a training step: tensors by name, and the numbers of its objects."""
+"""The state of a training step: tensors by name, the numbers of its objects, and the processes that have them."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+import mindspore as ms
 from mindspore import Parameter, Tensor
 
-from ms_gradaccum._checks import another_program, check_saved_list
+from ms_gradaccum._checks import another_program, argument_error, check_path, check_saved_list
 from ms_gradaccum.backend.optimizers import all_parameters
-from ms_gradaccum.backend.plain_state import assign_in_place
+from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.averages import averages_of
+from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.parallel.world import digest
+from ms_gradaccum.parallel.world import gather_values
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
-# Parameters and their new values, which are assigned once the whole state has been checked.
-Assignments = list[tuple[Parameter, Any]]
+# The remedies for an invalid folder, and an invalid number of states to keep.
+STATES = "Give a folder for the states of this training."
+KEPT = "It counts the states that are left after one is saved."
+# The types of errors that are the same on all ranks; any other becomes a RuntimeError on the other ranks.
+_ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
+
+
+class SavedState(NamedTuple):
+    """A state on the disk.
+
+    Attributes:
+        path: Folder of the state.
+        batches: Number of batches that this process had trained on.
+        updates: Number of updates.
+        epoch: Index of the epoch of the next batch, from 0 on; None if only the program knows it.
+        extra: The `extra` that was given to :func:`save_state`.
+    """
+
+    path: Path
+    batches: int
+    updates: int
+    epoch: int | None
+    extra: dict[str, Json]
 
 
 class Held(NamedTuple):
-    """A tensor of a state: the parameter that it is loaded into, and a function that returns its value."""
+    """A tensor of a state.
 
-    parameter: Parameter
-    value: Callable[[], Any]
-    # True if it is the same on all ranks by construction and `value` is collective.
-    is_gathered: bool = False
+    Attributes:
+        target: The parameter that it is loaded into.
+        source: The parameter that it is saved from, of which this rank may have only a shard.
+        gather: Collective function that returns the whole tensor of a shard.
+        window: Index of the window if it is one of its sums, which each rank has for itself.
+    """
+
+    target: Parameter
+    source: Parameter
+    gather: Callable[[Parameter], Tensor] | None
+    window: int | None
+
+    def value(self) -> Any:
+        """Return the whole tensor as an array."""
+        return (self.source if self.gather is None else self.gather(self.source)).asnumpy()
 
 
 class Contents:
     """The contents of a training step that a state saves.
 
     Attributes:
-        tensors: Parameters by their names in MindSpore's checkpoints. With several networks or optimizers, the names of
-            the second and later ones get a prefix.
-        sums: The sums of each window. Each rank has its own; the window is their sum over the ranks.
-        trained: Names of the parameters that all ranks share.
+        held: Tensors by their names in MindSpore's checkpoints. With several networks or optimizers, the names of the
+            second and later ones get a prefix.
         is_partitioned: True if the compiler has given each rank its own part of all tensors.
+        has_shards: True if the network has given each rank its own part of some parameters.
     """
 
     def __init__(self, step: TrainOneStepCell | Accumulator) -> None:
@@ -44,53 +78,48 @@ class Contents:
         self.is_partitioned = not step.windows[0].reducers
         # A partitioned step has an open window only during a call, so there are tensors but no numbers to save.
         self.windows = [] if self.is_partitioned else step.windows
-        # True if the network has given each rank its own part of some parameters.
         self.has_shards = any(reducer.has_shards for window in self.windows for reducer in window.reducers)
-        self.tensors: dict[str, Held] = {}
-        self.sums: list[dict[str, Held]] = [{} for _ in self.windows]
+        self.held: dict[str, Held] = {}
         self._seen: set[int] = set()
         for i, window in enumerate(step.windows):
-            self._add_window(i, window, f"network{i}." if i else "")
+            prefix = f"network{i}." if i else ""
+            for cell in (window.network, *window.optimizers):
+                cell.init_parameters_data()
+            self._add(prefix, window.network.get_parameters())
+            for j, (optimizer, reducer) in enumerate(itertools.zip_longest(window.optimizers, window.reducers)):
+                own = f"{prefix}optimizer{j}." if j else prefix
+                self._add(own, all_parameters(optimizer), reducer)
+                if reducer is not None:
+                    self._add(own, reducer.buffer.all_totals(), reducer, i)
+            self._add(prefix, window.loss_scale.get_parameters())
         averages = averages_of(step)
         self._add("", () if averages is None else (*averages.values, averages.updates))
-        trained = {id(each) for window in self.windows for reducer in window.reducers for each in reducer.shared()}
-        self.trained = [name for name, held in self.tensors.items() if id(held.parameter) in trained]
 
-    def _add_window(self, number: int, window: Any, prefix: str) -> None:
-        for cell in (window.network, *window.optimizers):
-            cell.init_parameters_data()
-        self._add(prefix, window.network.get_parameters())
-        for j, optimizer in enumerate(window.optimizers):
-            reducer = window.reducers[j] if window.reducers else None
-            own = f"{prefix}optimizer{j}." if j else prefix
-            self._add(own, all_parameters(optimizer), reducer)
-            if reducer is not None:
-                totals = reducer.buffer.all_totals()
-                self.sums[number].update({f"{own}{total.name}": _hold(reducer, total) for total in totals})
-        self._add(prefix, window.loss_scale.get_parameters())
-
-    def _add(self, prefix: str, parameters: Iterable[Parameter], reducer: GradientReducer | None = None) -> None:
+    def _add(
+        self,
+        prefix: str,
+        parameters: Iterable[Parameter],
+        reducer: GradientReducer | None = None,
+        window: int | None = None,
+    ) -> None:
         for parameter in parameters:
-            is_hidden = reducer is not None and reducer.saved(parameter) is None
-            if is_hidden or id(parameter) in self._seen:
+            saved = parameter if reducer is None else reducer.saved(parameter)
+            if saved is None or id(parameter) in self._seen:
                 continue
             self._seen.add(id(parameter))
             name = f"{prefix}{parameter.name}"
-            if name in self.tensors:
+            if name in self.held:
                 raise ValueError(
                     f"For 'save_state', the parameters of a network must have names of their own, but got two "
                     f"{name!r}. Rename one: parameter.name = '...'."
                 )
-            self.tensors[name] = _hold(reducer, parameter)
+            gather = None if reducer is None else reducer.gathers.get(parameter.name)
+            self.held[name] = Held(saved, parameter, gather, window)
 
-    def open_sums(self) -> dict[str, Held]:
-        """Return the sums of the open windows by name."""
-        opened = [sums for window, sums in zip(self.windows, self.sums) if window.count() > 0]
-        return {name: held for sums in opened for name, held in sums.items()}
-
-    def digests(self) -> dict[str, str]:
-        """Return a hash of each tensor that might differ between ranks."""
-        return {name: digest([held.parameter]) for name, held in self.tensors.items() if not held.is_gathered}
+    def present(self) -> list[tuple[str, Held]]:
+        """Return all tensors but the sums of windows that have no batch."""
+        is_open = [window.count() > 0 for window in self.windows]
+        return [(name, held) for name, held in self.held.items() if held.window is None or is_open[held.window]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the step outside of tensors, as JSON."""
@@ -110,82 +139,47 @@ class Contents:
         for window, its in zip(self.windows, check_saved_list(saved.get("windows"), "windows", len(self.windows))):
             window.load_state_dict(its)
 
-    def plan_tensors(self, found: dict[str, Any]) -> Assignments:
-        """Return the new value of each parameter. Raise if the tensors do not match the step."""
-        _check_names(set(self.tensors), set(found) - {name for sums in self.sums for name in sums})
-        for name, held in self.tensors.items():
-            _check_kind(name, found[name], held.parameter)
-        return [(held.parameter, found[name]) for name, held in self.tensors.items()]
-
-    def plan_sums(
-        self,
-        common: dict[str, Any],
-        own_of: Callable[[int], dict[str, Any]],
-        mine: Sequence[int],
-        batches: Sequence[Sequence[int]],
-    ) -> Assignments:
-        """Return the new value of each sum of the windows.
-
-        Args:
-            common: Sums that the saving ranks shared.
-            own_of: Returns the local sums of a saving rank.
-            mine: The saving ranks whose sums this rank takes over.
-            batches: For each saving rank, the number of batches in each window.
-        """
-        plan: Assignments = []
-        for i, sums in enumerate(self.sums):
-            opened = [rank for rank, counts in enumerate(batches) if counts[i] > 0]
-            for name, held in sums.items():
-                ranks = [rank for rank in opened if held.is_gathered or rank in mine]
-                parts = [own_of(rank)[name] for rank in ranks if name in own_of(rank)]
-                if name in common and opened and (held.is_gathered or 0 in mine):
-                    parts.append(common[name])
-                elif len(parts) < len(ranks) and name not in common:
-                    raise another_program(f"lacks {name}")
-                plan.append((held.parameter, _sum(name, parts, held.parameter)))
-        return plan
+    def described(self, path: Path, places: Sequence[PassPlace], extra: dict[str, Json]) -> SavedState:
+        """Return the description of a state that is like the step is now."""
+        events, epoch = self.step.events, places[0].next_epoch if places else None
+        return SavedState(path, events.batches, events.updates, epoch, extra)
 
 
-def _hold(reducer: GradientReducer | None, parameter: Parameter) -> Held:
-    """Return a parameter as it is saved: the whole tensor, also if this rank has only a shard."""
-    if reducer is None or parameter.name not in reducer.gathers:
-        return Held(parameter, parameter.asnumpy)
-    gather = reducer.gathers[parameter.name]
-    return Held(reducer.saved(parameter), lambda: gather(parameter).asnumpy(), True)
+def check_arguments(owner: str, step: Any, directory: Any) -> tuple[TrainOneStepCell | Accumulator, Path]:
+    """Return the training step of an argument `step`, and the folder of the states as a path."""
+    trained = step.train_network if isinstance(step, ms.Model) else step
+    if not isinstance(trained, (TrainOneStepCell, Accumulator)):
+        rule, got = "a TrainOneStepCell, an Accumulator or a Model", type(trained).__name__
+        raise TypeError(argument_error(owner, "step", rule, got, "Give what trains, with its optimizer."))
+    averages = averages_of(trained)
+    if averages is not None:
+        averages.check_weights_are_there(owner, "the call must come")
+    if isinstance(trained, Accumulator):
+        trained.window.check_between_batches(owner)
+    return trained, Path(check_path(owner, "directory", directory, STATES))
 
 
-def _check_names(ours: Collection[str], theirs: Collection[str]) -> None:
-    missing, unknown = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
-    if missing or unknown:
-        parts = [_listed("lacks", missing), _listed("also has", unknown)]
-        raise another_program(" and ".join(part for part in parts if part))
+def exchange(ranks: int, make: Callable[[], Any]) -> list[Any]:
+    """Call ``make`` on each rank and return all results, as JSON. If one rank fails, raise on all. Collective.
 
-
-def _listed(verb: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{verb} {', '.join(names[:3])}{more}"
-
-
-def _check_kind(name: str, value: Any, parameter: Parameter) -> None:
-    """Raise unless an array has the shape and the dtype of a parameter."""
-    shape, dtype = tuple(value.shape), Tensor(np.zeros((), value.dtype)).dtype
-    if shape != tuple(parameter.shape) or dtype != parameter.dtype:
-        theirs, ours = f"{dtype} {shape}", f"{parameter.dtype} {tuple(parameter.shape)}"
-        raise another_program(f"has {name!r} as {theirs}, where {ours} is wanted")
-
-
-def _sum(name: str, parts: list[Any], parameter: Parameter) -> Any:
-    for part in parts:
-        _check_kind(name, part, parameter)
-    total = parts[0] if parts else np.zeros(parameter.shape, np.float32)
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def assign(plan: Assignments) -> None:
-    """Assign each parameter its new value."""
-    for parameter, value in plan:
-        assign_in_place(parameter, Tensor(value, parameter.dtype))
+    So no rank waits for one that has failed.
+    """
+    if ranks == 1:
+        return [make()]
+    error: Exception | None = None
+    words: list[Any] = [None, None, ""]
+    try:
+        words[0] = make()
+    except Exception as caught:
+        error = caught
+        words[1:] = (
+            next((name for name, kind in _ERRORS.items() if isinstance(caught, kind)), "RuntimeError"),
+            f"{caught}",
+        )
+    everyone = gather_values(words)
+    if error is not None:
+        raise error
+    for rank, (_, kind, text) in enumerate(everyone):
+        if kind is not None:
+            raise _ERRORS[kind](f"{text} (rank {rank})")
+    return [each[0] for each in everyone]

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,11 @@ FORMAT, VERSION, UNSIGNED = "ms_gradaccum", 2, 1
 MANIFEST = "manifest.json"
 # The size of the tensors that one process holds at a time. Unit: bytes.
 CHUNK = 256 * 2**20
-# The maximum size of a manifest. Unit: bytes.
-MAX_MANIFEST = 256 * 2**20
 _STATE, _PARTIAL = re.compile(r"state-(\d{6,})"), ".partial-"
 _FILE = re.compile(r"(rank_\d+/)?parameters-\d{5}\.safetensors")
-_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", "I32": "int32", "I16": "int16"}
-_NAMES |= {"I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool"}
-_DTYPES: dict[str, Any] = {name: np.dtype(numpy_name) for name, numpy_name in _NAMES.items()}
-_DTYPES["BF16"] = np.dtype(np_dtype.bfloat16)
-
-Tensors = Iterable[tuple[str, Callable[[], Any]]]
+_CODES = "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8".split()
+_DTYPES: dict[str, Any] = {f"{code[0].upper()}{8 * int(code[1])}": np.dtype(code) for code in _CODES}
+_DTYPES |= {"BOOL": np.dtype(bool), "BF16": np.dtype(np_dtype.bfloat16)}
 
 
 def states_in(directory: Path) -> list[Path]:
@@ -45,31 +40,19 @@ def states_in(directory: Path) -> list[Path]:
     return sorted(found, key=number_of)
 
 
-def renamed_states(directory: Path) -> list[Path]:
-    """Return a folder, or those in it, that are states by their manifest and not by their name."""
-    found = [path.parent for pattern in (MANIFEST, f"*/{MANIFEST}") for path in sorted(directory.glob(pattern))]
-    return [state for state in found if not state.name.startswith(_PARTIAL) and _is_ours(state / MANIFEST)]
-
-
-def _is_ours(manifest: Path) -> bool:
-    """Return whether a manifest begins as ours do."""
-    try:
-        with manifest.open("rb") as file:
-            return f'"format": "{FORMAT}"'.encode() in file.read(100)
-    except OSError:
-        return False
-
-
 def number_of(state: Path) -> int:
     """Return the number of a state, or 0 for any other folder."""
     match = _STATE.fullmatch(state.name)
     return int(match[1]) if match else 0
 
 
-def next_name(directory: Path) -> str:
-    """Return the name of the next state."""
-    states = states_in(directory)
-    return f"state-{number_of(states[-1]) + 1 if states else 1:06d}"
+def find_state(directory: str | Path) -> Path | None:
+    """Return the folder itself if it is a state, under whatever name, or else the last state in it."""
+    folder = Path(directory).absolute()
+    if (folder / MANIFEST).is_file() or (number_of(folder) and folder.is_dir()):
+        return folder
+    states = states_in(folder)
+    return states[-1] if states else None
 
 
 def partial_of(directory: Path, name: str) -> Path:
@@ -77,16 +60,24 @@ def partial_of(directory: Path, name: str) -> Path:
     return directory / f"{_PARTIAL}{name}"
 
 
-def begin(directory: Path, name: str) -> None:
-    """Create the temporary folder of a new state, and remove those of earlier attempts."""
+def begin(directory: Path) -> str:
+    """Create the temporary folder of a new state and return the name of the state."""
     directory.mkdir(parents=True, exist_ok=True)
-    for left in directory.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(left)
+    remove_partial(directory)
+    states = states_in(directory)
+    name = f"state-{number_of(states[-1]) + 1 if states else 1:06d}"
     partial_of(directory, name).mkdir()
+    return name
 
 
-def write_tensors(folder: Path, prefix: str, tensors: Tensors) -> dict[str, dict[str, Any]]:
-    """Write tensors into files below ``folder`` and return the size and checksum of each file by its name."""
+def remove_partial(directory: Path) -> None:
+    """Remove what attempts to write or remove a state have left."""
+    for left in directory.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def write_tensors(folder: Path, prefix: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Write named arrays into files below ``folder`` and return the size and checksum of each file by its name."""
     written: dict[str, dict[str, Any]] = {}
     for number, chunk in enumerate(_in_chunks(tensors)):
         name = f"{prefix}parameters-{number:05d}.safetensors"
@@ -97,15 +88,14 @@ def write_tensors(folder: Path, prefix: str, tensors: Tensors) -> dict[str, dict
     return written
 
 
-def _in_chunks(tensors: Tensors) -> Iterator[dict[str, Any]]:
+def _in_chunks(tensors: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
     chunk: dict[str, Any] = {}
     size = 0
-    for name, value_of in tensors:
-        value = np.asarray(value_of(), order="C")
+    for name, value in tensors:
         if chunk and size + value.nbytes > CHUNK:
             yield chunk
             chunk, size = {}, 0
-        chunk[name] = value
+        chunk[name] = np.asarray(value, order="C")
         size += value.nbytes
     if chunk:
         yield chunk
@@ -118,16 +108,15 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def commit(directory: Path, name: str, manifest: dict[str, Any]) -> Path:
+def commit(directory: Path, name: str, manifest: dict[str, Any]) -> None:
     """Write the manifest and give the state its name, atomically."""
-    partial, state = partial_of(directory, name), directory / name
+    partial = partial_of(directory, name)
     text = json.dumps(signed({"format": FORMAT, "version": VERSION, **manifest}), indent=1)
     _write(partial / MANIFEST, text.encode())
     for folder in (*(path for path in partial.iterdir() if path.is_dir()), partial):
         _sync(folder)
-    partial.rename(state)
+    partial.rename(directory / name)
     _sync(directory)
-    return state
 
 
 def signed(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -146,11 +135,6 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def give_up(directory: Path, name: str) -> None:
-    """Remove a state that cannot be finished."""
-    shutil.rmtree(partial_of(directory, name), ignore_errors=True)
-
-
 def keep_last(directory: Path, number: int) -> None:
     """Remove all states but the last ``number``."""
     for state in states_in(directory)[:-number]:
@@ -163,12 +147,9 @@ def keep_last(directory: Path, number: int) -> None:
 def read_manifest(state: Path) -> dict[str, Any]:
     """Return the manifest of a state. Raise if it is damaged."""
     path = state / MANIFEST
+    data = _read(path)
     try:
-        if path.stat().st_size > MAX_MANIFEST:
-            raise DamagedState(f"{path} has more than {MAX_MANIFEST} bytes")
-        manifest = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DamagedState(f"{path} cannot be read ({os.strerror(error.errno or errno.EIO)})") from None
+        manifest = json.loads(data)
     except (ValueError, RecursionError):
         raise DamagedState(f"{path} is no JSON") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -181,44 +162,46 @@ def read_manifest(state: Path) -> dict[str, Any]:
         )
     elif manifest.get("sha256") != signed(manifest)["sha256"]:
         raise DamagedState(f"{path} has another checksum than what was written")
-    _check_files(path, manifest.get("files"))
+    _check_entries(path, manifest)
     return manifest
 
 
-def _check_files(path: Path, files: Any) -> None:
+def _check_entries(path: Path, manifest: dict[str, Any]) -> None:
+    files, ranks = manifest.get("files"), manifest.get("ranks")
     if not isinstance(files, dict):
         raise DamagedState(f"{path} lists no files")
     for name, facts in files.items():
+        kinds = {key: type(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
         # Valid names do not lead out of the folder.
-        known = _FILE.fullmatch(name) and isinstance(facts, dict) and set(facts) == {"size", "sha256"}
-        if not known or not isinstance(facts["size"], int) or not isinstance(facts["sha256"], str):
+        if not _FILE.fullmatch(name) or kinds != {"size": int, "sha256": str}:
             raise DamagedState(f"{path} lists the file {name!r} in a way that this version does not write")
+    if not isinstance(ranks, list) or not ranks or not all(isinstance(each, dict) for each in ranks):
+        raise DamagedState(f"{path} says nothing of its processes")
+    if not isinstance(manifest.get("extra"), dict):
+        raise DamagedState(f"{path} has no extra values")
 
 
 def read_tensors(state: Path, files: dict[str, dict[str, Any]], prefix: str) -> dict[str, Any]:
     """Return the arrays, by name, in the files of a state that begin with ``prefix``."""
-    found: dict[str, Any] = {}
-    for name in sorted(files):
-        if name.startswith(prefix) and name.count("/") == prefix.count("/"):
-            found |= _read_file(state / name, files[name])
-    return found
+    names = [name for name in sorted(files) if name.startswith(prefix) and name.count("/") == prefix.count("/")]
+    return {key: value for name in names for key, value in _read_file(state / name, files[name]).items()}
 
 
 def _read_file(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    try:
-        if path.is_symlink() or path.stat().st_size != facts["size"]:
-            raise DamagedState(f"{path} has not the {facts['size']} bytes that were written")
-        data = path.read_bytes()
-    except OSError as error:
-        raise DamagedState(f"{path} cannot be read ({os.strerror(error.errno or errno.EIO)})") from None
+    data = b"" if path.is_symlink() else _read(path)
+    if len(data) != facts["size"]:
+        raise DamagedState(f"{path} has not the {facts['size']} bytes that were written")
     if hashlib.sha256(data).hexdigest() != facts["sha256"]:
         raise DamagedState(f"{path} has another checksum than what was written")
     try:
         items = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
-        return {name: _array(item) for name, item in items}
+        return {name: np.frombuffer(it["data"], _DTYPES[it["dtype"]]).reshape(it["shape"]) for name, it in items}
     except (KeyError, ValueError, safetensors.SafetensorError):
         raise DamagedState(f"{path} is no safetensors file that can be read here") from None
 
 
-def _array(item: dict[str, Any]) -> Any:
-    return np.frombuffer(item["data"], _DTYPES[item["dtype"]]).reshape(item["shape"])
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DamagedState(f"{path} cannot be read ({os.strerror(error.errno or errno.EIO)})") from None

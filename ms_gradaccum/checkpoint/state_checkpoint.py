@@ -9,12 +9,11 @@ from contextlib import contextmanager
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, check_bool, check_positive_float, check_positive_int
-from ms_gradaccum.checkpoint.files import renamed_states, states_in
+from ms_gradaccum._checks import Settled, check_bool, check_path, check_positive_float, check_positive_int
+from ms_gradaccum.checkpoint.contents import KEPT, STATES, exchange
+from ms_gradaccum.checkpoint.files import find_state
 from ms_gradaccum.checkpoint.load import load_state
-from ms_gradaccum.checkpoint.ranks import Ranks
 from ms_gradaccum.checkpoint.save import save_state
-from ms_gradaccum.checkpoint.saved_state import SavedState, check_directory
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
@@ -26,8 +25,7 @@ class StateCheckpoint(Settled, Callback):
 
     It saves at the end of each epoch and, if asked for, in between, also in the middle of a window. After a SIGTERM the
     current window is finished (in a job of one process, the current batch), the state is saved and the program exits
-    with status 143. Sample order, random numbers, learning rate and windows continue bit for bit as if it had not
-    stopped.
+    with status 143.
 
     Args:
         directory (Union[str, PathLike]): Folder of the states. All processes must have access to it.
@@ -67,9 +65,6 @@ class StateCheckpoint(Settled, Callback):
         >>> folder.cleanup()
     """
 
-    # The model that is training with this callback.
-    model: Model | None = None
-
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -80,27 +75,26 @@ class StateCheckpoint(Settled, Callback):
         save_at_sigterm: bool = True,
     ) -> None:
         super().__init__()
-        self.directory = check_directory(_OWNER, directory)
-        if save_checkpoint_steps is not None:
-            check_positive_int(_OWNER, "save_checkpoint_steps", save_checkpoint_steps, "It counts batches.")
-        if save_checkpoint_seconds is not None:
-            check_positive_float(_OWNER, "save_checkpoint_seconds", save_checkpoint_seconds, "Its unit is seconds.")
-        remedy = "It counts the states that are left after one is saved."
+        self.directory = check_path(_OWNER, "directory", directory, STATES)
         self.steps, self.seconds = save_checkpoint_steps, save_checkpoint_seconds
-        self.keep_max = check_positive_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, remedy)
+        if self.steps is not None:
+            check_positive_int(_OWNER, "save_checkpoint_steps", self.steps, "It counts batches.")
+        if self.seconds is not None:
+            check_positive_float(_OWNER, "save_checkpoint_seconds", self.seconds, "Its unit is seconds.")
+        self.keep_max = check_positive_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
         self.save_at_sigterm = check_bool(_OWNER, "save_at_sigterm", save_at_sigterm, "The default is True.")
-        # The last saved state and its step.
-        self.last: SavedState | None = None
-        self._saved_step = -1
-        self._told_to_end = False
-        self._time = 0.0
+        # The model that is training with this callback.
+        self.model: Model | None = None
+        self._is_told_to_end = False
+        # The step and the time of the last saved state.
+        self._saved_step, self._time = -1, 0.0
         self._is_built = True
 
     @contextmanager
     def watching(self, model: Model) -> Iterator[None]:
         """Attach to a training of ``model`` inside this context. Only the main thread can handle signals."""
         hears = self.save_at_sigterm and threading.current_thread() is threading.main_thread()
-        self.model, self._told_to_end = model, False
+        self.model, self._is_told_to_end = model, False
         before = signal.signal(signal.SIGTERM, self._note_signal) if hears else None
         try:
             yield
@@ -109,61 +103,51 @@ class StateCheckpoint(Settled, Callback):
             if hears:
                 signal.signal(signal.SIGTERM, before)
 
-    def resume_into(self, model: Model) -> None:
-        """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective.
+    def _note_signal(self, *_: object) -> None:
+        self._is_told_to_end = True
 
-        Raise where states have other names, instead of training from the beginning.
-        """
-        ranks, folder = Ranks("load_state"), self.directory
-        found = ranks.exchange(lambda: ranks.is_first and bool(states_in(folder) or renamed_states(folder)))
-        if found[0]:
+    def resume_into(self, model: Model) -> None:
+        """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
+        world = current_world(_OWNER)
+        if exchange(world.size, lambda: world.rank == 0 and find_state(self.directory) is not None)[0]:
             load_state(model, self.directory)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        self._watched()
-        self._time = time.monotonic()
-        self._saved_step = run_context.original_args().cur_step_num
-
-    def _watched(self) -> Model:
-        """Return the model that is training with this callback."""
         if self.model is None:
             raise ValueError(
                 f"For '{_OWNER}', the model must be one of ms_gradaccum, but got another. "
                 f"Import Model from ms_gradaccum."
             )
-        return self.model
-
-    def _note_signal(self, *_: object) -> None:
-        self._told_to_end = True
+        self._saved_step, self._time = run_context.original_args().cur_step_num, time.monotonic()
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         ends_pass = params.cur_step_num % params.batch_num == 0
         counted = self.steps is not None and params.cur_step_num % self.steps == 0
         told, late = self._agree(params.net_outputs.ends_window or ends_pass)
-        if not (ends_pass or counted or told or late) or not self._watched().can_save:
-            return
-        self._save(params.cur_step_num)
-        if told:
+        if (ends_pass or counted or told or late) and self._save(params.cur_step_num) and told:
             raise SystemExit(128 + signal.SIGTERM)
 
     def _agree(self, ends_window: bool) -> tuple[bool, bool]:
         """Return whether a process got a SIGTERM, and whether a state is due by rank 0's clock."""
         late = self.seconds is not None and time.monotonic() - self._time >= self.seconds
-        several = current_world(_OWNER).size > 1
-        if not several:
-            return self._told_to_end, late
+        if current_world(_OWNER).size == 1:
+            return self._is_told_to_end, late
         if not ends_window or not (self.save_at_sigterm or self.seconds is not None):
             return False, False
-        answers = gather_counts(2 * self._told_to_end + late)
+        answers = gather_counts(2 * self._is_told_to_end + late)
         return max(answers) > 1, answers[0] % 2 == 1
 
-    def _save(self, step: int) -> None:
-        self.last = save_state(self._watched(), self.directory, keep_checkpoint_max=self.keep_max)
+    def _save(self, step: int) -> bool:
+        """Save a state if all processes can, and return whether they could."""
+        if self.model is None or not self.model.can_save:
+            return False
+        save_state(self.model, self.directory, keep_checkpoint_max=self.keep_max)
         self._saved_step, self._time = step, time.monotonic()
+        return True
 
     def on_train_end(self, run_context: RunContext) -> None:
         # Another callback has ended the training in the middle of a pass.
         step = run_context.original_args().cur_step_num
-        if step != self._saved_step and self._watched().can_save:
+        if step != self._saved_step:
             self._save(step)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from linear_toy import batches, line, sgd, weight_of
+from linear_toy import line, sgd
 from mindspore import Tensor, nn
 from safetensors.numpy import load_file, save_file
 
-from ms_gradaccum import Accumulator, GradAccumulation, Model, StateCheckpoint, TrainOneStepCell, load_state, save_state
+from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_state, save_state
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Contents
 
@@ -88,7 +88,7 @@ def kill_at(number, monkeypatch):
     counted(files.Path, "mkdir")
     counted(files.Path, "rename")
     counted(files.shutil, "rmtree", lambda path, **_: next(path.glob("*.json")).unlink(missing_ok=True))
-    monkeypatch.setattr(files, "give_up", lambda *_: None)
+    monkeypatch.setattr(files, "remove_partial", lambda *_: None)
     return calls
 
 
@@ -150,7 +150,7 @@ DAMAGES = {
     ),
     "missing": (lambda path: path.unlink(), "cannot be read (No such file or directory)"),
     "link": (lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")), "has not the"),
-    "folder": (lambda path: (path.unlink(), path.mkdir()), "has not the"),
+    "folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be read (Is a directory)"),
 }
 
 
@@ -226,6 +226,10 @@ MANIFESTS = {
     "a list": (b"[]", "is no manifest of a state"),
     "a later version": (b'{"format": "ms_gradaccum", "version": 99}', "has the version 99, not 2"),
     "no files": (json.dumps(files.signed({"format": "ms_gradaccum", "version": 2})).encode(), "lists no files"),
+    "no processes": (
+        json.dumps(files.signed({"format": "ms_gradaccum", "version": 2, "files": {}, "ranks": []})).encode(),
+        "says nothing of its processes",
+    ),
     "no checksum": (b'{"format": "ms_gradaccum", "version": 2}', "has another checksum than what was written"),
     "bytes": (b"\xff\xfe\x00", "is no JSON"),
 }
@@ -382,29 +386,23 @@ def test_a_folder_without_states_is_told(tmp_path):
             load_state(new_step(), folder)
 
 
-def test_a_renamed_state_is_named(tmp_path):
+def test_a_renamed_state_is_loaded_by_its_folder(tmp_path):
     step = new_step()
+    step(X, 2 * X)
     state = save_state(step, tmp_path / "run").path
-    renamed = state.rename(state.with_name("best"))
-    for folder in (renamed, renamed.parent):
-        got = f"{folder}, where a state has another name, best. Call {renamed} by the name that save_state() gave it"
-        with pytest.raises(ValueError, match=re.escape(f"must be a folder with states, but got {got}")):
-            load_state(step, folder)
-    # A training that would go on from it does not begin anew without a word.
-    network = line()
-    model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=sgd(network))
-    with pytest.raises(
-        ValueError, match=re.escape(f"where a state has another name, best. Call {renamed} by the name")
-    ):
-        model.train(1, batches(2), callbacks=[StateCheckpoint(renamed.parent)], resume=True)
-    assert weight_of(network) == 0 and not files.states_in(renamed.parent)
-    # By its own name it is what it was; a folder of another program and one that was never finished are no states.
-    load_state(step, renamed.rename(state))
-    partial = state.rename(files.partial_of(state.parent, state.name))
-    (state.parent / "other").mkdir()
-    (state.parent / "other" / files.MANIFEST).write_text('{"format": "other"}')
+    renamed = state.rename(tmp_path / "best")
     with pytest.raises(ValueError, match=re.escape(f"{state.parent}, which has none")):
-        load_state(step, state.parent)
+        load_state(new_step(), state.parent)
+    fresh = new_step()
+    assert load_state(fresh, renamed).path == renamed
+    assert held(fresh) == held(step)
+
+
+def test_a_state_that_was_never_finished_is_none(tmp_path):
+    state = save_state(new_step(), tmp_path).path
+    partial = state.rename(files.partial_of(state.parent, state.name))
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}, which has none")):
+        load_state(new_step(), tmp_path)
     assert partial.is_dir()
 
 

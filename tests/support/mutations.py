@@ -113,9 +113,9 @@ MUTATIONS = (
     ),
     Mutation(
         "the sums of an open window are not restored",
-        "checkpoint/contents.py",
-        "plan.append((held.parameter, _sum(name, parts, held.parameter)))",
-        "_sum(name, parts, held.parameter)",
+        "checkpoint/load.py",
+        "        for part in parts:\n",
+        "        parts = parts if held.window is None else []\n        for part in parts:\n",
         STATES,
     ),
     Mutation(
