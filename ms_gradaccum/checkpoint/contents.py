@@ -12,8 +12,8 @@ from ms_gradaccum._checks import another_program, argument_error, check_path, ch
 from ms_gradaccum.backend.optimizers import all_parameters
 from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.loops.accumulator import Accumulator
-from ms_gradaccum.loops.averages import averages_of
 from ms_gradaccum.loops.data_position import PassPlace
+from ms_gradaccum.loops.ema import averages_of
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import gather_values
 from ms_gradaccum.training.train_step import TrainOneStepCell
@@ -153,7 +153,7 @@ def check_arguments(owner: str, step: Any, directory: Any) -> tuple[TrainOneStep
         raise TypeError(argument_error(owner, "step", rule, got, "Give what trains, with its optimizer."))
     averages = averages_of(trained)
     if averages is not None:
-        averages.check_weights_are_there(owner, "the call must come")
+        averages.check_not_swapped(owner, "the call must come")
     if isinstance(trained, Accumulator):
         trained.window.check_between_batches(owner)
     return trained, Path(check_path(owner, "directory", directory, STATES))

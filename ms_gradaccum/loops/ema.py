@@ -1,22 +1,76 @@
-"""The callback that averages the weights exponentially."""
+"""Exponential averages of the parameters, which are parameters of the training step."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import Settled, argument_error, check_bool, check_number, typed
-from ms_gradaccum.loops.accumulator import Accumulator
-from ms_gradaccum.loops.averages import Averages, averages_of, hold_averages
-from ms_gradaccum.training.events import Observed, StatefulCallback, StepEvent, check_told
-from ms_gradaccum.training.train_step import TrainOneStepCell
+from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.backend.kernels import add_in_place
+from ms_gradaccum.backend.tensors import chunk_of, chunks_of, copy_after
+from ms_gradaccum.gradients.buffer import zeros
+from ms_gradaccum.training.events import StatefulCallback, StepEvent, check_told
 
 _OWNER = "EMA"
+_move = ops.MultitypeFuncGraph("move_average")
+
+
+@_move.register("Tensor", "Tensor", "Tensor")
+def _move_one(share: Tensor, average: Parameter, weight: Parameter) -> Tensor:
+    return add_in_place(average, (ops.cast(weight, ms.float32) - average) * share)
+
+
+class Averages(nn.Cell):
+    """The averages of parameters of a network.
+
+    Attributes:
+        parameters: The whole parameters of the network.
+        values: Their averages, in float32.
+        updates: Number of updates that the averages include.
+        kept: The parameters' values while the averages are in the network; empty otherwise.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        super().__init__(auto_prefix=False)
+        self.parameters = ParameterTuple(parameters)
+        self.values = ParameterTuple(zeros(f"ema.{parameter.name}", tuple(parameter.shape)) for parameter in parameters)
+        self.updates = zeros("ema.updates", (), ms.int32)
+        self.init_parameters_data()
+        self.chunks = chunks_of([value.size for value in self.values])
+        self.map = ops.HyperMap()
+        self.kept: tuple[Tensor, ...] = ()
+        self.run = Compiled(lambda: self, _OWNER, "the averages")
+
+    def construct(self, share: Tensor) -> Tensor:
+        """Move the averages by ``share`` of their distance to the parameters, and count the update."""
+        done: Any = ops.assign_add(self.updates, Tensor(1, ms.int32))
+        for begin, end in self.chunks:
+            move = ops.partial(_move, copy_after(share, done))
+            done = self.map(move, chunk_of(self.values, begin, end), chunk_of(self.parameters, begin, end))
+        return copy_after(share, done)
+
+    def count(self) -> int:
+        """Return the number of updates that the averages include. It waits for the device."""
+        return int(self.updates.asnumpy())
+
+    def begin(self) -> None:
+        """Before the first update, start from the parameters, which may have been loaded since."""
+        if self.count() == 0:
+            _assign(self.values, self.parameters)
+
+    def check_not_swapped(self, owner: str, rule: str) -> None:
+        """Raise if the averages have replaced the parameters in the network."""
+        if self.kept:
+            raise RuntimeError(
+                f"For '{owner}', {rule} with the weights, but got the averages of an EMA in their place. "
+                f"Leave 'with ema.swapped():', or call ema.restore(), first."
+            )
 
 
 class EMA(Settled, Callback, StatefulCallback):
@@ -27,28 +81,25 @@ class EMA(Settled, Callback, StatefulCallback):
     .. math::
         d_t = decay \cdot (1 - e^{-t / warmup\_updates}), \qquad ema = d_t \cdot ema + (1 - d_t) \cdot weight
 
-    These are the formulas of mindcv and mindone, which always have 2000 `warmup_updates`; with 0 of them,
-    :math:`d_t = decay`. :math:`t` counts optimizer updates: batches inside a window and windows that are skipped for an
-    overflow move nothing. Averages are float32, also those of 16-bit weights, and begin as the weights are when the
-    first update begins.
+    These are the formulas of mindcv and mindone, which always have 2000 `warmup_updates`. :math:`t` counts optimizer
+    updates: batches inside a window and skipped windows move nothing. Averages are float32, and begin as the weights
+    are when the first update begins.
 
     The averages are Parameters of the training step, named ``ema.`` and the weight's name, with ``ema.updates`` beside
-    them. So they are in the files of ``ModelCheckpoint``, and in the states of :func:`save_state` and
-    :class:`StateCheckpoint`, which an EMA must be there to load: with HSDP, and on another number of processes, too.
+    them, and so in its checkpoints and states. Add an EMA before loading one.
 
-    ``Model.train`` and ``Model.fit`` take it as a callback. In a loop of your own, and before `load_state` or
-    ``mindspore.load_param_into_net`` of a step, give it to ``add_callback`` of the :class:`TrainOneStepCell` (of a
-    Model, its ``train_network``) or the :class:`Accumulator`. Updates inside a graph are not told to callbacks: data
-    sink mode takes `sink_size` 1, and a compiled function that trains does not move the averages.
+    ``Model.train`` and ``Model.fit`` take it as a callback. In a loop of your own, give it to ``add_callback`` of the
+    :class:`TrainOneStepCell` or the :class:`Accumulator`. Updates inside a graph are not told to callbacks: data sink
+    mode takes `sink_size` 1, and a compiled function that trains does not move the averages.
 
     Args:
-        decay (float): How much of the average an update keeps, between 0 and 1. Default: ``0.9999``.
+        decay (float): Share of the average that an update keeps, between 0 and 1. Default: ``0.9999``.
 
     Keyword Args:
-        warmup_updates (Union[int, float]): In how many updates the decay grows to 63 % of `decay`; 0 for no growth.
-            Default: ``2000``.
-        trainable_only (bool): Whether only the trainable parameters of the network are averaged, as in mindone. If not,
-            all of floating point are, as in mindcv: the statistics of BatchNorm, too. Default: ``True``.
+        warmup_updates (Union[int, float]): Number of updates in which the decay grows to 63 % of `decay`; 0 for no
+            growth. Default: ``2000``.
+        trainable_only (bool): Whether only the trainable parameters are averaged, as in mindone, or all of floating
+            point, as in mindcv: the statistics of BatchNorm, too. Default: ``True``.
         evaluate (bool): Whether ``Model.fit`` and ``Model.eval`` with this callback evaluate the averages. In
             `on_eval_end`, callbacks after it in the list see the weights again, those before it the averages.
             Default: ``True``.
@@ -87,35 +138,47 @@ class EMA(Settled, Callback, StatefulCallback):
         evaluate: bool = True,
     ) -> None:
         super().__init__()
-        self.decay = _check_decay(decay)
+        rule, remedy = "a number between 0 and 1", "0.9999 is usual: an average over some 10000 updates."
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)):
+            raise TypeError(argument_error(_OWNER, "decay", rule, typed(decay), remedy))
+        if not 0 < decay < 1:
+            raise ValueError(argument_error(_OWNER, "decay", rule, decay, remedy))
+        self.decay = float(decay)
         remedy = "0 is for a decay that is constant."
         self.warmup_updates = check_number(_OWNER, "warmup_updates", warmup_updates, remedy)
         self.trainable_only = check_bool(_OWNER, "trainable_only", trainable_only, "The default is True.")
         self.evaluate = check_bool(_OWNER, "evaluate", evaluate, "The default is True.")
         self._averages: Averages | None = None
-        # Whether it was an evaluation that has put the averages into the network.
-        self._evaluates = False
+        # True if an evaluation has put the averages into the network.
+        self._is_evaluating = False
         self._is_built = True
 
-    def attach(self, step: Observed) -> None:
+    def attach(self, step: Any) -> None:
         """Give ``step`` the averages of its weights, unless it has them already."""
-        there = averages_of(step)
-        if there is not None and there is self._averages:
+        own, there, windows = self._averages, averages_of(step), step.windows
+        if own is not None and there is own:
             return
-        remedy = "Two would have the same names: give the step the EMA that it has, or build another step."
         if there is not None:
-            raise ValueError(
-                argument_error(_OWNER, "callback", "the only EMA of its training step", "a second one", remedy)
-            )
-        if self._averages is not None:
+            remedy = "Two would have the same names: give the step the EMA that it has, or build another step."
+            raise _refusal("the only EMA of its training step", "a second one", remedy)
+        if own is not None:
             got, remedy = "one that averages another's weights", "Build an EMA for each step."
-            raise ValueError(argument_error(_OWNER, "callback", "an EMA of this training step", got, remedy))
-        network = _network_of(step)
+            raise _refusal("an EMA of this training step", got, remedy)
+        if len(windows) > 1:
+            got, remedy = f"{len(windows)} networks", "Build an Accumulator for the network that is averaged."
+            raise _refusal("one for an Accumulator of one network", got, remedy)
+        if not windows[0].reducers:
+            got, remedy = "AutoParallel, which cuts the weights", "Use DataParallel() or HSDP()."
+            raise _refusal("one for a step that has whole weights", got, remedy)
+        network = windows[0].network
         network.init_parameters_data()
-        parameters = network.trainable_params() if self.trainable_only else network.get_parameters()
-        self._averages = Averages([each for each in parameters if each.dtype in mstype.float_type])
-        hold_averages(step, self._averages)
-        self._averages.copy_weights()
+        candidates = network.trainable_params() if self.trainable_only else network.get_parameters()
+        parameters = [parameter for parameter in candidates if parameter.dtype in mstype.float_type]
+        if not parameters:
+            remedy = "Set requires_grad of some, or trainable_only=False."
+            raise _refusal("one for a network with parameters to average", 0, remedy)
+        self._averages = step.ema_averages = Averages(parameters)
+        self._averages.begin()
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -133,7 +196,12 @@ class EMA(Settled, Callback, StatefulCallback):
         Raises:
             RuntimeError: If they are there already, or it is not the callback of a training step yet.
         """
-        self._attached().swap()
+        averages = self._attached()
+        averages.check_not_swapped(_OWNER, "swap() must begin")
+        averages.begin()
+        # Tensors, since parameters would be the step's. A tensor of a parameter shares its memory: of a copy, then.
+        averages.kept = tuple(Tensor(parameter.copy()) for parameter in averages.parameters)
+        _assign(averages.parameters, averages.values)
 
     def restore(self) -> None:
         """Put the weights back that :meth:`swap` has kept, exactly as they were.
@@ -141,7 +209,14 @@ class EMA(Settled, Callback, StatefulCallback):
         Raises:
             RuntimeError: If the averages are not in the network.
         """
-        self._attached().restore()
+        averages = self._attached()
+        if not averages.kept:
+            raise RuntimeError(
+                f"For '{_OWNER}', restore() must follow swap(), but got a network that has its weights. "
+                f"'with ema.swapped():' calls both."
+            )
+        _assign(averages.parameters, averages.kept)
+        averages.kept = ()
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -157,18 +232,16 @@ class EMA(Settled, Callback, StatefulCallback):
             self.restore()
 
     def on_micro_batch_begin(self, event: StepEvent) -> None:
-        self._attached().check_weights_are_there(_OWNER, "the training must go on")
+        self._attached().check_not_swapped(_OWNER, "the training must go on")
 
     def on_update_begin(self, event: StepEvent) -> None:
-        averages = self._attached()
-        averages.check_weights_are_there(_OWNER, "the training must go on")
-        averages.begin()
+        self._attached().check_not_swapped(_OWNER, "the training must go on")
+        self._attached().begin()
 
     def on_update_end(self, event: StepEvent) -> None:
         if event.output is None or not event.output.is_updated:
             return
-        averages = self._attached()
-        decay = self.decay
+        averages, decay = self._attached(), self.decay
         if self.warmup_updates > 0:
             decay *= -math.expm1(-(averages.count() + 1) / self.warmup_updates)
         # The share of the weight as it is: 1 - decay of a float32 decay is off by 1e-4 of itself.
@@ -177,7 +250,7 @@ class EMA(Settled, Callback, StatefulCallback):
     def on_train_begin(self, run_context: RunContext) -> None:
         params = run_context.original_args()
         check_told(_OWNER, "ema", params.train_network, self)
-        # Of a larger sink it would hear of the last update alone.
+        # It would be told only of the last update of a larger sink.
         if params.get("dataset_sink_mode") and params.get("sink_size") != 1:
             got, remedy = params.get("sink_size"), "Or train with dataset_sink_mode=False."
             raise ValueError(argument_error(_OWNER, "sink_size", "1 in data sink mode", got, remedy))
@@ -194,19 +267,16 @@ class EMA(Settled, Callback, StatefulCallback):
                 f"Evaluate the Model that trains it, or leave this callback out."
             )
         if not averages.kept:
-            averages.swap()
-            self._evaluates = True
+            self.swap()
+            self._is_evaluating = True
 
     def on_eval_end(self, run_context: RunContext) -> None:
-        self._end_evaluation()
+        self.__exit__()
 
     def __exit__(self, *error: object) -> None:
-        # After an error in the evaluation on_eval_end does not come.
-        self._end_evaluation()
-
-    def _end_evaluation(self) -> None:
-        if self._evaluates:
-            self._evaluates = False
+        # After an error in the evaluation, on_eval_end is not called.
+        if self._is_evaluating:
+            self._is_evaluating = False
             self.restore()
 
     def _attached(self) -> Averages:
@@ -218,28 +288,17 @@ class EMA(Settled, Callback, StatefulCallback):
         return self._averages
 
 
-def _network_of(step: Any) -> nn.Cell:
-    """Return the network whose weights a training step trains."""
-    remedy = "Give it to a TrainOneStepCell, an Accumulator or a Model of ms_gradaccum."
-    if isinstance(step, Accumulator):
-        networks = step.windows
-        if len(networks) > 1:
-            got, remedy = f"{len(networks)} networks", "Build an Accumulator for the network that is averaged."
-            raise ValueError(argument_error(_OWNER, "callback", "one for an Accumulator of one network", got, remedy))
-        return networks[0].network
-    if not isinstance(step, TrainOneStepCell):
-        rule = "one for a training step of ms_gradaccum"
-        raise TypeError(argument_error(_OWNER, "callback", rule, type(step).__name__, remedy))
-    if not step.windows[0].reducers:
-        got, remedy = "AutoParallel, which cuts the weights", "Use DataParallel() or HSDP()."
-        raise ValueError(argument_error(_OWNER, "callback", "one for a step that has whole weights", got, remedy))
-    return step.network
+def averages_of(step: Any) -> Averages | None:
+    """Return the averages of a training step with an EMA, else None."""
+    averages: Averages | None = getattr(step, "ema_averages", None)
+    return averages
 
 
-def _check_decay(value: Any) -> float:
-    remedy = "0.9999 is usual: an average over some 10000 updates."
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(argument_error(_OWNER, "decay", "a number between 0 and 1", typed(value), remedy))
-    if not 0 < value < 1:
-        raise ValueError(argument_error(_OWNER, "decay", "a number between 0 and 1", value, remedy))
-    return float(value)
+def _refusal(rule: str, got: object, remedy: str) -> ValueError:
+    return ValueError(argument_error(_OWNER, "callback", rule, got, remedy))
+
+
+def _assign(targets: Sequence[Parameter], values: Sequence[Tensor]) -> None:
+    """Copy tensors into parameters, one by one from the host, which needs no compilation and happens rarely."""
+    for target, value in zip(targets, values, strict=True):
+        ops.assign(target, ops.cast(value, target.dtype))
