@@ -11,7 +11,7 @@ from mindspore import dataset, nn
 from mindspore.train import Callback, LossMonitor
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, ProgressBar, TrainOneStepCell
-from ms_gradaccum.tools.reporting import progress_bar, progress_display
+from ms_gradaccum.tools.reporting import progress_bar
 
 pytestmark = pytest.mark.usefixtures("eager")
 SPEED = r"[\d.e+]+ batches/s, 00:0\d elapsed, 00:00 left"
@@ -68,7 +68,6 @@ def clock(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(progress_bar, "time", clock)
-    monkeypatch.setattr(progress_display, "time", clock)
     return clock
 
 
@@ -196,13 +195,6 @@ def test_the_streams_are_given_back(open_terminal, fails):
     except RuntimeError:
         assert fails
     assert sys.stdout is terminal and sys.stderr is terminal
-
-
-def test_streams_that_someone_else_redirected_since_are_left_alone(open_terminal, monkeypatch):
-    open_terminal()
-    other = io.StringIO()
-    train(AtStep(lambda step: monkeypatch.setattr(sys, "stdout", other)), ProgressBar())
-    assert sys.stdout is other
 
 
 def test_the_environment_asks_for_the_bar_in_a_log(monkeypatch, capsys):

@@ -244,9 +244,7 @@ def test_a_full_disk_costs_one_warning_and_no_line(tmp_path):
         logger.log(output_of(2.0))
     assert [warning.category for warning in caught].count(UserWarning) == 1
     # Room again:
-    (sink,) = logger._sinks
-    sink.file.close()
-    sink.file, sink.path = None, str(tmp_path / "run.jsonl")
+    logger._lines.path = str(tmp_path / "run.jsonl")
     logger.log(output_of(3.0))
     logger.close()
     assert [line["loss"] for line in lines_of(tmp_path / "run.jsonl")] == [1.0, 2.0, 3.0]
@@ -274,7 +272,7 @@ def test_an_event_file_that_fails_costs_one_warning_and_the_lines_go_on(tmp_path
     def fail():
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(logger._sinks[1].writer, "flush", fail)
+    monkeypatch.setattr(logger._events.writer, "flush", fail)
     sentence = (
         f"For 'MetricsLogger', the event file in {tmp_path / 'events'} cannot be written (No space left on device). "
         "The training goes on without it."
@@ -318,7 +316,6 @@ def test_after_an_error_in_the_training_the_files_are_closed(tmp_path):
         warnings.simplefilter("error", ResourceWarning)
         with pytest.raises(RuntimeError, match="stopped"):
             model.train(1, batches(2), callbacks=[logger, Fail()])
-    assert logger._sinks[0].file is None
     assert len(lines_of(tmp_path / "run.jsonl")) == 1
 
 

@@ -1,41 +1,39 @@
-"""Sinks of reports: a file of JSON lines, a TensorBoard event file, a function."""
+"""Files of reports: JSON lines and TensorBoard events. Errors of a disk are warnings during the training."""
 
-import itertools
 import json
 import math
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from ms_gradaccum._checks import argument_error, check_path, warn
+from ms_gradaccum.tools.text import counted
 
 _OWNER = "MetricsLogger"
-_number = itertools.count()
 
 
 class JsonLines:
-    """A file with one JSON object per line."""
+    """A file with one JSON object per line. It is opened for each line, and has it afterwards."""
 
-    def __init__(self, path: str | os.PathLike[str], append: bool) -> None:
+    def __init__(self, path: Any, append: bool) -> None:
         self.path = check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")
-        self.unwritten = b""
-        self.has_failed = False
-        self.file: Any = None
+        self.unwritten, self.has_failed = b"", False
         try:
             os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-            self._open()
-            has_lines = os.path.getsize(self.path) > 0
-            self.unwritten = self._end_of_torn_line() if has_lines else b""
+            with open(self.path, "a+b") as file:
+                has_lines = file.tell() > 0
+                if has_lines:
+                    file.seek(-1, os.SEEK_END)
+                    # A program that was killed can leave the start of a line.
+                    self.unwritten = b"" if file.read() == b"\n" else b"\n"
         except OSError as error:
             raise _not_writable("path", self.path, error) from None
         if has_lines and not append:
             remedy = "Give another one, delete it, or go on in it with append=True."
-            raise ValueError(
-                argument_error(_OWNER, "path", "a new or empty file", f"{self.path} with lines in it", remedy)
-            )
+            got = f"{self.path} with lines in it"
+            raise ValueError(argument_error(_OWNER, "path", "a new or empty file", got, remedy))
 
-    def write(self, record: dict[str, Any], scalars: dict[str, float], step: int) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         """Write a line, preceded by lines that could not be written before."""
         record = {"time": round(time.time(), 3), **record}
         self.unwritten += json.dumps(_as_json(record), allow_nan=False).encode() + b"\n"
@@ -48,46 +46,30 @@ class JsonLines:
             )
 
     def close(self) -> None:
-        """Close the file after a last attempt to write."""
-        if self._try() is not None:
-            number = self.unwritten.count(b"\n")
-            lines = "1 line" if number == 1 else f"{number} lines"
+        """Try to write the lines that could not be written before, or warn of them."""
+        if self.unwritten and self._try() is not None:
+            lines = counted(self.unwritten.count(b"\n"), "line")
             warn(f"For '{_OWNER}', {lines} could not be written to {self.path}.")
             self.unwritten = b""
-        if self.file is not None:
-            self.file.close()
-        self.file = None
 
     def _try(self) -> OSError | None:
-        """Write the pending lines and return the error if that fails."""
         try:
-            while self.unwritten:
-                if self.file is None:
-                    self._open()
-                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+            # Unbuffered, so that it is known which lines are in the file.
+            with open(self.path, "ab", buffering=0) as file:
+                while self.unwritten:
+                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
         except OSError as error:
             return error
         return None
-
-    def _open(self) -> None:
-        # Unbuffered, so that it is known which lines are in the file.
-        self.file = open(self.path, "ab", buffering=0)
-
-    def _end_of_torn_line(self) -> bytes:
-        """Return a newline if the last line is incomplete because a program was killed while writing it."""
-        with open(self.path, "rb") as lines:
-            lines.seek(-1, os.SEEK_END)
-            return b"" if lines.read() == b"\n" else b"\n"
 
 
 class EventFile:
     """A TensorBoard event file.
 
-    It is written by this thread: the thread of tensorboardX's SummaryWriter ends silently on a full disk, and the
-    training would then wait for it.
+    tensorboardX's SummaryWriter is not used: its thread ends silently on a full disk, and the training would hang.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: Any) -> None:
         try:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event
@@ -98,8 +80,7 @@ class EventFile:
                 f"Install it with: pip install 'ms_gradaccum[tensorboard]'."
             ) from None
         self.folder = check_path(_OWNER, "tensorboard_dir", folder, "For example 'log_output/events'.")
-        self.make_writer = EventsWriter
-        self.make_event, self.make_summary = Event, Summary
+        self.make_writer, self.make_event, self.make_summary = EventsWriter, Event, Summary
         self.has_failed = False
         self.writer: Any = None
         try:
@@ -108,15 +89,15 @@ class EventFile:
         except OSError as error:
             raise _not_writable("tensorboard_dir", self.folder, error) from None
 
-    def write(self, record: dict[str, Any], scalars: dict[str, float], step: int) -> None:
-        """Write the numbers by name. After an error nothing more is written, since the lines have them, too."""
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        """Write numbers by name. After an error nothing more is written."""
         if self.has_failed:
             return
         values = [self.make_summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        event = self.make_event(wall_time=time.time(), step=step, summary=self.make_summary(value=values))
         try:
             if self.writer is None:
                 self._open()
-            event = self.make_event(wall_time=time.time(), step=step, summary=self.make_summary(value=values))
             self.writer.write_event(event)
             self.writer.flush()
         except OSError as error:
@@ -127,30 +108,15 @@ class EventFile:
             )
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. `write` opens another one."""
         if self.writer is not None and not self.has_failed:
             self.writer.close()
         self.writer = None
 
     def _open(self) -> None:
         # The name has the time in seconds and the machine; a file of the same second would be overwritten.
-        suffix = f".{os.getpid()}.{next(_number)}"
-        self.writer = self.make_writer(os.path.join(self.folder, "events"), suffix)
+        self.writer = self.make_writer(os.path.join(self.folder, "events"), f".{os.getpid()}.{time.time_ns()}")
         self.writer.flush()
-
-
-class Call:
-    """A function of the user, whose errors are not caught."""
-
-    def __init__(self, function: Callable[[dict[str, float], int], Any]) -> None:
-        self.function = function
-
-    def write(self, record: dict[str, Any], scalars: dict[str, float], step: int) -> None:
-        """Call the function."""
-        self.function(dict(scalars), step)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _not_writable(name: str, path: str, error: OSError) -> OSError:
@@ -161,6 +127,6 @@ def _as_json(value: Any) -> Any:
     """Return ``value`` with None for each Inf and NaN."""
     if isinstance(value, dict):
         return {name: _as_json(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):
         return [_as_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

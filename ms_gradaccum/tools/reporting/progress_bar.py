@@ -3,26 +3,30 @@
 import os
 import sys
 import time
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import Any
 
 import numpy as np
 from mindspore import Tensor
 from mindspore.communication import GlobalComm, get_rank
 from mindspore.train import Callback, RunContext
+from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
 
 from ms_gradaccum._checks import Settled, check_bool, check_positive_float, check_positive_int
-from ms_gradaccum.tools.reporting.progress_display import Bar, Display, Lines
 from ms_gradaccum.training.step_output import StepOutput, check_output
 
 _OWNER = "ProgressBar"
+# The shortest time between two drawings of the bar. Unit: seconds.
+_SECONDS_PER_DRAWING = 0.1
 
 
 class ProgressBar(Settled, Callback):
     """Show the epoch, the updates, the losses, the learning rate, the norm of the gradient and the speed.
 
-    On a terminal this is a bar on the standard error stream, with what other callbacks print above it.
-    Elsewhere (log files, CI) it is a plain line on the standard output stream from time to time and one
-    at the end. In a distributed run only rank 0 shows anything.
+    On a terminal this is a bar on the standard error stream, with the output of other callbacks above it. Elsewhere
+    (log files, CI) it is a plain line on the standard output stream from time to time and one at the end. In a
+    distributed run only rank 0 shows anything.
 
     ``Model.train`` and ``Model.fit`` take it as a callback, where it counts batches. In a loop of your own it counts
     updates:
@@ -45,8 +49,7 @@ class ProgressBar(Settled, Callback):
         total (int, optional): Number of updates that will be made in a loop of your own, if known. Default: ``None``.
 
     Raises:
-        TypeError: If `live` is neither ``None`` nor a bool.
-        TypeError: If `seconds_per_line` is not an int or a float, or `total` not an int.
+        TypeError: If an argument has the wrong type.
         ValueError: If `seconds_per_line` is not positive and finite, or `total` not positive.
 
     Supported Platforms:
@@ -74,41 +77,46 @@ class ProgressBar(Settled, Callback):
         self.live = live
         self.seconds_per_line = check_positive_float(_OWNER, "seconds_per_line", seconds_per_line, remedy)
         self.total = total
-        self._display: Display | None = None  # set while training runs, on the rank that shows it
-        self._entered = 0  # how often: Model.fit enters and leaves its callbacks for each evaluation too
-        self._begin()
+        self._entered = 0  # Model.fit enters and leaves its callbacks for each evaluation, too.
+        self._by_hand = self._is_open = False
+        self._bar: tqdm[Any] | None = None
+        self._streams = ExitStack()
         self._is_built = True
 
-    def _begin(self) -> None:
-        self._step, self._shown_step = 0, 0
-        self._num_updates: int | None = None  # None: the step does not tell
+    def _open(self, total: int | None, unit: str) -> None:
+        self._length, self._unit = total, unit
+        self._step = self._shown_step = 0
+        self._num_updates: int | None = None  # None: the step does not tell.
         self._last_update: StepOutput | None = None
         self._epoch, self._loss = "", None
-        self._by_hand = False
-        self._shown_at = time.monotonic()
-
-    def _open(self, total: int | None, unit: str) -> None:
-        if _rank() == 0:
-            self._display = Bar(total, unit) if self._is_live() else Lines(total, unit, self.seconds_per_line)
-        self._shown_at = time.monotonic()
+        self._started = self._shown_at = time.monotonic()
+        self._is_open = (get_rank() if GlobalComm.INITED else 0) == 0
+        live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty() if self.live is None else self.live
+        self._seconds = _SECONDS_PER_DRAWING if live else self.seconds_per_line
+        if self._is_open and live:
+            self._bar = tqdm(total=total, unit=unit, mininterval=0, miniters=0)
+            # Whole lines that others write go above the bar.
+            above = DummyTqdmFile(sys.stdout), DummyTqdmFile(sys.stderr)
+            self._streams.enter_context(redirect_stdout(above[0]))
+            self._streams.enter_context(redirect_stderr(above[1]))
+            # The start of a line without its end.
+            self._streams.callback(lambda: [each.write("\n") for each in above if any(each._buf)])
 
     def on_train_begin(self, run_context: RunContext) -> None:
         params = run_context.original_args()
-        self._begin()
         self._initial_step = params.cur_step_num
         self._open(params.epoch_num * params.batch_num, "batch")
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         params = run_context.original_args()
-        if self._step == 0:  # the first epoch is not epoch 1 if the training was resumed
+        if self._step == 0:  # The first epoch of a resumed training is not epoch 1.
             self._last_epoch = params.cur_epoch_num - 1 + params.epoch_num
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        if self._display is None:
-            return
-        params = run_context.original_args()
-        self._epoch = f"epoch {params.cur_epoch_num}/{self._last_epoch}"
-        self._count(params.cur_step_num - self._initial_step, params.net_outputs)
+        if self._is_open:
+            params = run_context.original_args()
+            self._epoch = f"epoch {params.cur_epoch_num}/{self._last_epoch}"
+            self._count(params.cur_step_num - self._initial_step, params.net_outputs)
 
     def on_train_end(self, run_context: RunContext) -> None:
         self.close()
@@ -117,18 +125,17 @@ class ProgressBar(Settled, Callback):
         """Count an update, in a loop of your own.
 
         Args:
-            output (StepOutput, optional): What the training step or ``Accumulator.step`` returned. None, and an output
-                inside a window, count for nothing.
+            output (StepOutput, optional): The result of the training step or of ``Accumulator.step``. None, and an
+                output inside a window, are not counted.
             epoch (int, optional): The epoch to show. Default: ``None``.
         """
         check_output(_OWNER, output)
         if output is None or not output.ends_window:
             return
         if not self._by_hand:
-            self._begin()
             self._open(self.total, "update")
             self._by_hand = True
-        if self._display is not None:
+        if self._is_open:
             self._epoch = "" if epoch is None else f"epoch {epoch}"
             self._count(self._step + output.is_updated, output)
 
@@ -138,42 +145,56 @@ class ProgressBar(Settled, Callback):
 
     def __exit__(self, *error: object) -> None:
         self._entered -= 1
-        if self._entered > 0:
-            return
-        if self._by_hand and error[:1] == (None,):
-            self.close()
-        self._close()  # after an error in the training on_train_end does not come
+        if self._entered == 0:
+            if self._by_hand and error[0] is None:
+                self.close()
+            self._close()  # After an error in the training on_train_end does not come.
 
     def _count(self, step: int, outputs: Any) -> None:
-        assert self._display is not None
         self._step = step
         self._loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
         if isinstance(outputs, StepOutput):
             self._num_updates = (self._num_updates or 0) + outputs.is_updated
             if outputs.ends_window:
                 self._last_update = outputs
-        # Reading the loss waits for the device, so that of the steps that are not shown stays unread.
-        if step > self._shown_step and time.monotonic() - self._shown_at >= self._display.seconds:
+        # Reading the loss waits for the device, so it is read only for steps that are shown.
+        if step > self._shown_step and time.monotonic() - self._shown_at >= self._seconds:
             self._show()
 
     def close(self) -> None:
         """Show the last step and no more, in a loop of your own without ``with``."""
-        if self._display is not None and self._step > self._shown_step:
+        if self._is_open and self._step > self._shown_step:
             self._show()
         self._close()
 
     def _close(self) -> None:
-        if self._display is not None:
-            self._display.close()
-        self._display, self._by_hand = None, False
-
-    def _is_live(self) -> bool:
-        if self.live is not None:
-            return self.live
-        return os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty()
+        self._streams.close()
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._is_open, self._by_hand = None, False, False
 
     def _show(self) -> None:
-        assert self._display is not None
+        if self._bar is None:
+            self._print()
+        else:
+            self._bar.set_description(self._epoch, refresh=False)
+            self._bar.set_postfix_str(", ".join(self._facts()), refresh=False)
+            self._bar.update(self._step - self._bar.n)
+        self._shown_step, self._shown_at = self._step, time.monotonic()
+
+    def _print(self) -> None:
+        """Print a line. The rate is that since the last one."""
+        now, step, total = time.monotonic(), self._step, self._length
+        rate = (step - self._shown_step) / max(now - self._shown_at, 1e-9)
+        elapsed = now - self._started
+        place, times = f"{self._unit} {step}", f"{tqdm.format_interval(elapsed)} elapsed"
+        if total is not None:
+            place += f"/{total} ({step / total:.0%})"
+            times += f", {tqdm.format_interval(elapsed / step * (total - step))} left"
+        speed = f"{rate:.3g} {'batches' if self._unit == 'batch' else 'updates'}/s"
+        print(", ".join(filter(None, [self._epoch, place, *self._facts(), speed, times])), flush=True)
+
+    def _facts(self) -> list[str]:
         facts = [] if self._by_hand or self._num_updates is None else [f"{self._num_updates} updates"]
         if isinstance(self._loss, Tensor):
             facts.append(f"loss {np.mean(self._loss.asnumpy()):.4g}")
@@ -184,9 +205,4 @@ class ProgressBar(Settled, Callback):
             # Groups can have rates of their own.
             facts.append("lr " + "-".join(f"{rate:.4g}" for rate in sorted({rates.min(), rates.max()})))
             facts.append(f"norm {self._last_update.grad_norm.asnumpy().item():.4g}")
-        self._display.show(self._step, self._epoch, ", ".join(facts))
-        self._shown_step, self._shown_at = self._step, time.monotonic()
-
-
-def _rank() -> int:
-    return get_rank() if GlobalComm.INITED else 0
+        return facts

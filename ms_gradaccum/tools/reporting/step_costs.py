@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
@@ -12,8 +12,6 @@ from ms_gradaccum.backend.tensors import Done, chunks_of
 from ms_gradaccum.gradients.clipping import global_norm
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.micro_step import EmptyStep
-
-_OWNER = "StepReporter"
 
 
 class WeightNorm(nn.Cell):
@@ -26,13 +24,6 @@ class WeightNorm(nn.Cell):
 
     def construct(self, nothing: Tensor) -> Tensor:
         return global_norm(tuple(self.parameters), self.chunks) + nothing
-
-
-def weight_norm_of(reducers: Sequence[GradientReducer]) -> Callable[[], float]:
-    """Return a function that computes the norm."""
-    cell = WeightNorm(reducers)
-    run = Compiled(lambda: cell, _OWNER, "the norm of the weights")
-    return lambda: float(run(NOTHING).asnumpy())
 
 
 class UpdateMessages(nn.Cell):
@@ -49,45 +40,38 @@ class UpdateMessages(nn.Cell):
         return ops.depend(nothing + 0.0, done)
 
 
-class MicroBatchMessages(nn.Cell):
+class MicroBatchMessages(EmptyStep):
     """The messages of a micro batch without the micro batch."""
 
-    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
-        super().__init__(auto_prefix=False)
-        self.empty_step = EmptyStep(reducers)
-
     def construct(self, nothing: Tensor) -> Tensor:
-        return ops.depend(nothing + 0.0, self.empty_step(nothing))
+        return ops.depend(nothing + 0.0, super().construct(nothing))
 
 
 class CommunicationTime:
     """The time of a window's messages, measured by sending them again with empty buffers. Collective."""
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
-        # A single process sends nothing.
-        self.several, self.most = reducers[0].several, reducers[0].most
-        self.runs = [_compile(UpdateMessages(reducers))] if self.several else []
-        if reducers[0].every_batch:
-            self.runs.append(_compile(MicroBatchMessages(reducers)))
+        self.most = reducers[0].most
+        cells = [UpdateMessages(reducers)] if reducers[0].several else []
+        cells += [MicroBatchMessages(reducers)] if reducers[0].every_batch else []
+        self.runs = [compiled(cell, "the messages") for cell in cells]
         self.is_warm = False
 
     def seconds(self, micro_batches: int) -> float:
-        """Return the seconds for a window with ``micro_batches`` micro batches on this rank."""
-        if not self.several:
+        """Return the seconds for a window with ``micro_batches`` micro batches on this rank. One process sends none."""
+        if not self.runs:
             return 0.0
         if not self.is_warm:  # The first run compiles, and opens connections.
-            self._measure(1)
             self.is_warm = True
-        return self._measure(micro_batches)
-
-    def _measure(self, micro_batches: int) -> float:
+            self.seconds(1)
         # This synchronizes all ranks, so that waiting for a late rank is not measured.
         times = 1, self.most(micro_batches)
         return sum(count * _seconds_of(run) for count, run in zip(times, self.runs))
 
 
-def _compile(cell: nn.Cell) -> Compiled:
-    return Compiled(lambda: cell, _OWNER, "the messages")
+def compiled(cell: nn.Cell, name: str) -> Compiled:
+    """Return a function that runs a cell as a graph."""
+    return Compiled(lambda: cell, "StepReporter", name)
 
 
 def _seconds_of(run: Compiled) -> float:
