@@ -8,14 +8,13 @@ formula, and with ContrastiveLoss, which takes it in blocks of rows. All train t
 """
 
 import argparse
-import json
 import time
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from windows import reset_peak, run_child, status, versions
+from windows import in_child, reset_peak, status, versions
 
 from ms_gradaccum import ContrastiveLoss, GradAccumulation, GradCacheLoss, TrainOneStepCell
 
@@ -93,6 +92,7 @@ def run_window(step: Any, batch: list[Tensor]) -> float:
 
 def measure(row: str, case: str, repeat: int) -> dict[str, Any]:
     """Return the losses, the memory that windows take beside what was there, in MB, and their seconds."""
+    ms.set_context(mode=ms.GRAPH_MODE)
     batch = make_batch(case)
     step = build(row, case)
     before = status("VmRSS")
@@ -114,19 +114,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--repeat", type=int, default=6, help="windows that are timed in each process")
     parser.add_argument("--children", type=int, default=2, help="processes of each row, which take turns")
-    parser.add_argument("--row", choices=(WHOLE, FORMULA, BLOCKS), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    ms.set_context(mode=ms.GRAPH_MODE)
-    if args.row:
-        print(json.dumps(measure(args.row, args.cases[0], args.repeat)))
-        return
     print(versions())
     for case in args.cases:
         runs: dict[str, list[Any]] = {WHOLE: [], FORMULA: [], BLOCKS: []}
         for _ in range(args.children):
             for row, done in runs.items():
-                child = run_child(__file__, "--row", row, "--cases", case, "--repeat", str(args.repeat))
-                done.append(json.loads(child))
+                done.append(in_child(measure, row, case, args.repeat))
         print(f"\n{case}, {CASES[case]} rows, {MICRO_SIZE} micro batches")
         print(f"{'':26}{'seconds':>9}{'of cores':>10}{'ratio':>7}{'MB':>7}{'ratio':>7}")
         figures = {}

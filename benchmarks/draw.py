@@ -4,6 +4,7 @@ Blue is ms_gradaccum, orange MindSpore alone; kinds of parallelism have the othe
 """
 
 import json
+import statistics
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -74,6 +75,19 @@ def ranks(rows):
     save(figure, axes, "ranks")
 
 
+def long_run(rows):
+    """Draw the median of all seeds, with a band from the least to the largest."""
+    windows = sorted({row["windows"] for row in rows})
+    figure, axes = panels(2)
+    for axis, key, title in zip(axes, ("mb", "ms"), ("resident memory, MB", "median time of a window, ms")):
+        seeds = [[row[key] for row in rows if row["windows"] == window] for window in windows]
+        label = f"ms_gradaccum: median and range of {len(seeds[0])} seeds"
+        axis.fill_between(windows, list(map(min, seeds)), list(map(max, seeds)), color="tab:blue", alpha=0.25)
+        axis.plot(windows, list(map(statistics.median, seeds)), color="tab:blue", label=label)
+        axis.set(xlabel="windows", ylabel=title)
+    save(figure, axes, "long_run")
+
+
 STEP = ("micro_step_s", "bare_micro_step_s", ALONE, "time of a micro batch, s")
 END = ("end_s", "bare_end_s", ALONE, "time of the end of a window, s")
 MEMORY = ("peak_mb", "full_peak_mb", WHOLE, "peak memory above start, MB")
@@ -85,3 +99,4 @@ if __name__ == "__main__":
     growth(found["parameters"], "parameters", "parameters, in 10 tensors", (STEP, END, MEMORY))
     growth(found["tensors"], "tensors", "tensors, of a million parameters", (STEP, END, COMPILE))
     ranks(found["ranks"])
+    long_run(found["long_run"])

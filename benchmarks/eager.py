@@ -8,7 +8,6 @@ clip by the global norm or none, the optimizer, zeros. The loop by hand neither 
 """
 
 import argparse
-import json
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 from mindspore.experimental import optim
-from windows import make_batch, make_network, micro_batches, reset_peak, run_child, run_window, status, versions
+from windows import in_child, make_batch, make_network, micro_batches, reset_peak, run_window, status, versions
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
 
@@ -86,8 +85,16 @@ def loop_by_hand(network: nn.Cell, optimizer: nn.Cell, case: Case) -> Callable[.
     return step
 
 
-def measure_times(case: Case, repeat: int) -> dict[str, list[float]]:
+def by_ops(case: list[Any]) -> Case:
+    """Set PYNATIVE mode and return the case."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    logging.getLogger("ms_gradaccum").setLevel(logging.ERROR)  # It says that compiled windows are faster.
+    return Case(*case)
+
+
+def measure_times(given: list[Any], repeat: int) -> dict[str, list[float]]:
     """Return the seconds of windows that take turns, after two to warm up."""
+    case = by_ops(given)
     batch = make_batch(case)
     programs = {row: build(row, case) for row in (LOOP, OURS)}
     seconds: dict[str, list[float]] = {row: [] for row in programs}
@@ -100,8 +107,9 @@ def measure_times(case: Case, repeat: int) -> dict[str, list[float]]:
     return {row: runs[2:] for row, runs in seconds.items()}
 
 
-def measure_memory(row: str, case: Case) -> float:
+def measure_memory(given: list[Any], row: str) -> float:
     """Return the peak of the resident memory over some windows minus what was resident before the first, in MB."""
+    case = by_ops(given)
     batch = make_batch(case)
     network, step = build(row, case)
     resident = status("VmRSS")
@@ -111,24 +119,16 @@ def measure_memory(row: str, case: Case) -> float:
     return status("VmHWM") - resident
 
 
-def in_child(case: Case, *arguments: str) -> Any:
-    return json.loads(run_child(__file__, "--case", json.dumps(case), *arguments))
-
-
-def child(case: Case, row: str | None, repeat: int) -> Any:
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    logging.getLogger("ms_gradaccum").setLevel(logging.ERROR)  # It says that compiled windows are faster.
-    return measure_times(case, repeat) if row is None else measure_memory(row, case)
-
-
 def measure(name: str, case: Case, args: argparse.Namespace) -> None:
     """Print one line."""
     repeat = args.repeat or (200 if name == "tiny" else 20)
     times: dict[str, list[float]] = {OURS: [], LOOP: []}
     for _ in range(args.children):
-        for row, seconds in in_child(case, "--repeat", str(repeat)).items():
+        for row, seconds in in_child(measure_times, case, repeat).items():
             times[row] += seconds
-    memory = {row: np.median([in_child(case, "--row", row) for _ in range(args.children)]) for row in (OURS, LOOP)}
+    memory = {
+        row: np.median([in_child(measure_memory, case, row) for _ in range(args.children)]) for row in (OURS, LOOP)
+    }
     best = {row: 1e3 * min(seconds) for row, seconds in times.items()}
     # Other programs disturb a window; the fastest twentieth is disturbed the least.
     low = {row: float(np.percentile(seconds, 5)) for row, seconds in times.items()}
@@ -144,12 +144,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--repeat", type=int, help="windows of each, in turns; default: 20, of the tiny one 200")
     parser.add_argument("--children", type=int, default=3, help="processes per figure")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.case:
-        print(json.dumps(child(Case(*json.loads(args.case)), args.row, args.repeat)))
-        return
     for name in args.networks:
         case = NETWORKS[name]
         print(f"{name}: {case.layers} x (Dense({case.width}), GELU), {case.batch} rows, micro_size {case.micro_size}")

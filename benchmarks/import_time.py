@@ -21,30 +21,24 @@ bare = time.perf_counter()
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TrainOneStepCell
 end = time.perf_counter()
 modules = [name for name in sys.modules if name.startswith("ms_gradaccum")]
-print(json.dumps([middle - begin, bare - middle, end - bare, len(modules)]))
+print(json.dumps([middle - begin, bare - middle, end - middle, len(modules)]))
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=7, help="processes; the medians are printed")
-    repeat = parser.parse_args().repeat
-    runs = []
-    for _ in range(repeat + 1):
-        command = [sys.executable, "-c", PROGRAM]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
-        runs.append(json.loads(done.stdout.splitlines()[-1]))
-    # The first one may compile Python's files.
-    mindspore, bare, names, modules = (statistics.median(column) for column in zip(*runs[1:], strict=True))
-    print("| import | s | beside MindSpore's |")
-    print("| --- | --: | --: |")
-    print(f"| `mindspore` | {mindspore:.2f} | |")
-    print(f"| `ms_gradaccum` | {bare:.4f} | {bare / mindspore:.3f} |")
-    print(
-        f"| with `Model`, `TrainOneStepCell`, `Accumulator`: {modules:.0f} modules | {bare + names:.2f} | "
-        f"{(bare + names) / mindspore:.3f} |"
-    )
+def run() -> list[float]:
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeat", type=int, default=7, help="processes; the medians are printed")
+    # The first one may compile Python's files.
+    runs = [run() for _ in range(parser.parse_args().repeat + 1)][1:]
+    mindspore, bare, names, modules = map(statistics.median, zip(*runs, strict=True))
+    rows = {"`ms_gradaccum`": bare, f"with `Model`, `TrainOneStepCell`, `Accumulator`: {modules:.0f} modules": names}
+    print("| import | s | beside MindSpore's |\n| --- | --: | --: |")
+    print(f"| `mindspore` | {mindspore:.2f} | |")
+    for name, seconds in rows.items():
+        print(f"| {name} | {seconds:.4f} | {seconds / mindspore:.3f} |")

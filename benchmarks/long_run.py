@@ -67,27 +67,6 @@ def write(facts: list[tuple[int, float, float, int]], output: Path, seed: int) -
     output.write_text(json.dumps({**known, "versions": versions(), "rows": rows}, indent=1) + "\n")
 
 
-def draw(output: Path) -> None:
-    """Draw the median of all seeds, with a band from the least to the largest, beside the JSON."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = json.loads(output.read_text())["rows"]
-    windows = sorted({row["windows"] for row in rows})
-    figure = Figure(figsize=(8.4, 3.8), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2)
-    for axis, key, title in zip(axes, ("mb", "ms"), ("resident memory, MB", "median time of a window, ms")):
-        seeds = [[row[key] for row in rows if row["windows"] == window] for window in windows]
-        label = f"ms_gradaccum: median and range of {len(seeds[0])} seeds"
-        axis.fill_between(windows, list(map(min, seeds)), list(map(max, seeds)), color="tab:blue", alpha=0.25)
-        axis.plot(windows, list(map(statistics.median, seeds)), color="tab:blue", label=label)
-        axis.set(xlabel="windows", ylabel=title, ylim=(0, 1.1 * max(map(max, seeds))))
-        axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
-    figure.savefig(output.with_suffix(".png"), format="png")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Memory, step time and graphs of a long training.")
     parser.add_argument("--windows", type=int, default=10_000)
@@ -114,7 +93,6 @@ def main() -> None:
     )
     if args.output:
         write(facts, args.output, args.seed)
-        draw(args.output)
 
 
 if __name__ == "__main__":

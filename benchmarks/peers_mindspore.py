@@ -9,7 +9,15 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import nn
-from windows import AddingMicroStep, UpdateFromSums, adding_loop_by_hand, loop_by_hand, loop_of_bare_parts, versions
+from windows import (
+    AddingMicroStep,
+    TokenLoss,
+    UpdateFromSums,
+    adding_loop_by_hand,
+    loop_by_hand,
+    loop_of_bare_parts,
+    versions,
+)
 from worker import Row, serve
 from workload import ADDING, BARE, FULL, MOMENTUM, OURS, OURS_PYNATIVE, PYNATIVE, Workload, first_weights
 
@@ -19,19 +27,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "sample_code" / "trans
 from transformer import Transformer  # noqa: E402
 
 Step = Callable[[ms.Tensor, ms.Tensor], Any]
-
-
-class TokenLoss(nn.Cell):
-    """The mean cross-entropy over all tokens."""
-
-    def __init__(self, network: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.network = network
-        self.loss = nn.CrossEntropyLoss()
-
-    def construct(self, tokens: ms.Tensor, labels: ms.Tensor) -> ms.Tensor:
-        logits = self.network(tokens)
-        return self.loss(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 def make_network(workload: Workload) -> nn.Cell:

@@ -5,22 +5,21 @@ python benchmarks/step.py --small    # 2 x (Dense(8), GELU), batch 64
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
 from windows import (
+    in_child,
     loop_by_hand,
     loop_of_bare_parts,
     make_batch,
     make_network,
     reset_peak,
-    run_child,
     run_window,
     status,
     versions,
@@ -38,35 +37,6 @@ BARE = "bare parts"
 SPLIT = (OURS, OURS_PYNATIVE, WHOLE, LOOP, BARE, STOCK)
 
 
-class Program(NamedTuple):
-    """One way to run a window."""
-
-    mode: int
-    step: Callable[..., Any]
-    network: nn.Cell
-
-    def run(self, batch: tuple[ms.Tensor, ...]) -> float:
-        """Run one window to its end and return the seconds that it took."""
-        ms.set_context(mode=self.mode)
-        return run_window(self.step, self.network, batch)
-
-
-class Cost(NamedTuple):
-    """What a window costs in a process of its own."""
-
-    megabytes: float
-    compile_s: float
-    trains: bool
-
-
-class Row(NamedTuple):
-    name: str
-    micro_size: int
-    seconds: float
-    cost: Cost
-    time_ratio: float
-
-
 class Outer(nn.Cell):
     """Makes the whole window part of one graph, as data sink mode does."""
 
@@ -78,9 +48,11 @@ class Outer(nn.Cell):
         return self.train_step(x, y)[0]
 
 
-def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
-    ms.set_context(mode=ms.PYNATIVE_MODE if name in (LOOP, OURS_PYNATIVE) else ms.GRAPH_MODE)
-    network = make_network(args)
+def build(name: str, micro_size: int, sizes: argparse.Namespace) -> tuple[nn.Cell, Callable[..., float]]:
+    """Return a network, and what runs one window of a batch to its end and returns its seconds."""
+    mode = ms.PYNATIVE_MODE if name in (LOOP, OURS_PYNATIVE) else ms.GRAPH_MODE
+    ms.set_context(mode=mode)
+    network = make_network(sizes)
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     if name == FULL:
         step = nn.TrainOneStepCell(network, optimizer)
@@ -96,74 +68,60 @@ def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
         step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, compile=True)
     if name == WHOLE:
         step = Outer(step).set_train()
-    return Program(ms.get_context("mode"), step, network)
+
+    def run(batch: tuple[ms.Tensor, ...]) -> float:
+        ms.set_context(mode=mode)
+        return run_window(step, network, batch)
+
+    return network, run
 
 
-def measure_child(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
-    """Measure memory and compile time; a child process calls this once.
+def cost(name: str, micro_size: int, width: int, layers: int, rows: int) -> tuple[float, float, bool]:
+    """Return the memory in MB, the compile time, and whether the window trains. A child process calls this once.
 
     The memory is the peak of the resident memory over two windows minus the resident memory before the first,
     when MindSpore is loaded and the network, the optimizer and the batch exist. It holds what compiling leaves,
     activations, gradients and the accumulation buffer. Pages of zeros (the optimizer's state) that a window is the
     first to touch count too, in all rows alike. The compile time is what the first call takes longer than the next.
     """
-    batch = make_batch(args)
-    program = build(name, micro_size, args)
-    before = [parameter.asnumpy().copy() for parameter in program.network.trainable_params()]
+    sizes = argparse.Namespace(width=width, layers=layers, batch=rows)
+    batch = make_batch(sizes)
+    network, run = build(name, micro_size, sizes)
+    before = [parameter.asnumpy().copy() for parameter in network.trainable_params()]
     resident = status("VmRSS")
     reset_peak()
-    first, second = program.run(batch), program.run(batch)
+    first, second = run(batch), run(batch)
     peak = status("VmHWM")
-    after = [parameter.asnumpy() for parameter in program.network.trainable_params()]
-    trains = any(np.any(a != b) for a, b in zip(after, before))
-    return Cost(peak - resident, first - second, trains)
+    trains = any(np.any(a.asnumpy() != b) for a, b in zip(network.trainable_params(), before))
+    return peak - resident, first - second, bool(trains)
 
 
-def cost_of(name: str, micro_size: int, args: argparse.Namespace, batch: int) -> Cost:
-    settings = [f"--width={args.width}", f"--layers={args.layers}", f"--batch={batch}"]
-    return Cost(*json.loads(run_child(__file__, *settings, "--child", name, "--micro-sizes", str(micro_size))))
-
-
-def measure_cost(name: str, micro_size: int, args: argparse.Namespace) -> Cost:
-    """Return the memory of one child process and the compile time of another one."""
+def measure_cost(name: str, micro_size: int, args: argparse.Namespace) -> tuple[float, float, bool]:
+    """Return the memory of one child process, the compile time of another one, and whether the window trains."""
     # Compiling takes as long for a small batch, whose windows are too short to disturb the difference.
-    small = cost_of(name, micro_size, args, min(args.batch, max(64, micro_size)))
-    return cost_of(name, micro_size, args, args.batch)._replace(compile_s=small.compile_s)
+    _, compiling, _ = in_child(cost, name, micro_size, args.width, args.layers, min(args.batch, max(64, micro_size)))
+    memory, _, trains = in_child(cost, name, micro_size, args.width, args.layers, args.batch)
+    return memory, compiling, trains
 
 
 def measure_times(micro_size: int, args: argparse.Namespace) -> dict[str, float]:
     """Return the seconds of one window per row: the best of interleaved runs, after two to warm up."""
     batch = make_batch(args)
-    programs = {name: build(name, micro_size, args) for name in (FULL, *SPLIT)}
+    programs = {name: build(name, micro_size, args)[1] for name in (FULL, *SPLIT)}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(2 + args.repeat):
-        for name, program in programs.items():
-            seconds[name].append(program.run(batch))
+        for name, run in programs.items():
+            seconds[name].append(run(batch))
     return {name: min(runs[2:]) for name, runs in seconds.items()}
 
 
-def measure(args: argparse.Namespace) -> list[Row]:
-    full_cost = measure_cost(FULL, 1, args)
-    full_times, rows = [], []
-    for micro_size in args.micro_sizes:
-        print(f"measuring micro_size {micro_size} ...", file=sys.stderr, flush=True)
-        costs = {name: measure_cost(name, micro_size, args) for name in SPLIT}
-        times = measure_times(micro_size, args)
-        full_times.append(times[FULL])
-        rows += [Row(name, micro_size, times[name], costs[name], times[name] / times[FULL]) for name in SPLIT]
-    return [Row(FULL, 1, min(full_times), full_cost, 1.0), *rows]
-
-
-def print_table(rows: list[Row]) -> None:
-    print(f"{'window':24}{'micro_size':>11}{'time':>12}{'':7}{'memory':>10}{'':7}{'compile':>10}")
-    full = rows[0].cost
-    for row in rows:
-        memory, compiling = row.cost.megabytes / full.megabytes, row.cost.compile_s / full.compile_s
-        print(
-            f"{row.name:24}{row.micro_size:11}{row.seconds * 1e3:9.2f} ms{row.time_ratio:7.2f}"
-            f"{row.cost.megabytes:7.0f} MB{memory:7.2f}{row.cost.compile_s:8.2f} s{compiling:7.2f}"
-            f"{'' if row.cost.trains or row.name == BARE else '  does not train: the weights stay as they were'}"
-        )
+def print_row(name: str, micro_size: int, times: dict[str, float], cost: Any, full: Any) -> None:
+    memory, compiling, trains = cost
+    print(
+        f"{name:24}{micro_size:11}{times[name] * 1e3:9.2f} ms{times[name] / times[FULL]:7.2f}"
+        f"{memory:7.0f} MB{memory / full[0]:7.2f}{compiling:8.2f} s{compiling / full[1]:7.2f}"
+        f"{'' if trains or name == BARE else '  does not train: the weights stay as they were'}"
+    )
 
 
 def parse_args() -> argparse.Namespace:
@@ -173,7 +131,6 @@ def parse_args() -> argparse.Namespace:
     for key, (big, small) in sizes.items():
         parser.add_argument(f"--{key}", type=int, help=f"default: {big}, with --small {small}")
     parser.add_argument("--micro-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     for key, defaults in sizes.items():
         if getattr(args, key) is None:
@@ -183,12 +140,18 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    if args.child:
-        print(json.dumps(measure_child(args.child, args.micro_sizes[0], args)))
-        return
-    rows = measure(args)
+    full = measure_cost(FULL, 1, args)
+    found: dict[int, Any] = {}
+    for micro_size in args.micro_sizes:
+        print(f"measuring micro_size {micro_size} ...", file=sys.stderr, flush=True)
+        costs = {name: measure_cost(name, micro_size, args) for name in SPLIT}
+        found[micro_size] = costs, measure_times(micro_size, args)
     print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch}, Momentum; {versions()}")
-    print_table(rows)
+    print(f"{'window':24}{'micro_size':>11}{'time':>12}{'':7}{'memory':>10}{'':7}{'compile':>10}")
+    print_row(FULL, 1, {FULL: min(times[FULL] for _, times in found.values())}, full, full)
+    for micro_size, (costs, times) in found.items():
+        for name in SPLIT:
+            print_row(name, micro_size, times, costs[name], full)
 
 
 if __name__ == "__main__":

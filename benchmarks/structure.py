@@ -12,6 +12,8 @@ import os
 import sys
 import tokenize
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,16 +74,12 @@ def _lines(files: list[Path]) -> str:
 
 def floors(imports: dict[str, list[str]]) -> dict[str, int]:
     """Return how many files stand above one another, up to each file."""
-    found: dict[str, int] = {}
 
+    @cache
     def floor(name: str) -> int:
-        if name not in found:
-            found[name] = 1 + max(map(floor, imports[name]), default=0)
-        return found[name]
+        return 1 + max(map(floor, imports[name]), default=0)
 
-    for name in imports:
-        floor(name)
-    return found
+    return {name: floor(name) for name in imports}
 
 
 def loaded_with(name: str, imports: dict[str, list[str]]) -> set[str]:
@@ -94,22 +92,20 @@ def loaded_with(name: str, imports: dict[str, list[str]]) -> set[str]:
     return found
 
 
-class _Seen:
-    """The files of the package whose functions run."""
+@contextmanager
+def seen() -> Iterator[set[str]]:
+    """Give the files of the package whose functions run inside this context."""
+    files: set[str] = set()
 
-    def __init__(self) -> None:
-        self.files: set[str] = set()
-
-    def __enter__(self) -> set[str]:
-        sys.setprofile(self._look)
-        return self.files
-
-    def __exit__(self, *error: object) -> None:
-        sys.setprofile(None)
-
-    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+    def look(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
-            self.files.add(frame.f_code.co_filename)
+            files.add(frame.f_code.co_filename)
+
+    sys.setprofile(look)
+    try:
+        yield files
+    finally:
+        sys.setprofile(None)
 
 
 def files_of_a_batch() -> tuple[int, int, int]:
@@ -124,11 +120,11 @@ def files_of_a_batch() -> tuple[int, int, int]:
         network = nn.Dense(4, 1)
         loss = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
         optimizer = nn.SGD(network.trainable_params(), 0.1)
-        with _Seen() as building:
+        with seen() as building:
             step = TrainOneStepCell(loss, optimizer, clip=ClipByGlobalNorm(1.0))
         batch = ops.ones((4, 4)), ops.ones((4, 1))
         step(*batch)
-        with _Seen() as running:
+        with seen() as running:
             step(*batch)
         return building, running
 
@@ -140,28 +136,24 @@ def files_of_a_batch() -> tuple[int, int, int]:
     return len(on_the_host), len(running), len(running | built | built_too)
 
 
-def measure() -> list[tuple[str, str]]:
-    """Return the names and the values of the figures."""
+def main() -> None:
+    """Print the figures."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     imports = {name_of(file): imported_files(file) for file in FILES}
     heights = floors(imports)
     model = loaded_with("loops.model", imports)
     step = [file for file in FILES if file.relative_to(PACKAGE).parts[0] in STEP_ROOMS]
     host, running, whole = files_of_a_batch()
-    return [
-        ("entries of the package", f"{len({file.relative_to(PACKAGE).parts[0] for file in FILES})}"),
-        ("files", f"{len(FILES)}"),
-        ("lines, docstrings included / of code", _lines(FILES)),
-        ("of these in the rooms of a step", _lines(step)),
-        ("files to load Model", f"{len(model)}"),
-        ("files of one batch: host / with graphs / with building", f"{host} / {running} / {whole}"),
-        ("floors of imports: up to Model / in all", f"{heights['loops.model']} / {max(heights.values())}"),
-    ]
-
-
-def main() -> None:
-    """Print the figures."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    for name, value in measure():
+    figures = {
+        "entries of the package": f"{len({file.relative_to(PACKAGE).parts[0] for file in FILES})}",
+        "files": f"{len(FILES)}",
+        "lines, docstrings included / of code": _lines(FILES),
+        "of these in the rooms of a step": _lines(step),
+        "files to load Model": f"{len(model)}",
+        "files of one batch: host / with graphs / with building": f"{host} / {running} / {whole}",
+        "floors of imports: up to Model / in all": f"{heights['loops.model']} / {max(heights.values())}",
+    }
+    for name, value in figures.items():
         print(f"{name:<60}{value:>20}")
 
 

@@ -1,6 +1,7 @@
 """What the benchmarks share: the network, how a window is timed, and the loops that are written by hand."""
 
 import argparse
+import json
 import math
 import os
 import platform
@@ -56,6 +57,18 @@ def loop_by_hand(
         return loss / micro_size
 
     return step
+
+
+class TokenLoss(nn.Cell):
+    """The mean cross-entropy over all tokens."""
+
+    def __init__(self, network: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.network, self.loss = network, nn.CrossEntropyLoss()
+
+    def construct(self, tokens: ms.Tensor, labels: ms.Tensor) -> ms.Tensor:
+        logits = self.network(tokens)
+        return self.loss(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 def micro_batches(x: ms.Tensor, y: ms.Tensor, micro_size: int) -> Iterable[tuple[ms.Tensor, ms.Tensor]]:
@@ -183,7 +196,10 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def run_child(file: str, *arguments: str) -> str:
-    """Run a program in a process of its own and return the last line that it prints."""
-    child = subprocess.run([sys.executable, file, *arguments], stdout=subprocess.PIPE, text=True, check=True)
-    return child.stdout.splitlines()[-1]
+def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a benchmark in a process of its own; arguments and result are what JSON holds."""
+    file, name = Path(function.__code__.co_filename), function.__name__
+    program = f"import json, sys; sys.path.insert(0, {str(file.parent)!r}); from {file.stem} import {name} as f; "
+    program += "print(json.dumps(f(*json.loads(sys.argv[1]))))"
+    command = [sys.executable, "-c", program, json.dumps(arguments)]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""``python -m ms_gradaccum``: a test of this machine, pictures, micro batches that fit, jobs of many devices, facts."""
+"""Command line: ``python -m ms_gradaccum``."""
 
 import argparse
 import json
@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from ms_gradaccum.tools.builder import check_build
 
-# Each command imports what it needs itself: MindSpore takes seconds, and a wrong argument is told before.
+# Each command imports what it needs itself: MindSpore takes seconds to import, and a wrong argument is told before.
 _PROGRAM = "python -m ms_gradaccum"
 _FOUND = "ms_gradaccum_test.json"
+_ERRORS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -32,13 +33,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         return command.add_argument
 
     _add_test(add("test", "train small networks here and compare with the whole batch", "--device CPU --workers 2"))
-    summary, example = (
-        "print the smallest micro_size that fits into a memory limit",
-        "train.py:build --memory-limit 4GiB",
-    )
-    _add_micro_size(add("micro-size", summary, example))
-    summary, example = "compile a step for several devices on this machine", "train.py:build --devices 8 --run"
-    _add_simulate(add("simulate", summary, example))
+    summary = "print the smallest micro_size that fits into a memory limit"
+    _add_micro_size(add("micro-size", summary, "train.py:build --memory-limit 4GiB"))
+    summary = "compile a step for several devices on this machine"
+    _add_simulate(add("simulate", summary, "train.py:build --devices 8 --run"))
     option = add("plot", "draw the files of MetricsLogger into a PNG", "run.jsonl other.jsonl -o runs.png")
     option("runs", nargs="+", metavar="run.jsonl", help="files that MetricsLogger has written")
     option("-o", "--output", metavar="PNG", help="the picture; default: the first file's name with .png")
@@ -66,13 +64,11 @@ def _add_simulate(option: Callable[..., argparse.Action]) -> None:
     option("build", metavar="train.py:build", help="a function that returns (step, batch); or module:build")
     option("--devices", type=int, default=8, metavar="N", help="how many the job has; default: %(default)s")
     option("--target", default="GPU", metavar="KIND", help="the kind of device, of which there is one; default: GPU")
-    option(
-        "--run", action="store_true", help="train three updates on as many CPU processes, too; default: compile only"
-    )
+    run = "train three updates on as many CPU processes, too; default: compile only"
+    option("--run", action="store_true", help=run)
     option("--no-compare", action="store_true", help="leave MindSpore's own cell out; default: compile it too")
-    option(
-        "--json", metavar="FILE", help="where to write JSON, - for standard output; default: none, a table is printed"
-    )
+    output = "where to write JSON, - for standard output; default: none, a table is printed"
+    option("--json", metavar="FILE", help=output)
     option("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of all of it; default: %(default)g")
 
 
@@ -83,8 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return commands[args.command](args)
     except KeyboardInterrupt:
-        print(f"{_PROGRAM} {args.command}: it was interrupted, and its processes have ended.", file=sys.stderr)
-        return 130
+        said, status = "it was interrupted, and its processes have ended.", 130
+    except _ERRORS as error:
+        said, status = str(error), 2
+    print(f"{_PROGRAM} {args.command}: {said}", file=sys.stderr)
+    return status
 
 
 @contextmanager
@@ -111,47 +110,43 @@ def _env(args: argparse.Namespace) -> int:
 
 def _micro_size(args: argparse.Namespace) -> int:
     """Print the measurements as they come, and the answer alone on the standard output."""
-    try:
-        check_build("find_micro_size", args.build)
-        with _held_interrupts():
-            from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
+    check_build("find_micro_size", args.build)
+    with _held_interrupts():
+        from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
 
-        answer = find_micro_size(
-            args.build, args.memory_limit, timeout=args.timeout, report=lambda probe: print(probe, file=sys.stderr)
-        )
-    except (MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+    def report(probe: object) -> None:
+        print(probe, file=sys.stderr)
+
+    try:
+        print(find_micro_size(args.build, args.memory_limit, timeout=args.timeout, report=report))
+    except MemoryError as error:
         print(f"{_PROGRAM} micro-size: {error}", file=sys.stderr)
-        return 1 if isinstance(error, MemoryError) else 2
-    print(answer)
+        return 1
     return 0
 
 
 def _simulate(args: argparse.Namespace) -> int:
     """Print the table, or JSON in its place, and a line of progress beside it."""
-    settings = {"run": args.run, "compare": not args.no_compare, "timeout": args.timeout, "progress": True}
-    try:
-        check_build("simulate", args.build)
-        with _held_interrupts():
-            from ms_gradaccum.tools.simulation.simulate import simulate
+    check_build("simulate", args.build)
+    with _held_interrupts():
+        from ms_gradaccum.tools.simulation.simulate import simulate
 
-        found = simulate(args.build, args.devices, args.target, **settings)
-        text = json.dumps(found.to_dict(), indent=2)
-        # First of all: it has taken its time, and a file may fail.
-        print(text if args.json == "-" else found)
-        if args.json not in (None, "-"):
-            Path(args.json).write_text(text + "\n")
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        print(f"{_PROGRAM} simulate: {error}", file=sys.stderr)
-        return 2
+    settings = {"run": args.run, "compare": not args.no_compare, "timeout": args.timeout, "progress": True}
+    found = simulate(args.build, args.devices, args.target, **settings)
+    text = json.dumps(found.to_dict(), indent=2)
+    # This is printed before it is written, since it has taken its time and a file may fail.
+    print(text if args.json == "-" else found)
+    if args.json not in (None, "-"):
+        Path(args.json).write_text(text + "\n")
     return 0
 
 
 def _test(args: argparse.Namespace) -> int:
-    """Print the table as it grows, and what is being done in a line below it. Return 1 if a cell has failed."""
+    """Print the table as it grows, and the current cell in a line below it. Return 1 if a cell has failed."""
     output = Path(args.output).absolute()
     is_new = not output.exists()
     try:
-        # Before it takes its time: the file may not be one to write to.
+        # A file that cannot be written is told before the test takes its time.
         output.open("a").close()
         with _held_interrupts():
             from ms_gradaccum.tools.self_test.self_test import self_test, summary
@@ -162,9 +157,6 @@ def _test(args: argparse.Namespace) -> int:
         print(summary(found))
         output.write_text(json.dumps(found, indent=2) + "\n")
         print(f"Written to {output}")
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        print(f"{_PROGRAM} test: {error}", file=sys.stderr)
-        return 2
     finally:
         if is_new and output.is_file() and not output.stat().st_size:
             output.unlink()
@@ -179,16 +171,12 @@ def _show(text: str) -> None:
 
 def _plot(args: argparse.Namespace) -> int:
     output = args.output or Path(args.runs[0]).with_suffix(".png")
-    try:
-        with _held_interrupts():
-            from ms_gradaccum.tools.reporting.run_plot import draw
+    with _held_interrupts():
+        from ms_gradaccum.tools.reporting.run_plot import draw
 
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            draw(args.runs, output)
-    except (ImportError, OSError, ValueError) as error:
-        print(f"{_PROGRAM} plot: {error}", file=sys.stderr)
-        return 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        draw(args.runs, output)
     for warning in caught:
         print(f"{_PROGRAM} plot: {warning.message}", file=sys.stderr)
     print(output)

@@ -41,7 +41,7 @@ class ChildError(Exception):
 
 
 class RankError(Exception):
-    """An error that a rank of a job has raised."""
+    """The error of a rank of a job."""
 
     def __init__(self, rank: int, kind: str, text: str, traceback: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -49,10 +49,9 @@ class RankError(Exception):
 
 
 class EndedError(Exception):
-    """The end of a process of a job that has not reported: of the rank, or of all if that is None."""
+    """The end of the process of a rank that has not reported, or of all processes if the rank is None."""
 
     def __init__(self, rank: int | None) -> None:
-        super().__init__(rank)
         self.rank = rank
 
 
@@ -76,11 +75,8 @@ def environment_outside_jobs() -> dict[str, str]:
 
 
 def import_path() -> list[str]:
-    """Return the module search path of this process without folders inside MindSpore.
-
-    ``amp.auto_mixed_precision`` adds folders of MindSpore's layers, whose ``math.py`` would hide Python's module in a
-    new process.
-    """
+    """Return the module search path of this process without folders inside MindSpore."""
+    # amp.auto_mixed_precision adds folders of MindSpore's layers, whose math.py would hide Python's in a new process.
     inside = str(Path(mindspore.__file__).parent)
     return [place for place in sys.path if not place.startswith(inside)]
 
@@ -107,13 +103,9 @@ def depend_on(parent: int) -> None:
 class Job:
     """Processes that call one function in a folder of their own. As a context manager it ends them.
 
-    Args:
-        owner: Class name used in error messages.
-        count: Number of processes. msrun starts several processes.
-        variable: Environment variable that marks the processes.
-        function: The function of each process, ``module:function``. It takes a Meeting and returns a report.
-        task: Further arguments of the function, as JSON holds them.
-        extra: Function that returns further environment variables, given the folder.
+    Several processes are started with msrun, and ``variable`` marks them in their environment. ``function``, as
+    ``module:function``, takes a Meeting and the ``task``, as JSON holds it, and returns a report. ``extra`` returns
+    further environment variables, given the folder.
     """
 
     def __init__(
@@ -125,29 +117,38 @@ class Job:
         task: Mapping[str, Any],
         extra: Callable[[Path], Mapping[str, str]] = lambda folder: {},
     ) -> None:
-        self.owner, self.count, self.variable = owner, count, variable
-        self.mark = uuid.uuid4().hex
+        self.count, self.mark = count, f"{variable}={uuid.uuid4().hex}"
         self.folder = Path(tempfile.mkdtemp(prefix="ms_gradaccum_"))
         try:
             arguments = ", ".join(map(repr, (str(self.folder), function, json.dumps(task))))
-            self.process = self._start(
-                f"from {__name__} import serve\nserve({arguments})", {**extra(self.folder), variable: self.mark}
-            )
+            self.process = self._start(owner, arguments, extra(self.folder))
         except BaseException:
-            self._clean_up()
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def _start(self, program: str, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, owner: str, arguments: str, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
         script = self.folder / "worker.py"
-        script.write_text(f"import sys\nsys.path[:] = {import_path()!r}\n{program}\n")
+        lines = (
+            "import sys",
+            f"sys.path[:] = {import_path()!r}",
+            f"from {__name__} import serve",
+            f"serve({arguments})",
+        )
+        script.write_text("\n".join(lines))
         path = os.pathsep.join([str(Path(sys.executable).parent), os.getenv("PATH", "")])
+        variable, _, mark = self.mark.partition("=")
         # The processes are killed in the end, so their temporary files are removed together with the folder.
-        settings = {**environment_outside_jobs(), **extra, "PATH": path, "TMPDIR": str(self.folder)}
+        settings = {**environment_outside_jobs(), **extra, variable: mark, "PATH": path, "TMPDIR": str(self.folder)}
         command = [sys.executable]
         if self.count > 1:
+            msrun = shutil.which("msrun", path=path)
+            if msrun is None:
+                raise RuntimeError(
+                    f"For '{owner}', msrun must be found, but it is not in the PATH. MindSpore comes with it."
+                )
             # More threads than cores only wait for each other.
             settings["OMP_NUM_THREADS"] = "1"
-            command = [self._msrun(path), f"--worker_num={self.count}", f"--local_worker_num={self.count}"]
+            command = [msrun, f"--worker_num={self.count}", f"--local_worker_num={self.count}"]
             command += [f"--master_port={free_port()}", f"--log_dir={self.folder / 'log'}", "--join=True"]
         with (self.folder / "msrun.log").open("wb") as log:
             return subprocess.Popen(
@@ -160,14 +161,6 @@ class Job:
                 start_new_session=True,
                 preexec_fn=lambda: end_with_parent(signal.SIGINT),
             )
-
-    def _msrun(self, path: str) -> str:
-        msrun = shutil.which("msrun", path=path)
-        if msrun is None:
-            raise RuntimeError(
-                f"For '{self.owner}', msrun must be found, but it is not in the PATH. MindSpore comes with it."
-            )
-        return msrun
 
     def __enter__(self: _Kind) -> _Kind:
         return self
@@ -183,7 +176,7 @@ class Job:
             try:
                 self._kill()
             finally:
-                self._clean_up()
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def wait(self, timeout: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
         """Return the reports of all ranks. Raise the first RankError, an EndedError or, after so long, a TimeoutError.
@@ -192,15 +185,18 @@ class Job:
         """
         deadline = time.monotonic() + timeout
         while True:
-            # This is asked first: a process may report and end in between.
-            over, rank = self.process.poll() is not None, self._ended()
+            # This is asked first: a process may report and end in between. A process that has ended has failed.
+            over = self.process.poll() is not None
+            ended = [
+                i for i in range(self.count) if (file := self.folder / f"process_{i}").exists() and _has_ended(file)
+            ]
             for path in sorted(self.folder.glob("error_*.json")):
                 raise RankError(**json.loads(path.read_text()))
             reports = sorted(self.folder.glob("report_*.json"), key=lambda path: int(path.stem.rpartition("_")[2]))
             if len(reports) == self.count:
                 return [json.loads(path.read_text()) for path in reports]
-            if over or rank is not None:
-                raise EndedError(rank)
+            if over or ended:
+                raise EndedError(ended[0] if ended else None)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.count - len(reports)} of {self.count} processes")
             tell(self.phase())
@@ -220,31 +216,24 @@ class Job:
         failed = next((text for text in texts if "Traceback" in text), texts[-1] if texts else "")
         return failed[-_LAST_WORDS:]
 
-    def _ended(self) -> int | None:
-        """Return the first rank whose process has ended, which means that it has failed."""
-        files = ((rank, self.folder / f"process_{rank}") for rank in range(self.count))
-        return next((rank for rank, file in files if file.exists() and _has_ended(int(file.read_text()))), None)
-
     def _kill(self) -> None:
         self.process.kill()
         self.process.wait()
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
-                if f"{self.variable}={self.mark}".encode() in path.read_bytes():
+                if self.mark.encode() in path.read_bytes():
                     os.kill(int(path.parent.name), signal.SIGKILL)
             except OSError:
                 continue
-
-    def _clean_up(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 _DONE = "done"
 
 
-def _has_ended(number: int) -> bool:
+def _has_ended(file: Path) -> bool:
+    """Return whether the process whose number is in a file has ended."""
     try:
-        return bool(psutil.Process(number).status() == psutil.STATUS_ZOMBIE)
+        return bool(psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 

@@ -41,14 +41,16 @@ class ClippedOptimizer(nn.Cell):
 
 
 class Difference(NamedTuple):
-    """How far parameters are from others, how far training has moved them, and the name of the farthest one.
-
-    The distances are the largest absolute differences of an entry.
-    """
+    """The largest difference of an entry of the parameters, the distance trained, and the name of the farthest one."""
 
     difference: float
     moved: float
     farthest: str
+
+
+def values_of(network: nn.Cell) -> Values:
+    """Return the trainable parameters of a network by their indices, since a step may rename them."""
+    return {str(i): parameter.asnumpy().copy() for i, parameter in enumerate(network.trainable_params())}
 
 
 def train_whole(
@@ -69,11 +71,15 @@ def train_whole(
 
 def compare(values: Values, whole: Values, start: Values) -> Difference:
     """Compare the parameters after a training with those of the whole batch."""
-    apart = {name: _largest(values[name] - other) for name, other in whole.items()}
-    moved = max(_largest(other - start[name]) for name, other in whole.items())
-    farthest = max(apart, key=lambda name: math.inf if math.isnan(apart[name]) else apart[name])
-    return Difference(apart[farthest], moved, farthest)
+    apart, moved = ({name: largest(whole[name] - each[name]) for name in whole} for each in (values, start))
+    return Difference(apart[worst(apart)], max(moved.values()), worst(apart))
 
 
-def _largest(array: Any) -> float:
+def largest(array: Any) -> float:
+    """Return the largest absolute value of an array."""
     return float(np.abs(array).max(initial=0.0))
+
+
+def worst(differences: dict[str, float]) -> str:
+    """Return the name of the largest difference, or of one that is NaN."""
+    return max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])

@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import launch  # noqa: E402
 
-from ms_gradaccum.tools.simulation.cuda_stubs import build_cuda_home, environment  # noqa: E402
+from ms_gradaccum.tools.simulation.cuda_stubs import stand_ins  # noqa: E402
 
 collect_ignore_glob = ["*_worker.py", "many_parts.py"]
 PARTS = Path(__file__).with_name("many_parts.py")
@@ -31,16 +31,16 @@ def run_parts(request, processes, root, extra):
     folder.mkdir()
     extra |= {"STATES": str(root / "states")}
     if for_gpu:
-        extra |= environment(request.getfixturevalue("cuda_home")) | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        extra |= request.getfixturevalue("stand_ins_for_cuda") | {"PYTHONPATH": str(Path(__file__).parents[2])}
     # As the files are called, so that it is always the same order.
     parts = [module.PART for module in sorted(modules, key=lambda module: (module in for_gpu, module.__name__))]
     return launch(PARTS, processes, folder, limit=900, extra=extra, arguments=parts)
 
 
 @pytest.fixture(scope="session")
-def cuda_home(tmp_path_factory):
-    """Stand-ins for CUDA, with which MindSpore compiles for GPU."""
-    return build_cuda_home(tmp_path_factory.mktemp("cuda"))
+def stand_ins_for_cuda(tmp_path_factory):
+    """The environment with stand-ins for CUDA, with which MindSpore compiles for GPU."""
+    return stand_ins(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture(scope="session")

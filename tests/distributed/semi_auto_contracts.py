@@ -10,8 +10,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from semi_auto_cells import Network, Variant, loss_cell_of, optimizer_of, settings_of, stock_step
 
 from ms_gradaccum import ClipByGroupNorm, DataParallel, MixedPrecision, Model, TrainOneStepCell
-from ms_gradaccum.tools.simulation.inlining import operator_names
-from ms_gradaccum.tools.simulation.partition import gpu_target, partition
+from ms_gradaccum.tools.simulation.partition import gpu_target, operator_names, partition
 
 _PLAIN = Variant(2)
 _MANAGER = amp.DynamicLossScaleManager()

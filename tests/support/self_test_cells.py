@@ -17,8 +17,7 @@ from ms_gradaccum.checkpoint import load
 from ms_gradaccum.gradients import buffer
 from ms_gradaccum.parallel.collectives import AllReduce
 from ms_gradaccum.tools.self_test import trials
-from ms_gradaccum.tools.self_test.training import Found
-from ms_gradaccum.tools.self_test.trials import Cell
+from ms_gradaccum.tools.self_test.training import Cell, Found
 from ms_gradaccum.training.update import NormClip
 
 # In the name of a cell, before the way in which the build is broken.
@@ -41,13 +40,13 @@ def __getattr__(name):
     return partial(run, getattr(trials, function), fault)
 
 
-def run(function, fault, place, parallel, dtype):
+def run(function, fault, cell):
     with ExitStack() as stack:
         if ms.get_context("mode") == ms.PYNATIVE_MODE:
             stack.enter_context(mock.patch.dict(os.environ, MS_JIT="0"))
         for change in FAULTS[fault]() if fault else ():
             stack.enter_context(change)
-        return function(place, parallel, dtype)
+        return function(cell)
 
 
 def everywhere(original, other):
@@ -106,20 +105,20 @@ def going(name):
     return Cell(name, f"self_test_cells:{name}")
 
 
-def well(place, parallel, dtype):
+def well(cell):
     return Found(0.0, 1.0, "nothing")
 
 
-def hangs(place, parallel, dtype):
+def hangs(cell):
     """The last process does not come back."""
-    if place.rank == place.size - 1:
+    if cell.rank == cell.size - 1:
         time.sleep(600)
     return Found(0.0, 1.0, "nothing")
 
 
-def dies(place, parallel, dtype):
+def dies(cell):
     os._exit(3)
 
 
-def raises(place, parallel, dtype):
+def raises(cell):
     raise OSError("no such data\nand more")

@@ -18,7 +18,7 @@ from started_processes import processes_with
 import ms_gradaccum.__main__ as command
 from ms_gradaccum.tools.self_test import trials
 from ms_gradaccum.tools.self_test.self_test import IN_TEST, judge, self_test
-from ms_gradaccum.tools.self_test.training import Found, Place, tolerance
+from ms_gradaccum.tools.self_test.training import Found, tolerance
 from ms_gradaccum.tools.self_test.trials import all_cells
 from ms_gradaccum.tools.simulation.cuda_stubs import why_not
 
@@ -84,7 +84,7 @@ BROKEN += [(cell, "state") for cell in ALONE if cell.name.startswith("state")]
 def test_a_cell_of_one_process_fails_in_a_broken_build(cell, fault, tmp_path, eager):
     """A wrong division, a clip before the division, a state that is loaded without its sums."""
     function = getattr(trials, cell.function.partition(":")[2])
-    found = run(function, fault, Place(0, 1, 2, "CPU", tmp_path), cell.parallel, cell.dtype)
+    found = run(function, fault, replace(cell, folder=str(tmp_path)))
     assert judge(found)[0] == "failed"
 
 

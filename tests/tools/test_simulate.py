@@ -25,7 +25,7 @@ from ms_gradaccum.tools.processes import Job, Meeting
 from ms_gradaccum.tools.simulation import simulate as simulate_module
 from ms_gradaccum.tools.simulation.cuda_stubs import environment, why_not
 from ms_gradaccum.tools.simulation.simulate import IN_JOB, wait_for_reports
-from ms_gradaccum.tools.simulation.worker import Rank
+from ms_gradaccum.tools.simulation.worker import build_step
 
 compiles = pytest.mark.skipif(why_not() is not None, reason=f"cannot compile for GPU here: {why_not()}")
 
@@ -113,7 +113,7 @@ def test_a_step_that_nothing_partitions_is_refused(tmp_path):
     meeting = Meeting(str(tmp_path))
     sentence = "For 'simulate', the argument 'build' must be a function that returns a step which the compiler "
     with refuses(ValueError, f"{sentence}partitions, but got one without AutoParallel") as raised:
-        Rank(meeting, Builder.of("simulate", programs.alone), str(ROOT), "GPU", 0).build()
+        build_step(Builder.of("simulate", programs.alone), str(ROOT), "GPU")
     meeting.error(raised.value)
     with job_of(tmp_path, 1) as job, refuses(ValueError, str(raised.value)):
         wait_for_reports(job, 60.0, str)

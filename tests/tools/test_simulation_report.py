@@ -100,19 +100,27 @@ def test_a_model_gives_its_step_the_settings_that_it_sets_itself_in_a_training(m
     with built_for("GPU"):
         cell = AutoParallel(GradAccumulation(network, 2))
         cell._device_num = 2
-        step = worker._step_of(Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.1)))
+        step = worker.step_of(Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.1)))
     assert step.body.semi_auto.auto_parallel is cell
     assert all(each.training for _, each in network.cells_and_names())
 
 
 def test_what_cpu_lacks_is_a_sentence_with_the_way_out():
     with pytest.raises(RuntimeError, match="'run' must be False .* got True: Fused, which CPU lacks. Without it"):
-        with worker._on_cpu():
+        with worker.on_cpu():
             raise NotImplementedError("Fused, which CPU lacks")
 
 
 def test_relative_paths_begin_where_the_user_is(tmp_path):
     before = Path.cwd()
-    with worker._inside(str(tmp_path)):
-        assert Path.cwd() == tmp_path
-    assert Path.cwd() == before
+
+    class Told(Exception):
+        pass
+
+    class Here:
+        def call(self):
+            raise Told(Path.cwd())
+
+    with pytest.raises(Told) as told:
+        worker.build_step(Here(), str(tmp_path), "GPU")
+    assert told.value.args == (tmp_path,) and Path.cwd() == before

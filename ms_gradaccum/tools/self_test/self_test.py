@@ -1,23 +1,22 @@
-"""``python -m ms_gradaccum test``: whether trainings on this machine give the numbers of the whole batch."""
+"""``python -m ms_gradaccum test``: check that trainings on this machine give the numbers of the whole batch."""
 
 import importlib
 import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 import mindspore as ms
-from mindspore.communication import get_group_size, get_rank, init
+from mindspore.communication import get_rank, init
 
 from ms_gradaccum._checks import check_choice, check_positive_float, check_positive_int
 from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.tools.environment import describe
 from ms_gradaccum.tools.processes import EndedError, Job, Meeting, RankError
-from ms_gradaccum.tools.self_test.training import Found, Place, SkippedCell
-from ms_gradaccum.tools.self_test.trials import Cell, all_cells
+from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCell
+from ms_gradaccum.tools.self_test.trials import all_cells
 from ms_gradaccum.tools.simulation.cuda_stubs import stand_ins, why_not
 from ms_gradaccum.tools.simulation.partition import connect
 
@@ -26,11 +25,7 @@ _OWNER = "test"
 IN_TEST = "MS_GRADACCUM_SELF_TEST"
 # The format of the results. It changes when programs that read the old format would misread the new one.
 _FORMAT = 2
-_DEVICES = ("CPU", "GPU", "Ascend")
-_MODES = {"GRAPH": ms.GRAPH_MODE, "PYNATIVE": ms.PYNATIVE_MODE}
-_OUTCOMES = ("passed", "failed", "skipped")
-_WORST_LAST = ("passed", "skipped", "failed")
-_UNKNOWN = {"difference": None, "tolerance": None, "seconds": 0.0}
+_OUTCOMES = ("passed", "skipped", "failed")
 
 
 def self_test(
@@ -44,106 +39,86 @@ def self_test(
 ) -> dict[str, Any]:
     """Train small networks in windows, compare with MindSpore's own step on the whole batch, and return the results.
 
-    Args:
-        device: ``"CPU"``, ``"GPU"`` or ``"Ascend"``. By default the one that MindSpore takes here.
-        workers: Number of processes of jobs of several. With 1 these are skipped.
-        timeout: The longest time of one cell. Unit: seconds.
-        show: It is called with each line of the table.
-        tell: It is called with the current cell.
-        cells: The cells. By default all of them.
+    ``timeout`` holds for each cell. ``show`` is called with each line of the table, ``tell`` with the current cell.
     """
     device = ms.get_context("device_target") if device is None else device
-    check_choice(_OWNER, "device", device, _DEVICES, "By default it is the one that MindSpore takes here.")
+    check_choice(_OWNER, "device", device, ("CPU", "GPU", "Ascend"), "By default MindSpore chooses it.")
     check_positive_int(_OWNER, "workers", workers, "It is the number of processes of jobs of several.")
     timeout = check_positive_float(_OWNER, "timeout", timeout, "It is the longest time of one cell, in seconds.")
-    begin, found = time.monotonic(), []
+    start, results = time.monotonic(), []
     facts: dict[str, Any] = {"environment": {}}
-    with tempfile.TemporaryDirectory(prefix="ms_gradaccum_") as shared:
+    with tempfile.TemporaryDirectory(prefix="ms_gradaccum_") as folder:
         for cell in all_cells() if cells is None else cells:
             tell(cell.title)
-            processes = 1 if cell.parallel == "one process" else workers
-            result = _run(cell, device, workers, processes, timeout, shared, facts)
-            result["seconds"] = round(result["seconds"], 1)
-            settings = {name: getattr(cell, name) for name in ("name", "parallel", "dtype", "mode")}
-            found.append({**settings, "processes": processes, **result})
+            begin, size = time.monotonic(), 1 if cell.parallel == ALONE else workers
+            here = replace(cell, size=size, workers=workers, device=device, folder=folder)
+            result = {name: getattr(cell, name) for name in ("name", "parallel", "dtype", "mode")}
+            result |= {"processes": size, **_run(here, timeout, facts), "seconds": round(time.monotonic() - begin, 1)}
+            results.append(result)
             word = result["outcome"].replace("failed", "FAILED")
             show(f"{cell.title:72} {word:8}{result['seconds']:6.1f} s  {result['said']}")
-    return {
-        "format": _FORMAT,
-        "device": device,
-        "workers": workers,
-        "seconds": round(time.monotonic() - begin, 1),
-        "environment": facts["environment"],
-        **{outcome: sum(cell["outcome"] == outcome for cell in found) for outcome in _OUTCOMES},
-        "cells": found,
-    }
+    found = {"format": _FORMAT, "device": device, "workers": workers, "seconds": round(time.monotonic() - start, 1)}
+    counts = {outcome: sum(result["outcome"] == outcome for result in results) for outcome in _OUTCOMES}
+    return {**found, "environment": facts["environment"], **counts, "cells": results}
 
 
 def summary(found: dict[str, Any]) -> str:
     """Return the results in one line."""
-    counts = ", ".join(f"{found[outcome]} {outcome}" for outcome in _OUTCOMES)
+    counts = ", ".join(f"{found[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
     return f"{counts} on {found['device']}, {found['workers']} workers, in {found['seconds']:.0f} s"
 
 
-def _run(
-    cell: Cell, device: str, workers: int, processes: int, timeout: float, shared: str, facts: dict[str, Any]
-) -> dict[str, Any]:
+def _run(cell: Cell, timeout: float, facts: dict[str, Any]) -> dict[str, Any]:
     """Run a cell in processes of its own, so that one that hangs or dies does not affect the others."""
-    simulated = cell.partitioned and device == "CPU"
-    devices, lacking = facts.get("devices", processes), why_not() if simulated else None
-    said = f"CPU compiles for GPUs that are not there, but {lacking}" if lacking else ""
-    if device != "CPU" and devices < processes:
-        said = f"{processes} processes take as many devices, and there are {devices}"
-    if workers == 1 and cell.parallel != "one process":
-        said = "it takes several processes"
-    if said:
-        return {"outcome": "skipped", "said": said, **_UNKNOWN}
-    task = {"cell": asdict(cell), "device": device, "workers": workers, "size": processes, "shared": shared}
-    task |= {"simulated": simulated, "describes": "devices" not in facts}
+    simulated = cell.partitioned and cell.device == "CPU"
+    devices, lacking = facts.get("devices", cell.size), why_not() if simulated else None
+    if cell.workers == 1 and cell.parallel != ALONE:
+        return _result("skipped", "it takes several processes")
+    if cell.device != "CPU" and devices < cell.size:
+        return _result("skipped", f"{cell.size} processes take as many devices, and there are {devices}")
+    if lacking:
+        return _result("skipped", f"CPU compiles for GPUs that are not there, but {lacking}")
+    task = {"cell": asdict(cell), "simulated": simulated, "describes": "devices" not in facts}
     extra = stand_ins if simulated else lambda folder: {}
-    with Job(_OWNER, processes, IN_TEST, f"{__name__}:try_cell", task, extra) as job:
+    with Job(_OWNER, cell.size, IN_TEST, f"{__name__}:try_cell", task, extra) as job:
         try:
             reports = job.wait(timeout, lambda phase: None)
         except RankError as error:
-            said = str(error)
+            return _result("failed", str(error))
         except EndedError:
             lines = [line.strip() for line in job.last_words().splitlines() if line.strip()]
-            said = f"its process ended: {lines[-1] if lines else 'it said nothing'}"
+            return _result("failed", f"its process ended: {lines[-1] if lines else 'it said nothing'}")
         except TimeoutError as late:
-            said = f"it hangs: {late} have not answered within {timeout:.0f} s, and were ended"
-        else:
-            facts.update([report.pop("facts") for report in reports][0])
-            return max(reports, key=lambda each: (_WORST_LAST.index(each["outcome"]), each["difference"] or 0.0))
-    return {"outcome": "failed", "said": said, **_UNKNOWN}
+            return _result("failed", f"it hangs: {late} have not answered within {timeout:.0f} s, and were ended")
+    facts.update([report.pop("facts") for report in reports][0])
+    return max(reports, key=lambda each: (_OUTCOMES.index(each["outcome"]), each["difference"] or 0.0))
 
 
-def try_cell(
-    meeting: Meeting, cell: dict[str, Any], device: str, workers: int, size: int, shared: str, **switches: bool
-) -> dict[str, Any]:
+def try_cell(meeting: Meeting, cell: dict[str, Any], simulated: bool, describes: bool) -> dict[str, Any]:
     """Run a cell in one of its processes, and return its outcome."""
-    begin, facts = time.monotonic(), {}
-    if switches["simulated"]:
-        meeting.join(*connect())
+    here = Cell(**cell)
+    if simulated:
+        here = replace(here, rank=connect()[0])
     else:
-        if device != ms.get_context("device_target"):
-            ms.set_device(device)
-        if size > 1:
+        if here.device != ms.get_context("device_target"):
+            ms.set_device(here.device)
+        if here.size > 1:
             init()
-        meeting.join(*((get_rank(), get_group_size()) if size > 1 else (0, 1)))
-    if switches["describes"]:
-        facts = {"devices": ms.hal.device_count(device), "environment": describe()}
-    module, _, name = cell["function"].partition(":")
-    found = Found(math.nan, math.nan, "")
+            here = replace(here, rank=get_rank())
+    meeting.join(here.rank, here.size)
+    facts = {"devices": ms.hal.device_count(here.device), "environment": describe()} if describes else {}
+    module, _, name = here.function.partition(":")
     try:
-        with execution_mode(_MODES[cell["mode"]]):
-            place = Place(meeting.rank, meeting.size, workers, device, Path(shared))
-            found = getattr(importlib.import_module(module), name)(place, cell["parallel"], cell["dtype"])
-        outcome, said = judge(found)
+        with execution_mode(getattr(ms, f"{here.mode}_MODE")):
+            found = getattr(importlib.import_module(module), name)(here)
     except SkippedCell as why:
-        outcome, said = "skipped", str(why)
-    difference, allowed = (value if math.isfinite(value) else None for value in found[:2])
-    values = {"outcome": outcome, "said": said, "difference": difference, "tolerance": allowed}
-    return values | {"seconds": time.monotonic() - begin, "facts": facts}
+        return _result("skipped", str(why)) | {"facts": facts}
+    return _result(*judge(found), *found[:2]) | {"facts": facts}
+
+
+def _result(outcome: str, said: str, *numbers: float) -> dict[str, Any]:
+    difference, allowed = (value if math.isfinite(value) else None for value in numbers or (math.nan, math.nan))
+    return {"outcome": outcome, "said": said, "difference": difference, "tolerance": allowed}
 
 
 def judge(found: Found) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """The messages of a partitioned program: its collective operators, read from the MindIR."""
 
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,93 +25,64 @@ _PURPOSES = (
     ("gradredistribution_op", "another layout, backward"),
     ("redistribution_op", "another layout, forward"),
 )
-_ENUM = mind_ir_pb2.TensorProto.DataType
-_BYTES = {
-    _ENUM.Value(name): size
-    for size, names in {
-        1: ("BOOL", "INT8", "UINT8"),
-        2: ("FLOAT16", "BFLOAT16", "INT16", "UINT16"),
-        4: ("FLOAT", "INT32", "UINT32"),
-        8: ("DOUBLE", "FLOAT64", "INT64", "UINT64"),
-    }.items()
-    for name in names
+_NAMES = {
+    1: ("BOOL", "INT8", "UINT8"),
+    2: ("FLOAT16", "BFLOAT16", "INT16", "UINT16"),
+    4: ("FLOAT", "INT32", "UINT32"),
+    8: ("DOUBLE", "FLOAT64", "INT64", "UINT64"),
 }
+_BYTES = {mind_ir_pb2.TensorProto.DataType.Value(name): size for size, names in _NAMES.items() for name in names}
 
 
 class Collective(NamedTuple):
-    """One collective operator of a program.
-
-    Attributes:
-        operator: Its class in ``mindspore.ops``.
-        group: The name of its group.
-        purpose: The purpose for which the compiler inserted it.
-        nbytes: Size of the tensor that each rank passes in. Unit: bytes.
-    """
+    """A collective operator: its class, its group, its purpose, and the bytes of the tensor that each rank passes."""
 
     operator: str
     group: str
+    # None if this operator does not list them.
+    ranks: tuple[int, ...] | None
     purpose: str
     nbytes: int
 
 
 def collectives_of(model: Any) -> list[Collective]:
     """Return the messages of one run of an inlined program, in the order of the program."""
-    primitives = {f"REF::{primitive.name}": primitive for primitive in model.primitives}
+    primitives = {f"REF::{each.name}": each for each in model.primitives if each.op_type in COLLECTIVES}
     sent = []
-    for graph in [model.graph, *model.functions]:
-        for node in graph.node:
-            primitive = primitives.get(node.op_type)
-            if primitive is not None and primitive.op_type in COLLECTIVES:
-                ranks = number_of(primitive, "rank_size", 1)
-                nbytes = output_bytes(node)
-                if primitive.op_type == "AllGather":
-                    nbytes //= ranks
-                elif primitive.op_type == "ReduceScatter":
-                    nbytes *= ranks
-                purpose = _purpose(primitive.instance_name)
-                sent.append(Collective(primitive.op_type, text_of(primitive, "group"), purpose, nbytes))
+    for node in (node for graph in [model.graph, *model.functions] for node in graph.node):
+        if node.op_type in primitives:
+            primitive = primitives[node.op_type]
+            group, listed = text_of(primitive, "group"), text_of(primitive, "group_ranks")
+            ranks = tuple(map(int, listed.split("-"))) if listed[:1].isdigit() else None
+            purposes = (purpose for part, purpose in _PURPOSES if part in primitive.instance_name)
+            outputs = (tensor for each in node.attribute if each.name == "shape" for tensor in each.tensors)
+            nbytes, size = sum(map(tensor_bytes, outputs)), number_of(primitive, "rank_size", 1)
+            nbytes = {"AllGather": nbytes // size, "ReduceScatter": nbytes * size}.get(primitive.op_type, nbytes)
+            sent.append(Collective(primitive.op_type, group, ranks, next(purposes, "something else"), nbytes))
     return sent
 
 
 def messages_of(model: Any, devices: int) -> tuple[MessageKind, ...]:
     """Return the messages of an inlined program by kind, those with the most bytes first."""
-    groups = groups_of(model)
-    totals: dict[Any, list[int]] = {}
-    for sent in collectives_of(model):
-        ranks = groups[sent.group]
+    collectives = collectives_of(model)
+    groups = {sent.group: sent.ranks for sent in collectives if sent.ranks}
+    totals: dict[tuple[str, str, int, tuple[int, ...] | None], list[int]] = defaultdict(list)
+    for sent in collectives:
+        ranks = groups.get(sent.group)
         # The name of a smaller group begins with its size.
         size = len(ranks) if ranks else devices if sent.group == WORLD_GROUP else int(sent.group.partition("-")[0])
         # MindSpore's cell is compiled for rank 1, whose groups are those of rank 0 with all ranks moved on.
-        ranks = tuple(rank - ranks[0] for rank in ranks) if ranks else None
-        ranks = tuple(range(devices)) if size == devices else ranks
-        total = totals.setdefault((sent.operator, sent.purpose, size, ranks), [0, 0])
-        total[0] += 1
-        total[1] += sent.nbytes
-    kinds = (MessageKind(*kind, *total) for kind, total in totals.items())
+        ranks = (
+            tuple(range(devices)) if size == devices else tuple(rank - ranks[0] for rank in ranks) if ranks else None
+        )
+        totals[sent.operator, sent.purpose, size, ranks].append(sent.nbytes)
+    kinds = (MessageKind(*kind, len(sizes), sum(sizes)) for kind, sizes in totals.items())
     return tuple(sorted(kinds, key=lambda kind: -kind.nbytes))
-
-
-def groups_of(model: Any) -> dict[str, tuple[int, ...] | None]:
-    """Return the groups of a program with their ranks, None where the program does not list them."""
-    groups: dict[str, tuple[int, ...] | None] = {}
-    for primitive in model.primitives:
-        if primitive.op_type in COLLECTIVES:
-            name, ranks = text_of(primitive, "group"), text_of(primitive, "group_ranks")
-            groups.setdefault(name, None)
-            if ranks[:1].isdigit():
-                groups[name] = tuple(int(rank) for rank in ranks.split("-"))
-    return groups
 
 
 def tensor_bytes(tensor: Any) -> int:
     """Return the bytes of a tensor, from its shape and its dtype in the program."""
     return int(np.prod(list(tensor.dims), dtype=np.int64)) * _BYTES[tensor.data_type]
-
-
-def output_bytes(node: Any) -> int:
-    """Return the bytes of all outputs of a node."""
-    shape = next((attribute for attribute in node.attribute if attribute.name == "shape"), None)
-    return 0 if shape is None else sum(map(tensor_bytes, shape.tensors))
 
 
 def text_of(primitive: Any, name: str) -> str:
@@ -122,7 +94,3 @@ def text_of(primitive: Any, name: str) -> str:
 def number_of(primitive: Any, name: str, default: int) -> int:
     """Return an attribute of a primitive as a number, ``default`` if it has none."""
     return next((attribute.i for attribute in primitive.attribute if attribute.name == name), default)
-
-
-def _purpose(instance_name: str) -> str:
-    return next((purpose for part, purpose in _PURPOSES if part in instance_name), "something else")

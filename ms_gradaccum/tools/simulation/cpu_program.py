@@ -17,7 +17,7 @@ from mindspore.parallel._tensor import _load_tensor_by_layout
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.parallel.world import gather_values
-from ms_gradaccum.tools.simulation.collectives import COLLECTIVES, WORLD_GROUP, groups_of, number_of, text_of
+from ms_gradaccum.tools.simulation.collectives import COLLECTIVES, WORLD_GROUP, collectives_of, number_of, text_of
 from ms_gradaccum.tools.whole_batch import Values
 
 _CPU_WORLD_GROUP = "mccl_world_group"
@@ -27,20 +27,18 @@ _DataType = mind_ir_pb2.TensorProto.DataType
 _FLOATS = (_DataType.Value("FLOAT"), _DataType.Value("FLOAT16"))
 _GATHERED = (*_FLOATS, _DataType.Value("INT32"), _DataType.Value("INT64"))
 _REDUCTIONS = {"max": "ReduceMax", "min": "ReduceMin", "sum": "ReduceSum", "prod": "ReduceProd"}
+_created: set[str] = set()
 
 
 class CpuProgram:
     """One rank's part of a training step, with its parameters. All ranks build it and call it together.
 
-    Args:
-        model: The inlined program of this rank.
-        values: The whole parameters at the start, by name.
-        layouts: How the compiler has laid out parameters over the ranks, by name: ``Cell.parameter_layout_dict``.
-        rank: Number of this rank.
+    ``model`` is the inlined program of this rank, ``values`` are the whole parameters at the start, and ``layouts``,
+    ``Cell.parameter_layout_dict``, say how the compiler has laid them out over the ranks.
     """
 
     def __init__(self, model: Any, values: Values, layouts: dict[str, Any], rank: int) -> None:
-        members = _create_groups(groups_of(model), rank)
+        members = _create_groups({sent.group for sent in collectives_of(model)}, rank)
         replica = mind_ir_pb2.ModelProto()
         replica.CopyFrom(model)
         _Rewriter(replica, members, rank, get_group_size()).rewrite()
@@ -52,9 +50,8 @@ class CpuProgram:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "step.mindir"
             path.write_bytes(replica.SerializeToString())
-            self.cell = nn.GraphCell(
-                ms.load(str(path)), params_init={name: Tensor(part) for name, part in parts.items()}
-            )
+            own = {name: Tensor(part) for name, part in parts.items()}
+            self.cell = nn.GraphCell(ms.load(str(path)), params_init=own)
 
     def __call__(self, *inputs: Tensor) -> Any:
         return self.cell(*inputs)
@@ -89,38 +86,27 @@ def own_parts(values: Values, layouts: dict[str, Any], rank: int) -> Values:
 
 
 def _create_groups(names: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """Create the groups of this rank's program, and return their members. Collective.
-
-    A name stands for its ranks, so its members are the ranks that have it. Not each program says them.
-    """
+    """Create the groups of this rank's program, and return their members: the ranks that have the name. Collective."""
     everyone = gather_values(sorted(names))
     members = {name: tuple(i for i, theirs in enumerate(everyone) if name in theirs) for name in everyone[rank]}
-    for name, ranks in members.items():
-        if name not in _created and name != WORLD_GROUP:
-            create_group(name, list(ranks))
-            _created.add(name)
+    for name in members.keys() - _created - {WORLD_GROUP}:
+        create_group(name, list(members[name]))
+        _created.add(name)
     return members
-
-
-_created: set[str] = set()
 
 
 class _Rewriter:
     """Replaces the collective operators that CPU lacks."""
 
     def __init__(self, model: Any, members: dict[str, tuple[int, ...]], rank: int, size: int) -> None:
-        self.model = model
-        self.members = members
-        self.rank = rank
-        self.everyone = tuple(range(size))
+        self.model, self.members, self.rank, self.everyone = model, members, rank, tuple(range(size))
         # The nodes that replace one collective operator.
         self.made: list[Any] = []
-        self.count = 0
+        self.constants = 0
 
     def rewrite(self) -> None:
         """Replace the collective operators that CPU lacks, in all graphs of the model."""
-        primitives = {f"REF::{primitive.name}": primitive for primitive in self.model.primitives}
-        collectives = {name: primitive for name, primitive in primitives.items() if primitive.op_type in COLLECTIVES}
+        collectives = {f"REF::{each.name}": each for each in self.model.primitives if each.op_type in COLLECTIVES}
         for graph in [self.model.graph, *self.model.functions]:
             nodes = list(graph.node)
             del graph.node[:]
@@ -135,58 +121,42 @@ class _Rewriter:
     def _on_cpu(self, node: Any, primitive: Any) -> list[Any]:
         """Return nodes that compute the result of a collective operator on CPU."""
         self.made = []
-        operator, group, reduction = primitive.op_type, text_of(primitive, "group"), text_of(primitive, "op")
-        ranks = self.members[group]
+        operator, reduction = primitive.op_type, text_of(primitive, "op")
+        ranks = self.members[text_of(primitive, "group")]
         tensor = next(attribute for attribute in node.attribute if attribute.name == "shape").tensors[0]
-        shape, value, output = list(tensor.dims), node.input[0], node.output[0]
+        shape, value, output, count = list(tensor.dims), node.input[0], node.output[0], len(ranks)
+        place = ranks.index(self.rank)
         if operator not in ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll") or tensor.data_type not in _GATHERED:
             raise NotImplementedError(f"{operator} of {_DataType.Name(tensor.data_type)}, which CPU lacks")
         if operator == "AllReduce" and reduction == "sum" and tensor.data_type in _FLOATS:
             return [node]
-        if operator == "AllGather":
-            rows = self._of_ranks(value, [shape[0] // len(ranks), *shape[1:]], ranks, output)
-            self._add("Reshape", [rows, self._constant(shape)], output)
-        elif operator == "AllReduce":
-            self._reduced(self._of_ranks(value, shape, ranks, output), reduction, output)
-        elif operator == "AlltoAll":
-            axes = number_of(primitive, "split_dim", 0), number_of(primitive, "concat_dim", 0)
-            self._exchanged(value, shape, ranks, output, *axes)
-        else:
-            rows = self._of_ranks(value, [shape[0] * len(ranks), *shape[1:]], ranks, output)
-            total = self._reduced(rows, reduction, f"{output}_total")
-            begin = ranks.index(self.rank) * shape[0]
-            self._slice(total, [begin] + [0] * (len(shape) - 1), [begin + shape[0], *shape[1:]], output)
-        return self.made
-
-    def _reduced(self, rows: str, reduction: str, output: str) -> str:
-        """Add a node that reduces ``rows`` over their first axis. Return its name."""
-        no = self._constant(False)
-        # A sum is also asked whether it skips an empty axis.
-        arguments = [rows, self._constant([0]), no, *([no] if reduction == "sum" else [])]
-        return self._add(_REDUCTIONS[reduction], arguments, output)
-
-    def _exchanged(
-        self, value: str, shape: list[int], ranks: tuple[int, ...], output: str, split: int, joined: int
-    ) -> None:
-        """Add nodes that take this rank's part of each rank's value on the axis ``split``, and join them on another."""
-        part = [*shape]
-        part[joined] //= len(ranks)
-        whole = [*part]
-        whole[split] *= len(ranks)
+        # The axis of which this rank takes its part of each rank's value, and the axis on which parts are joined.
+        split = {"ReduceScatter": 0, "AlltoAll": number_of(primitive, "split_dim", 0)}.get(operator)
+        joined = {"AllGather": 0, "AlltoAll": number_of(primitive, "concat_dim", 0)}.get(operator)
+        part = [length // count if axis == joined else length for axis, length in enumerate(shape)]
+        whole = [length * count if axis == split else length for axis, length in enumerate(part)]
         rows = self._of_ranks(value, whole, ranks, output)
-        first = [0] * len(shape)
-        first[split] = ranks.index(self.rank) * part[split]
-        end = [begin + length for begin, length in zip(first, part)]
-        parts = self._slice(rows, [0, *first], [len(ranks), *end], f"{output}_parts")
-        # The axis of the ranks moves before the joined one.
-        order = [*range(1, joined + 1), 0, *range(joined + 1, len(shape) + 1)]
-        moved = self._add("Transpose", [parts, self._constant(order)], f"{output}_moved")
-        self._add("Reshape", [moved, self._constant(shape)], output)
+        if split is not None:
+            first = [place * length if axis == split else 0 for axis, length in enumerate(part)]
+            end = [begin + length for begin, length in zip(first, part)]
+            rows = self._slice(rows, [0, *first], [count, *end], f"{output}_parts")
+        if joined is None:
+            # A sum is also asked whether it skips an empty axis.
+            switches = [self._constant(False)] * (2 if reduction == "sum" else 1)
+            self._add(_REDUCTIONS[reduction], [rows, self._constant([0]), *switches], output)
+        else:
+            order = self._constant([*range(1, joined + 1), 0, *range(joined + 1, len(shape) + 1)])
+            moved = self._add("Transpose", [rows, order], f"{output}_moved")
+            self._add("Reshape", [moved, self._constant(shape)], output)
+        return self.made
 
     def _of_ranks(self, value: str, shape: list[int], ranks: tuple[int, ...], output: str) -> str:
         """Add nodes that gather the values of ``ranks`` in their order, on a new axis. Return their name."""
         row = self._add("Reshape", [value, self._constant([1, *shape])], f"{output}_row")
-        world = [("group", _CPU_WORLD_GROUP.encode(), "STRING"), ("rank_size", len(self.everyone), "INT64")]
+        world = [
+            ("group", "STRING", {"s": _CPU_WORLD_GROUP.encode()}),
+            ("rank_size", "INT64", {"i": len(self.everyone)}),
+        ]
         rows = self._add("AllGather", [row], f"{output}_rows", world)
         if ranks == self.everyone:
             return rows
@@ -203,22 +173,21 @@ class _Rewriter:
         """Add a node and its primitive; return the name of its output."""
         name = f"{operator}:cpu{len(self.model.primitives)}"
         primitive = self.model.primitives.add(name=name, op_type=operator, prim_type=_FUNCTION)
-        for key, value, kind in attributes:
-            primitive.attribute.add(name=key, type=_Kind.Value(kind), **{"s" if kind == "STRING" else "i": value})
-        node = mind_ir_pb2.NodeProto(name=output, output=[output], op_type=f"REF::{name}", input=inputs)
-        self.made.append(node)
+        for key, kind, value in attributes:
+            primitive.attribute.add(name=key, type=_Kind.Value(kind), **value)
+        self.made.append(mind_ir_pb2.NodeProto(name=output, output=[output], op_type=f"REF::{name}", input=inputs))
         return output
 
     def _constant(self, value: bool | int | list[int]) -> str:
-        name = f"cpu_constant_{self.count}"
-        self.count += 1
+        name = f"cpu_constant_{self.constants}"
+        self.constants += 1
         node = mind_ir_pb2.NodeProto(name=name, output=[name], op_type="Constant")
+        kind = "TUPLE" if isinstance(value, list) else "BOOL" if isinstance(value, bool) else "INT64"
+        attribute = node.attribute.add(name="value", type=_Kind.Value(kind))
         if isinstance(value, list):
-            attribute = node.attribute.add(name="value", type=_Kind.Value("TUPLE"))
             for item in value:
                 attribute.values.add(ints=[item], type=_Kind.Value("INT64"))
         else:
-            kind = "BOOL" if isinstance(value, bool) else "INT64"
-            node.attribute.add(name="value", i=int(value), type=_Kind.Value(kind))
+            attribute.i = int(value)
         self.made.append(node)
         return name

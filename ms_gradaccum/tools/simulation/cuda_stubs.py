@@ -6,30 +6,16 @@ the libraries that the plugin is linked with. The stand-ins are libraries whose 
 
 import shutil
 import subprocess
-from collections import defaultdict
 from pathlib import Path
 
 import mindspore
 
 _PLUGIN = Path(mindspore.__file__).parent / "lib" / "plugin"
-_USERS = (
-    "libmindspore_gpu.so.11.6",
-    "gpu/libcuda_ops.so.11",
-    "gpu11.6/libnvidia_collective.so",
-    "gpu11.6/libnccl.so.2",
-)
+_USERS = "libmindspore_gpu.so.11.6 gpu/libcuda_ops.so.11 gpu11.6/libnvidia_collective.so gpu11.6/libnccl.so.2".split()
 _LIBRARIES = (
-    "libcublas.so.11",
-    "libcublasLt.so.11",
-    "libcurand.so.10",
-    "libcudnn.so.8",
-    "libcudart.so.11.0",
-    "libcuda.so.1",
-    "libcusolver.so.11",
-    "libcufft.so.10",
-    "libcusparse.so.11",
-    "libnvrtc.so.11.2",
-)
+    "libcublas.so.11 libcublasLt.so.11 libcurand.so.10 libcudnn.so.8 libcudart.so.11.0 libcuda.so.1 libcusolver.so.11 "
+    "libcufft.so.10 libcusparse.so.11 libnvrtc.so.11.2"
+).split()
 # The functions of the driver, and a few others, are needed without a version.
 _UNVERSIONED = "libcuda.so.1"
 _NVCC = """#!/bin/sh
@@ -46,14 +32,13 @@ def why_not() -> str | None:
     return f"this MindSpore has no {missing[0]}" if missing else None
 
 
-def build_cuda_home(home: Path) -> Path:
-    """Create a folder that MindSpore accepts as CUDA 11.6, and return it."""
-    libraries = home / "lib64"
+def stand_ins(folder: Path) -> dict[str, str]:
+    """Build a folder that MindSpore accepts as CUDA 11.6, and return the environment variables that lead to it."""
+    home = folder / "cuda"
+    libraries, sources = home / "lib64", home / "src"
     libraries.mkdir(parents=True)
-    symbols = _needed_symbols()
-    sources = home / "src"  # Not beside the libraries, where MindSpore loads every file.
-    sources.mkdir()
-    compilers = [_build_library(libraries, sources, name, symbols[name]) for name in _LIBRARIES]
+    sources.mkdir()  # Not beside the libraries, where MindSpore loads every file.
+    compilers = [_build_library(libraries, sources, name, functions) for name, functions in _needed_functions().items()]
     if any(compiler.wait() for compiler in compilers):
         raise RuntimeError("gcc could not build the stand-ins for CUDA")
     # MindSpore reads the versions of CUDA and cuDNN from these file names.
@@ -62,12 +47,7 @@ def build_cuda_home(home: Path) -> Path:
     (home / "bin").mkdir()
     (home / "bin" / "nvcc").write_text(_NVCC)
     (home / "bin" / "nvcc").chmod(0o755)
-    return home
-
-
-def stand_ins(folder: Path) -> dict[str, str]:
-    """Build the stand-ins for CUDA below ``folder``, and return the environment variables with which they are found."""
-    return environment(build_cuda_home(folder / "cuda"))
+    return environment(home)
 
 
 def environment(cuda_home: Path) -> dict[str, str]:
@@ -80,14 +60,14 @@ def environment(cuda_home: Path) -> dict[str, str]:
     return found
 
 
-def _needed_symbols() -> dict[str, set[str]]:
+def _needed_functions() -> dict[str, set[str]]:
     """Return the functions that the plugin needs of each library."""
-    needed: dict[str, set[str]] = defaultdict(set)
+    needed: dict[str, set[str]] = {name: set() for name in _LIBRARIES}
     for user in _USERS:
         command = ["nm", "-D", "--undefined-only", str(_PLUGIN / user)]
         for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
             name, _, version = line.split()[-1].partition("@")
-            if version in _LIBRARIES:
+            if version in needed:
                 needed[version].add(name)
             elif not version and name.startswith("cu"):
                 needed[_UNVERSIONED].add(name)

@@ -1,8 +1,11 @@
-"""Compile for several GPUs on processes that have none."""
+"""Compile for several GPUs on processes that have none, and inline the functions that `lazy_inline` has left.
 
-from collections.abc import Iterator
+The CPU back end cannot run calls of them, and messages inside a function must be counted once per call.
+"""
+
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import Tensor, nn
@@ -12,7 +15,8 @@ from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.backend.compiled import graph_mode, program_of
 from ms_gradaccum.tools.simulation.collectives import WORLD_GROUP
-from ms_gradaccum.tools.simulation.inlining import inlined
+
+_CALL = "REF::"
 
 
 def connect() -> tuple[int, int]:
@@ -28,19 +32,162 @@ def connect() -> tuple[int, int]:
 def gpu_target() -> Iterator[None]:
     """Make the compiler see a GPU as the device of this machine."""
     context = MSContext.get_instance()
+    before = context.get_param(ms_ctx_param.device_target)
     context.set_param(ms_ctx_param.device_target, "GPU")
     try:
         yield
     finally:
-        context.set_param(ms_ctx_param.device_target, "CPU")
+        context.set_param(ms_ctx_param.device_target, before)
 
 
 def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
-    """Return the program that the compiler makes for this rank out of ``cell``, as a MindIR model without calls."""
+    """Return the GPU program that the compiler makes of ``cell`` for this rank, as a MindIR model without calls."""
     # In a phase of export the back end does not run, which would look for the device.
     cell.phase = "export.train"
-    with graph_mode():
+    with gpu_target(), graph_mode():
         cell.compile(*inputs)
     model = mind_ir_pb2.ModelProto()
     model.ParseFromString(program_of(cell))
     return inlined(model)
+
+
+class _Partial(NamedTuple):
+    """A function, by name, with its first arguments."""
+
+    function: str
+    arguments: tuple[str, ...]
+
+
+def inlined(model: Any) -> Any:
+    """Return a copy of a MindIR model in which the only calls are those of a Switch's branches."""
+    copy = _copy_of(model)
+    inliner = _Inliner(copy)
+    constants: dict[str, Any] = {}
+    for graph in [copy.graph, *copy.functions]:
+        for node in graph.node:
+            if node.op_type == "Constant":
+                constants.setdefault(node.output[0], _copy_of(node))
+    for graph in [copy.graph, *copy.functions]:
+        # Any graph may use the constants of others; the main graph, which is read first, gets them all.
+        inliner.rewrite(graph, constants.values(), keeps=graph is copy.graph)
+    _drop_unused(copy)
+    return copy
+
+
+def operator_names(model: Any) -> dict[str, str]:
+    """Return the name of the operator of each type of node."""
+    return {f"{_CALL}{primitive.name}": primitive.op_type for primitive in model.primitives}
+
+
+class _Inliner:
+    """Rewrites the graphs of a model, with copies of its original functions."""
+
+    def __init__(self, model: Any) -> None:
+        self.operators = operator_names(model)
+        self.functions = {function.name: _copy_of(function) for function in model.functions}
+        self.copies = 0
+
+    def rewrite(self, graph: Any, constants: Iterable[Any], keeps: bool) -> None:
+        """Replace calls in ``graph`` by the nodes of the functions. With ``keeps`` it also gets the constants."""
+        nodes = list(graph.node)
+        del graph.node[:]
+        names: dict[str, str] = {}
+        # Known values by name: the items of a tuple, a function with its first arguments, or a number.
+        self.known: dict[str, Any] = {}
+        self.out = graph.node
+        for constant in constants:
+            self._learn("Constant", constant)
+            graph.node.extend([constant] if keeps else [])
+        self._emit(nodes, names, "")
+        for output in graph.output:
+            output.name = names.get(output.name, output.name)
+
+    def _emit(self, nodes: Iterable[Any], names: dict[str, str], suffix: str) -> None:
+        """Add copies of ``nodes``, renamed by ``names``; ``suffix`` is appended to the names of their outputs."""
+        for node in nodes:
+            inputs = [names.get(name, name) for name in node.input]
+            operator = self.operators.get(node.op_type, node.op_type)
+            items = self.known.get(inputs[0]) if operator == "TupleGetItem" else None
+            is_call = operator.startswith(_CALL)
+            callee = operator.removeprefix(_CALL)
+            callee = names.get(callee, callee)
+            target = _Partial(callee, ()) if callee in self.functions else self.known.get(callee)
+            if operator == "Constant":
+                continue
+            if isinstance(items, list):
+                names[node.output[0]] = items[self.known[inputs[1]]]
+            elif is_call and isinstance(target, _Partial):
+                # The name of the call stands for the result of the function.
+                function = self.functions[target.function]
+                self.copies += 1
+                arguments = [*target.arguments, *inputs]
+                inner = dict(zip((value.name for value in function.input), arguments, strict=True))
+                self._emit(function.node, inner, f"#{self.copies}")
+                result = function.output[0].name
+                names[node.output[0]] = inner.get(result, result)
+            else:
+                node = _renamed(node, inputs, suffix, names)
+                if is_call:
+                    node.op_type = f"{_CALL}{callee}"
+                else:
+                    self._learn(operator, node)
+                self.out.append(node)
+
+    def _learn(self, operator: str, node: Any) -> None:
+        """Remember the output of a node, if a call or an item of a tuple may need it later."""
+        name, inputs = node.output[0], list(node.input)
+        if operator == "MakeTuple":
+            self.known[name] = inputs
+        elif operator == "Partial":
+            self.known[name] = _Partial(inputs[0], tuple(inputs[1:]))
+        elif operator == "Constant":
+            value = next((attribute for attribute in node.attribute if attribute.name == "value"), None)
+            if value is not None and value.type == mind_ir_pb2.AttributeProto.INT64:
+                self.known[name] = value.i
+        elif operator == "Depend" and isinstance(self.known.get(inputs[0]), _Partial):
+            # Each node of the function would have to wait for that value.
+            raise NotImplementedError("a function that waits for another value")
+
+
+def _copy_of(message: Any) -> Any:
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy
+
+
+def _renamed(node: Any, inputs: list[str], suffix: str, names: dict[str, str]) -> Any:
+    """Return a copy of ``node`` with these inputs and new outputs, which are entered in ``names``."""
+    copy = _copy_of(node)
+    del copy.input[:]
+    copy.input.extend(inputs)
+    if suffix:
+        copy.name += suffix
+        for i, output in enumerate(node.output):
+            names[output] = copy.output[i] = output + suffix
+    return copy
+
+
+def _drop_unused(model: Any) -> None:
+    """Drop unused constants, functions and tuples of functions."""
+    operators = operator_names(model)
+    needed: set[str] = set()
+    # The main graph has the constants, so it comes after the graphs that may need one.
+    for graph in [*model.functions, model.graph]:
+        needed.update(output.name for output in graph.output)
+        kept = []
+        for node in reversed(graph.node):
+            operator = operators.get(node.op_type, node.op_type)
+            if operator not in ("MakeTuple", "Partial", "Constant") or needed.intersection(node.output):
+                kept.append(node)
+                needed.update([*node.input, node.op_type.removeprefix(_CALL)])
+        del graph.node[:]
+        graph.node.extend(reversed(kept))
+    functions = {function.name: function for function in model.functions}
+    reached: set[str] = set()
+    new = [model.graph]
+    while new:
+        names = {name for node in new.pop().node for name in node.input if name in functions} - reached
+        new += [functions[name] for name in names]
+        reached |= names
+    for name in functions.keys() - reached:
+        model.functions.remove(functions[name])

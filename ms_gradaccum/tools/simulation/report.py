@@ -16,9 +16,8 @@ class MessageKind:
 
     Attributes:
         operator: Their class in ``mindspore.ops``.
-        purpose: Why the compiler inserted them: ``"gradients"``, ``"weights"``, ``"norm"``, ``"forward of a sharded
-            operator"``, ``"backward of a sharded operator"``, ``"another layout, forward"``, ``"another layout,
-            backward"``, or ``"something else"`` if the name does not tell.
+        purpose: Why the compiler inserted them, for example ``"gradients"``, ``"weights"``, ``"norm"`` or ``"forward of
+            a sharded operator"``; ``"something else"`` if their names do not tell.
         size: Number of ranks in a group.
         ranks: The group that rank 0 is in. None if the program does not list it.
         count: Number of these messages.
@@ -40,10 +39,9 @@ class Program:
     Attributes:
         messages: The messages of one update, those with the most bytes first.
         held_bytes: The memory that the device keeps between updates, by kind: ``"parameters"``, ``"optimizer state"``
-            and ``"buffer"``, the sum of a window's gradients. Empty for MindSpore's own cell. Unit: bytes.
-        compile_seconds: Time of the compilation in one process. With `run` as many compile at once as there are
-            devices, without it two.
-        compile_bytes: Peak memory of this process after the compilation. Unit: bytes.
+            and ``"buffer"``, the sum of a window's gradients. Empty for MindSpore's own cell.
+        compile_seconds: Time of the compilation, beside that of the other devices with `run`, of one without it.
+        compile_bytes: Peak memory of the process after the compilation.
     """
 
     messages: tuple[MessageKind, ...]
@@ -54,13 +52,8 @@ class Program:
     @property
     def traffic(self) -> Traffic:
         """The messages in the form of `TrainingPlan.traffic`, in no order. Each has the mean size of its kind."""
-        return Traffic(
-            per_update=tuple(
-                Message(kind.operator, kind.size, kind.nbytes // kind.count)
-                for kind in self.messages
-                for _ in range(kind.count)
-            )
-        )
+        sent = [(Message(kind.operator, kind.size, kind.nbytes // kind.count), kind.count) for kind in self.messages]
+        return Traffic(per_update=tuple(message for message, count in sent for _ in range(count)))
 
 
 @dataclass(frozen=True)
@@ -70,9 +63,8 @@ class Training:
     Attributes:
         losses: The loss of each update.
         whole_losses: The same of one process. None for an update that was skipped because of an Inf or NaN.
-        difference: The largest difference between an entry of a weight, on any rank, and the same entry of one
-            process, after the last update.
-        moved: The largest difference between an entry of a weight before and after the training.
+        difference: The largest difference of an entry of a weight, on any rank, from that of one process, at the end.
+        moved: The largest difference of an entry of a weight before and after the training.
         farthest: The name of the weight with the largest `difference`.
     """
 
@@ -109,24 +101,20 @@ class Simulation:
         return asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield f"One of {self.devices} {self.target} devices, per update:"
-        yield from self._table()
         held = ", ".join(f"{kind} {as_text(size)}" for kind, size in self.ours.held_bytes.items())
-        yield f"Held by each device: {held}."
         own = f"; MindSpore's own cell in {_compilation(self.stock)}" if self.stock else ""
-        yield f"Compiled here in {_compilation(self.ours)}{own}."
+        lines = [f"One of {self.devices} {self.target} devices, per update:", *self._table()]
+        lines += [f"Held by each device: {held}.", f"Compiled here in {_compilation(self.ours)}{own}."]
         if self.stock_error is not None:
-            yield f"MindSpore's own cell could not be compiled: {self.stock_error}"
+            lines.append(f"MindSpore's own cell could not be compiled: {self.stock_error}")
         if self.training is not None:
             ours, whole = _numbers(self.training.losses), _numbers(self.training.whole_losses)
-            yield f"Losses on {len(self.training.losses)} updates: {ours}; one process: {whole}"
-            yield (
+            lines.append(f"Losses on {len(self.training.losses)} updates: {ours}; one process: {whole}")
+            lines.append(
                 f"Weights: at most {self.training.difference:.1e} from those of one process with the whole batch "
                 f"({self.training.farthest}), where training moved them by up to {self.training.moved:.1e}."
             )
+        return "\n".join(lines)
 
     def _table(self) -> Iterator[str]:
         """Return a line for each kind of messages that either program has."""
@@ -145,6 +133,19 @@ def program_of(found: dict[str, Any]) -> Program:
     """Return the program that a process has reported as JSON."""
     kinds = ({**kind, "ranks": kind["ranks"] and tuple(kind["ranks"])} for kind in found["messages"])
     return Program(**{**found, "messages": tuple(MessageKind(**kind) for kind in kinds)})
+
+
+def simulation_of(devices: int, target: str, reports: list[dict[str, Any]]) -> Simulation:
+    """Return the results that the ranks have reported."""
+    stock, training = reports[1].get("stock", {}), None
+    runs = [report["run"] for report in reports if "run" in report]
+    if runs:
+        worst, whole = max(runs, key=lambda run: float(run["difference"])), iter(runs[0]["whole_losses"])
+        whole_losses = tuple(next(whole) if updated else None for updated in runs[0]["updated"])
+        moved = max(run["moved"] for run in runs)
+        training = Training(tuple(runs[0]["losses"]), whole_losses, worst["difference"], moved, worst["farthest"])
+    program = program_of(stock) if "messages" in stock else None
+    return Simulation(devices, target, program_of(reports[0]["ours"]), program, stock.get("error"), training)
 
 
 def _numbers(values: Any) -> str:

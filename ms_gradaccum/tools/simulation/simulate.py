@@ -12,7 +12,7 @@ from ms_gradaccum.loops.model import Model
 from ms_gradaccum.tools.builder import Builder, check_build
 from ms_gradaccum.tools.processes import ChildError, EndedError, Job, RankError, error_of, refuse_inside
 from ms_gradaccum.tools.simulation.cuda_stubs import stand_ins, why_not
-from ms_gradaccum.tools.simulation.report import Simulation, Training, program_of
+from ms_gradaccum.tools.simulation.report import Simulation, simulation_of
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "simulate"
@@ -34,17 +34,16 @@ def simulate(
 ) -> Simulation:
     """Compile a training step for several devices on this machine, and report what each of them sends and holds.
 
-    MindSpore's own compiler partitions the step that `build` returns as in a job of so many devices: it inserts the
-    messages and splits the parameters, and the report counts both. With `run` the programs of all devices also train
-    for three updates, each in a process on the CPU, and the report compares their weights with those of one process
-    that trains on the whole batch.
+    MindSpore's own compiler partitions the step as in a job of so many devices: it inserts the messages and splits the
+    parameters, and the report counts both. With `run` the programs of all devices also train for three updates, each in
+    a process on the CPU, and the report compares their weights with those of one process and the whole batch.
 
     Args:
-        build (Union[Callable, str]): A function without arguments that returns the training step and a batch: a
+        build (Union[Callable, str]): A function without arguments that returns the training step, a
             :class:`TrainOneStepCell` or a :class:`Model` whose GradAccumulation is inside ``AutoParallel``, and the
             batch of all devices together, a tuple or a dict of tensors. New processes import and call it, so it must
-            be a function at the top level of a file, or a text such as ``"train.py:build"``. It must not choose the
-            device, start processes or call ``init()``.
+            be at the top level of a file, or a text such as ``"train.py:build"``. It must not choose the device, start
+            processes or call ``init()``.
         devices (int): Number of devices. Default: ``8``.
         target (str): Their kind. ``"GPU"`` is what MindSpore's CPU wheel can compile for. Ascend partitions by the
             same rules, with operators of its own. Default: ``"GPU"``.
@@ -62,8 +61,7 @@ def simulate(
         TypeError: If an argument, or something that `build` returns, has the wrong type.
         ValueError: If an argument, or something that `build` returns, has a wrong value.
         RuntimeError: If this machine lacks gcc, nm or the GPU plugin of MindSpore's wheel, if the step does not
-            compile, if with `run` it has an operator that CPU lacks, or if a process that imports the program gets to
-            this call.
+            compile, or has an operator that CPU lacks with `run`, or if the program calls it when it is imported.
         TimeoutError: If it takes longer than `timeout`.
 
     Note:
@@ -96,14 +94,12 @@ def simulate(
             f"For '{_OWNER}', this machine must have gcc, nm and the GPU plugin of MindSpore's wheel, but {lacking}. "
             f"Install gcc and binutils with the system's package manager, and mindspore with pip."
         )
-    updates = _UPDATES if run else 0
-    task = {"builder": builder, "home": os.getcwd(), "target": target, "updates": updates, "compare": compare}
-    # None shows the line only on a terminal.
-    hidden = None if progress else True
-    with Job(_OWNER, devices, IN_JOB, _WORK, task, stand_ins) as job:
-        with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=hidden) as line:
+    task = {"builder": builder, "home": os.getcwd(), "target": target, "updates": _UPDATES if run else 0}
+    with Job(_OWNER, devices, IN_JOB, _WORK, {**task, "stock": compare}, stand_ins) as job:
+        # None shows the line only on a terminal.
+        with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None if progress else True) as line:
             reports = wait_for_reports(job, timeout, line.set_description_str)
-    return _simulation(devices, target, reports)
+    return simulation_of(devices, target, reports)
 
 
 def wait_for_reports(job: Job, timeout: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -128,21 +124,3 @@ def wait_for_reports(job: Job, timeout: float, tell: Callable[[str], None]) -> l
             f"For '{_OWNER}', the argument 'timeout' must be more than what it takes, but got {timeout:g} s: it "
             f"was at '{job.phase()}'. Give it more time."
         ) from None
-
-
-def _simulation(devices: int, target: str, reports: list[dict[str, Any]]) -> Simulation:
-    """Return the results that the ranks have reported."""
-    stock, training = reports[1].get("stock"), None
-    runs = [report["run"] for report in reports if "run" in report]
-    if runs:
-        worst, whole = max(runs, key=lambda run: float(run["difference"])), iter(runs[0]["whole_losses"])
-        training = Training(
-            losses=tuple(runs[0]["losses"]),
-            whole_losses=tuple(next(whole) if updated else None for updated in runs[0]["updated"]),
-            difference=worst["difference"],
-            moved=max(run["moved"] for run in runs),
-            farthest=worst["farthest"],
-        )
-    error = stock.get("error") if stock else None
-    program = program_of(stock) if stock and error is None else None
-    return Simulation(devices, target, program_of(reports[0]["ours"]), program, error, training)

@@ -1,6 +1,7 @@
 """The causes of a difference between a window and the whole batch, each confirmed by an experiment."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mindspore import nn
 
@@ -68,49 +69,38 @@ _UNKNOWN = "No cause was found. If the difference is small, it may be rounding: 
 class Diagnosis:
     """The search for causes, from those that hide others to those that need everything else to be equal.
 
-    Args:
-        experiment: The runs.
-        window: The window, with everything as in training.
-        whole: The whole batch through the same loss cell, with everything as in training.
-        rtol: The largest relative difference of equal results.
+    ``window`` and ``whole`` are runs of the same loss cell, with everything as in training.
     """
 
     def __init__(self, experiment: Experiment, window: Run, whole: Run, rtol: float) -> None:
-        self.experiment = experiment
-        self.window, self.whole = window, whole
-        self.rtol = rtol
-        self.count = len(experiment.rows)
-        self.causes: list[str] = []
-        # True if the window carries parameters from one micro batch to the next.
-        self.has_state = False
+        self.experiment, self.window, self.whole, self.rtol = experiment, window, whole, rtol
+        self.count, self.causes = len(experiment.rows), list[str]()
         # True if the measurement has found that the loss cannot be trained in parts.
         self.is_no_mean = False
 
     def search(self, moved: set[str]) -> tuple[str, ...]:
         """Return the causes. ``moved`` are the names of the parameters that differ in their state."""
         if self._all_finite() and not self._is_random():
-            self._look_at_state(moved)
+            has_state = self._look_at_state(moved)
             if self._all_finite():
-                self._look_at_loss()
+                self._look_at_loss(has_state)
                 self._look_at_reference()
         return tuple(self.causes) or (_UNKNOWN,)
-
-    def _same(self, a: Run, b: Run, *others: Run) -> bool:
-        return misfit(a, b, *others) <= self.rtol
 
     def _same_gradient(self) -> bool:
         return max(misfits(self.window, self.whole)) <= self.rtol
 
-    def _freeze(self, cells: Iterable[nn.Cell]) -> None:
-        self.experiment = self.experiment.freezing(list(cells))
+    def _freeze(self, layers: dict[str, nn.Cell]) -> None:
+        self.experiment = freezing(self.experiment, layers)
         self.window, self.whole = self.experiment.window(), self.experiment.whole()
 
     def _all_finite(self) -> bool:
+        """Name where there is an Inf or a NaN. Return True if there is none."""
         runs = {"the whole batch": self.whole, "the window": self.window}
         where = [name for name, run in runs.items() if not is_finite(run)]
         if where == ["the window"]:
-            found = [i for i in range(self.count) if not is_finite(self.experiment.micro_batch(i))]
-            where = [f"the window, in micro batch {', '.join(map(str, found))} counted from 0"] if found else where
+            found = [str(i) for i in range(self.count) if not is_finite(self.experiment.micro_batch(i))]
+            where[0] += f", in micro batch {', '.join(found)} counted from 0" if found else ""
         if where:
             self.causes.append(_NOT_FINITE.format(where=" and ".join(where)))
         return not where
@@ -120,64 +110,63 @@ class Diagnosis:
         if _repeats_itself(self.experiment, self.rtol):
             return False
         layers = self._layers("Dropout")
-        if layers and _repeats_itself(self.experiment.freezing(list(layers.values())), self.rtol):
+        if layers and _repeats_itself(freezing(self.experiment, layers), self.rtol):
             self.causes.append(_DROPOUT.format(names=_listed(layers)))
-            self._freeze(layers.values())
+            self._freeze(layers)
             return False
         although = f", even with {_listed(layers)} turned off" if layers else ""
         self.causes.append(_RANDOM.format(although=although))
         return True
 
-    def _look_at_state(self, moved: set[str]) -> None:
-        """Name the state that the forward pass changes, and freeze BatchNorm."""
+    def _look_at_state(self, moved: set[str]) -> bool:
+        """Name the state that the forward pass changes, and freeze BatchNorm. Return True if there is other state."""
         layers = self._layers("BatchNorm")
         owned = {id(parameter) for layer in layers.values() for parameter in layer.get_parameters()}
         parameters = self.experiment.start.parameters
         others = [each.name for each in parameters if each.name in moved and id(each) not in owned]
-        self.has_state = bool(others)
         if others:
             self.causes.append(_STATE.format(names=_listed(others), count=self.count))
-        if not layers:
-            return
-        differed = not self._same_gradient()
-        self._freeze(layers.values())
-        vanished = differed and is_finite(self.window) and is_finite(self.whole) and self._same_gradient()
-        if vanished or len(moved) > len(others):
-            evidence = "With it frozen, the gradients are equal. " if vanished else ""
-            self.causes.append(_BATCH_NORM.format(names=_listed(layers), count=self.count, evidence=evidence))
+        if layers:
+            differed = not self._same_gradient()
+            self._freeze(layers)
+            vanished = differed and is_finite(self.window) and is_finite(self.whole) and self._same_gradient()
+            if vanished or len(moved) > len(others):
+                evidence = "With it frozen, the gradients are equal. " if vanished else ""
+                self.causes.append(_BATCH_NORM.format(names=_listed(layers), count=self.count, evidence=evidence))
+        return bool(others)
 
     def _layers(self, word: str) -> dict[str, nn.Cell]:
+        """Return the Dropouts that draw masks, or the BatchNorms that use the statistics of their batch."""
         layers = layers_of(self.experiment.network.network, word)
-        return {name: cell for name, cell in layers.items() if _acts(cell)}
+        draws = {
+            name: cell for name, cell in layers.items() if getattr(cell, "p", 1) and getattr(cell, "keep_prob", 0) != 1
+        }
+        return {name: cell for name, cell in draws.items() if takes_batch_statistics(cell)}
 
-    def _look_at_loss(self) -> None:
+    def _look_at_loss(self, has_state: bool) -> None:
         if self._same_gradient() or self._is_input_split():
             return
         runs = [self.experiment.micro_batch(i) for i in range(self.count)]
         # Each runs from the start, so it does not see the state that the micro batches before it have left.
-        if self._same(mean(runs), self.whole, *runs):
-            self.causes += [] if self.has_state else [_LEFT_BEHIND]
+        if misfit(mean(runs), self.whole, *runs) <= self.rtol:
+            self.causes += [] if has_state else [_LEFT_BEHIND]
             return
-        noise = misfit(self.experiment.reversed(), self.whole)
+        noise = misfit(self.experiment.whole(range(self.experiment.bounds[-1])[::-1]), self.whole)
         if noise > self.rtol and noise > misfit(self.window, self.whole) / 10:
             self.causes.append(_ORDER.format(noise=noise))
-            return
-        if self.experiment.network.is_cached:
-            return
-        finding = self.experiment.measure()
-        self.is_no_mean = finding is not None and finding.miss > 0
-        if finding is None:
-            self.causes.append(_GRADIENTS)
-        elif self.is_no_mean:
-            text = finding.text.removeprefix("For 'GradAccumulation', ")
-            self.causes.append(text[0].upper() + text[1:])
+        elif not self.experiment.network.is_cached:
+            finding = self.experiment.measure()
+            self.is_no_mean = finding is not None and finding.miss > 0
+            text = finding.text.removeprefix("For 'GradAccumulation', ") if finding else _GRADIENTS
+            self.causes += [text[0].upper() + text[1:]] if self.is_no_mean or finding is None else []
 
     def _is_input_split(self) -> bool:
         """Name an input that is no batch: with it whole in each micro batch, the window is the whole batch."""
         experiment = self.experiment
         for place in ambiguous_inputs(experiment.inputs, experiment.network.batch_axis):
             try:
-                window = experiment.unsplit(place).window()
+                network = experiment.network.without_split(place, experiment.inputs)
+                window = replace(experiment, network=network).window()
             except Exception:
                 continue  # It has rows, and the network cannot do without their split.
             if is_finite(window) and max(misfits(window, self.whole)) <= self.rtol:
@@ -189,20 +178,17 @@ class Diagnosis:
     def _look_at_reference(self) -> None:
         if self.experiment.reference is None:
             return
-        reference = self.experiment.whole_reference()
-        if self._same(self.whole, reference):
+        reference = self.experiment.whole(by_reference=True)
+        if misfit(self.whole, reference) <= self.rtol:
             return
         ratio = norm(self.whole) / norm(reference) if norm(reference) else 0.0
-        if not self._same(self.whole, combine([ratio], [reference])):
-            size = max(misfits(self.whole, reference))
-            self.causes.append(_OTHER_LOSS.format(size=size))
-            return
-        for count in {self.count, self.experiment.network.micro_size}:
-            if abs(ratio * count - 1) <= self.rtol:
-                self.causes.append(_DIVIDED_TWICE.format(count=count))
-                return
-        # A loss that is a sum, or a mean in place of one, has a factor too, and has been named.
-        if not self.is_no_mean:
+        counts = [n for n in (self.count, self.experiment.network.micro_size) if abs(ratio * n - 1) <= self.rtol]
+        if misfit(self.whole, combine([ratio], [reference])) > self.rtol:
+            self.causes.append(_OTHER_LOSS.format(size=max(misfits(self.whole, reference))))
+        elif counts:
+            self.causes.append(_DIVIDED_TWICE.format(count=counts[0]))
+        elif not self.is_no_mean:
+            # A loss that is a sum, or a mean in place of one, has a factor too, and has been named.
             self.causes.append(_RATIO.format(ratio=ratio))
 
 
@@ -216,17 +202,15 @@ def layers_of(network: nn.Cell, word: str) -> dict[str, nn.Cell]:
     return found
 
 
+def freezing(experiment: Experiment, layers: dict[str, nn.Cell]) -> Experiment:
+    """Return the same experiment with these cells in evaluation mode, too."""
+    return replace(experiment, frozen=[*experiment.frozen, *layers.values()])
+
+
 def _repeats_itself(experiment: Experiment, rtol: float) -> bool:
     """Return whether the same batch gives the same loss and gradient again with any random state."""
     first = experiment.whole()
     return all(misfit(first, experiment.whole(same_random=False)) <= rtol for _ in range(_REPEATS))
-
-
-def _acts(cell: nn.Cell) -> bool:
-    """Return whether a Dropout draws masks or a BatchNorm uses the statistics of its batch."""
-    if getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1:
-        return False
-    return takes_batch_statistics(cell)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """Windows and whole batches, run from one start as often as a diagnosis needs them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -41,6 +42,11 @@ class Start:
         inside = {id(inner) for _, inner in network.cells_and_names()} if network.training else set()
         self.trained = [cell.training or id(cell) not in inside for cell in self.cells]
 
+    @property
+    def is_16_bit(self) -> bool:
+        """True if something computes in 16 bits."""
+        return computes_in_16_bits(self.parameters, self.cells)
+
     def changed(self) -> dict[int, Any]:
         """Return the values of the parameters that have changed, by their indices among the tensors."""
         tensors = self.tensors.tensors
@@ -61,51 +67,35 @@ class Start:
                 set_mode(cell, False, False)
 
 
+@dataclass
 class Experiment:
-    """One batch of one network: its window, the whole batch, and any of its rows, each from the same start.
+    """One batch of one network: its window, and any of its rows in one piece, each from the same start.
 
-    Args:
-        network: The loss cell and how its batch is split.
-        inputs: The batch, as the loss cell takes it.
-        reference: Another loss cell of the same parameters, which returns the mean loss of its batch.
-        start: The state before each run.
-        frozen: Cells that are in evaluation mode meanwhile.
-        compiles: True if the network is compiled in PYNATIVE mode, too.
+    ``reference`` is another loss cell of the same parameters, which returns the mean loss of its batch. The ``frozen``
+    cells are in evaluation mode. With ``compiles`` the network is compiled in PYNATIVE mode, too.
     """
 
-    def __init__(
-        self,
-        network: GradAccumulation,
-        inputs: tuple[Any, ...],
-        reference: nn.Cell | None,
-        start: Start,
-        frozen: Sequence[nn.Cell] = (),
-        compiles: bool = False,
-    ) -> None:
-        self.network, self.inputs, self.reference, self.start = network, inputs, reference, start
-        self.frozen, self.compiles = list(frozen), compiles
-        self.parameters = ParameterTuple(network.trainable_params())
-        _, micro_batches = split_batch(inputs, network.micro_size, network.batch_axis)
+    network: GradAccumulation
+    inputs: tuple[Any, ...]
+    reference: nn.Cell | None
+    start: Start
+    frozen: Sequence[nn.Cell] = ()
+    compiles: bool = False
+
+    def __post_init__(self) -> None:
+        self.parameters = ParameterTuple(self.network.trainable_params())
+        _, micro_batches = split_batch(self.inputs, self.network.micro_size, self.network.batch_axis)
         # The rows of each micro batch.
         self.rows = tuple(micro_batch.rows for micro_batch in micro_batches)
         self.bounds = [0, *accumulate(self.rows)]
-        self.batch = Rows.of(inputs, network.batch_axis)
-        buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=network.other_losses))
+        self.batch = Rows.of(self.inputs, self.network.batch_axis)
+        buffer = GradientBuffer(self.parameters, totals=WindowTotals(other_losses=self.network.other_losses))
         self.reducer = GradientReducer(self.parameters, buffer)
-        settings = StepSettings.checked(_OWNER, compile=compiles or None, check_loss=False)
-        self.micro_steps = MicroSteps(network, [self.reducer], settings, Events(_OWNER))
+        settings = StepSettings.checked(_OWNER, compile=self.compiles or None, check_loss=False)
+        self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER))
         # The report takes the place of the warnings about the network and the split.
         self.micro_steps.has_begun = self.micro_steps.has_split = True
         self._whole_steps: dict[Any, Any] = {}
-
-    def freezing(self, cells: Sequence[nn.Cell]) -> "Experiment":
-        """Return the same experiment with these cells in evaluation mode, too."""
-        return Experiment(self.network, self.inputs, self.reference, self.start, [*self.frozen, *cells], self.compiles)
-
-    def unsplit(self, place: int) -> "Experiment":
-        """Return the same experiment with one input of the network whole in each micro batch."""
-        network = self.network.without_split(place, self.inputs)
-        return Experiment(network, self.inputs, self.reference, self.start, self.frozen, self.compiles)
 
     def window(self) -> Run:
         """Run the window, as a training step does."""
@@ -117,26 +107,31 @@ class Experiment:
         grads = [(total.asnumpy() * factor).astype(np.float32) for total in buffer.sums]
         return Run(_number(buffer.mean_loss()), _number(buffer.weight), grads, self.start.changed())
 
-    def whole(self, *, same_random: bool = True) -> Run:
-        """Run the whole batch in one piece."""
-        return self._run("network", self.batch, same_random)
+    def whole(self, rows: range | None = None, *, by_reference: bool = False, same_random: bool = True) -> Run:
+        """Run the whole batch or some rows of it in one piece, compiled or op by op as the training would."""
+        self.start.begin(self.frozen, same_random)
+        batch = self.batch if rows is None else self.batch.take(rows)
+        eager, tensors, network = runs_eagerly(self.compiles), batch.tensors, self.network
+        # A graph for each shape: it is known beforehand that none of them changes.
+        key = (by_reference, eager, () if eager else tuple(tensor.shape for tensor in tensors))
+        if key not in self._whole_steps:
+            if by_reference:
+                loss = RowWeight(self.reference, batch.structure, network.losses)
+            else:
+                loss = network.whole_loss_of(batch.structure)
+            cell, code = WholeBatch(loss, self.parameters), network.network
+            self._whole_steps[key] = Eager(cell) if eager else Compiled(lambda: cell, _OWNER, "the network", code)
+        loss, weight, grads = self._whole_steps[key](*tensors)
+        weight = _number(weight) if network.weighted and not by_reference else float(batch.size)
+        return Run(_number(loss), weight, [grad.asnumpy().astype(np.float32) for grad in grads], self.start.changed())
 
     def micro_batch(self, index: int) -> Run:
         """Run the rows of one of the micro batches in one piece."""
-        return self._run("network", self.batch.take(range(*self.bounds[index : index + 2])))
-
-    def reversed(self) -> Run:
-        """Run the whole batch in one piece, its last row first."""
-        return self._run("network", self.batch.take(range(self.batch.size)[::-1]))
-
-    def whole_reference(self) -> Run:
-        """Run the whole batch through the reference."""
-        return self._run("reference", self.batch)
+        return self.whole(range(*self.bounds[index : index + 2]))
 
     def measure(self) -> Finding | None:
         """Return why the loss cannot be trained in parts, as training measures it, but on the whole batch."""
-        half = computes_in_16_bits(self.start.parameters, self.start.cells)
-        check = LossCheck(self.network, self.parameters, StepSettings.checked(_OWNER), half, False)
+        check = LossCheck(self.network, self.parameters, StepSettings.checked(_OWNER), self.start.is_16_bit, False)
         check.moves = True
         self.start.begin(self.frozen)
         return check.measure_cuts(self._cuts(), len(self.rows))
@@ -154,25 +149,6 @@ class Experiment:
                 whole, first, second = (self.batch.take(range(*pair)) for pair in ends)
                 yield whole, first, second
                 pieces += [piece[: middle + 1], piece[middle:]]
-
-    def _run(self, which: str, batch: Rows, same_random: bool = True) -> Run:
-        """Run some rows in one piece, compiled or op by op as the training would."""
-        self.start.begin(self.frozen, same_random)
-        eager, tensors = runs_eagerly(self.compiles), batch.tensors
-        # A graph for each shape: it is known beforehand that none of them changes.
-        key = (which, eager, () if eager else tuple(tensor.shape for tensor in tensors))
-        if key not in self._whole_steps:
-            network = self.network
-            if which == "network":
-                loss = network.whole_loss_of(batch.structure)
-            else:
-                loss = RowWeight(self.reference, batch.structure, network.losses)
-            cell, code = WholeBatch(loss, self.parameters), network.network
-            self._whole_steps[key] = Eager(cell) if eager else Compiled(lambda: cell, _OWNER, "the network", code)
-        loss, weight, grads = self._whole_steps[key](*tensors)
-        weight = _number(weight) if self.network.weighted and which == "network" else float(batch.size)
-        arrays = [grad.asnumpy().astype(np.float32) for grad in grads]
-        return Run(_number(loss), weight, arrays, self.start.changed())
 
 
 def _number(tensor: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,7 @@ import numpy as np
 
 from ms_gradaccum.tools.text import aligned
 from ms_gradaccum.tools.verification.comparison import Run, misfits, norm_of, relative
-from ms_gradaccum.tools.verification.diagnosis import Diagnosis
-from ms_gradaccum.tools.verification.experiment import Experiment, Start
+from ms_gradaccum.tools.verification.experiment import Experiment
 
 _WIDTH = 100
 _SHOWN = 20
@@ -27,9 +26,8 @@ class ParameterDifference:
         kind: ``"gradient"``: its mean gradient. ``"state"``: its value after the forward passes, for a parameter
             that they change, such as a moving average.
         max_difference: Largest absolute difference of an element.
-        relative_difference: L2 norm of the difference, divided by the parameter's scale: the larger L2 norm of the
-            two, but for a gradient at least 1% of that of the whole gradient. What rounding leaves of a
-            gradient that should be 0 is small on this scale.
+        relative_difference: L2 norm of the difference, divided by the larger L2 norm of the two. For a gradient this
+            is at least 1% of that of the whole gradient, so that rounding of what should be 0 counts little.
         norm_ratio: L2 norm of the window's, divided by that of the whole batch's.
         differs: Whether the relative difference is above the report's `rtol`.
     """
@@ -48,13 +46,12 @@ class CompileReport:
 
     Attributes:
         equal: Whether neither the loss nor a parameter differs.
-        parameters: One entry per trainable parameter and per parameter that the forward pass changes, the worst first;
-            `norm_ratio` is compiled / op by op. Empty if one of the two could not be run.
+        parameters: As those of a :class:`VerifyReport`; `norm_ratio` is compiled / op by op. Empty if one of the two
+            could not be run.
         eager_loss: Weighted mean loss of the window op by op.
         compiled_loss: The same compiled.
-        causes: Why nothing could be compared, or what usually makes such a difference. Empty if nothing differs.
-        speedup: Seconds of the window op by op, divided by those compiled, without compilation. NaN if one of them
-            cannot be run.
+        causes: Why nothing could be compared, or the usual reason of such a difference. Empty if nothing differs.
+        speedup: Seconds op by op, divided by those compiled, without compilation. NaN if one of them cannot be run.
     """
 
     equal: bool
@@ -98,45 +95,27 @@ class VerifyReport:
     compiled: CompileReport | None = None
 
     def __str__(self) -> str:
-        differing = [entry for entry in self.parameters if entry.differs]
+        differing, total = sum(entry.differs for entry in self.parameters), len(self.parameters)
+        count = f"{differing} of {total} differ" if differing else f"All {total} equal"
         lines = _table(self.parameters, "window / whole")
-        count = (
-            f"{len(differing)} of {len(self.parameters)} differ" if differing else f"All {len(self.parameters)} equal"
-        )
         lines.append(f"{count} (rtol {self.rtol:g}). Micro batches of {', '.join(map(str, self.micro_batches))} rows.")
         lines.append(f"Loss: {self.window_loss:.8g} in the window, {self.whole_loss:.8g} in the whole batch.")
         if self.causes:
             lines.append("Probable cause:" if len(self.causes) == 1 else "Probable causes:")
-        lines.extend(_bullet(cause) for cause in self.causes)
-        if self.compiled is not None:
-            lines.append(str(self.compiled))
-        return "\n".join(lines)
-
-
-def run_and_report(experiment: Experiment, rtol: float) -> VerifyReport:
-    """Run window and whole batch, compare them, and look for causes if they differ."""
-    window, own = experiment.window(), experiment.whole()
-    whole = own if experiment.reference is None else experiment.whole_reference()._replace(state=own.state)
-    entries = differences(experiment, window, whole, rtol)
-    equal = not any(entry.differs for entry in entries)
-    moved = {entry.name for entry in entries if entry.differs and entry.kind == "state"}
-    causes = () if equal else Diagnosis(experiment, window, own, rtol).search(moved)
-    return VerifyReport(equal, tuple(entries), window.loss, whole.loss, experiment.rows, rtol, causes)
+        compiled = [] if self.compiled is None else [str(self.compiled)]
+        return "\n".join([*lines, *map(_bullet, self.causes), *compiled])
 
 
 def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) -> list[ParameterDifference]:
     """Compare two runs parameter by parameter, and return the worst first."""
-    rows = zip(experiment.parameters, window.grads, whole.grads, misfits(window, whole))
-    entries = [_entry(parameter.name, "gradient", a, b, miss, rtol) for parameter, a, b, miss in rows]
-    entries.extend(_states(experiment.start, window, whole, rtol))
-    return sorted(entries, key=lambda entry: (not entry.differs, -entry.relative_difference))
-
-
-def _states(start: Start, window: Run, whole: Run, rtol: float) -> Iterator[ParameterDifference]:
+    names, start = [parameter.name for parameter in experiment.parameters], experiment.start.tensors
+    rows = zip(names, window.grads, whole.grads, misfits(window, whole))
+    entries = [_entry(name, "gradient", a, b, miss, rtol) for name, a, b, miss in rows]
     for place in sorted({*window.state, *whole.state}):
-        a, b = (run.state.get(place, start.tensors.values[place]).astype(np.float64) for run in (window, whole))
+        a, b = (run.state.get(place, start.values[place]).astype(np.float64) for run in (window, whole))
         miss = relative(norm_of(a - b), max(norm_of(a), norm_of(b)))
-        yield _entry(start.tensors.tensors[place].name, "state", a, b, miss, rtol)
+        entries.append(_entry(start.tensors[place].name, "state", a, b, miss, rtol))
+    return sorted(entries, key=lambda entry: (not entry.differs, -entry.relative_difference))
 
 
 def _entry(name: str, kind: str, window: Any, whole: Any, miss: float, rtol: float) -> ParameterDifference:

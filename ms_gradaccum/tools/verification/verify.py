@@ -1,24 +1,49 @@
-"""Comparison of a window with the whole batch, and the causes of a difference."""
+"""Comparison of a window with the whole batch, and of a window op by op with one that is compiled."""
 
 import os
+import time
 from dataclasses import replace
 from typing import Any
 
+import mindspore as ms
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import argument_error, check_bool, check_cell, check_positive_float, check_positive_int
-from ms_gradaccum.backend.compiled import check_compile
+from ms_gradaccum._checks import (
+    argument_error,
+    check_bool,
+    check_cell,
+    check_positive_float,
+    check_positive_int,
+    first_line,
+)
+from ms_gradaccum.backend.compiled import check_compile, execution_mode
 from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
-from ms_gradaccum.gradients.mixed_precision import computes_in_16_bits
-from ms_gradaccum.tools.verification.compiled_window import compare_compiled
+from ms_gradaccum.tools.verification.comparison import Run, is_finite, misfit
+from ms_gradaccum.tools.verification.diagnosis import Diagnosis, layers_of
 from ms_gradaccum.tools.verification.experiment import Experiment, Start
-from ms_gradaccum.tools.verification.report import VerifyReport, run_and_report
+from ms_gradaccum.tools.verification.report import CompileReport, VerifyReport, differences
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 _OWNER = "verify"
 _RTOL, _RTOL_16_BIT = 1e-4, 2e-2
+# GradAccumulation's words for a loss that is not a tensor. Op by op it was one.
+_NO_TENSOR = "but got no tensor"
+_DIFFERS = (
+    "A graph keeps what Python decided in construct when it was compiled (counters, time, draws of random and NumPy), "
+    "does not call HookBackward, and does not change a tensor under its other names (o *= 2). Write this with "
+    "operators of MindSpore, or leave compile out."
+)
+_RANDOM = (
+    "A random operator that is no Dropout layer, or something else that Python reads and that differs from run to "
+    "run: two runs op by op from one start differ, so nothing can be compared. Turn it off."
+)
+_NOT_FINITE = "An Inf or NaN in the run op by op: nothing can be compared."
+_LEFT_TO_PYTHON = (
+    "its loss is not a tensor there, since a graph leaves something in construct to Python, such as asnumpy() or a "
+    "count in an attribute. Write it with operators of MindSpore, or leave compile out."
+)
 
 
 def verify(
@@ -40,17 +65,17 @@ def verify(
         whole = grad(mean_loss(batch))
         differs = norm(window - whole) > rtol * max(norm(window), norm(whole), 0.01 * norm of all parameters)
 
-    The window is that of :class:`TrainOneStepCell` up to the optimizer. Compared are the gradients that the optimizer
-    gets, and the parameters that the forward passes change (moving averages). Each cause of a difference is confirmed
-    by an experiment before it is named: BatchNorm, dropout and other random operators, state, losses that average over
-    something else than rows, sums, divisions done twice, and rows that depend on each other.
+    Compared are the gradients that the optimizer of a :class:`TrainOneStepCell` gets, and the parameters that forward
+    passes change (moving averages). An experiment confirms each cause before it is named: BatchNorm, dropout and other
+    random operators, state, losses that average over something else than rows, sums, divisions done twice, and rows
+    that depend on each other.
 
     Both run compiled in GRAPH mode and op by op in PYNATIVE mode, and in training mode. If `network` is in training
     mode already, cells in it that ``set_train(False)`` has frozen stay frozen.
 
     With ``compile=True`` the window also runs op by op and compiled from the same start, in either mode and without
-    dropout, and the report names the parameters that differ. It cannot see what your program changes later: a graph
-    keeps the values of attributes and globals that it was compiled with.
+    dropout. This cannot see what your program changes later: a graph keeps the values of attributes and globals that
+    it was compiled with.
 
     Afterwards parameters, modes, the random state, and the attributes of cells with the items of their lists and dicts
     are restored, but not the random state inside MindSpore's operators, globals, and the inside of other objects.
@@ -84,8 +109,8 @@ def verify(
             parameters, or `reference` lacks one of them.
 
     Note:
-        A diagnosis runs up to two whole batches more per experiment, and keeps the gradients of the micro
-        batches in float32 in host memory. ``compile=True`` runs two windows op by op and two compiled.
+        A diagnosis runs up to two whole batches per experiment, and keeps the gradients of all micro batches on the
+        host.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -112,10 +137,10 @@ def verify(
     inputs = grad_accumulation.positional(args, kwargs)
     grad_accumulation.bind(inputs, {})
     start = Start(loss_cell, reference)
-    rtol = rtol or _default_rtol(start)
+    rtol = rtol or (_RTOL_16_BIT if start.is_16_bit else _RTOL)
     try:
-        report = run_and_report(Experiment(grad_accumulation, inputs, reference, start), rtol)
-        compiled = compare_compiled(grad_accumulation, inputs, start, rtol) if compiles else None
+        report = _report(Experiment(grad_accumulation, inputs, reference, start), rtol)
+        compiled = _compare_compiled(grad_accumulation, inputs, start, rtol) if compiles else None
         return replace(report, compiled=compiled)
     finally:
         start.kept.put_back()
@@ -171,6 +196,43 @@ def _check_reference(reference: Any, loss_cell: nn.Cell) -> None:
         raise ValueError(argument_error(_OWNER, "reference", "a loss cell of the parameters of network", got, remedy))
 
 
-def _default_rtol(start: Start) -> float:
-    """Return the tolerance for float32, or that for a network of which something computes in 16 bits."""
-    return _RTOL_16_BIT if computes_in_16_bits(start.parameters, start.cells) else _RTOL
+def _report(experiment: Experiment, rtol: float) -> VerifyReport:
+    """Run window and whole batch, compare them, and look for causes if they differ."""
+    window, own = experiment.window(), experiment.whole()
+    whole = own if experiment.reference is None else experiment.whole(by_reference=True)._replace(state=own.state)
+    entries = differences(experiment, window, whole, rtol)
+    equal = not any(entry.differs for entry in entries)
+    moved = {entry.name for entry in entries if entry.differs and entry.kind == "state"}
+    causes = () if equal else Diagnosis(experiment, window, own, rtol).search(moved)
+    return VerifyReport(equal, tuple(entries), window.loss, whole.loss, experiment.rows, rtol, causes)
+
+
+def _compare_compiled(network: GradAccumulation, inputs: tuple[Any, ...], start: Start, rtol: float) -> CompileReport:
+    """Run the window op by op and compiled, without dropout, whose masks cannot be repeated, and compare."""
+    dropouts = list(layers_of(network.network, "Dropout").values())
+    eager = Experiment(network, inputs, None, start, dropouts)
+    with execution_mode(ms.PYNATIVE_MODE):
+        try:
+            first, again, slow = _run_twice(eager)
+        except Exception as error:
+            return CompileReport(False, causes=(f"The network cannot be run op by op: {first_line(error)}",))
+        try:
+            other, _, fast = _run_twice(replace(eager, compiles=True))
+        except Exception as error:
+            reason = _LEFT_TO_PYTHON if _NO_TENSOR in first_line(error) else first_line(error)
+            return CompileReport(False, causes=(f"The network cannot be compiled: {reason}",))
+    if not is_finite(first) or misfit(first, again) > rtol:
+        cause = _RANDOM if is_finite(first) else _NOT_FINITE
+        return CompileReport(False, causes=(cause,), speedup=slow / fast)
+    entries = differences(eager, other, first, rtol)
+    equal = misfit(first, other) <= rtol and not any(entry.differs for entry in entries)
+    return CompileReport(equal, tuple(entries), first.loss, other.loss, () if equal else (_DIFFERS,), slow / fast)
+
+
+def _run_twice(experiment: Experiment) -> tuple[Run, Run, float]:
+    """Run the window twice from the start. Return both with the seconds of the second, since the first may compile."""
+    experiment.start.kept.put_back()
+    first = experiment.window()
+    experiment.start.kept.put_back()
+    begin = time.perf_counter()
+    return first, experiment.window(), time.perf_counter() - begin
