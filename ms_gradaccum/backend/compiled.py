@@ -2,8 +2,10 @@
 
 import ctypes
 import inspect
+import itertools
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +37,10 @@ NOTHING = Tensor(0.0, ms.float32)
 
 # This is a function of glibc.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+
+# What a function of the host that runs while a graph is compiled looks up by a number: a graph passes no other value.
+_numbered: "weakref.WeakValueDictionary[int, nn.Cell]" = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -110,7 +116,7 @@ class Compiled:
         if os.getenv("MS_JIT") == "0":
             with op_by_op():
                 return self.cell(*tensors)
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        shapes = tuple([tuple(tensor.shape) for tensor in tensors])
         self.has_run = False
         if _get_mode() == ms.PYNATIVE_MODE:
             self._refuse_hooks()
@@ -193,10 +199,41 @@ class Compiled:
         return name
 
 
+def number_of(cell: nn.Cell) -> int:
+    """Return a number by which `numbered` finds ``cell`` as long as it exists."""
+    number = next(_numbers)
+    _numbered[number] = cell
+    return number
+
+
+def numbered(number: int) -> nn.Cell | None:
+    """Return the cell with this number."""
+    return _numbered.get(number)
+
+
+class Method(nn.Cell):
+    """A method of a cell as a cell of its own, which can be compiled. It has the mode and the settings of that cell.
+
+    The method is called with Python values, the ``constants``, before the tensors.
+    """
+
+    def __init__(self, cell: nn.Cell, name: str, *constants: object) -> None:
+        super().__init__(auto_prefix=False)
+        self.cell = cell
+        self.method = getattr(cell, name)
+        self.constants = constants
+        follow_mode(self, cell)
+        self._get_attr_from_cell(cell)
+
+    def construct(self, *tensors: Tensor) -> Any:
+        return self.method(*self.constants, *tensors)
+
+
 def _run(cell: nn.Cell, name: str, tensors: tuple[Tensor, ...]) -> Any:
     """Run a graph by its name."""
-    if any(tensor.const_arg or tensor.has_init for tensor in tensors):
-        return cell(*tensors)
+    for tensor in tensors:
+        if tensor.const_arg or tensor.has_init:
+            return cell(*tensors)
     _cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
     return _cell_graph_executor._exec_pip(cell, *tensors, phase=name)
 

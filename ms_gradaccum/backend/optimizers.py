@@ -1,7 +1,6 @@
 """Optimizers: checks against the network, who may call one, and the learning rate."""
 
 import gc
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import LIBRARIES, argument_error, warn
-from ms_gradaccum.backend.compiled import op_by_op
+from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
 from ms_gradaccum.backend.network_code import NetworkCode, is_a
 from ms_gradaccum.backend.tensors import scalar
 
@@ -23,11 +22,9 @@ _OWN_REMEDY = "Build it from network.trainable_params()."
 
 # The window of each optimizer. Both references are weak, so that neither keeps the other alive.
 _windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
-# The optimizers by their numbers, the numbers of those that run in an update, and of those of which a warning has told.
-_claimed: "weakref.WeakValueDictionary[int, nn.Cell]" = weakref.WeakValueDictionary()
+# The numbers of optimizers that run in an update, and of those of which a warning has told.
 _running: set[int] = set()
 _told: set[int] = set()
-_numbers = itertools.count(1)
 
 
 def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
@@ -58,8 +55,7 @@ def claim_optimizers(windows: Iterable[Any]) -> None:
         _windows.update(dict.fromkeys(window.optimizers, weakref.ref(window)))
         for optimizer in window.optimizers if window.watches_calls else []:
             if not _hooks_of(optimizer):
-                optimizer.claim_number = next(_numbers)
-                _claimed[optimizer.claim_number] = optimizer
+                optimizer.claim_number = number_of(optimizer)
                 optimizer.register_forward_pre_hook(_look_at_call)
                 # A graph of a call before this one would run without the hook.
                 optimizer.compile_cache.clear()
@@ -89,7 +85,7 @@ def _look_at_call(optimizer: nn.Cell, inputs: Any) -> None:
 @_primexpr
 def _warn_of_call(number: int) -> None:
     """Warn, once, if a claimed optimizer is called by somebody else than its step."""
-    optimizer = _claimed.get(number)
+    optimizer = numbered(number)
     if optimizer is None or number in _running or number in _told or _windows[optimizer]() is None:
         return
     gc.collect()  # A deleted step lives on in reference cycles.
@@ -220,7 +216,7 @@ class LearningRate(nn.Cell):
 
     It is computed as in ``nn.Optimizer.get_lr``, which is not called because optimizers override it and count their
     updates in it. A user's schedule may have side effects, too. So in a graph a schedule with parameters of its own is
-    not evaluated, and for an optimizer that runs op by op `EagerRate` is used.
+    not evaluated. Of an optimizer that runs op by op, an overridden ``get_lr`` is recorded when the update calls it.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:
@@ -258,44 +254,18 @@ class LearningRate(nn.Cell):
                 rates = self.optimizer.learning_rate(self.optimizer.global_step)
         return rates
 
-
-def settable_rates(optimizer: nn.Cell) -> list[float]:
-    """Return the learning rates that are parameters, which a program may set between two updates."""
-    optimizer = inner_optimizer(optimizer)
-    if isinstance(optimizer, ExperimentalOptimizer):
-        rates = optimizer.lrs
-    else:
-        rates = [] if optimizer.dynamic_lr else optimizer.learning_rate
-    found = rates if isinstance(rates, (tuple, list)) else [rates]
-    return [float(rate.asnumpy()) if isinstance(rate, Tensor) else float(rate) for rate in found]
-
-
-class _UnknownRate(nn.Cell):
-    def construct(self) -> Tensor:
-        return Tensor(math.nan, ms.float32)
-
-
-class EagerRate:
-    """Learning rate of an optimizer that runs op by op: an overridden ``get_lr`` is recorded when it is called."""
-
-    def __init__(self, rate: LearningRate) -> None:
-        self.rate = rate
-        self.optimizer = rate.optimizer
-        # In a graph it is NaN, because a user's schedule must not run there.
-        self.cell = _UnknownRate()
-
-    def before_update(self, reported: Tensor) -> Tensor:
-        """Return the learning rate of the next update, or ``reported`` (NaN) if only the update can compute it."""
-        if self.rate.is_recorded:
-            return reported
+    def before_update(self) -> Tensor:
+        """Return the learning rate of the next update, or NaN if only the update can compute it. Called by the host."""
+        if self.is_recorded:
+            return Tensor(math.nan, ms.float32)
         with op_by_op():
-            rate: Tensor = self.rate()
+            rate: Tensor = self()
         return rate
 
     @contextmanager
-    def recording(self, known: Tensor) -> Iterator[Callable[[], Tensor]]:
+    def recording(self, known: Tensor, eager: bool) -> Iterator[Callable[[], Tensor]]:
         """Yield a function that returns the learning rate of the update inside: the recorded one, else ``known``."""
-        if not self.rate.is_recorded:
+        if not (eager and self.is_recorded):
             yield lambda: known
             return
         rates: list[Any] = []
@@ -310,6 +280,17 @@ class EagerRate:
             yield lambda: _as_rate(rates)
         finally:
             del vars(self.optimizer)["get_lr"]
+
+
+def settable_rates(optimizer: nn.Cell) -> list[float]:
+    """Return the learning rates that are parameters, which a program may set between two updates."""
+    optimizer = inner_optimizer(optimizer)
+    if isinstance(optimizer, ExperimentalOptimizer):
+        rates = optimizer.lrs
+    else:
+        rates = [] if optimizer.dynamic_lr else optimizer.learning_rate
+    found = rates if isinstance(rates, (tuple, list)) else [rates]
+    return [float(rate.asnumpy()) if isinstance(rate, Tensor) else float(rate) for rate in found]
 
 
 def _as_rate(rates: list[Any]) -> Tensor:

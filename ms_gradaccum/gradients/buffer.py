@@ -1,6 +1,5 @@
 """Sums of gradients and losses in float32, or float64 for float64 parameters, and their weight."""
 
-import itertools
 import weakref
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.operations import SparseGatherV2
 from mindspore.ops.primitive import _primexpr
 
+from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.kernels import (
     add_each_in_place,
     add_in_place,
@@ -21,15 +21,10 @@ from ms_gradaccum.backend.tensors import chunk_of, chunks_of
 
 
 class WindowTotals(NamedTuple):
-    """Options for what a window adds up besides the gradients, the loss and the weight.
+    """Options for what a window adds up besides the gradients, the loss and the weight."""
 
-    Attributes:
-        counts_dropped: True if micro batches can be left out, which are counted.
-        other_losses: The maximum number of further losses that are reported.
-    """
-
-    counts_dropped: bool = False
-    other_losses: int = 0
+    counts_dropped: bool = False  # True if micro batches can be left out.
+    other_losses: int = 0  # The maximum number of further losses that are reported.
 
     @property
     def scalars(self) -> int:
@@ -38,22 +33,14 @@ class WindowTotals(NamedTuple):
 
 
 _NOTHING_ELSE = WindowTotals()
-_numbers = itertools.count()
-# The numbers of the buffers whose batches a graph counts, where the host has to read how many there are.
-_counted_in_graphs: set[int] = set()
 
 
 class GradientBuffer(nn.Cell):
     """The sums of the gradients, the losses and the weights of one window, which are cleared together.
 
     The names begin with ``accu_grads``, a prefix that is known to MindSpore's checkpoint merges and transforms, its
-    fault tolerance and its compiler.
-
-    Args:
-        parameters: The parameters of the gradients.
-        dense_only: True to refuse gradients of sparse lookups.
-        shapes: The shapes of the sums: shards, if the ranks share the sums. Default: the shapes of the parameters.
-        totals: Options for what is added up besides the gradients, the loss and the weight.
+    fault tolerance and its compiler. The sums have the shapes of the parameters, or ``shapes`` if they are shards.
+    With ``dense_only``, gradients of sparse lookups raise.
     """
 
     def __init__(
@@ -80,7 +67,9 @@ class GradientBuffer(nn.Cell):
         self.batches = zeros(f"{window}_batches", (), ms.int32)
         # The same as the host knows it, so that no batch waits for a read; None once a checkpoint may have changed it.
         self.known_batches: int | None = 0
-        self.number = next(_numbers)
+        # True once a graph counts the batches, so that the host has to read how many there are.
+        self.counts_in_graph = False
+        self.number = number_of(self)
         for name in ("set_data", "assign_value"):
             vars(self.batches)[name] = _Forgetting(self, name)
         # The number of micro batches that were left out, in the dtype of the other scalars that are reduced.
@@ -123,13 +112,13 @@ class GradientBuffer(nn.Cell):
 
     def count_on_host(self) -> int:
         """Return the number of batches in the window, without a read unless a graph or a checkpoint writes it."""
-        if self.known_batches is None or self.number in _counted_in_graphs:
+        if self.known_batches is None or self.counts_in_graph:
             return self.count()
         return self.known_batches
 
     def set_count(self, batches: int) -> None:
         """Write the number of batches in the window. Called by the host."""
-        if batches != self.known_batches or self.number in _counted_in_graphs:
+        if batches != self.known_batches or self.counts_in_graph:
             self.batches.set_data(Tensor(batches, ms.int32))
             self.known_batches = batches
 
@@ -171,12 +160,7 @@ class GradientBuffer(nn.Cell):
 
 
 class _Forgetting:
-    """A method that writes the number of batches of a buffer, after which the host has to read it.
-
-    Args:
-        buffer: The buffer.
-        method: The method's name.
-    """
+    """A method that writes the number of batches of a buffer, after which the host has to read it."""
 
     def __init__(self, buffer: GradientBuffer, method: str) -> None:
         # Weak, since it is an attribute of the parameter.
@@ -191,7 +175,9 @@ class _Forgetting:
 
 @_primexpr
 def _count_in_graph(number: int) -> None:
-    _counted_in_graphs.add(number)
+    buffer = numbered(number)
+    if buffer is not None:
+        buffer.counts_in_graph = True
 
 
 _add = ops.MultitypeFuncGraph("add_gradient")

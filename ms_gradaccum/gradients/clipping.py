@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import Settled, argument_error, check_positive_float32
-from ms_gradaccum.backend.kernels import as_dtype, scale, squares_of_each
+from ms_gradaccum.backend.kernels import ONE, as_dtype, scale, squares_of_each
 from ms_gradaccum.backend.tensors import Chunks, chunk_of, copy_after
 
 Grads = tuple[Tensor, ...]
@@ -49,6 +49,10 @@ class NoClip(nn.Cell):
 
     def construct(self, grads: Grads, norm: Tensor) -> Grads:
         return grads
+
+    def factor(self, norm: Tensor) -> Tensor:
+        """Return the factor for all gradients of this norm."""
+        return ONE
 
     def norm_after(self, norm: Tensor) -> Tensor:
         """Return the norm after clipping."""
@@ -171,10 +175,6 @@ class ClipByValue(Settled, nn.Cell):
         clipped: Grads = _map(ops.partial(_limit, limit), grads)
         return clipped
 
-    def norm_after(self, norm: Tensor, limit: Tensor | None = None) -> None:
-        """Return None: the norm after clipping takes another pass over the gradients."""
-        return None
-
 
 @dataclass(frozen=True)
 class ClipByGroupNorm:
@@ -242,9 +242,11 @@ class ClipByGroupNorm:
 
 # The type of the argument `clip`.
 Clip = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | None
+# The same after `check_clip`.
+ClipCell = NoClip | ClipByGlobalNorm | ClipByGroupNorm | ClipByValue
 
 
-def check_clip(owner: str, clip: Any) -> Any:
+def check_clip(owner: str, clip: Clip) -> ClipCell:
     """Return ``clip``, or a `NoClip` for None."""
     if clip is None:
         return NoClip()

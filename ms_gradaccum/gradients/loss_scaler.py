@@ -59,15 +59,7 @@ class NoLossScale(nn.Cell):
 
 
 class LossScale(NoLossScale):
-    """A scale that grows after a number of clean windows and shrinks after a bad one, but not below 1.
-
-    Args:
-        scale: Parameter of the scale, a float32 scalar.
-        clean_windows: Parameter that counts the clean windows since the last change, an int32 scalar.
-        growth_factor: Factor of growth.
-        backoff_factor: Factor after a bad window.
-        growth_interval: Number of clean windows before the scale grows.
-    """
+    """A scale that grows after a number of clean windows and shrinks after a bad one, but not below 1."""
 
     scales = searches = True
 

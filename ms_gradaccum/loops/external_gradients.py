@@ -34,7 +34,7 @@ class AddGrads(AddMicroBatch):
     def __init__(
         self, reducers: Sequence[GradientReducer], parameters: Sequence[ParameterTuple], drop_non_finite: bool
     ) -> None:
-        super().__init__(reducers, parameters, MicroTotals(counts_rows=True, half=False), drop_non_finite)
+        super().__init__(reducers, parameters, MicroTotals(counts_rows=True, divides=False), drop_non_finite)
         # The caller gives no further losses.
         self.others = 0
 

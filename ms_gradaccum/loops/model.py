@@ -36,7 +36,7 @@ from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.parallel.world import check_agreement
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
-from ms_gradaccum.training.micro_steps import FREEZE, frozen_cell
+from ms_gradaccum.training.network_modes import FREEZE, frozen_cell
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.train_step import TrainOneStepCell
 

@@ -93,13 +93,14 @@ class TrainedNetwork(Window):
         number = check_loss(_OWNER, loss)
         numbers = [Tensor(number, ms.float32) for number in (factor, number * factor, weight)]
         reducer = self.reducers[0]
-        if reducer.keeps_grads():
+        if reducer.keeps_grads:
+            reducer.end_micro_batch(factor)
             self.run_add_totals(*numbers)
         else:
             parameters = [parameter for group in self.micro_steps.parameters for parameter in group]
-            reducer.end_micro_batch()
-            self.run_add_grads(*numbers, *_check_grads(grads, parameters))
-        reducer.add_factor(factor)
+            grads = _check_grads(grads, parameters)
+            reducer.end_micro_batch(factor)
+            self.run_add_grads(*numbers, *grads)
         self.is_open = self.has_batch = True
         self._lacks_loss = self._lacks_loss or loss is None
 

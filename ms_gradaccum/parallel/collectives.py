@@ -159,13 +159,7 @@ def _flat_one(total: Tensor) -> Tensor:
 
 
 class BucketedAllReduce(nn.Cell):
-    """Add the buffer's loss and weight and some of its sums over all ranks, in place.
-
-    Args:
-        buffer: The buffer of the sums.
-        layout: The reduced sums and their messages.
-        rank: Number of this rank.
-    """
+    """Add the buffer's loss and weight and some of its sums over all ranks, in place."""
 
     def __init__(self, buffer: GradientBuffer, layout: BucketLayout, rank: int) -> None:
         super().__init__(auto_prefix=False)

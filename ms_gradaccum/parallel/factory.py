@@ -102,14 +102,8 @@ def build_reducers(
 ) -> list[GradientReducer]:
     """Return the reducer of each optimizer, with its buffer, after all ranks have agreed on settings. Collective.
 
-    Args:
-        owner: Class name used in error messages.
-        kind: The kind of parallelism, or None for one process.
-        network: The GradAccumulation.
-        optimizers: The optimizers of its parameters.
-        agreed: Settings that must be equal on all ranks.
-        drop_non_finite: True if micro batches can be left out.
-        dtype: The dtype in which the ranks reduce gradients.
+    ``kind`` is None for one process. The settings in ``agreed`` must be equal on all ranks, which reduce gradients in
+    ``dtype``.
     """
     world = current_world(owner)
     if kind is not None and world.size > 1:
@@ -203,14 +197,9 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
 
 
 def reducer_layout(kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32) -> ReducerLayout:
-    """Return the layout of the gradients of ``tensors``, from their `shape` and `itemsize`.
+    """Return the layout of the gradients of ``tensors``, of which only `shape` and `itemsize` are read.
 
-    Args:
-        kind: The kind of parallelism, None for one process.
-        tensors: The parameters of the gradients.
-        world: All ranks.
-        scalars: Number of scalars that are reduced besides the sums: the loss, the weight.
-        dtype: The dtype in which the ranks reduce gradients.
+    So many ``scalars`` are reduced besides the sums. ``kind`` is None for one process.
     """
     kind = DataParallel() if kind is None else kind
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)

@@ -1,7 +1,6 @@
-"""Which tensors are sharded, which go together in a message, and so what is sent. Nothing here communicates.
+"""The layout of messages: which tensors are sharded, and which are sent together. Nothing here communicates.
 
-The cells that communicate are built of these layouts. A layout needs no processes, so `TrainingPlan` builds it too and
-reads the same messages from it.
+The cells that communicate are built of these layouts, and `TrainingPlan` reads the messages from them.
 """
 
 import math
@@ -24,13 +23,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Message(NamedTuple):
-    """One collective operator.
-
-    Attributes:
-        operator: Its class in ``mindspore.ops``: ``"AllReduce"``, ``"ReduceScatter"`` or ``"AllGather"``.
-        ranks: Number of ranks that take part.
-        nbytes: Size of the tensor that each of them hands in. Unit: bytes.
-    """
+    """One collective operator: its class in ``mindspore.ops``, its number of ranks, and the bytes of each."""
 
     operator: str
     ranks: int
@@ -42,31 +35,19 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Traffic:
-    """The messages that each rank sends, in their order.
+    """The messages that each rank sends, in their order."""
 
-    Attributes:
-        per_micro_batch: Of each micro batch: gradients, if the ranks share the sums.
-        per_batch: Of each batch, before its micro batches: their number, if they communicate.
-        per_update: At the end of the window.
-    """
-
-    per_micro_batch: Messages = ()
-    per_batch: Messages = ()
+    per_micro_batch: Messages = ()  # Gradients, if the ranks share the sums.
+    per_batch: Messages = ()  # The number of its micro batches, before them, if they communicate.
     per_update: Messages = ()
 
     def of_window(self, batches: int, micro_batches: int) -> Messages:
-        """Return the messages of a window of so many batches and, all together, micro batches."""
+        """Return the messages of a window with so many batches and, in all of them, micro batches."""
         return batches * self.per_batch + micro_batches * self.per_micro_batch + self.per_update
 
 
 class Ranks(NamedTuple):
-    """Some ranks of a job, as far as their messages depend on them.
-
-    Attributes:
-        size: Number of these ranks. One alone sends nothing.
-        world_size: Number of all ranks of the job.
-        device_target: Their kind of device. One that lacks an operator has another in its place.
-    """
+    """A group of ranks of a job and their kind of device, which decides what stands in for operators that it lacks."""
 
     size: int
     world_size: int
@@ -108,37 +89,23 @@ class Cuts(NamedTuple):
     """The layout of a message: runs of consecutive tensors of one size, each run split by one operator.
 
     One slice per tensor would dominate the compile time.
-
-    Attributes:
-        begins: Where each run begins in the message.
-        lengths: Its elements.
-        counts: Its tensors.
     """
 
     begins: tuple[int, ...]
-    lengths: tuple[int, ...]
-    counts: tuple[int, ...]
+    lengths: tuple[int, ...]  # Elements of each run.
+    counts: tuple[int, ...]  # Tensors of each run.
 
 
 class BucketLayout(NamedTuple):
     """Sums that are added up over all ranks, and a few scalars beside them.
 
-    The scalars are sent in float32. If the sums are too, they go with the first message, so that they cost none of
-    their own; else they go before it.
-
-    Attributes:
-        world: All ranks.
-        buckets: The indices of the tensors in the order in which they are sent, one tuple per message, at least one.
-        cuts: Where each message is cut.
-        ends: Where the last one of each message ends.
-        scalars: Number of scalars.
-        dtype: In which the sums are added up.
+    The scalars are sent in float32. If the sums are too, the first message has them; else they are sent before it.
     """
 
     world: Ranks
-    buckets: Buckets
+    buckets: Buckets  # The indices of the tensors in the order in which they are sent: at least one message.
     cuts: tuple[Cuts, ...]
-    ends: tuple[int, ...]
+    ends: tuple[int, ...]  # The elements of each message, without the scalars.
     scalars: int
     dtype: Any
 
@@ -156,35 +123,20 @@ class BucketLayout(NamedTuple):
 
 
 class ShardLayout(NamedTuple):
-    """The parts of a tuple of tensors on each rank of a group, replicated over the groups.
+    """The shards of a tuple of tensors on each rank of a group, replicated over the groups."""
 
-    Attributes:
-        group: The ranks that have one copy together.
-        replicas: The ranks that have the same part, one of each group.
-        world: All ranks.
-        is_sharded: Whether each rank has its rows of a tensor, and not all of it, per tensor.
-        sharded: The indices of those that are sharded.
-        kept: The indices of the others.
-        shapes: Shapes of what one rank has.
-        sizes: Numbers of elements of the whole tensors.
-        buckets: The indices in `sharded` in the order in which they are sent, one tuple per message.
-        cuts: Where the rank's own part of each message is cut.
-        ends: Where the last one of each message ends.
-        dtype: In which gradients are added up.
-    """
-
-    group: Ranks
-    replicas: Ranks
+    group: Ranks  # The ranks that have one copy together.
+    replicas: Ranks  # The ranks that have the same shards, one of each group.
     world: Ranks
     is_sharded: tuple[bool, ...]
-    sharded: tuple[int, ...]
-    kept: tuple[int, ...]
-    shapes: Shapes
-    sizes: tuple[int, ...]
-    buckets: Buckets
-    cuts: tuple[Cuts, ...]
-    ends: tuple[int, ...]
-    dtype: Any
+    sharded: tuple[int, ...]  # The indices of the tensors that are sharded.
+    kept: tuple[int, ...]  # The indices of the others.
+    shapes: Shapes  # Of what one rank has.
+    sizes: tuple[int, ...]  # Elements of the whole tensors.
+    buckets: Buckets  # The indices in `sharded` in the order in which they are sent.
+    cuts: tuple[Cuts, ...]  # Where the rank's own part of each message is cut.
+    ends: tuple[int, ...]  # The elements of this part.
+    dtype: Any  # In which gradients are added up.
 
     def reduce_scatter_messages(self) -> Messages:
         """Return what `Shards.reduce_scatter` sends: of each bucket all rows, then the own ones between the groups."""
@@ -204,15 +156,7 @@ class ShardLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class ReducerLayout:
-    """The memory and messages of a `GradientReducer`, from the shapes of the gradients alone.
-
-    This one is for sums that are whole on all ranks.
-
-    Attributes:
-        shapes: Shapes of the whole sums.
-        itemsizes: Bytes of an element of each of these.
-        all_reduced: What is added up over all ranks and stays whole.
-    """
+    """The memory and messages of a `GradientReducer` whose sums are whole on all ranks, from their shapes alone."""
 
     shapes: Shapes
     itemsizes: tuple[int, ...]
@@ -239,12 +183,7 @@ class ReducerLayout:
 
 @dataclass(frozen=True)
 class ShardedLayout(ReducerLayout):
-    """The same for sums that are sharded when the window ends, or with each micro batch.
-
-    Attributes:
-        shards: What is sharded.
-        every_batch: Whether the ranks reduce each micro batch, so that the buffer has nothing but their shards.
-    """
+    """The same for sums that are sharded at the end of the window or, if ``every_batch``, with each micro batch."""
 
     shards: ShardLayout
     every_batch: bool
@@ -274,13 +213,9 @@ class ShardedLayout(ReducerLayout):
 
 @dataclass(frozen=True)
 class ReducedLayout(ReducerLayout):
-    """The same for gradients that come reduced, whole or in shards: only scalars are added up.
+    """The same for gradients that come reduced, whole or in shards: only scalars are added up."""
 
-    Attributes:
-        shares: The share of each gradient's squares that a rank contributes to its norm.
-    """
-
-    shares: tuple[float, ...]
+    shares: tuple[float, ...]  # Of the squares of each gradient's norm, what each rank contributes.
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         world = self.all_reduced.world

@@ -29,6 +29,10 @@ UNKNOWN_LAST = (
     "For '{owner}', a network that reduces its gradients in the last micro batch of a window must know it beforehand, "
     "but got {got}. Write 'with accumulator.accumulate():' around each batch, or leave enable_grad_accumulation out."
 )
+UNSAVED = (
+    "For '{owner}', a state must be saved right after an update where the network adds up its gradients itself, but "
+    "got an open window. Leave enable_grad_accumulation out."
+)
 
 
 def schedulers_of(network: Any) -> list[Any]:
@@ -86,12 +90,7 @@ def check_reducing(owner: str, parallel: Any, network: nn.Cell, schedulers: Sequ
 
 
 class ReducedReducer(DataParallelReducer):
-    """Reducer for gradients that are reduced before they are added: the ranks add up loss, weight and squares alone.
-
-    Args:
-        network: The network, whose hooks may be what reduces.
-        optimizer, buffer, layout, rank, settings: See `DataParallelReducer`.
-    """
+    """Reducer for gradients that come reduced, as from hooks: only loss, weight and squares are added up."""
 
     def __init__(
         self,
@@ -116,9 +115,9 @@ class ReducedReducer(DataParallelReducer):
         self.factor = Tensor((world.size if settings.mean else 1.0) / scale, ms.float32)
         self.shares = Tensor(layout.shares, ms.float32)
         self.all_reduce_world = AllReduce(Group(world, rank))
-        # True until the first micro batch of a window; true until the first update; true once the network reduces.
+        # True until the first micro batch of a window; true until the first update.
         self.is_empty = self.is_new = True
-        self.is_synced = False
+        self.keeps_grads = self.accumulates
         # Those of the caller's gradients in the open window.
         self.factors: list[float] = []
 
@@ -135,7 +134,7 @@ class ReducedReducer(DataParallelReducer):
         return micro_batches
 
     def check_window(self, owner: str) -> None:
-        if self.accumulates and not self.is_synced:
+        if self.keeps_grads:
             raise RuntimeError(UNKNOWN_LAST.format(owner=owner, got="the end of one in its middle"))
         factors = self.factors
         if not factors:
@@ -146,34 +145,23 @@ class ReducedReducer(DataParallelReducer):
             remedy = "Differentiate sums and give reduction='sum'."
             raise ValueError(argument_error(owner, "weight", rule, f"{factors} on this rank", remedy))
 
-    def check_saved(self, owner: str, batches: int) -> None:
-        if self.accumulates and batches:
-            raise RuntimeError(
-                f"For '{owner}', a state must be saved right after an update where the network adds up its gradients "
-                f"itself, but got an open window. Leave enable_grad_accumulation out."
-            )
-
-    def keeps_grads(self) -> bool:
-        return self.accumulates and not self.is_synced
-
-    def add_factor(self, factor: float) -> None:
-        self.factors.append(factor)
-
     def begin_micro_batch(self, is_last: bool) -> None:
         if self.accumulates:
             for each in self.schedulers:
                 if self.is_empty:
                     each.zero_grads()
                 each.set_requires_grad_sync(is_last)
-            self.is_empty, self.is_synced = False, is_last
+            self.is_empty, self.keeps_grads = False, not is_last
 
-    def end_micro_batch(self) -> None:
+    def end_micro_batch(self, factor: float | None = None) -> None:
+        if factor is not None:
+            self.factors.append(factor)
         for each in self.schedulers[:1]:
             if getattr(each.config, "comm_async", False):
                 each.platform.wait_grad_handle()
 
     def restart(self) -> None:
-        self.is_empty, self.is_synced, self.factors = True, False, []
+        self.is_empty, self.keeps_grads, self.factors = True, self.accumulates, []
 
     def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.is_scaled:

@@ -15,16 +15,15 @@ from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
 
 
 class GradientReducer(nn.Cell):
-    """Reduce the buffer at the end of a window, before and after the optimizer.
-
-    This one is for one process and does nothing. The kinds of parallelism override what they need.
-    """
+    """Reduce the buffer at the end of a window, before and after the optimizer. This one is for one process."""
 
     several = False
     # True if the ranks communicate in each micro batch and not only in each update.
     every_batch = False
-    # True if the gradients of a micro batch are those of all ranks, and True if the network adds them up, too.
-    comes_reduced = accumulates = False
+    # True if the gradients of a micro batch are those of all ranks.
+    comes_reduced = False
+    # True if the network adds up its gradients, too; keeps_grads: until the last micro batch of the window.
+    accumulates = keeps_grads = False
     # True if the parameters of the network are shards.
     has_shards = False
     # True if the optimizer takes the sums unchanged, see `for_optimizer`.
@@ -60,21 +59,14 @@ class GradientReducer(nn.Cell):
     def begin_micro_batch(self, is_last: bool) -> None:
         """Prepare the network for a micro batch, which may be the last one of its window. Called by the host."""
 
-    def end_micro_batch(self) -> None:
-        """Wait for the gradients of a micro batch. Called by the host."""
+    def end_micro_batch(self, factor: float | None = None) -> None:
+        """Wait for the gradients of a micro batch, and note the factor of those that the caller has taken.
 
-    def keeps_grads(self) -> bool:
-        """Return whether the network keeps the gradients of this micro batch for the last one of its window."""
-        return False
-
-    def add_factor(self, factor: float) -> None:
-        """Note the factor of gradients that the caller has taken. Called by the host."""
+        Called by the host.
+        """
 
     def check_window(self, owner: str) -> None:
         """Raise if the gradients of a full window are not those of all ranks. Called by the host."""
-
-    def check_saved(self, owner: str, batches: int) -> None:
-        """Raise if the sums of a window with so many batches cannot be saved. Called by the host."""
 
     def restart(self) -> None:
         """Begin a window. Called by the host."""
@@ -138,15 +130,7 @@ class GradientReducer(nn.Cell):
 
 
 class DataParallelReducer(GradientReducer):
-    """Reducer for ranks with replicas of the parameters, which all-reduce the sums at the end of a window.
-
-    Args:
-        optimizer: The optimizer of the parameters.
-        buffer: The sums of their gradients on this rank.
-        layout: The layout of the messages.
-        rank: Number of this rank.
-        settings: The kind of parallelism.
-    """
+    """Reducer for ranks with replicas of the parameters, which all-reduce the sums at the end of a window."""
 
     several = True
 

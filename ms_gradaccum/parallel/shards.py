@@ -30,12 +30,7 @@ from ms_gradaccum.parallel.reducer import DataParallelReducer
 
 
 class Shards(nn.Cell):
-    """Converts a tuple of tensors, one per parameter, between whole and sharded, in few fused messages.
-
-    Args:
-        layout: The sharded tensors and their messages.
-        rank: Number of this rank.
-    """
+    """Convert a tuple of tensors, one per parameter, between whole and sharded, in few fused messages."""
 
     def __init__(self, layout: ShardLayout, rank: int) -> None:
         super().__init__(auto_prefix=False)
@@ -219,12 +214,7 @@ def _assign_rows_of_one(index: int, shard: Parameter, whole: Tensor) -> Tensor:
 
 
 class ShardedReducer(DataParallelReducer):
-    """Reducer that shards the sums at the end of a window or of each micro batch; the optimizer takes whole gradients.
-
-    Args:
-        shards: The conversion between whole and sharded tensors.
-        optimizer, buffer, layout, rank, settings: See `DataParallelReducer`.
-    """
+    """Reducer that shards the sums of each window or micro batch, for an optimizer that takes whole gradients."""
 
     takes_sums = False
 

@@ -4,7 +4,7 @@ The backward pass starts from a share of the micro batch's mean loss, and the gr
 they are added. Share times factor is the number of rows, so the sums are the same for each choice of the two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -66,13 +66,8 @@ def divides_by_earlier_rows(network: nn.Cell) -> bool:
 class MicroLoss(nn.Cell):
     """The differentiated value, followed by the outputs of `WeightedLoss`, which `MicroTotals` turns into sums.
 
-    Kept minimal: each eager operator costs a fraction of a millisecond.
-
-    Args:
-        weighted_loss: The network's loss.
-        half: True if the network computes in half precision.
-        loss_scale: The loss scale.
-        divides: False if a loss with its own weight is never divided by it before the backward pass.
+    Kept minimal: each eager operator costs a fraction of a millisecond. If the network computes in half precision
+    (``half``), a loss with its own weight is divided by it before the backward pass, unless ``divides`` is False.
     """
 
     def __init__(self, weighted_loss: WeightedLoss, half: bool, loss_scale: NoLossScale, divides: bool = True) -> None:
@@ -96,29 +91,20 @@ class MicroLoss(nn.Cell):
 
 
 class MicroTotals(nn.Cell):
-    """The contributions of a micro batch to a window: its loss sum, its weight, and its gradients times a factor.
+    """The contributions of a micro batch to a window: its loss sum, its weight, and its gradients times a factor."""
 
-    Args:
-        counts_rows: True if the weight is the number of rows.
-        half: True if the network computes in half precision.
-        has_notes: True if the loss returns further values that are passed on.
-    """
-
-    def __init__(self, counts_rows: bool, half: bool, has_notes: bool = False) -> None:
+    def __init__(self, counts_rows: bool, divides: bool, has_notes: bool = False) -> None:
         super().__init__(auto_prefix=False)
+        # True if the loss returns further values that are passed on.
         self.has_notes = has_notes
-        self.counts_rows = counts_rows
-        self.half = half
+        # True if the weight is the number of rows, and if a loss was divided by its own weight before.
+        self.counts_rows, self.divides = counts_rows, divides
 
     def construct(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the three contributions from the outputs of `MicroLoss` and the factor of its backward start."""
         if self.counts_rows:
             return value * factor, weight * factor, factor
-        return value, weight, self.divisor(weight)
-
-    def divisor(self, weight: Tensor) -> Tensor:
-        """Return the divisor of a loss sum with its own weight before the backward pass."""
-        return ops.maximum(weight, ONE) if self.half else ONE
+        return value, weight, ops.maximum(weight, ONE) if self.divides else ONE
 
 
 def is_half(weighted_loss: WeightedLoss, precision: Precision) -> bool:
@@ -129,15 +115,7 @@ def is_half(weighted_loss: WeightedLoss, precision: Precision) -> bool:
 
 
 class AddMicroBatch(nn.Cell):
-    """Add the contributions of one micro batch to the buffers of the optimizers. It contains no code of the user.
-
-    Args:
-        reducers: The reducers of the optimizers, with their buffers.
-        parameters: For each optimizer the parameters that it updates.
-        totals: The cell that computes the contributions.
-        drop_non_finite: True if a micro batch that is not finite is left out.
-        reduces: True if it is the last one of its window and the ranks reduce the sums with it.
-    """
+    """Add the contributions of one micro batch to the buffers of the optimizers. It contains no code of the user."""
 
     def __init__(
         self,
@@ -156,6 +134,7 @@ class AddMicroBatch(nn.Cell):
         self.keep: Any = (
             KeepFinite([parameter for group in parameters for parameter in group]) if drop_non_finite else None
         )
+        # True if it is the last one of its window and the ranks reduce the sums with it.
         self.reduces = reduces
         # True if gradients are reduced before they are added, so that they need this rank's factor first.
         self.scales_first = reducers[0].every_batch
@@ -218,14 +197,7 @@ class AddMicroBatch(nn.Cell):
 
 
 class MicroStep(nn.Cell):
-    """Forward and backward of one micro batch, added into the buffers, as one graph.
-
-    Args:
-        micro_loss: The differentiated cell.
-        parameters: For each optimizer the parameters that it updates.
-        adding: The cell that adds the gradients.
-        backward_start: The number that the backward pass starts from.
-    """
+    """Forward and backward of one micro batch, added into the buffers, as one graph."""
 
     # True if MindSpore's thread pool runs it, see cpu.py.
     in_thread_pool = False
@@ -272,22 +244,12 @@ class MicroStep(nn.Cell):
 class EagerMicroStep:
     """Micro step op by op: the user's code runs in Python, hooks included, and a graph adds the gradients.
 
-    A network that adds its gradients up itself hands them over in the last micro batch of a window.
-
-    Args:
-        owner: Class name used in error messages.
-        micro_loss: The differentiated cell. It takes the inputs as the network does.
-        parameters: For each optimizer the parameters that it updates.
-        adding: The cell that adds the gradients.
-        backward_start: The number that the backward pass starts from.
-        is_last: True if it is the last one of its window.
-
-    Attributes:
-        structure: The structure that `flatten` has returned for the inputs of the current batch.
-        has_run: True once the last call has started to add gradients.
+    A network that adds its gradients up itself hands them over in the last micro batch of a window (``is_last``).
     """
 
-    structure: Any = None
+    # The structure of the inputs of the current batch, from `flatten`.
+    structure: Hashable = None
+    # True once the last call has started to add gradients.
     has_run = False
 
     def __init__(
@@ -310,7 +272,7 @@ class EagerMicroStep:
         self.reducer, self.is_last = adding.reducers[0], is_last
         self.adds_grads = is_last or not self.reducer.accumulates
 
-    def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> Any:
+    def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run one micro batch."""
         self.has_run = self.adding.has_run = False
         self.inputs = (share, *unflatten(self.structure, tensors))
@@ -324,7 +286,8 @@ class EagerMicroStep:
             self.inputs = ()
         self.reducer.end_micro_batch()
         try:
-            return self.adding(factor, *values, *(grads if self.adds_grads else ()))
+            outputs: tuple[Tensor, ...] = self.adding(factor, *values, *(grads if self.adds_grads else ()))
+            return outputs
         finally:
             self.has_run = self.adding.has_run
 

@@ -1,19 +1,18 @@
 """The micro steps of a network's batches, compiled or op by op, depending on MindSpore's mode."""
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, mint, nn
+from mindspore import ParameterTuple, Tensor
 
 from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
-from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
 from ms_gradaccum.batch.nested_inputs import why_no_graph
-from ms_gradaccum.batch.split import MicroBatch
+from ms_gradaccum.batch.split import MicroBatch, SplitBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.reduced import check_hooks_run
@@ -32,28 +31,15 @@ from ms_gradaccum.training.micro_step import (
     build_micro_step,
     is_half,
 )
+from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_modes
 from ms_gradaccum.training.settings import StepSettings
 
 _MANY_STRUCTURES = 8
 _LOGGER = logging.getLogger("ms_gradaccum")
-# What is random or counts in training, and does neither in evaluation. nn.BatchNorm3d has a BatchNorm2d inside.
-_BATCH_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm),
-    *(mint.nn.BatchNorm1d, mint.nn.BatchNorm2d, mint.nn.BatchNorm3d, mint.nn.SyncBatchNorm),
-)
-FREEZE = "use_batch_statistics=False, or with its set_train(False) in a callback's on_train_step_begin()"
-_TRAINS_ONLY = (*_BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 class MicroSteps:
-    """The micro steps of the batches of a network.
-
-    Args:
-        network: The GradAccumulation.
-        reducers: The reducers of the optimizers.
-        settings: The options of the training step.
-        events: Event dispatcher.
-    """
+    """The micro steps of the batches of a network."""
 
     def __init__(
         self, network: Any, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
@@ -97,38 +83,36 @@ class MicroSteps:
         """Return the compiled cells, which have a mode and settings of their own."""
         return [self.cell, self.empty_step, *self.by_structure.values(), *self.first_pass.compiled_cells()]
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[Any]:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[tuple[Tensor, ...]]:
         """Add one batch and return the outputs of its micro steps. The last one may also reduce the sums."""
         self.has_added, self.rounds = False, None
-        is_first, self.has_begun = not self.has_begun, True
-        if is_first:
-            self._warn_of_network()
-        batch = self.network.split(*args, **kwargs)
-        if not self.has_split:
-            inputs = self.network.positional(args, kwargs)
-            self.has_split = warn_of_split(self.network, inputs, len(batch.micro_batches), is_first)
-        (structure, micro_batches), batch_rows = self.first_pass.run(batch, self._runs_eagerly())
-        micro_step, backward_start = self._micro_step(structure, micro_batches)
-        numbers = {part.rows: backward_start.share_and_factor(part.rows, batch_rows) for part in micro_batches}
+        eager = self._runs_eagerly()
+        (structure, micro_batches), batch_rows = self.first_pass.run(self._split(args, kwargs, eager), eager)
+        step, start = self._micro_step(structure, micro_batches, eager)
+        numbers = {part.rows: start.share_and_factor(part.rows, batch_rows) for part in micro_batches}
         starts = {rows: tuple(Tensor(number, ms.float32) for number in pair) for rows, pair in numbers.items()}
         # This comes first, because all ranks must send their messages in the same order.
         self.rounds = self.reducers[0].max_micro_batches(len(micro_batches))
-        outputs: list[Any] = []
-        done = self.events.micro_batches
-        last, _ = self._micro_step(structure, micro_batches, reduces)
-        self.loss_check.before_batch()
-        steps = [micro_step] * (len(micro_batches) - 1) + [last]
+        last = self._micro_step(structure, micro_batches, eager, True)[0] if reduces else step
+        outputs: list[tuple[Tensor, ...]] = []
+        done, heard, is_measured = self.events.micro_batches, self.events.heard, not self.loss_check.is_done
+        if is_measured:
+            self.loss_check.before_batch()
+        steps = [step] * (len(micro_batches) - 1) + [last]
         # A callback may raise before its first run.
         steps[0].has_run = False
         try:
             for index, (step, (rows, tensors)) in enumerate(zip(steps, micro_batches)):
-                self.events.micro_batch_begin(index, rows)
+                if heard:
+                    self.events.micro_batch_begin(index, rows)
                 outputs.append(step(*starts[rows], *tensors))
                 self.rounds -= 1
-                self.loss_check.after_micro_batch()
+                if is_measured:
+                    self.loss_check.after_micro_batch()
                 self.events.micro_batch_end(index, rows)
             self.first_pass.check(outputs)
-            self.loss_check.after_batch(len(micro_batches), args, kwargs)
+            if is_measured:
+                self.loss_check.after_batch(len(micro_batches), args, kwargs)
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
@@ -138,12 +122,23 @@ class MicroSteps:
         self._add_nothing(self.rounds)
         return outputs
 
-    def _warn_of_network(self) -> None:
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: bool) -> SplitBatch:
+        """Split a batch, and warn of what the first ones show."""
+        is_first, self.has_begun = not self.has_begun, True
+        if is_first:
+            self._warn_of_network(eager)
+        batch: SplitBatch = self.network.split(*args, **kwargs)
+        if not self.has_split:
+            inputs = self.network.positional(args, kwargs)
+            self.has_split = warn_of_split(self.network, inputs, len(batch.micro_batches), is_first)
+        return batch
+
+    def _warn_of_network(self, eager: bool) -> None:
         """Warn of a network that trains in another way, or slowly."""
-        _tell_of_modes(self.owner, self.network, self.settings.adds_batches)
+        warn_of_modes(self.owner, self.network, self.settings.adds_batches)
         if not self.reducers[0].comes_reduced:
-            _warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
-        if self._runs_eagerly() and not self.reducers[0].comes_reduced:
+            warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
+        if eager and not self.reducers[0].comes_reduced:
             _LOGGER.warning(
                 "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
                 "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
@@ -170,9 +165,11 @@ class MicroSteps:
         for _ in range(micro_batches):
             self.run_empty_step(NOTHING)
 
-    def _micro_step(self, structure: Any, micro_batches: list[MicroBatch], reduces: bool = False) -> Any:
+    def _micro_step(
+        self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool, reduces: bool = False
+    ) -> tuple[Compiled | EagerMicroStep, BackwardStart]:
         """Return the callable that runs a micro batch of this structure, and its backward start."""
-        if not self._runs_eagerly():
+        if not eager:
             compiled = self._compiled(structure, micro_batches, reduces)
             return compiled, compiled.cell.backward_start
         if reduces not in self.eager:
@@ -257,66 +254,3 @@ def _check_reduced(owner: str, network: Any, settings: StepSettings) -> None:
             remedy = "Leave it out, and convert a network before hsdp() cuts it."
             rule = f"{rule} where gradients come reduced"
             raise ValueError(argument_error(owner, name, rule, "something else", remedy))
-
-
-def _tell_of_modes(owner: str, network: Any, adds_batches: bool) -> None:
-    """Warn of a network that is in evaluation mode as a whole, in which MindSpore's step leaves it without a word, and
-    of a BatchNorm in training."""
-    cells = [cell for _, cell in network.network.cells_and_names()]
-    norms = [cell.cls_name for cell in cells if isinstance(cell, _BATCH_NORMS) and takes_batch_statistics(cell)]
-    has_parts = network.micro_size > 1 or adds_batches
-    in_training = any(cell.training for cell in cells)
-    if has_parts and norms:
-        warn(
-            f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, and not those of "
-            f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with {FREEZE}."
-        )
-    idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY) and follows_mode(cell)]
-    if idle and not in_training:
-        warn(
-            f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "
-            f"training. Call set_train() of the training step or of the network before the first batch."
-        )
-
-
-def frozen_cell(network: nn.Cell) -> str:
-    """Return the name of a cell that was told not to train, apart from the network as a whole, or "" for none."""
-    cells = dict(network.cells_and_names())
-    in_training = any(cell.training for cell in cells.values())
-    whole = len(network.trainable_params())
-    # MindSpore sets the phase only of the cell whose set_train was called, not of the cells inside.
-    told = [cell for cell in cells.values() if cell.phase == "predict" and not cell.training]
-    parts = [] if any(len(cell.trainable_params()) == whole for cell in told) else told
-    frozen = {id(inner) for cell in parts for _, inner in cell.cells_and_names()}
-    for name, cell in cells.items():
-        is_idle = isinstance(cell, _TRAINS_ONLY) and follows_mode(cell) and not cell.training
-        if is_idle and (in_training or id(cell) in frozen):
-            return f"{cell.cls_name} {name!r}"
-    return ""
-
-
-def follows_mode(cell: nn.Cell) -> bool:
-    """Return whether a cell follows its mode. `use_batch_statistics` of a BatchNorm takes precedence."""
-    return getattr(cell, "use_batch_statistics", None) is None
-
-
-def takes_batch_statistics(norm: nn.Cell) -> bool:
-    """Return whether a BatchNorm uses the statistics of its batch."""
-    return bool(norm.training if follows_mode(norm) else norm.use_batch_statistics)
-
-
-def _warn_custom_backward(owner: str, network: Any, parameters: Iterable[Parameter], adds_batches: bool) -> None:
-    """Warn of code in the backward pass that gets another gradient than in MindSpore's step."""
-    hooked = next((parameter.name for parameter in parameters if parameter.hooks()), None)
-    if hooked is not None and (network.micro_size > 1 or adds_batches):
-        warn(
-            f"For '{owner}', the hook of the parameter {hooked!r} must be linear, such as a mask or a factor: it gets "
-            f"the gradient of each micro batch, and not that of the whole batch. Clip with clip=ClipByGlobalNorm(1.0) "
-            f"or clip=ClipByValue(-1.0, 1.0), for example."
-        )
-    if adds_batches and NetworkCode(network.network).has_own_backward():
-        warn(
-            f"For '{owner}', what the network does in the backward pass (a bprop, a hook) must be linear in the "
-            f"gradient: in a window of several batches it gets the gradient of each batch, and not that of the window. "
-            f"Else give whole batches to GradAccumulation, which splits them."
-        )

@@ -1,11 +1,9 @@
 """The body of a training step in semi-auto-parallel, on Ascend and GPU: the compiler partitions it over the devices.
 
-The compiler recognises accumulation by its parts. The slice that cuts a micro batch carries the attribute
-``grad_accu_num``; a parameter cloned from each weight and named after it, ``accu_grads.`` before, takes its sums;
-and one gradient is taken of the whole unrolled forward. Each device then adds up, and there is one reduction per
-parameter and window; without these parts there would be one per micro batch, with all activations alive.
-
-What stands in `construct` is about the whole batch of all devices: the compiler does the dividing.
+The compiler recognises accumulation by three things: the attribute ``grad_accu_num`` of the slice that cuts a micro
+batch; a parameter ``accu_grads.<name>``, cloned from each weight, which takes its sums; and one gradient of the whole
+unrolled forward. Then it reduces once per parameter and window; without them, once per micro batch, with all
+activations alive. `construct` is written for the whole batch of all devices.
 """
 
 from collections.abc import Callable
@@ -28,25 +26,16 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling, gradient_
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.loss_check import not_measured
 from ms_gradaccum.training.settings import StepSettings
+from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.window_end import MAX_OVERFLOWS, broken_gradient, warn_of_no_end
+from ms_gradaccum.training.window_end import MAX_OVERFLOWS, broken_gradient, decide, warn_of_no_end
 
 _NO_NORM = Tensor(0.0, ms.float32)
 
 
-class PartitionedStep(nn.Cell):
-    """One batch, one window, one update, in one graph. It has the methods of a HostDrivenStep.
+class PartitionedStep(Step):
+    """One batch, one window, one update, in one graph, which the compiler partitions on Ascend and GPU."""
 
-    Args:
-        network: The GradAccumulation.
-        optimizer: Its optimizer.
-        kind: The compiler's own parallelism, on Ascend and GPU.
-        settings: What the step was told.
-        events: Event dispatcher.
-    """
-
-    # No window is ever open between two calls.
-    accumulation_steps = 1
     several = False
     # A hook would change the optimizer that the compiler partitions.
     watches_calls = False
@@ -54,15 +43,13 @@ class PartitionedStep(nn.Cell):
     def __init__(
         self, network: Any, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings, events: Events
     ) -> None:
-        super().__init__(auto_prefix=False)
+        super().__init__(network, settings, events)
         sums = settings.of_sums()
         kind.check(network, optimizer, accumulation_steps=settings.accumulation_steps, clip=settings.clip, **sums)
-        self.network = network
         self.is_unmeasured = settings.check_loss and network.micro_size > 1
         self.optimizers = [optimizer]
         self.reducers: list[Any] = []
         self.semi_auto = kind
-        self.events = events
         self.sums = BatchSums(network)
         self.micro_size = network.micro_size
         self.optimizer = optimizer
@@ -71,18 +58,12 @@ class PartitionedStep(nn.Cell):
         self.clip = settings.clip
         self.clips_by_value = isinstance(settings.clip, ClipByValue)
         self.learning_rate = LearningRate(optimizer)
-        self.loss_scale = settings.precision.loss_scale
         self.handed_scale = scale_for(settings.owner, optimizer, self.loss_scale)
         # The overflow and the update of up to 100 last windows, which are read together.
         self.skipped: list[tuple[Tensor, Tensor]] = []
         self.is_called = False
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.map = ops.HyperMap()
-
-    @property
-    def window(self) -> "PartitionedStep":
-        """The parts of the step that a state saves."""
-        return self
 
     def attach_to(self, step: nn.Cell) -> None:
         """Let ``step`` be compiled for training, in which alone the compiler knows accumulation.
@@ -91,20 +72,12 @@ class PartitionedStep(nn.Cell):
         """
         step.add_flags(training=True)
 
-    def saved(self, parameter: Parameter) -> Parameter:
-        """Return what a checkpoint holds for ``parameter``: MindSpore knows its layout."""
-        return parameter
-
-    def compiled_cells(self) -> list[Any]:
-        """Return what has a mode and settings of its own."""
-        return []
-
     def compiling(self) -> AbstractContextManager[None]:
-        """Enclose the compilation of the whole step."""
         return self.semi_auto.compiling()
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], as_graph: Callable[..., Any]) -> StepOutput:
-        """Run ``as_graph``, which is this step from its outermost cell on, with one batch."""
+    def run(
+        self, args: tuple[object, ...], kwargs: dict[str, object], as_graph: Callable[..., tuple[Tensor, ...]]
+    ) -> StepOutput:
         if self.is_unmeasured:
             self.is_unmeasured = False
             warn(not_measured("the compiler partitions the whole step").text)
@@ -129,21 +102,6 @@ class PartitionedStep(nn.Cell):
             f"but got a join() in place of one. Give all devices data of one length, or leave the last batches out."
         )
 
-    def measure_loss(self, batch: tuple[Any, ...]) -> None:
-        """Do nothing: a network that is partitioned runs in one graph alone."""
-
-    def open_batches(self) -> int:
-        """Return 0: each call ends its window."""
-        return 0
-
-    def flush(self) -> None:
-        """Return None: there is no unfinished window."""
-        return None
-
-    def drop(self) -> int:
-        """Return 0: there is no unfinished window."""
-        return 0
-
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
         """The whole window as one graph. Return the items of a StepOutput."""
         check_compiling(True)
@@ -160,11 +118,7 @@ class PartitionedStep(nn.Cell):
         else:
             norm = partitioned_norm(mean)
             clipped_norm = self.clip.norm_after(norm)
-        overflow = ops.logical_not(ops.isfinite(norm))
-        # A window that weighs nothing (no valid token anywhere) has no mean and makes no update.
-        updated = ops.greater(weight, 0.0)
-        if self.loss_scale.skips_overflow:
-            updated = ops.logical_and(updated, ops.logical_not(overflow))
+        overflow, updated = decide(norm, weight, self.loss_scale.skips_overflow)
         learning_rate = self.learning_rate()
         mean = self.clip(mean, norm)
         if self.handed_scale != 1.0:

@@ -21,6 +21,7 @@ from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.loss_check import warn_of_larger_graph
 from ms_gradaccum.training.partitioned_step import PartitionedStep
 from ms_gradaccum.training.settings import STEP_REMEDY, StepSettings, check_stock_arguments
+from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window
 
@@ -29,24 +30,11 @@ _OWNER = "TrainOneStepCell"
 _ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 
 
-class HostDrivenStep(nn.Cell):
-    """One call per batch, one update per window of batches. Inside a larger graph it is part of that graph.
-
-    Args:
-        network: The GradAccumulation.
-        optimizer: Its optimizer.
-        kind: The kind of parallelism, or None for one process.
-        settings: What the step was told.
-        events: Event dispatcher.
-    """
-
-    # True if a Model was told to leave windows open at the end of its data.
-    is_carried = False
+class HostDrivenStep(Step):
+    """One call per batch, one update per window of batches. Inside a larger graph it is part of that graph."""
 
     def __init__(self, network: Any, optimizer: nn.Cell, kind: Any, settings: StepSettings, events: Events) -> None:
-        super().__init__(auto_prefix=False)
-        self.network = network
-        self.events = events
+        super().__init__(network, settings, events)
         self.accumulation_steps = settings.accumulation_steps
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
@@ -54,7 +42,6 @@ class HostDrivenStep(nn.Cell):
         # As parts of a larger graph.
         (self.reducer,), (self.end,) = self.window.reducers, self.window.ends
         self.buffer = self.reducer.buffer
-        self.loss_scale = settings.precision.loss_scale
         self.micro_step = self.window.micro_steps.cell
         # Whether a larger graph would train a loss of which nothing is known.
         loss_check = self.window.micro_steps.loss_check
@@ -66,20 +53,21 @@ class HostDrivenStep(nn.Cell):
         step.parallel_parameter_merge_net_dict = self.reducer.gathers
         weakref.finalize(step, self.warn_if_open)
 
+    def as_window(self) -> Window:
+        return self.window
+
     def saved(self, parameter: Parameter) -> Parameter | None:
-        """Return what a checkpoint holds for ``parameter``; None for nothing."""
         return self.reducer.saved(parameter)
 
-    def compiled_cells(self) -> list[Any]:
-        """Return what has a mode and settings of its own."""
+    def compiled_cells(self) -> list[nn.Cell]:
         return self.window.compiled_cells()
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Enclose the compilation of the whole window as one graph."""
         return nullcontext()
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], as_graph: Callable[..., Any]) -> StepOutput:
-        """Add one batch, and end the window if it is the last one."""
+    def run(
+        self, args: tuple[object, ...], kwargs: dict[str, object], as_graph: Callable[..., tuple[Tensor, ...]]
+    ) -> StepOutput:
         batches = self._batches_before()
         self.is_unmeasured = False
         try:
@@ -92,8 +80,7 @@ class HostDrivenStep(nn.Cell):
             raise
         return self._end_batch(batches)
 
-    def measure_loss(self, batch: tuple[Any, ...]) -> None:
-        """Measure the loss of a batch and compare it with those of the other ranks, before a larger graph trains it."""
+    def measure_loss(self, batch: tuple[object, ...]) -> None:
         self.window.note_batch(batch)
         self.window.compare_ranks()
         if self.is_unmeasured:
@@ -101,7 +88,6 @@ class HostDrivenStep(nn.Cell):
             self.window.micro_steps.measure_loss(batch, {})
 
     def join(self) -> StepOutput:
-        """Count a batch of the window to which this process adds nothing."""
         self.window.join()
         return self._end_batch(self._batches_before())
 
@@ -132,11 +118,9 @@ class HostDrivenStep(nn.Cell):
         return output
 
     def open_batches(self) -> int:
-        """Return the number of batches in the unfinished window; 0 right after an update."""
         return 0 if self.accumulation_steps == 1 else self.window.count()
 
     def flush(self) -> StepOutput | None:
-        """Apply an unfinished window, divided by its true weight. Return None if no process has one."""
         batches = self.open_batches()
         if self.reducer.most(batches) == 0:
             return None
@@ -150,7 +134,6 @@ class HostDrivenStep(nn.Cell):
             warn_of_open(_OWNER, batches, "at the end of its step")
 
     def drop(self) -> int:
-        """Throw an unfinished window away and return the number of batches that it had."""
         batches = self.open_batches()
         if batches:
             self.window.discard()
@@ -293,21 +276,21 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
         self.events = Events(_OWNER)
         build = PartitionedStep if isinstance(kind, SemiAuto) else HostDrivenStep
-        self.body: Any = build(self.network, optimizer, kind, settings, self.events)
+        self.body: Step = build(self.network, optimizer, kind, settings, self.events)
         self.body.attach_to(self)
         self._shows_whole = True
         claim_optimizers(self.windows)
         self._is_built = True
 
     @property
-    def windows(self) -> list[Window | PartitionedStep]:
+    def windows(self) -> list[Window | Step]:
         """The windows of the networks, with their sums, optimizers and loss scales; here there is one."""
-        return [self.body.window]
+        return [self.body.as_window()]
 
     @property
     def accumulation_steps(self) -> int:
         """Number of batches of one update."""
-        return int(self.body.accumulation_steps)
+        return self.body.accumulation_steps
 
     @property
     def scale_sense(self) -> Tensor:
@@ -357,8 +340,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     def __call__(self, *args: object, **kwargs: object) -> StepOutput:
         self.check_claims()
         self.events.batches += 1
-        output: StepOutput = self.body.run(args, kwargs, super().__call__)
-        return output
+        return self.body.run(args, kwargs, super().__call__)
 
     def join(self) -> StepOutput:
         """Take part in a batch of the other processes without one: this process has run out of data.
@@ -368,12 +350,11 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         """
         self.check_claims()
         self.events.batches += 1
-        output: StepOutput = self.body.join()
-        return output
+        return self.body.join()
 
     def open_batches(self) -> int:
         """Return the number of batches in the unfinished window; 0 right after an update."""
-        return int(self.body.open_batches())
+        return self.body.open_batches()
 
     def flush(self) -> StepOutput | None:
         """Apply an unfinished window, divided by its true weight. Return None if there is none.
@@ -381,17 +362,15 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         Of several processes all must call it: one whose window is empty adds nothing to the others'.
         """
         self.check_claims()
-        output: StepOutput | None = self.body.flush()
-        return output
+        return self.body.flush()
 
     def drop(self) -> int:
         """Throw an unfinished window away and return the number of batches that it had."""
-        return int(self.body.drop())
+        return self.body.drop()
 
     def construct(self, *inputs: object) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""
-        output: tuple[Tensor, ...] = self.shown(self.body(*inputs))
-        return output
+        return self.shown(self.body(*inputs))
 
     def shown(self, items: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return what a larger graph sees of the items of a StepOutput. Monitors of other projects see other ones."""

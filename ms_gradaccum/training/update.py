@@ -4,20 +4,19 @@ The sums are processed in place and chunk by chunk, so that no copy of all gradi
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, op_by_op
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, follow_mode, op_by_op
 from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale, scale_each_in_place
 from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches, needs_hooks, optimizers_in, running
-from ms_gradaccum.backend.tensors import chunk_of, copy_after
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, Grads, NoClip
+from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, ClipCell, Grads, NoClip
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
 
@@ -30,96 +29,20 @@ def _look_at_one(value: Tensor, parameter: Tensor) -> Tensor:
     return ops.expand_dims(ops.depend(parameter, value), 0)
 
 
-class EachClip(nn.Cell):
-    """Divide the gradient sums and clip the means in place, chunk by chunk, each gradient by itself.
+class GroupFactors(nn.Cell):
+    """The factor of each gradient that clips its group by the group's norm."""
 
-    Args:
-        clip: The clip, which takes gradients and their global norm.
-        reducer: The reducer with the sums.
-    """
-
-    def __init__(self, clip: Any, reducer: GradientReducer) -> None:
+    def __init__(self, clip: ClipByGroupNorm, reducer: GradientReducer) -> None:
         super().__init__(auto_prefix=False)
-        self.clip = clip
+        groups, limits = clip.groups_of(reducer.buffer.names), list(clip.limits.values())
         self.reducer = reducer
-        self.chunks = reducer.buffer.chunks
-        self.map = ops.HyperMap()
-
-    def construct(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
-        """Return the clipped means, the sums times ``factor`` with the norm ``norm``, which replace the sums.
-
-        A ``limit`` replaces that of the clip.
-        """
-        decision = self.decide(factor, norm, *limit)
-        factor = ops.depend(self.scaled(factor, norm, *limit), decision)
-        means: Grads = ()
-        for begin, end in self.chunks:
-            sums = chunk_of(self.reducer.sums, begin, end)
-            stored = self.stored(begin, sums, factor, decision)
-            means += stored
-            factor = copy_after(factor, stored)
-        return means
-
-    def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Any:
-        """Return a value that `clipped` needs and that depends on all gradients."""
-        return (norm, *limit)
-
-    def scaled(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Tensor:
-        """Return the factor of the sums before clipping."""
-        return factor
-
-    def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
-        """Replace a chunk of the sums, from the index ``begin`` on, by clipped means."""
-        clipped = self.clipped(begin, self.map(ops.partial(scale, factor), sums), decision)
-        stored: Grads = self.map(ops.assign, sums, clipped)
-        return stored
-
-    def clipped(self, begin: int, grads: Grads, decision: Any) -> Grads:
-        """Return gradients after clipping, of which the first is number ``begin``."""
-        clipped: Grads = self.clip(grads, *decision)
-        return clipped
-
-    def norm_after(self, norm: Tensor, *limit: Tensor) -> Any:
-        """Return the norm after clipping, or None if it takes a pass of its own."""
-        return self.clip.norm_after(norm, *limit)
-
-
-class Means(EachClip):
-    """Divide the sums in place without clipping."""
-
-    def stored(self, begin: int, sums: Grads, factor: Tensor, decision: Any) -> Grads:
-        stored: Grads = scale_each_in_place(factor, tuple(sums))
-        return stored
-
-
-class NormClip(Means):
-    """Divide and clip the sums in one pass, with one factor for both.
-
-    The factor is the limit divided by the norm of the sums, whose squares are finite, so that it does not underflow.
-    """
-
-    def scaled(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Tensor:
-        return factor * self.clip.factor(norm, *limit)
-
-
-class GroupClip(EachClip):
-    """Divide the sums and clip the means of each group by its norm.
-
-    Args:
-        groups: The index of each gradient's group, -1 for none.
-        limits: The maximum norm of each group.
-        reducer: The reducer with the sums, which reduces their squares over all shards.
-    """
-
-    def __init__(self, groups: tuple[int, ...], limits: Sequence[float], reducer: GradientReducer) -> None:
-        super().__init__(None, reducer)
         # The members of each group, and the group of each gradient; the last group has the gradients without one.
         self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
         self.groups = Tensor([group % (len(limits) + 1) for group in groups], ms.int32)
         self.limits = Tensor(limits, ms.float32)
 
-    def decide(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
-        """Return the factor of each gradient."""
+    def construct(self, factor: Tensor) -> Grads:
+        """Return the factors for means, which are the sums times ``factor``."""
         squares = ops.broadcast_to(self.reducer.squares(tuple(self.reducer.sums)), self.members.shape)
         # A product with 0 would spread the NaN of one group to all.
         norms = ops.sqrt(ops.sum(ops.select(self.members, squares, ops.zeros_like(squares)), (1,))) * factor
@@ -127,41 +50,21 @@ class GroupClip(EachClip):
         each: Grads = ops.unstack(ops.gather(factors, self.groups, 0))
         return each
 
-    def clipped(self, begin: int, grads: Grads, decision: Grads) -> Grads:
-        """Return gradients after clipping, of which the first is number ``begin``."""
-        clipped: Grads = self.map(scale, chunk_of(decision, begin, begin + len(grads)), grads)
-        return clipped
-
-    def norm_after(self, norm: Tensor, *limit: Tensor) -> None:
-        """Return None: the norm after clipping takes a pass of its own."""
-        return None
-
-
-def clip_of(clip: Any, names: Sequence[str], reducer: GradientReducer) -> EachClip:
-    """Return the cell that clips the mean gradients of the parameters with these names."""
-    if isinstance(clip, ClipByGroupNorm):
-        return GroupClip(clip.groups_of(names), list(clip.limits.values()), reducer)
-    if isinstance(clip, ClipByGlobalNorm):
-        return NormClip(clip, reducer)
-    return Means(clip, reducer) if isinstance(clip, NoClip) else EachClip(clip, reducer)
-
 
 class MeanGradients(nn.Cell):
-    """Divide, unscale and clip the sums in place, and return the gradients in the form that the optimizer takes.
+    """Divide, unscale and clip the sums in place, and return the gradients in the form that the optimizer takes."""
 
-    Args:
-        clip: Clipping of the mean gradient.
-        reducer: The reducer with the sums.
-        loss_scale: The loss scale.
-        handed_scale: The divisor that the optimizer applies to gradients because it knows the loss scale.
-    """
-
-    def __init__(self, clip: Any, reducer: GradientReducer, loss_scale: NoLossScale, handed_scale: float) -> None:
+    def __init__(self, clip: ClipCell, reducer: GradientReducer, loss_scale: NoLossScale, handed_scale: float) -> None:
         super().__init__(auto_prefix=False)
         self.buffer = reducer.buffer
         self.loss_scale = loss_scale
-        self.clip = clip_of(clip, reducer.buffer.names, reducer)
+        self.clip = clip
+        # One of the three: one factor for all sums, a factor for each sum, or a clip of each element.
+        self.by_norm = clip if isinstance(clip, (NoClip, ClipByGlobalNorm)) else None
+        self.by_group = GroupFactors(clip, reducer) if isinstance(clip, ClipByGroupNorm) else None
+        self.by_value = clip if isinstance(clip, ClipByValue) else None
         self.reducer = reducer
+        # The divisor that the optimizer applies to gradients because it knows the loss scale.
         self.handed_scale = handed_scale
         # True if the optimizer takes the sums themselves.
         self.in_place = reducer.takes_sums and all(
@@ -169,58 +72,61 @@ class MeanGradients(nn.Cell):
         )
         self.map = ops.HyperMap()
 
-    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
+    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
+        """Return the norm after clipping and, for an optimizer outside of the graph, what does not replace the sums."""
+        clipped_norm, ready = self.in_graph(norm, *limit)
+        return (ops.depend(clipped_norm, ready), ()) if self.in_place else (clipped_norm, ready)
+
+    def in_graph(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
         """Return the norm after clipping and the gradients of a mean gradient with the norm ``norm``.
 
         A ``limit`` replaces that of the clip.
         """
-        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
-        grads = self.clip(factor, norm, *limit)
-        clipped_norm = self.clip.norm_after(norm, *limit)
-        if clipped_norm is None:
-            clipped_norm = self.reducer.norm(grads)
+        means = self.means(self.loss_scale.unscaled(self.buffer.reciprocal_weight()), norm, *limit)
+        clipped_norm = self.reducer.norm(means) if self.by_norm is None else self.by_norm.norm_after(norm, *limit)
         if self.handed_scale != 1.0:
-            factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, grads))
-            grads = scale_each_in_place(factor, tuple(self.reducer.sums))
-        ready = cast_each_like(self.reducer.for_optimizer(grads), self.reducer.parameters)
+            factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, means))
+            means = scale_each_in_place(factor, tuple(self.reducer.sums))
+        ready = cast_each_like(self.reducer.for_optimizer(means), self.reducer.parameters)
         return clipped_norm, ops.depend(ready, self.reducer.before_update())
 
-
-class PutMeanGradients(nn.Cell):
-    """`MeanGradients` for an optimizer that runs outside of a graph."""
-
-    def __init__(self, gradients: MeanGradients) -> None:
-        super().__init__(auto_prefix=False)
-        self.gradients = gradients
-        self.in_place = gradients.in_place
-
-    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Any, ...]:
-        """Return the norm after clipping and those gradients that do not replace the sums."""
-        clipped_norm, ready = self.gradients(norm, *limit)
-        return (ops.depend(clipped_norm, ready), ()) if self.in_place else (clipped_norm, ready)
-
-
-class EndUpdate(nn.Cell):
-    """Work after the optimizer: distribute the updated parameters and clear the buffer."""
-
-    def __init__(self, reducer: GradientReducer) -> None:
-        super().__init__(auto_prefix=False)
-        self.buffer = reducer.buffer
-        self.reducer = reducer
-
-    def construct(self, updated: Any) -> Any:
-        """Distribute and clear after ``updated``."""
-        return self.buffer.clear(self.reducer.after_update(updated))
+    def means(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
+        """Replace the sums by the clipped means, chunk by chunk. The means are the sums times ``factor``."""
+        factors: Grads = ()
+        if self.by_norm is not None:
+            # The limit is divided by the norm of the sums, whose squares are finite, so that it does not underflow.
+            factor = factor * self.by_norm.factor(norm, *limit)
+        if self.by_group is not None:
+            factors = self.by_group(factor)
+            factor = ops.depend(factor, factors)
+        means: Grads = ()
+        for begin, end in self.buffer.chunks:
+            sums = chunk_of(self.reducer.sums, begin, end)
+            if self.by_norm is not None:
+                stored = scale_each_in_place(factor, tuple(sums))
+            else:
+                clipped = self.map(ops.partial(scale, factor), sums)
+                if self.by_value is not None:
+                    clipped = self.by_value(clipped, norm, *limit)
+                if self.by_group is not None:
+                    clipped = self.map(scale, chunk_of(factors, begin, end), clipped)
+                stored = self.map(ops.assign, sums, clipped)
+            means += stored
+            factor = copy_after(factor, stored)
+        return means
 
 
 class Update(nn.Cell):
-    """Second half of the end of a window: clip, optimizer, clear."""
+    """Second half of the end of a window: clip, optimizer, clear. It has the mode and the settings of ``like``."""
 
-    def __init__(self, optimizer: nn.Cell, gradients: MeanGradients) -> None:
+    def __init__(self, optimizer: nn.Cell, gradients: MeanGradients, like: nn.Cell | None = None) -> None:
         super().__init__(auto_prefix=False)
+        if like is not None:
+            follow_mode(self, like)
+            self._get_attr_from_cell(like)
         self.optimizer = optimizer
         self.gradients = gradients
-        self.end = EndUpdate(gradients.reducer)
+        self.buffer, self.reducer = gradients.buffer, gradients.reducer
         self.parameters = all_parameters(optimizer)
         self.has_branches = may_have_branches(optimizer)
         # Else a graph runs the optimizer without the hook that sees calls by others.
@@ -229,10 +135,14 @@ class Update(nn.Cell):
 
     def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
         """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
-        clipped_norm, grads = self.gradients(norm, *limit)
+        clipped_norm, grads = self.gradients.in_graph(norm, *limit)
         updated = self.optimizer(grads) if self.needs_hooks else self.optimizer.construct(grads)
         clipped_norm = ops.depend(clipped_norm, self.end(updated))
         return self.keep_storage(clipped_norm) if self.has_branches else clipped_norm
+
+    def end(self, updated: Done) -> Done:
+        """Distribute the parameters and clear the buffer after ``updated``."""
+        return self.buffer.clear(self.reducer.after_update(updated))
 
     def keep_storage(self, value: Tensor) -> Tensor:
         """Return ``value`` after reading all parameters of the optimizer, so that the graph follows their storage.
@@ -252,8 +162,8 @@ class EagerUpdate:
         self.optimizer = update.optimizer
         self.sums = update.gradients.reducer.sums
         self.is_users = is_user(type(self.optimizer))
-        self.put_gradients = Compiled(lambda: PutMeanGradients(update.gradients), owner, "the mean gradient")
-        self.end = Compiled(lambda: update.end, owner, "the end of the update")
+        self.mean_gradients = Compiled(lambda: update.gradients, owner, "the mean gradient")
+        self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
         # The optimizer and optimizers inside it, each of which may have parts that MindSpore compiles.
         self.optimizers = optimizers_in(self.optimizer)
         self.all_parameters = [each for optimizer in self.optimizers for each in all_parameters(optimizer)]
@@ -273,7 +183,7 @@ class EagerUpdate:
 
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
         """Update, and return the norm after clipping."""
-        clipped_norm, grads = self.put_gradients(*norm_and_limit)
+        clipped_norm, grads = self.mean_gradients(*norm_and_limit)
         places = self._follow_memory()
         with op_by_op(), running(self.optimizer):
             self.optimizer(grads or self._sums())
@@ -304,7 +214,7 @@ class EagerUpdate:
         return tuple(total.value() for total in self.sums) if self.is_users else tuple(self.sums)
 
 
-def build_update(owner: str, update: Update, eager: bool) -> Any:
+def build_update(owner: str, update: Update, eager: bool) -> Callable[..., Tensor]:
     """Return a callable that runs an update, op by op or compiled."""
     update.needs_hooks = needs_hooks(update.optimizer)
     return EagerUpdate(owner, update) if eager else Compiled(lambda: update, owner, "the optimizer")

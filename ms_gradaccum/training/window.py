@@ -8,21 +8,21 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
 from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn, warn_of_dropped
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import flatten
 from ms_gradaccum.gradients.buffer import GradientBuffer
-from ms_gradaccum.gradients.clipping import ClipByValue
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, ClipCell
 from ms_gradaccum.gradients.non_finite import large_norm, why_not_finite
+from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import warn_of_same_data
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.update import GroupClip
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gradient
 
 # The number of windows in which the learning rate, which is read from the device, is checked for changes.
@@ -34,29 +34,19 @@ class Window:
 
     An error after something was added discards the whole window: sums cannot be undone, and rows of a failed batch must
     not be in the next update.
-
-    Args:
-        network: The GradAccumulation, converted to the precision of the settings.
-        optimizers: The optimizers of its parameters.
-        reducers: The reducers of the optimizers, with their buffers.
-        settings: The options of the training step.
-        events: Event dispatcher.
-
-    Attributes:
-        ends: The end of the window for each optimizer.
-        overflows_in_a_row: Number of consecutive skipped windows, the last one included.
     """
 
-    # Whether a call of an optimizer by somebody else is seen.
+    # True if the optimizers report calls by somebody else.
     watches_calls = True
-    # Whether the sums are those of all ranks already; what the end of the window has measured, per optimizer; what
-    # replaces its clip.
+    # True if the sums are those of all ranks already.
     is_reduced = False
-    # The number of windows in which the learning rate was checked, and the learning rates in the open window.
-    _watched = 0
+    # The report of each optimizer on the full window, before the update.
     outputs: list[StepOutput] | None = None
-    clip: nn.Cell | None = None
-    # The hash of the first batch of this rank, if there are several, and a flag whether the ranks have compared theirs.
+    # A clip for this window alone.
+    clip: ClipByGlobalNorm | ClipByValue | None = None
+    # The number of windows in which the learning rate was checked.
+    _watched = 0
+    # The hash of the first batch of this rank, if there are several, and whether the ranks have compared theirs.
     first_batch: bytes | None = None
     has_compared = False
     # True once a warning has said that a window was skipped for a gradient that is not finite.
@@ -81,7 +71,9 @@ class Window:
             WindowEnd(self.owner, optimizer, settings.clip, each, self.loss_scale, settings.compiles)
             for optimizer, each in zip(optimizers, self.reducers)
         ]
+        # Consecutive skipped windows.
         self.overflows_in_a_row = 0
+        # The learning rates at each batch of the open window.
         self._rates: list[list[float]] = []
         self._in_use = threading.Lock()
 
@@ -104,9 +96,11 @@ class Window:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the window outside of its sums, as JSON. The sums are parameters of the buffers."""
-        self.reducers[0].check_saved(self.owner, self.count())
+        batches = self.count()
+        if batches and self.reducers[0].accumulates:
+            raise RuntimeError(UNSAVED.format(owner=self.owner))
         return {
-            "batches": self.count(),
+            "batches": batches,
             "overflows_in_a_row": self.overflows_in_a_row,
             "loss_scale": self.loss_scale.numbers(),
         }
@@ -119,7 +113,7 @@ class Window:
         self.set_count(counts["batches"])
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
-    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool = False) -> list[Any]:
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool = False) -> list[tuple[Tensor, ...]]:
         """Add one batch and return the outputs of its micro steps. Those of the last batch may also reduce the sums."""
         reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
         if not self._in_use.acquire(blocking=False):
@@ -132,7 +126,7 @@ class Window:
         finally:
             self._in_use.release()
 
-    def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool) -> list[Any]:
+    def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool) -> list[tuple[Tensor, ...]]:
         """Add one batch as :meth:`add` does, which has locked the window."""
         if self._watched < WATCHED_WINDOWS:
             self._rates.append(self._rates_now())
@@ -212,7 +206,7 @@ class Window:
             raise
         self.reset()
         self.compare_ranks()
-        return _as_one_report(outputs, clip or self.ends[0].update.gradients.clip.clip)
+        return _as_one_report(outputs, self.ends[0].clip_or(clip))
 
     def _rates_now(self) -> list[float]:
         return [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
@@ -240,9 +234,9 @@ class Window:
 
     def _with_large_norm(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Return the reports, with the norm of a finite gradient if only its squares are not finite in float32."""
-        clips = [end.update.gradients.clip for end in self.ends]
         # Ranks may have shards, a loss scale wants to know of it, and norms of groups are computed in the update.
-        leaves_it = self.several or self.loss_scale.scales or any(isinstance(clip, GroupClip) for clip in clips)
+        by_group = isinstance(self.ends[0].clip_or(None), ClipByGroupNorm)
+        leaves_it = self.several or self.loss_scale.scales or by_group
         weight = 0.0 if leaves_it or not outputs[0].has_overflow else float(outputs[0].weight.asnumpy())
         norm = large_norm(self._buffers()) / weight if weight > 0 else 0.0
         if not 0.0 < norm <= float(np.finfo(np.float32).max):
@@ -324,7 +318,7 @@ def _as_one_gradient(outputs: list[StepOutput]) -> list[StepOutput]:
     return [output._replace(**together) for output in outputs]
 
 
-def _as_one_report(outputs: list[StepOutput], clip: nn.Cell) -> StepOutput:
+def _as_one_report(outputs: list[StepOutput], clip: ClipCell) -> StepOutput:
     if len(outputs) == 1:
         return outputs[0]
     rates = np.concatenate([output.learning_rate.asnumpy().reshape(-1) for output in outputs])

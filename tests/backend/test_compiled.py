@@ -34,15 +34,15 @@ def test_both_modes_run_compiled_graphs_if_told_so_and_stay_as_they_were(mode):
     step = line_step(compile=True)
     with compilations() as compiled:
         step(*BATCH)
-        assert sorted(compiled) == ["MicroStep", "Report", "Update"]
+        assert sorted(compiled) == ["MicroStep", "Update", "WindowEnd.report"]
         step(*BATCH)
         step.set_train()(*BATCH)
     # MindSpore's own step starts out of training mode, too. Each mode has a graph, and both are kept.
-    assert sorted(compiled) == ["MicroStep", "Report", "Update"]
+    assert sorted(compiled) == ["MicroStep", "Update", "WindowEnd.report"]
     with compilations() as compiled:
         step.set_train(False)(*BATCH)
         step.set_train()(*BATCH)
-    assert sorted(compiled) == ["MicroStep", "Report", "Update"]
+    assert sorted(compiled) == ["MicroStep", "Update", "WindowEnd.report"]
     assert step.optimizer.gradients() == [GRADIENT] and ms.get_context("mode") == mode
 
 
@@ -79,7 +79,7 @@ def test_pynative_mode_compiles_what_holds_no_code_of_the_users(caplog):
     with compilations() as compiled:
         for _ in range(3):
             step(*BATCH)
-    assert sorted(compiled) == ["AddMicroBatch", "EndUpdate", "PutMeanGradients", "Report"]
+    assert sorted(compiled) == ["AddMicroBatch", "MeanGradients", "Update.end", "WindowEnd.report"]
     assert optimizer.runs == 3 and optimizer.gradients() == [GRADIENT]
     # One line of the log says how to find out whether compiling all of it gives the same.
     assert [record.name for record in caplog.records] == ["ms_gradaccum"] and "compile=True" in caplog.text
@@ -415,8 +415,8 @@ def test_the_jit_config_reaches_every_compiled_cell(when):
     if when != "on the network":
         cells += [
             step.body.micro_step,
-            step.body.end.report,
-            step.body.end.update,
+            *(compiled.cell for compiled in step.body.end.reports.values()),
+            *(compiled.cell for compiled in step.body.end.updates.values()),
             step.body.window.micro_steps.empty_step,
         ]
     assert [cell.jit_config_dict["jit_level"] for cell in cells] == ["O1"] * len(cells)

@@ -355,7 +355,7 @@ def overlap():
     kind = KINDS["data parallel, overlapping"]
     _, step = build_step(parallel=kind, accumulation_steps=2)
     train_batches(step, (0, 1), rank, size)
-    reports = [len(report.graphs) for (reduced, _), report in step.body.end.reports.items() if reduced]
+    reports = [len(report.graphs) for (reduces, _), report in step.body.end.reports.items() if not reduces]
     results["reports of an overlapping window"] = [len(step.body.end.reports) - len(reports), *reports]
     network = build_network()
     optimizer = nn.SGD(network.trainable_params(), 0.1)

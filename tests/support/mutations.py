@@ -93,8 +93,8 @@ MUTATIONS = (
     Mutation(
         "the clip of each gradient comes before the division",
         "training/update.py",
-        "clipped = self.clipped(begin, self.map(ops.partial(scale, factor), sums), decision)",
-        "clipped = self.map(ops.partial(scale, factor), self.clipped(begin, tuple(sums), decision))",
+        "clipped = self.by_value(clipped, norm, *limit)",
+        "clipped = self.map(ops.partial(scale, factor), self.by_value(tuple(sums), norm, *limit))",
         (*CLIPS, "training/test_train_step.py", "loops/test_accumulator_updates.py"),
     ),
     Mutation(
@@ -173,8 +173,8 @@ MUTATIONS = (
     Mutation(
         "an overflow makes an update",
         "training/window_end.py",
-        "updated = ops.logical_and(weighs, ops.logical_not(overflow))",
-        "updated = weighs",
+        "updated = ops.logical_and(updated, ops.logical_not(overflow))",
+        "pass",
         CLIPS,
     ),
     Mutation(

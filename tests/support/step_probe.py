@@ -11,6 +11,7 @@ from mindspore.common.api import _cell_graph_executor
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
+from ms_gradaccum.backend.compiled import Method
 
 
 class KeepGradients(nn.Optimizer):
@@ -86,12 +87,13 @@ def operators(cell, graph_id):
 
 @contextmanager
 def compilations():
-    """Collect the names of the cells that are compiled meanwhile."""
+    """Collect the names of the cells, or of the methods of cells, that are compiled meanwhile."""
     names, compile_cell = [], _cell_graph_executor.compile
 
     def record(cell, *inputs, **settings):
         phase, is_new = compile_cell(cell, *inputs, **settings)
-        names.extend([type(cell).__name__] * bool(is_new))
+        name = cell.method.__qualname__ if isinstance(cell, Method) else type(cell).__name__
+        names.extend([name] * bool(is_new))
         return phase, is_new
 
     with mock.patch.object(_cell_graph_executor, "compile", record):

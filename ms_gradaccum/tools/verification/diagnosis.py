@@ -8,7 +8,7 @@ from mindspore import nn
 from ms_gradaccum.batch.ambiguous_inputs import ambiguous_inputs
 from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, mean, misfit, misfits, norm
 from ms_gradaccum.tools.verification.experiment import Experiment
-from ms_gradaccum.training.micro_steps import takes_batch_statistics
+from ms_gradaccum.training.network_modes import takes_batch_statistics
 
 # The number of further runs of the same batch that must give the same result.
 _REPEATS = 2

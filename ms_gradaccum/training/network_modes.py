@@ -1,0 +1,82 @@
+"""Cells that train in another way in micro batches, and the training modes of cells."""
+
+from collections.abc import Iterable
+
+from mindspore import Parameter, mint, nn
+
+from ms_gradaccum._checks import warn
+from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.training.grad_accumulation import GradAccumulation
+
+# What is random or counts in training, and does neither in evaluation. nn.BatchNorm3d has a BatchNorm2d inside.
+_BATCH_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm),
+    *(mint.nn.BatchNorm1d, mint.nn.BatchNorm2d, mint.nn.BatchNorm3d, mint.nn.SyncBatchNorm),
+)
+FREEZE = "use_batch_statistics=False, or with its set_train(False) in a callback's on_train_step_begin()"
+_TRAINS_ONLY = (*_BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def warn_of_modes(owner: str, network: GradAccumulation, adds_batches: bool) -> None:
+    """Warn of a network that is in evaluation mode as a whole, in which MindSpore's step leaves it without a word, and
+    of a BatchNorm in training."""
+    cells = [cell for _, cell in network.network.cells_and_names()]
+    norms = [cell.cls_name for cell in cells if isinstance(cell, _BATCH_NORMS) and takes_batch_statistics(cell)]
+    has_parts = network.micro_size > 1 or adds_batches
+    in_training = any(cell.training for cell in cells)
+    if has_parts and norms:
+        warn(
+            f"For '{owner}', {norms[0]} takes the mean and the variance of each micro batch, and not those of "
+            f"the whole batch: that is another training. Use GroupNorm, or freeze its statistics with {FREEZE}."
+        )
+    idle = [cell.cls_name for cell in cells if isinstance(cell, _TRAINS_ONLY) and follows_mode(cell)]
+    if idle and not in_training:
+        warn(
+            f"For '{owner}', the network is in evaluation mode, in which its {idle[0]} does not do what it does in "
+            f"training. Call set_train() of the training step or of the network before the first batch."
+        )
+
+
+def frozen_cell(network: nn.Cell) -> str:
+    """Return the name of a cell that was told not to train, apart from the network as a whole, or "" for none."""
+    cells = dict(network.cells_and_names())
+    in_training = any(cell.training for cell in cells.values())
+    whole = len(network.trainable_params())
+    # MindSpore sets the phase only of the cell whose set_train was called, not of the cells inside.
+    told = [cell for cell in cells.values() if cell.phase == "predict" and not cell.training]
+    parts = [] if any(len(cell.trainable_params()) == whole for cell in told) else told
+    frozen = {id(inner) for cell in parts for _, inner in cell.cells_and_names()}
+    for name, cell in cells.items():
+        is_idle = isinstance(cell, _TRAINS_ONLY) and follows_mode(cell) and not cell.training
+        if is_idle and (in_training or id(cell) in frozen):
+            return f"{cell.cls_name} {name!r}"
+    return ""
+
+
+def follows_mode(cell: nn.Cell) -> bool:
+    """Return whether a cell follows its mode. `use_batch_statistics` of a BatchNorm takes precedence."""
+    return getattr(cell, "use_batch_statistics", None) is None
+
+
+def takes_batch_statistics(norm: nn.Cell) -> bool:
+    """Return whether a BatchNorm uses the statistics of its batch."""
+    return bool(norm.training if follows_mode(norm) else norm.use_batch_statistics)
+
+
+def warn_custom_backward(
+    owner: str, network: GradAccumulation, parameters: Iterable[Parameter], adds_batches: bool
+) -> None:
+    """Warn of code in the backward pass that gets another gradient than in MindSpore's step."""
+    hooked = next((parameter.name for parameter in parameters if parameter.hooks()), None)
+    if hooked is not None and (network.micro_size > 1 or adds_batches):
+        warn(
+            f"For '{owner}', the hook of the parameter {hooked!r} must be linear, such as a mask or a factor: it gets "
+            f"the gradient of each micro batch, and not that of the whole batch. Clip with clip=ClipByGlobalNorm(1.0) "
+            f"or clip=ClipByValue(-1.0, 1.0), for example."
+        )
+    if adds_batches and NetworkCode(network.network).has_own_backward():
+        warn(
+            f"For '{owner}', what the network does in the backward pass (a bprop, a hook) must be linear in the "
+            f"gradient: in a window of several batches it gets the gradient of each batch, and not that of the window. "
+            f"Else give whole batches to GradAccumulation, which splits them."
+        )

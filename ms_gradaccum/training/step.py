@@ -1,0 +1,72 @@
+"""The body of a training step, which is driven from Python or partitioned by the compiler."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from mindspore import Parameter, Tensor, nn
+
+from ms_gradaccum.training.events import Events
+from ms_gradaccum.training.settings import StepSettings
+from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.window import Window
+
+
+class Step(nn.Cell):
+    """The body of a `TrainOneStepCell`, which need not ask which one it has. Here each call ends its window."""
+
+    accumulation_steps = 1
+    # True if a Model leaves windows open at the end of its data.
+    is_carried = False
+    # True as long as a loss that should be measured has not been.
+    is_unmeasured = False
+
+    def __init__(self, network: nn.Cell, settings: StepSettings, events: Events) -> None:
+        super().__init__(auto_prefix=False)
+        self.network = network
+        self.events = events
+        self.loss_scale = settings.precision.loss_scale
+
+    def as_window(self) -> "Window | Step":
+        """Return what has the optimizers, the reducers and the loss scale."""
+        return self
+
+    def attach_to(self, step: nn.Cell) -> None:
+        """Prepare ``step``, the TrainOneStepCell around this one."""
+        raise NotImplementedError
+
+    def saved(self, parameter: Parameter) -> Parameter | None:
+        """Return the parameter that a checkpoint holds in place of ``parameter``, or None."""
+        return parameter
+
+    def compiled_cells(self) -> list[nn.Cell]:
+        """Return the compiled cells, which have a mode and settings of their own."""
+        return []
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Enclose the compilation of the whole step as one graph."""
+        raise NotImplementedError
+
+    def run(
+        self, args: tuple[object, ...], kwargs: dict[str, object], as_graph: Callable[..., tuple[Tensor, ...]]
+    ) -> StepOutput:
+        """Train one batch. ``as_graph`` runs the step as one graph, from its outermost cell on."""
+        raise NotImplementedError
+
+    def join(self) -> StepOutput:
+        """Count a batch of the window to which this process adds nothing."""
+        raise NotImplementedError
+
+    def measure_loss(self, batch: tuple[object, ...]) -> None:
+        """Measure the loss of a batch that a larger graph will train."""
+
+    def open_batches(self) -> int:
+        """Return the number of batches in the unfinished window."""
+        return 0
+
+    def flush(self) -> StepOutput | None:
+        """Apply an unfinished window, divided by its true weight. Return None if no process has one."""
+        return None
+
+    def drop(self) -> int:
+        """Throw an unfinished window away and return the number of batches that it had."""
+        return 0
