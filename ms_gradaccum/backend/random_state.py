@@ -1,4 +1,4 @@
-"""The states of the random generators of Python, NumPy and MindSpore.
+"""The states of the random generators of Python, NumPy and MindSpore, as JSON.
 
 The generators inside kernels, such as that of ``nn.Dropout`` on CPU, can be neither read nor set.
 """
@@ -14,19 +14,15 @@ from ms_gradaccum._checks import DamagedState, is_count
 
 
 def take() -> dict[str, Any]:
-    """Return the states, as JSON."""
-    return {**as_json(hosts()), "mindspore": ms.get_rng_state().asnumpy().tolist()}
+    """Return the states of all generators."""
+    return {**hosts(), "mindspore": ms.get_rng_state().asnumpy().tolist()}
 
 
 def hosts() -> dict[str, Any]:
-    """Return the states of Python's and NumPy's generators in their own formats."""
-    return {"python": random.getstate(), "numpy": np.random.get_state()}
-
-
-def as_json(states: dict[str, Any]) -> dict[str, Any]:
-    """Convert the result of `hosts` to JSON."""
-    kind, keys, position, has_gauss, gauss = states["numpy"]
-    return {"python": list(states["python"]), "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss]}
+    """Return the states of Python's and NumPy's generators only."""
+    version, words, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    return {"python": [version, list(words), gauss], "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
 
 def checked(saved: Any, what: str) -> dict[str, Any]:
@@ -43,17 +39,21 @@ def checked(saved: Any, what: str) -> dict[str, Any]:
 def checked_hosts(saved: Any, what: str) -> dict[str, Any]:
     """Return ``saved`` as states for `put_hosts`. Raise if it is invalid."""
     try:
-        version, words, gauss = saved["python"]
-        random.Random().setstate((version, tuple(words), gauss))
-        kind, keys, position, has_gauss, gauss = saved["numpy"]
-        known = kind == "MT19937" and len(keys) == 624 and all(is_count(key) and key < 2**32 for key in keys)
-        # NumPy does not check this and would read past the end.
-        if not (known and is_count(position) and position <= 624 and has_gauss in (0, 1)):
-            raise ValueError
-        np.random.RandomState().set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
+        _set(saved, random.Random(), np.random.RandomState())
     except (IndexError, KeyError, OverflowError, TypeError, ValueError):
         raise DamagedState(f"{what} has no states of random generators") from None
     return {"python": saved["python"], "numpy": saved["numpy"]}
+
+
+def _set(state: Any, python: Any, numpy: Any) -> None:
+    version, words, gauss = state["python"]
+    python.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    known = kind == "MT19937" and len(keys) == 624 and all(is_count(key) and key < 2**32 for key in keys)
+    # NumPy does not check this and would read past the end.
+    if not (known and is_count(position) and position <= 624 and has_gauss in (0, 1)):
+        raise ValueError
+    numpy.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
 
 
 def put(state: dict[str, Any]) -> None:
@@ -62,14 +62,11 @@ def put(state: dict[str, Any]) -> None:
     put_device(state)
 
 
+def put_hosts(state: dict[str, Any]) -> None:
+    """Restore the states of Python's and NumPy's generators only."""
+    _set(state, random, np.random)
+
+
 def put_device(state: dict[str, Any]) -> None:
     """Restore the state of MindSpore's generator only."""
     ms.set_rng_state(Tensor(np.array(state["mindspore"], np.uint8)))
-
-
-def put_hosts(state: dict[str, Any]) -> None:
-    """Restore the states of Python's and NumPy's generators only."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), *rest))

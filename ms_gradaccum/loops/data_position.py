@@ -1,4 +1,4 @@
-"""The order of the samples: what it depends on at the beginning of a pass, and how a pass goes on in the middle.
+"""The order of the samples: what it depends on when a pass begins, and how a pass goes on in the middle.
 
 MindSpore's pipelines follow one seed, which is random unless the program sets it. Data in Python follows the generators
 of Python and NumPy. Both are noted when a pass begins; a resumed pass begins with them and leaves out what was seen.
@@ -18,33 +18,32 @@ from mindspore.dataset.transforms.py_transforms_util import Implementation
 from ms_gradaccum._checks import DamagedState, is_count, warn
 from ms_gradaccum.backend import random_state
 
-# What MindSpore takes for "not set".
+# The seed that MindSpore takes for "not set".
 _UNSET = 5489
 _PYTHON_INSIDE = (ds.NumpySlicesDataset, ds.PaddedDataset)
 
 
-class Sources:
-    """The seed and random states that determine the order of the samples of an epoch.
+class Sources(NamedTuple):
+    """The sources of the order of the samples of an epoch.
 
-    Args:
+    Attributes:
         seed: Seed of MindSpore's pipelines.
-        hosts: States of the generators of Python and NumPy, as JSON.
+        random: States of the generators of Python and NumPy.
     """
 
-    def __init__(self, seed: int, hosts: dict[str, Any]) -> None:
-        self.seed = seed
-        self.hosts = hosts
+    seed: int
+    random: dict[str, Any]
 
     @staticmethod
     def now(ranks: int) -> "Sources":
-        """Return those of a pass that begins now on so many ranks. A seed that is not set is drawn, to be known.
+        """Return the sources of a pass that begins now. One process without a seed gets one, which is then known.
 
-        Not by several ranks: those that deal the samples among them follow a seed of MindSpore's own, which all have;
-        others shall go on to have a random one each.
+        Several processes go on with a random seed each, or, where they deal the samples among them, with a seed of
+        MindSpore's that all have.
         """
         seed = ds.config.get_seed()
         if seed == _UNSET and ranks == 1:
-            # From the system: that leaves the program's own random numbers alone.
+            # A seed from the system leaves the program's own random numbers alone.
             seed = secrets.randbelow(2**31)
         return Sources(seed, random_state.hosts())
 
@@ -56,20 +55,9 @@ class Sources:
                 "knows the order: a resumed pass will have another one. Call mindspore.dataset.config.set_seed()."
             )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what `of_json` takes."""
-        return {"seed": self.seed, "random": random_state.as_json(self.hosts)}
-
-    @staticmethod
-    def of_json(saved: Any, what: str) -> "Sources":
-        """Return the sources in a state. Raise if there are none."""
-        if not isinstance(saved, dict) or not is_count(saved.get("seed")) or saved["seed"] >= 2**32:
-            raise DamagedState(f"{what} has no seed of its data")
-        return Sources(saved["seed"], random_state.checked_hosts(saved.get("random"), what))
-
     @contextmanager
     def seeded(self) -> Iterator[None]:
-        """Let pipelines that begin here have this seed. Not by ``set_seed``, which seeds Python and NumPy too."""
+        """Let pipelines that begin here have this seed. ``set_seed`` would seed Python and NumPy too."""
         before = ds.config.get_seed()
         _config.set_seed(self.seed)
         try:
@@ -78,25 +66,46 @@ class Sources:
             _config.set_seed(before)
 
     @contextmanager
-    def begun(self, data: Any, random_now: dict[str, Any] | None = None) -> Iterator[None]:
+    def begun(self, data: Any, random_now: dict[str, Any] | None) -> Iterator[None]:
         """Enclose what takes the first batch of a pass over ``data``.
 
-        A pass that goes on begins with these sources, and the program has ``random_now`` after it; unless the data
-        draws from Python's and NumPy's generators itself, in threads that are ahead by then.
+        A resumed pass begins with these sources, and the program has ``random_now`` after it; unless the data draws
+        from Python's and NumPy's generators itself, in threads that are ahead by then.
         """
         if random_now is not None:
-            random_state.put_hosts(self.hosts)
+            random_state.put_hosts(self.random)
         with self.seeded():
             yield
-        if random_now is not None and not draws_in_python(data):
+        if random_now is not None and not _draws_in_python(data):
             random_state.put_hosts(random_now)
+
+
+def _is_repeated(dataset: Any) -> bool:
+    """Return whether a pipeline has the same order without a seed: in the order of its data, or dealt among ranks."""
+    if dataset.children and not isinstance(dataset, ShuffleDataset):
+        return all(map(_is_repeated, dataset.children))
+    return isinstance(getattr(dataset, "sampler", None), (ds.DistributedSampler, ds.SequentialSampler))
+
+
+def _draws_in_python(dataset: Any) -> bool:
+    """Return whether a pipeline calls Python functions, from threads of its own, which may draw random numbers."""
+    if not isinstance(dataset, Dataset):
+        return False
+    functions = [getattr(dataset, name, None) for name in ("predicate", "per_batch_map", "batch_size")]
+    operations, python = getattr(dataset, "operations", []), Implementation.PY
+    return (
+        (isinstance(dataset, ds.GeneratorDataset) and not isinstance(dataset, _PYTHON_INSIDE))
+        or any(map(callable, functions))
+        or not all(hasattr(each, "parse") and getattr(each, "implementation", None) != python for each in operations)
+        or any(map(_draws_in_python, dataset.children))
+    )
 
 
 @contextmanager
 def skipping(dataset: Dataset, batches: int) -> Iterator[None]:
     """Let iterators over ``dataset`` that begin here leave out its first batches, as if they had been taken."""
     before = ds.config.get_fast_recovery()
-    # Fast, it would not draw the random numbers of what it leaves out.
+    # Fast recovery would not draw the random numbers of the batches that are left out.
     ds.config.set_fast_recovery(False)
     dataset.set_init_step(batches)
     try:
@@ -106,37 +115,13 @@ def skipping(dataset: Dataset, batches: int) -> Iterator[None]:
         ds.config.set_fast_recovery(before)
 
 
-def _is_repeated(dataset: Any) -> bool:
-    """Return whether a pipeline has the same order without a seed: in the order of its data, or dealt among ranks."""
-    if isinstance(dataset, ShuffleDataset):
-        return False
-    if dataset.children:
-        return all(map(_is_repeated, dataset.children))
-    return isinstance(getattr(dataset, "sampler", None), (ds.DistributedSampler, ds.SequentialSampler))
-
-
-def draws_in_python(dataset: Any) -> bool:
-    """Return whether a pipeline calls Python functions, from threads of its own, which may draw random numbers."""
-    if not isinstance(dataset, Dataset):
-        return False
-    if isinstance(dataset, ds.GeneratorDataset) and not isinstance(dataset, _PYTHON_INSIDE):
-        return True
-    functions = [getattr(dataset, name, None) for name in ("predicate", "per_batch_map", "batch_size")]
-    operations = [each for each in getattr(dataset, "operations", []) if _is_python(each)]
-    return any(map(callable, functions)) or bool(operations) or any(map(draws_in_python, dataset.children))
-
-
-def _is_python(operation: Any) -> bool:
-    return not hasattr(operation, "parse") or getattr(operation, "implementation", None) == Implementation.PY
-
-
 def tuples_of(data: Dataset) -> Iterable[Any]:
     """Return one pass over a pipeline, whose batches are tuples."""
     batches: Iterable[Any] = data.create_tuple_iterator(num_epochs=1)
     return batches
 
 
-def rest_of(data: Any, batches: int, passed: Callable[[Dataset], Iterable[Any]] = tuples_of) -> Iterable[Any]:
+def rest_of(data: Any, batches: int, passed: Callable[[Dataset], Iterable[Any]]) -> Iterable[Any]:
     """Return what is left of a pass over ``data`` after so many batches; ``passed`` makes a pass over a pipeline."""
     if isinstance(data, Dataset):
         if batches == 0:
@@ -156,11 +141,11 @@ class PassPlace(NamedTuple):
 
     Attributes:
         epoch: Number of the pass, from 0 on; -1 before the first one.
-        batches: Batches of it that were taken; None between two passes.
-        length: Batches of a pass on this rank, if known.
-        sources: What the order of the samples of this pass depends on.
+        batches: Number of its batches that were taken; None between two passes.
+        length: Number of batches of a pass on this rank, if known.
+        sources: Sources of the order of the samples of this pass.
         ranks: Number of processes that shared the data.
-        random_now: What Python and NumPy go on with after the resumed pass has begun.
+        random_now: States with which Python and NumPy go on after the resumed pass has begun.
         first_epoch: Number of the pass with which the sources began.
     """
 
@@ -174,24 +159,23 @@ class PassPlace(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Return what `of_json` takes."""
-        return {
-            "epoch": self.epoch,
-            "batches": self.batches,
-            "length": self.length,
-            "first_epoch": self.first_epoch,
-            "sources": None if self.sources is None else self.sources.as_json(),
-        }
+        names = ("epoch", "batches", "length", "first_epoch")
+        return {name: getattr(self, name) for name in names} | {"sources": self.sources and self.sources._asdict()}
 
     @staticmethod
     def of_json(saved: Any, ranks: int) -> "PassPlace":
-        """Return the place in a state that so many ranks have saved. Raise if there is none."""
+        """Return the place in a state that so many ranks have saved. Raise if it is invalid."""
+        what = "the state"
         if not isinstance(saved, dict) or not is_count(saved.get("epoch"), least=-1):
-            raise DamagedState("the state does not say how often its data was gone through")
+            raise DamagedState(f"{what} does not say how often its data was gone through")
         batches, length, first_epoch = saved.get("batches"), saved.get("length"), saved.get("first_epoch")
         if not all(value is None or is_count(value) for value in (batches, length)) or not is_count(first_epoch):
-            raise DamagedState("the state does not say where in its data it was saved")
-        has_sources = batches is not None or saved.get("sources") is not None
-        sources = Sources.of_json(saved.get("sources"), "the state") if has_sources else None
+            raise DamagedState(f"{what} does not say where in its data it was saved")
+        sources = saved.get("sources")
+        if sources is not None or batches is not None:
+            if not isinstance(sources, dict) or not is_count(sources.get("seed")) or sources["seed"] >= 2**32:
+                raise DamagedState(f"{what} has no seed of its data")
+            sources = Sources(sources["seed"], random_state.checked_hosts(sources.get("random"), what))
         return PassPlace(saved["epoch"], batches, length, sources, ranks, first_epoch=int(first_epoch or 0))
 
     @property

@@ -1,4 +1,4 @@
-"""The work of Model around the steps of a training, so that windows, ranks and states fit its epochs."""
+"""The work of Model around the steps of a training, by which windows, ranks and states fit its epochs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -6,7 +6,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
 from mindspore.train.callback import Callback, LossMonitor
 
 from ms_gradaccum._checks import argument_error
@@ -31,7 +30,7 @@ class ResumingCallback(Protocol):
 
 
 class PassSteps(Callback):
-    """The first of a training's callbacks: what has to happen after a step before the others look at it.
+    """The first callback of a training, which changes what a step leaves before the others look at it.
 
     A pass has as many steps on each process as it has batches on the one with the most. The others join that one in
     those, with all that their callbacks do in a step.
@@ -44,19 +43,18 @@ class PassSteps(Callback):
         self.train_step.check_claims()
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
         self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
-        # Those that the step has counted.
+        # The number of batches that the step has counted.
         self.batches = self.train_step.events.batches
         self.dataset = dataset
         self.first_epoch = first_epoch
         self.world = current_world(_OWNER)
         self.length = dataset.get_dataset_size()
-        several = self.train_step.windows[0].several
-        lengths = gather_counts(self.length) if several else [self.length]
-        # Of a pass: steps on every process, and batches that all of them have.
+        lengths = gather_counts(self.length) if self.train_step.windows[0].several else [self.length]
+        # In a pass, the number of steps on every process, and of batches that all of them have.
         self.steps, self.common = max(lengths), min(lengths)
         self.done = 0
         self.in_pass = False
-        # Whether what MindSpore calls an epoch are the batches of a sink, and no pass.
+        # True if an epoch of MindSpore's has the batches of a sink instead of those of a pass.
         self.in_sinks = False
         self.run_context: Any = None
         self.sources: Sources | None = None
@@ -67,35 +65,29 @@ class PassSteps(Callback):
         """Load the last state and let the training go on there. Return False if it has ended already."""
         if self.model.resumed_place is None:
             if not checkpoints:
+                rule = "some with a StateCheckpoint to resume"
                 remedy = "Give StateCheckpoint(directory), or call load_state(model, directory) first."
-                raise ValueError(
-                    argument_error(_OWNER, "callbacks", "some with a StateCheckpoint to resume", "none", remedy)
-                )
+                raise ValueError(argument_error(_OWNER, "callbacks", rule, "none", remedy))
             checkpoints[0].resume_into(self.model)
         place, self.model.resumed_place = self.model.resumed_place, None
         if place is None:
             return True
         place = place.among(self.length, self.world.size)
-        if place.next_epoch >= epochs:
-            return False
         self.resumed, self.first_epoch, self.sources = place, place.first_epoch, place.sources
-        done = (place.next_epoch - place.first_epoch) * self.steps + (place.batches or 0)
-        settings.update(initial_epoch=place.next_epoch, initial_step=done)
-        self.done = done
-        return True
+        self.done = (place.next_epoch - place.first_epoch) * self.steps + (place.batches or 0)
+        settings.update(initial_epoch=place.next_epoch, initial_step=self.done)
+        return bool(place.next_epoch < epochs)
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Note what the order of the samples depends on, or begin with what it did when the state was saved."""
-        if self.sources is None:
-            self.sources = Sources.now(self.world.size)
+        """Note the sources of the order of the samples, or begin with those that a state has."""
+        self.sources = self.sources or Sources.now(self.world.size)
         place = self.resumed
-        begin = self.sources.begun(self.dataset, None if place is None else place.random_now)
-        self._until_first_batch.enter_context(begin)
-        if place is not None:
-            taken = (place.next_epoch - place.first_epoch) * self.length + (place.batches or 0)
-            self._until_first_batch.enter_context(skipping(self.dataset, taken))
-        with self._until_first_batch:
+        with self._until_first_batch as stack:
+            stack.enter_context(self.sources.begun(self.dataset, place and place.random_now))
+            if place is not None:
+                taken = (place.next_epoch - place.first_epoch) * self.length + (place.batches or 0)
+                stack.enter_context(skipping(self.dataset, taken))
             yield
 
     @property
@@ -114,12 +106,11 @@ class PassSteps(Callback):
                 f"For '{_OWNER}', a state must be saved where all processes have batches left, but got one after batch "
                 f"{batches} of a pass in which some have {self.common}. Save it before, or at the end of the pass."
             )
-        epoch, ranks = self.first_epoch + passes, self.world.size
         if self.sources is not None:
-            self.sources.check_known(self.dataset, ranks)
-        if batches == 0:
-            return PassPlace(epoch - 1, None, self.length, self.sources, ranks, first_epoch=self.first_epoch)
-        return PassPlace(epoch, batches, self.length, self.sources, ranks, first_epoch=self.first_epoch)
+            self.sources.check_known(self.dataset, self.world.size)
+        # Between two passes, the place is the end of the last one.
+        epoch, taken = self.first_epoch + passes - (batches == 0), batches or None
+        return PassPlace(epoch, taken, self.length, self.sources, self.world.size, first_epoch=self.first_epoch)
 
     def on_train_begin(self, run_context: Any) -> None:
         self.run_context = run_context
@@ -128,29 +119,22 @@ class PassSteps(Callback):
         # MindSpore counts by a sink_size even where the data does not sink.
         sink_size = params.sink_size if params.get("dataset_sink_mode") else -1
         self.in_sinks = sink_size > 0 and not sink_size == self.steps == self.common
-        if self.in_sinks:
-            self._check_sinks(sink_size)
-        else:
+        if not self.in_sinks:
             params.batch_num = self.steps
-
-    def _check_sinks(self, sink_size: int) -> None:
+            return
+        is_carried = self.model.last_window == "carry" or self.steps % self.train_step.accumulation_steps == 0
         rule = remedy = ""
         if self.common < self.steps:
             rule, remedy = "-1 where some processes have more batches", "Each process then ends with its own data."
         elif self.keeps_states or self.resumed is not None:
             rule, remedy = "-1 for a training that can be resumed", _PASSES_ONLY
-        elif self._ends_inside_sinks(sink_size):
+        elif not is_carried and self.steps % sink_size != 0 and ms.get_context("mode") == ms.GRAPH_MODE:
+            # A sink is one graph there, in which a pass cannot end.
             rule = "-1 or a divisor of the batches of a pass, where that ends in mid-window"
             remedy = "Give last_window='carry', or as many batches as whole windows have."
         if rule:
             got = f"{sink_size} with {self.length} batches in a pass"
             raise ValueError(argument_error(_OWNER, "sink_size", rule, got, remedy))
-
-    def _ends_inside_sinks(self, sink_size: int) -> bool:
-        """Return whether a pass can end in mid-window inside a sink, which is one graph."""
-        in_graph = ms.get_context("mode") == ms.GRAPH_MODE
-        in_window = self.model.last_window != "carry" and self.steps % self.train_step.accumulation_steps != 0
-        return in_graph and in_window and self.steps % sink_size != 0
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
         self.in_pass = True
@@ -163,17 +147,19 @@ class PassSteps(Callback):
             self.resumed = None
 
     def on_train_step_end(self, run_context: Any) -> None:
-        params = run_context.original_args()
+        params, events = run_context.original_args(), self.train_step.events
         self.done = params.cur_step_num
         if not isinstance(params.net_outputs, StepOutput):
             # In data sink mode a graph has returned the items in a plain tuple.
             params.net_outputs = StepOutput(*params.net_outputs)
-        self._tell_of_update(params.net_outputs)
+        if events.batches == self.batches and events.heard and params.net_outputs.ends_window:
+            # A graph has made an update by itself: in data sink mode, the last one of a sink.
+            events.update_end(params.net_outputs)
+        self.batches = events.batches
         if self.done % self.steps == 0:
             self._finish_pass(params)
         if self.stop_at_invalid_loss:
-            step = (self.done - 1) % params.batch_num + 1
-            self._check_loss(params.net_outputs.loss, params.cur_epoch_num, step)
+            self._check_loss(params)
 
     def end_epoch(self, params: Any, callbacks: Any) -> None:
         """Take part in the steps that only other processes have batches for, once this one has no more."""
@@ -190,28 +176,21 @@ class PassSteps(Callback):
             self._finish_pass(params)
 
     def _finish_pass(self, params: Any) -> None:
-        """Do with an unfinished window what `last_window` says."""
+        """Apply, drop or carry an unfinished window, see `last_window`."""
         self.in_pass = False
         if self.model.last_window == "drop":
             self.train_step.drop()
-        if self.model.last_window == "apply":
+        elif self.model.last_window == "apply":
             output = self.train_step.flush()
-            if output is not None:
-                params.net_outputs = output
+            params.net_outputs = params.net_outputs if output is None else output
 
-    def _tell_of_update(self, output: StepOutput) -> None:
-        """Tell who listens of an update that a graph has made by itself: in data sink mode, the last of a sink."""
-        events = self.train_step.events
-        if events.batches == self.batches and events.heard and output.ends_window:
-            events.update_end(output)
-        self.batches = events.batches
-
-    def _check_loss(self, loss: Tensor, epoch: int, step: int) -> None:
-        """Stop as LossMonitor does at a NaN or Inf loss, but not if the loss comes in a tuple."""
-        value = float(loss.asnumpy())
+    def _check_loss(self, params: Any) -> None:
+        """Stop at a NaN or Inf loss, as LossMonitor does only for a loss outside of a tuple."""
+        value = float(params.net_outputs.loss.asnumpy())
         if not np.isfinite(value):
             self.train_step.drop()
+            step = (self.done - 1) % params.batch_num + 1
             raise ValueError(
-                f"For '{_OWNER}', the loss must be finite, but got {value} in epoch {epoch}, step {step}. "
-                f"LossMonitor ends the training here; without it the window is skipped."
+                f"For '{_OWNER}', the loss must be finite, but got {value} in epoch {params.cur_epoch_num}, step "
+                f"{step}. LossMonitor ends the training here; without it the window is skipped."
             )
