@@ -38,17 +38,16 @@ class Formula(nn.Cell):
         return (ops.cross_entropy(logits, places) + ops.cross_entropy(logits.T, places)) / 2
 
 
-def dense_layers(inner: int) -> nn.Cell:
+def tower(inner: int) -> nn.Cell:
     return nn.SequentialCell(nn.Dense(LENGTH, inner), nn.GELU(), nn.Dense(inner, LENGTH))
 
 
 class TokenTower(nn.Cell):
-    """The mean over tokens of what two layers make of each."""
+    """The mean over tokens of the output of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, LENGTH)
-        self.layers = dense_layers(4 * LENGTH)
+        self.words, self.layers = nn.Embedding(WORDS, LENGTH), tower(4 * LENGTH)
 
     def construct(self, tokens: Tensor) -> Tensor:
         return self.layers(self.words(tokens)).mean(1)
@@ -59,8 +58,7 @@ class Towers(nn.Cell):
 
     def __init__(self, case: str) -> None:
         super().__init__()
-        make = TokenTower if case == "tokens" else lambda: dense_layers(2 * LENGTH)
-        self.first, self.second = make(), make()
+        self.first, self.second = (TokenTower() if case == "tokens" else tower(2 * LENGTH) for _ in range(2))
 
     def construct(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         return self.first(first), self.second(second)
@@ -96,17 +94,18 @@ def measure(row: str, case: str, repeat: int) -> dict[str, Any]:
     batch = make_batch(case)
     step = build(row, case)
     before = status("VmRSS")
-    losses = [run_window(step, batch) for _ in range(WINDOWS)]
-    reset_peak()
-    losses += [run_window(step, batch) for _ in range(WINDOWS)]
-    memory = status("VmHWM") - before
-    seconds, of_cores = [], []
-    for _ in range(repeat):
+    losses, seconds, of_cores = [], [], []
+    for window in range(2 * WINDOWS + repeat):
+        if window == WINDOWS:
+            reset_peak()
+        if window == 2 * WINDOWS:
+            memory = status("VmHWM") - before
         start, start_of_cores = time.perf_counter(), time.process_time()
-        run_window(step, batch)
+        losses.append(run_window(step, batch))
         seconds.append(time.perf_counter() - start)
         of_cores.append(time.process_time() - start_of_cores)
-    return {"losses": losses, "memory": memory, "seconds": seconds, "of_cores": of_cores}
+    last = slice(2 * WINDOWS, None)
+    return {"losses": losses, "memory": memory, "seconds": seconds[last], "of_cores": of_cores[last]}
 
 
 def main() -> None:
@@ -123,12 +122,12 @@ def main() -> None:
                 done.append(in_child(measure, row, case, args.repeat))
         print(f"\n{case}, {CASES[case]} rows, {MICRO_SIZE} micro batches")
         print(f"{'':26}{'seconds':>9}{'of cores':>10}{'ratio':>7}{'MB':>7}{'ratio':>7}")
-        figures = {}
+        whole: tuple[float, ...] = ()
         for row, done in runs.items():
             seconds, cores = (min(min(run[key]) for run in done) for key in ("seconds", "of_cores"))
-            figures[row] = seconds, cores, float(np.median([run["memory"] for run in done]))
-            time_ratio, memory_ratio = figures[row][1] / figures[WHOLE][1], figures[row][2] / figures[WHOLE][2]
-            print(f"{row:26}{seconds:9.2f}{cores:10.2f}{time_ratio:7.2f}{figures[row][2]:7.0f}{memory_ratio:7.2f}")
+            memory = float(np.median([run["memory"] for run in done]))
+            whole = whole or (cores, memory)
+            print(f"{row:26}{seconds:9.2f}{cores:10.2f}{cores / whole[0]:7.2f}{memory:7.0f}{memory / whole[1]:7.2f}")
             if not np.allclose(done[0]["losses"], runs[WHOLE][0]["losses"], rtol=1e-4):
                 raise RuntimeError(f"{row} has other losses: {done[0]['losses']} and {runs[WHOLE][0]['losses']}")
 

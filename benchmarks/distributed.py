@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -34,36 +34,18 @@ KINDS = {
 NAMES = (NAIVE, *KINDS)
 
 
-class Program(NamedTuple):
-    """One way to run a window."""
-
-    step: Callable[..., Any]
-    network: nn.Cell
-    # The bytes of each message of a window; the tests count those of ours.
-    sent: list[int]
-
-    def run(self, batch: tuple[ms.Tensor, ...]) -> float:
-        """Run one window to its end and return the seconds that it took."""
-        gather_counts(0)  # All ranks start together.
-        return run_window(self.step, self.network, batch)
-
-
-def build_naive(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Program:
-    """Return what a user writes without this package, compiled as far as it goes."""
-    micro_step = AddingMicroStep(network.set_train(), optimizer.parameters, ops.AllReduce())
-    update = UpdateFromSums(optimizer, micro_step.sums, micro_size * get_group_size())
-    step = adding_loop_by_hand(micro_step, update, micro_size)
-    return Program(step, network, micro_size * [total.nbytes for total in micro_step.sums])
-
-
-def build(name: str, micro_size: int, args: argparse.Namespace) -> Program:
+def build(name: str, micro_size: int, args: argparse.Namespace) -> tuple[Callable[..., Any], nn.Cell, list[int]]:
+    """Return what runs a window, its network, and the bytes of each message; the tests count those of ours."""
     network = make_network(args)
     optimizer = nn.Adam(network.trainable_params(), 1e-4)
     if name == NAIVE:
-        return build_naive(network, optimizer, micro_size)
+        # What a user writes without this package, compiled as far as it goes.
+        micro_step = AddingMicroStep(network.set_train(), optimizer.parameters, ops.AllReduce())
+        update = UpdateFromSums(optimizer, micro_step.sums, micro_size * get_group_size())
+        sent = micro_size * [total.nbytes for total in micro_step.sums]
+        return adding_loop_by_hand(micro_step, update, micro_size), network, sent
     step = TrainOneStepCell(GradAccumulation(network, micro_size), optimizer, parallel=KINDS[name])
-    messages = step.body.reducer.messages().of_window(1, micro_size)
-    return Program(step, network, [message.nbytes for message in messages])
+    return step, network, [message.nbytes for message in step.body.reducer.messages().of_window(1, micro_size)]
 
 
 def measure_windows(micro_size: int, args: argparse.Namespace) -> dict[str, tuple[list[float], list[int]]]:
@@ -72,29 +54,18 @@ def measure_windows(micro_size: int, args: argparse.Namespace) -> dict[str, tupl
     programs = {name: build(name, micro_size, args) for name in NAMES}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(2 + args.repeat):
-        for name, program in programs.items():
-            seconds[name].append(program.run(batch))
-    return {name: (seconds[name][2:], program.sent) for name, program in programs.items()}
-
-
-def run_child(args: argparse.Namespace) -> None:
-    """Measure as one of the ranks and leave the report where the launcher looks."""
-    gc.freeze()  # Each compilation collects garbage, which takes longest in the modules that never become any.
-    init()
-    ms.set_context(mode=ms.GRAPH_MODE)
-    report(get_rank(), measure_windows(args.micro_sizes[0], args))
-
-
-def measure_ranks(processes: int, micro_size: int, args: argparse.Namespace) -> list[Any]:
-    """Measure under msrun and return what the ranks report."""
-    arguments = ["--child", "--micro-sizes", str(micro_size)]
-    arguments += [f"--{key}={getattr(args, key)}" for key in ("width", "layers", "batch", "repeat")]
-    with tempfile.TemporaryDirectory() as folder:
-        return launch(Path(__file__).resolve(), processes, Path(folder), arguments=arguments)
+        for name, (step, network, _) in programs.items():
+            gather_counts(0)  # All ranks start together.
+            seconds[name].append(run_window(step, network, batch))
+    return {name: (seconds[name][2:], sent) for name, (_, _, sent) in programs.items()}
 
 
 def print_rows(processes: int, micro_size: int, args: argparse.Namespace) -> None:
-    ranks = measure_ranks(processes, micro_size, args)
+    """Measure under msrun."""
+    arguments = ["--child", "--micro-sizes", str(micro_size)]
+    arguments += [f"--{key}={getattr(args, key)}" for key in ("width", "layers", "batch", "repeat")]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = launch(Path(__file__).resolve(), processes, Path(folder), arguments=arguments)
     # The best run, each as long as its slowest rank.
     times = {name: min(max(runs) for runs in zip(*(rank[name][0] for rank in ranks))) for name in NAMES}
     for name in NAMES:
@@ -121,7 +92,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     if args.child:
-        run_child(args)
+        gc.freeze()  # Each compilation collects garbage, which takes longest in the modules that never become any.
+        init()
+        ms.set_context(mode=ms.GRAPH_MODE)
+        report(get_rank(), measure_windows(args.micro_sizes[0], args))
         return
     print(f"{args.layers} x (Dense({args.width}), GELU), batch {args.batch} per rank, Adam; {versions()}")
     print(f"{'ranks':5}{'micro_size':>11}  {'window':44}{'calls':>5}{'sent':>11}{'time':>12}")

@@ -9,7 +9,6 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,18 +45,16 @@ class Result(NamedTuple):
 Results = dict[str, Result]
 
 
-def start_workers(args: argparse.Namespace) -> tuple[dict[str, Worker], str]:
-    """Return the process of each row, and why some are missing."""
+def start_workers(args: argparse.Namespace) -> dict[str, Worker]:
+    """Return the process of each row. Say why some are missing."""
     mindspore, torch = ([n for n in names if n in (args.rows or names)] for names in (MINDSPORE_ROWS, TORCH_ROWS))
     variables = {"ONEDNN_MAX_CPU_ISA": args.isa} if args.isa else {}
     workers = dict.fromkeys(mindspore, Worker(sys.executable, "peers_mindspore.py", args.threads, **variables))
-    if not torch:
-        return workers, ""
     try:
-        workers |= dict.fromkeys(torch, Worker(args.peers_python, "peers_torch.py", args.threads))
+        workers |= dict.fromkeys(torch, Worker(args.peers_python, "peers_torch.py", args.threads) if torch else None)
     except (OSError, RuntimeError) as error:
-        return workers, f"Without PyTorch and Accelerate: {error}"
-    return workers, ""
+        print(f"Without PyTorch and Accelerate: {error}")
+    return workers
 
 
 def measure(workers: dict[str, Worker], network: str, micro_size: int, args: argparse.Namespace) -> Results:
@@ -68,7 +65,8 @@ def measure(workers: dict[str, Worker], network: str, micro_size: int, args: arg
     results = run_first_windows(workers, network, micro_size)
     runs: dict[str, list[Any]] = {name: [] for name, result in results.items() if not result.error}
     for name in runs:
-        for _ in range(warm_up(name, micro_size)):
+        # Each run is two windows, before the first one that counts.
+        for _ in range(math.ceil(max(2, TRIALS / (1 if name == FULL else micro_size)) / 2)):
             workers[name].ask("run", name)
     for turn in range(args.repeat):
         first = turn % max(len(runs), 1)
@@ -78,11 +76,6 @@ def measure(workers: dict[str, Worker], network: str, micro_size: int, args: arg
     for name, done in runs.items():
         results[name] = results[name]._replace(seconds=tuple(seconds for seconds, _ in done))
     return results
-
-
-def warm_up(name: str, micro_size: int) -> int:
-    """Return how many times two windows are run before the first one that counts."""
-    return math.ceil(max(2, TRIALS / (1 if name == FULL else micro_size)) / 2)
 
 
 def run_first_windows(workers: dict[str, Worker], network: str, micro_size: int) -> Results:
@@ -146,11 +139,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     sys.stdout.reconfigure(line_buffering=True)
-    workers, missing = start_workers(args)
-    processes: Iterable[Worker] = dict.fromkeys(workers.values())
+    workers = start_workers(args)
+    processes = dict.fromkeys(workers.values())
     print("; ".join(worker.versions for worker in processes), f"; SGD with momentum, {args.threads} threads each")
-    if missing:
-        print(missing)
     for network in args.networks:
         for micro_size in args.micro_sizes:
             results = measure(workers, network, micro_size, args)

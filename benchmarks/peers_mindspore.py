@@ -8,16 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
+import windows
 from mindspore import nn
-from windows import (
-    AddingMicroStep,
-    TokenLoss,
-    UpdateFromSums,
-    adding_loop_by_hand,
-    loop_by_hand,
-    loop_of_bare_parts,
-    versions,
-)
 from worker import Row, serve
 from workload import ADDING, BARE, FULL, MOMENTUM, OURS, OURS_PYNATIVE, PYNATIVE, Workload, first_weights
 
@@ -34,7 +26,7 @@ def make_network(workload: Workload) -> nn.Cell:
     width = workload.width
     if workload.kind == "transformer":
         backbone = Transformer(workload.vocabulary, workload.length, width, workload.heads, workload.layers)
-        network = TokenLoss(backbone)
+        network = windows.TokenLoss(backbone)
     elif workload.kind == "mlp":
         kind = getattr(nn, workload.activation)
         backbone = nn.SequentialCell(
@@ -63,12 +55,14 @@ def ours(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
 
 
 def adding(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
-    micro_step = AddingMicroStep(network, optimizer.parameters)
-    return adding_loop_by_hand(micro_step, UpdateFromSums(optimizer, micro_step.sums, micro_size), micro_size)
+    micro_step = windows.AddingMicroStep(network, optimizer.parameters)
+    return windows.adding_loop_by_hand(
+        micro_step, windows.UpdateFromSums(optimizer, micro_step.sums, micro_size), micro_size
+    )
 
 
 def pynative(network: nn.Cell, optimizer: nn.Cell, micro_size: int) -> Step:
-    return loop_by_hand(ms.value_and_grad(network, None, optimizer.parameters), optimizer, micro_size)
+    return windows.loop_by_hand(ms.value_and_grad(network, None, optimizer.parameters), optimizer, micro_size)
 
 
 BUILDERS = {
@@ -77,7 +71,7 @@ BUILDERS = {
     FULL: lambda network, optimizer, micro_size: nn.TrainOneStepCell(network, optimizer),
     ADDING: adding,
     PYNATIVE: pynative,
-    BARE: loop_of_bare_parts,
+    BARE: windows.loop_of_bare_parts,
 }
 
 
@@ -101,4 +95,4 @@ def build(workload: Workload, micro_size: int, name: str) -> Row:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        serve(build, versions())
+        serve(build, windows.versions())

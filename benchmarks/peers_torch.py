@@ -97,7 +97,7 @@ def bare_row(network: nn.Module, workload: Workload, micro_size: int, batches: B
         optimizer.zero_grad()
         return float(total)
 
-    return Row(run, lambda: weights_of(network))
+    return Row(run, weights_of(network))
 
 
 def accelerate_row(network: nn.Module, workload: Workload, micro_size: int, batches: Batches) -> Row:
@@ -116,11 +116,11 @@ def accelerate_row(network: nn.Module, workload: Workload, micro_size: int, batc
             total += loss.detach()
         return float(total) / micro_size
 
-    return Row(run, lambda: weights_of(network))
+    return Row(run, weights_of(network))
 
 
-def weights_of(network: nn.Module) -> list:
-    return [parameter.detach().numpy() for parameter in network.parameters()]
+def weights_of(network: nn.Module) -> Callable[[], list]:
+    return lambda: [parameter.detach().numpy() for parameter in network.parameters()]
 
 
 BUILDERS = {TORCH: bare_row, ACCELERATE: accelerate_row}

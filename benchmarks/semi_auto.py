@@ -28,8 +28,7 @@ from llama import LazyLlamaLoss, Llama, tokens_of  # noqa: E402
 
 # The case that the processes build, as JSON.
 _CASE = "MS_GRADACCUM_BENCHMARK_CASE"
-_MICRO_SIZE = 4
-_WIDTH = 16
+_MICRO_SIZE, _WIDTH = 4, 16
 # Graphs of 500 layers are deeper than MindSpore allows by itself.
 _DEPTH = 20000
 _STACK = 4 * 2**30
@@ -68,21 +67,15 @@ def build() -> Any:
     return TrainOneStepCell(cell, optimizer), tuple(map(Tensor, batch))
 
 
-def dense_cases() -> dict[str, dict[str, Any]]:
-    return {
-        f"{tensors} tensors, {level or 'plain'}": {"tensors": tensors, "level": level}
-        for tensors in _TENSORS
-        for level in (None, "level1")
-    }
-
-
-def llama_cases() -> dict[str, dict[str, Any]]:
+def cases_of(kind: str) -> dict[str, dict[str, Any]]:
+    if kind == "dense":
+        pairs = ((tensors, level) for tensors in _TENSORS for level in (None, "level1"))
+        return {
+            f"{tensors} tensors, {level or 'plain'}": {"tensors": tensors, "level": level} for tensors, level in pairs
+        }
     # level2 grows beyond any memory, in MindSpore's own cell too.
-    return {
-        f"dp {dp} x mp {8 // dp}, {level}": {"dp": dp, "mp": 8 // dp, "level": level}
-        for dp in (2, 4)
-        for level in ("level1", "level3")
-    }
+    pairs = ((dp, level) for dp in (2, 4) for level in ("level1", "level3"))
+    return {f"dp {dp} x mp {8 // dp}, {level}": {"dp": dp, "mp": 8 // dp, "level": level} for dp, level in pairs}
 
 
 def main() -> None:
@@ -91,24 +84,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the names of the cases to measure")
     args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
-    cases = dense_cases() if args.cases == "dense" else llama_cases()
     print(versions())
     print(f"{'':44}{'ours':>8}{'MindSpore':>11}{'time':>8}{'ours':>10}{'MindSpore':>11}{'memory':>8}")
-    for name, case in cases.items():
+    for name, case in cases_of(args.cases).items():
         if args.only not in name:
             continue
         os.environ[_CASE] = json.dumps(case)
         found = simulate(f"{__file__}:build", 2 if args.cases == "dense" else 8, timeout=7200.0)
-        ours, stock = found.ours, found.stock
+        row, (ours, stock) = f"{name:44}{found.ours.compile_seconds:8.1f}", (found.ours, found.stock)
         if stock is None:
-            print(f"{name:44}{ours.compile_seconds:8.1f}  {found.stock_error}", flush=True)
-            continue
-        time, memory = ours.compile_seconds / stock.compile_seconds, ours.compile_bytes / stock.compile_bytes
-        print(
-            f"{name:44}{ours.compile_seconds:8.1f}{stock.compile_seconds:9.1f} s{time:8.2f}"
-            f"{ours.compile_bytes / 2**20:10.0f}{stock.compile_bytes / 2**20:8.0f} MB{memory:8.2f}",
-            flush=True,
-        )
+            row += f"  {found.stock_error}"
+        else:
+            row += f"{stock.compile_seconds:9.1f} s{ours.compile_seconds / stock.compile_seconds:8.2f}"
+            row += f"{ours.compile_bytes / 2**20:10.0f}{stock.compile_bytes / 2**20:8.0f} MB"
+            row += f"{ours.compile_bytes / stock.compile_bytes:8.2f}"
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

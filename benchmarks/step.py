@@ -27,13 +27,8 @@ from windows import (
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
-FULL = "full batch, stock"
-LOOP = "PYNATIVE loop by hand"
-WHOLE = "ours, whole graph"
-OURS = "ours, GRAPH"
-OURS_PYNATIVE = "ours, PYNATIVE"
-STOCK = "stock GradAccumulation"
-BARE = "bare parts"
+FULL, STOCK, LOOP, BARE = "full batch, stock", "stock GradAccumulation", "PYNATIVE loop by hand", "bare parts"
+OURS, OURS_PYNATIVE, WHOLE = "ours, GRAPH", "ours, PYNATIVE", "ours, whole graph"
 SPLIT = (OURS, OURS_PYNATIVE, WHOLE, LOOP, BARE, STOCK)
 
 

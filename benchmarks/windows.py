@@ -1,4 +1,4 @@
-"""What the benchmarks share: the network, how a window is timed, and the loops that are written by hand."""
+"""The network of the benchmarks, the timing of a window, and the loops that are written by hand."""
 
 import argparse
 import json

@@ -43,24 +43,23 @@ def create_trainer(
 ) -> Model:
     r"""Return a Model like mindcv's function of the same name, with this package's accumulation.
 
-    The arguments are those of mindcv 0.3.0, and two more. The conversion to half precision is
-    mindcv's own.
+    The positional arguments are those of mindcv 0.3.0, whose conversion to half precision is used.
 
     Args:
         network (Cell): The network without its loss.
         loss (Cell): The loss of its output and the label: a mean over rows.
         optimizer (Cell): The optimizer, with a `loss_scale` of 1: the gradient is divided by the scale before.
         metrics (Union[dict, set]): Metrics of the evaluation.
-        amp_level (str): ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``, as mindcv means them.
+        amp_level (str): mindcv's level, ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
         amp_cast_list (Union[str, None]): As in mindcv.
         loss_scale_type (str): ``"fixed"``, ``"dynamic"``, or ``"auto"`` with a `loss_scale` of 1, which scales nothing.
-        loss_scale (float): The scale, or the first one. Default: ``1.0``.
+        loss_scale (float): The scale; of a dynamic one, its initial value. Default: ``1.0``.
         drop_overflow_update (bool): Whether a window whose gradient has an Inf or a NaN makes no update; a dynamic
             scale always drops it. Default: ``False``.
         ema (bool): Only ``False``: :class:`ms_gradaccum.EMA` is a callback. Default: ``False``.
         ema_decay (float): Unused. Default: ``0.9999``.
         clip_grad (bool): Whether the window's mean gradient is clipped by its global norm. Default: ``False``.
-        clip_value (float): The largest norm that is let through. Default: ``15.0``.
+        clip_value (float): The largest norm that is not clipped. Default: ``15.0``.
         gradient_accumulation_steps (int): Number of batches of one update. Default: ``1``.
 
     Keyword Args:

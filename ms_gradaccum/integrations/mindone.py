@@ -75,21 +75,21 @@ def train_step(
 ) -> TrainOneStepCell:
     """Return the training step for mindone's trainers, in place of ``TrainOneStepWrapper``.
 
-    The arguments are those of ``mindone.trainers.train_step.TrainOneStepWrapper`` in mindone 0.5.0, and two more.
+    The positional arguments are those of ``mindone.trainers.train_step.TrainOneStepWrapper`` in mindone 0.5.0.
 
     Args:
         network (Cell): The loss cell, for example a :class:`ModelLoss`.
         optimizer (Cell): The optimizer.
         scale_sense (Union[int, float, Tensor, Cell]): The loss scale: a number, or a ``FixedLossScaleUpdateCell`` or
-            ``DynamicLossScaleUpdateCell``, whose rule is followed once per window. Default: ``1.0``.
+            ``DynamicLossScaleUpdateCell``, which is adjusted once per window. Default: ``1.0``.
         ema (None): Only None: :class:`ms_gradaccum.EMA` is a callback. Default: ``None``.
-        updates (int): Unused, there as here. Default: ``0``.
+        updates (int): Unused, as in mindone. Default: ``0``.
         drop_overflow_update (bool): Whether a window whose gradient has an Inf or a NaN makes no update. A dynamic
             scale always drops it. Default: ``True``.
         gradient_accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
         clip_grad (bool): Whether the window's mean gradient is clipped by its global norm. Default: ``False``.
-        clip_norm (float): The largest norm that is let through. Default: ``1.0``.
-        verbose (bool): Unused, there as here. Default: ``False``.
+        clip_norm (float): The largest norm that is not clipped. Default: ``1.0``.
+        verbose (bool): Unused, as in mindone. Default: ``False``.
         zero_helper (None): Only None: `parallel` says what several processes share. Default: ``None``.
 
     Keyword Args:

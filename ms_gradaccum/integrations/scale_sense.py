@@ -11,18 +11,16 @@ from mindspore import Tensor, amp, nn
 from ms_gradaccum._checks import argument_error, check_positive_float32, typed
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision, PrecisionChoice
 
-# What MindSpore's own steps take, and the objects of `mindspore.amp`.
+# The types that MindSpore's own steps take, and the objects of `mindspore.amp`.
 ScaleSense: TypeAlias = float | Tensor | nn.Cell | amp.LossScaler | amp.LossScaleManager
 _REMEDY = "For example 1024, or nn.DynamicLossScaleUpdateCell(65536, 2, 1000)."
 
 
 @contextmanager
 def scale_taken_out() -> Iterator[None]:
-    """Build a step in place of one that divides the gradient by a fixed scale itself.
+    """Suppress the warning that the optimizer does not divide the gradient by the fixed scale.
 
-    No warning is needed that MindSpore's own step leaves this to the optimizer: the steps of mindcv and
-    mindone divide as ours does, so no number changes. Of an optimizer that divides by a scale of its own, warnings and
-    errors come through.
+    MindSpore's own step leaves this division to the optimizer, but the steps of mindcv and mindone divide as ours does.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*the optimizer's loss_scale is 1.0 beside FixedLossScaleManager")
@@ -32,8 +30,7 @@ def scale_taken_out() -> Iterator[None]:
 def precision_of(owner: str, scale_sense: ScaleSense, drop_overflow_update: bool = True) -> PrecisionChoice:
     """Return a `mixed_precision` with the loss scale of ``scale_sense`` and no conversion.
 
-    ``drop_overflow_update`` selects whether a window with an Inf or a NaN makes no update; a fixed scale can
-    turn this off.
+    With a fixed scale, ``drop_overflow_update=False`` makes updates in spite of an Inf or a NaN.
     """
     if isinstance(scale_sense, (amp.LossScaler, amp.LossScaleManager)):
         return scale_sense

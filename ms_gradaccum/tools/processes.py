@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import json
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -192,9 +193,9 @@ class Job:
             ]
             for path in sorted(self.folder.glob("error_*.json")):
                 raise RankError(**json.loads(path.read_text()))
-            reports = sorted(self.folder.glob("report_*.json"), key=lambda path: int(path.stem.rpartition("_")[2]))
+            reports = [path for i in range(self.count) if (path := self.folder / f"report_{i}").exists()]
             if len(reports) == self.count:
-                return [json.loads(path.read_text()) for path in reports]
+                return [pickle.loads(path.read_bytes()) for path in reports]
             if over or ended:
                 raise EndedError(ended[0] if ended else None)
             if time.monotonic() > deadline:
@@ -259,7 +260,7 @@ class Meeting:
     def report(self, values: Mapping[str, Any]) -> None:
         """Report the results of this rank, which is then done."""
         self.phase(_DONE)
-        self._write(f"report_{self.rank}.json", json.dumps(values))
+        self._write(f"report_{self.rank}", pickle.dumps(values))
 
     def error(self, error: Exception) -> None:
         """Report an error of this rank."""
@@ -272,10 +273,10 @@ class Meeting:
         while len(list(self.folder.glob(f"at_{name}_*"))) < self.size:
             time.sleep(_MOMENT)
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, content: str | bytes) -> None:
         """Write a file atomically."""
         partial = self.folder / f"partial_{self.rank}"
-        partial.write_text(text)
+        partial.write_bytes(content if isinstance(content, bytes) else content.encode())
         partial.rename(self.folder / name)
 
 

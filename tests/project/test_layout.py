@@ -2,11 +2,11 @@
 
 import ast
 import re
-import runpy
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import structure
+from structure import FILES, imported_files, name_of
 
 PACKAGE = Path(__file__).parents[2] / "ms_gradaccum"
 
@@ -14,10 +14,6 @@ PACKAGE = Path(__file__).parents[2] / "ms_gradaccum"
 ROOMS = (
     "_checks backend batch gradients parallel training loops checkpoint tools integrations __init__ __main__".split()
 )
-
-# The program that measures the package.
-structure = SimpleNamespace(**runpy.run_path(str(PACKAGE.parent / "benchmarks" / "structure.py")))
-FILES, name_of, imported_files = structure.FILES, structure.name_of, structure.imported_files
 
 
 def room_of(name):

@@ -1,6 +1,5 @@
 """What a simulation makes of what its processes have found, and what these do before and after they compile."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from ms_gradaccum.parallel.world import World
 from ms_gradaccum.tools.processes import Job, Meeting
 from ms_gradaccum.tools.simulation import worker
 from ms_gradaccum.tools.simulation.collectives import WORLD_GROUP, messages_of
-from ms_gradaccum.tools.simulation.report import Program, program_of
+from ms_gradaccum.tools.simulation.report import Program
 
 # A part of the names that the compiler gives to operators of a purpose.
 NAMES = {"gradients": "grad_mirror", "weights": "parallel_optimizer", "norm": "global_norm"}
@@ -88,10 +87,6 @@ def test_the_progress_is_that_of_a_rank_that_still_works(tmp_path):
     assert job.phase() == "compiling MindSpore's own cell"
     ranks[1].report({})
     assert job.phase() == "done"
-
-
-def test_a_program_is_what_json_holds(simulation):
-    assert program_of(json.loads(json.dumps(simulation.to_dict()["ours"]))) == simulation.ours
 
 
 def test_a_model_gives_its_step_the_settings_that_it_sets_itself_in_a_training(monkeypatch):

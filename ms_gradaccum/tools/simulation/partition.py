@@ -62,11 +62,8 @@ def inlined(model: Any) -> Any:
     """Return a copy of a MindIR model in which the only calls are those of a Switch's branches."""
     copy = _copy_of(model)
     inliner = _Inliner(copy)
-    constants: dict[str, Any] = {}
-    for graph in [copy.graph, *copy.functions]:
-        for node in graph.node:
-            if node.op_type == "Constant":
-                constants.setdefault(node.output[0], _copy_of(node))
+    nodes = (node for graph in [*copy.functions, copy.graph] for node in graph.node)
+    constants = {node.output[0]: _copy_of(node) for node in nodes if node.op_type == "Constant"}
     for graph in [copy.graph, *copy.functions]:
         # Any graph may use the constants of others; the main graph, which is read first, gets them all.
         inliner.rewrite(graph, constants.values(), keeps=graph is copy.graph)

@@ -80,13 +80,12 @@ class Simulation:
     """The results of :func:`simulate`. ``print`` shows them as a table.
 
     Attributes:
-        devices (int): Number of devices.
-        target (str): Their kind.
-        ours (Program): The program of one device: its messages, memory and compilation.
-        stock (Program, optional): The same for MindSpore's own cell. None if it could not be compiled, or with
-            ``compare=False``.
-        stock_error (str, optional): The reason why it could not be compiled, else None.
-        training (Training, optional): The training of the programs. None without `run`.
+        devices: Number of devices.
+        target: Their kind.
+        ours: The program of one device: its messages, memory and compilation.
+        stock: The same for MindSpore's own cell. None if it could not be compiled, or with ``compare=False``.
+        stock_error: The reason why it could not be compiled, else None.
+        training: The training of the programs. None without `run`.
     """
 
     devices: int
@@ -129,23 +128,17 @@ class Simulation:
         return aligned(rows, indent="  ")
 
 
-def program_of(found: dict[str, Any]) -> Program:
-    """Return the program that a process has reported as JSON."""
-    kinds = ({**kind, "ranks": kind["ranks"] and tuple(kind["ranks"])} for kind in found["messages"])
-    return Program(**{**found, "messages": tuple(MessageKind(**kind) for kind in kinds)})
-
-
 def simulation_of(devices: int, target: str, reports: list[dict[str, Any]]) -> Simulation:
     """Return the results that the ranks have reported."""
-    stock, training = reports[1].get("stock", {}), None
+    stock, training = reports[1].get("stock"), None
     runs = [report["run"] for report in reports if "run" in report]
     if runs:
         worst, whole = max(runs, key=lambda run: float(run["difference"])), iter(runs[0]["whole_losses"])
         whole_losses = tuple(next(whole) if updated else None for updated in runs[0]["updated"])
         moved = max(run["moved"] for run in runs)
         training = Training(tuple(runs[0]["losses"]), whole_losses, worst["difference"], moved, worst["farthest"])
-    program = program_of(stock) if "messages" in stock else None
-    return Simulation(devices, target, program_of(reports[0]["ours"]), program, stock.get("error"), training)
+    program, error = (stock, None) if isinstance(stock, Program) else (None, stock)
+    return Simulation(devices, target, reports[0]["ours"], program, error, training)
 
 
 def _numbers(values: Any) -> str:

@@ -39,14 +39,12 @@ def simulate(
     a process on the CPU, and the report compares their weights with those of one process and the whole batch.
 
     Args:
-        build (Union[Callable, str]): A function without arguments that returns the training step, a
-            :class:`TrainOneStepCell` or a :class:`Model` whose GradAccumulation is inside ``AutoParallel``, and the
-            batch of all devices together, a tuple or a dict of tensors. New processes import and call it, so it must
-            be at the top level of a file, or a text such as ``"train.py:build"``. It must not choose the device, start
-            processes or call ``init()``.
+        build (Union[Callable, str]): A function without arguments, at the top level of a file, or a text such as
+            ``"train.py:build"``. It returns the training step, a :class:`TrainOneStepCell` or a :class:`Model` whose
+            GradAccumulation is inside ``AutoParallel``, and the batch of all devices together, a tuple or a dict of
+            tensors. It must not choose the device, start processes or call ``init()``.
         devices (int): Number of devices. Default: ``8``.
-        target (str): Their kind. ``"GPU"`` is what MindSpore's CPU wheel can compile for. Ascend partitions by the
-            same rules, with operators of its own. Default: ``"GPU"``.
+        target (str): Their kind. MindSpore's CPU wheel can compile for ``"GPU"``. Default: ``"GPU"``.
 
     Keyword Args:
         run (bool): Whether the programs also train, on as many CPU processes and on this batch. Default: ``False``.
@@ -65,16 +63,14 @@ def simulate(
         TimeoutError: If it takes longer than `timeout`.
 
     Note:
-        Each of the processes, one per device, takes about 0.9 GB and what compiling takes. Needs Linux. All of them
-        start with the parameters that the first one builds.
+        Each of the processes, one per device, takes about 0.9 GB and what compiling takes. Needs Linux.
 
     Supported Platforms:
         ``CPU``
 
     Examples:
         >>> from ms_gradaccum import simulate
-        >>> simulation = simulate("train.py:build", devices=8, run=True)  # doctest: +SKIP
-        >>> print(simulation)  # doctest: +SKIP
+        >>> print(simulate("train.py:build", devices=8, run=True))  # doctest: +SKIP
     """
     refuse_inside(_OWNER, IN_JOB)
     check_positive_int(_OWNER, "devices", devices, "It is the number of devices of the job.")

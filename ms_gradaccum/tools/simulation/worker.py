@@ -5,7 +5,6 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,7 @@ def work(meeting: Meeting, builder: list[Any], home: str, target: str, updates: 
         meeting.phase(f"compiling for {meeting.size} devices")
         names = {parameter.name for parameter in step.network.get_parameters()}
         model, program = _compiled(step, _pieces(step, batch, meeting.size), meeting.size, names)
-        found["ours"] = asdict(program)
+        found["ours"] = program
         if updates:
             found["run"] = _run(meeting, build, step, model, batch, updates)
     return found
@@ -78,12 +77,9 @@ def build_step(builder: Builder, home: str, target: str) -> _Built:
     parts = made if isinstance(made, tuple) else (made,)
     step = step_of(parts[0]) if isinstance(parts[0], Model) else parts[0]
     if len(parts) != 2 or not isinstance(step, TrainOneStepCell):
-        rule, got = (
-            "a function that returns (step, batch)",
-            f"one that returns {', '.join(type(each).__name__ for each in parts)}",
-        )
+        got = f"one that returns {', '.join(type(each).__name__ for each in parts)}"
         remedy = "Return (TrainOneStepCell(AutoParallel(...), optimizer), batch), or a Model in its place."
-        raise TypeError(argument_error(_OWNER, "build", rule, got, remedy))
+        raise TypeError(argument_error(_OWNER, "build", "a function that returns (step, batch)", got, remedy))
     if not isinstance(step.body, PartitionedStep):
         rule, got = "a function that returns a step which the compiler partitions", "one without AutoParallel"
         raise ValueError(argument_error(_OWNER, "build", rule, got, "Put AutoParallel around its GradAccumulation."))
@@ -136,7 +132,7 @@ def _compiled(step: nn.Cell, inputs: list[Any], size: int, names: set[str]) -> t
     return model, Program(messages_of(model, size), held, seconds, peak)
 
 
-def _stock(build: Callable[[], _Built], size: int) -> dict[str, Any]:
+def _stock(build: Callable[[], _Built], size: int) -> Program | str:
     """Compile MindSpore's own cell for the same network, or return the reason why it cannot be compiled."""
     try:
         step, batch = build()
@@ -148,13 +144,13 @@ def _stock(build: Callable[[], _Built], size: int) -> dict[str, Any]:
             cell = _TrainGradAccuStepCell(parallel_nn.GradAccumulation(loss, network.micro_size), step.optimizer)
             # The compiler accumulates only in training mode. The user's cells keep their modes.
             cell.add_flags(training=True)
-            return asdict(_compiled(cell, _pieces(step, batch, size), size, set())[1])
+            return _compiled(cell, _pieces(step, batch, size), size, set())[1]
         finally:
             if settings is not None:
                 _clear_auto_parallel_context(settings)
             forget_accumulation()
     except Exception as error:
-        return {"error": first_line(error)}
+        return first_line(error)
 
 
 def _run(
@@ -164,7 +160,7 @@ def _run(
     meeting.phase("waiting for the other ranks")
     meeting.wait_for("compiled")
     rank, layouts, path = meeting.rank, step.parameter_layout_dict, meeting.folder / "whole.npz"
-    start = dict(np.load(meeting.folder / "start.npz"))
+    start: Values = dict(np.load(meeting.folder / "start.npz"))
     meeting.phase(f"training on {meeting.size} CPU processes")
     # Among the layouts are those of the inputs of construct: inputs0, inputs1, and so on.
     inputs = {f"inputs{i}": item.asnumpy() for i, item in enumerate(batch) if isinstance(item, Tensor)}
@@ -174,15 +170,14 @@ def _run(
         own = [parts.get(f"inputs{i}", item) for i, item in enumerate(batch)]
         outputs = [[float(item.asnumpy()) for item in program(*own)] for _ in range(updates)]
     losses, updated = [output[0] for output in outputs], [bool(output[3]) for output in outputs]
-    whole_losses: list[float] = []
+    found = {"losses": losses, "updated": updated}
     if rank == 0:
         meeting.phase("training on the whole batch")
-        whole_losses, whole = _train_whole(build()[0], start, batch, sum(updated))
+        found["whole_losses"], whole = _train_whole(build()[0], start, batch, sum(updated))
         np.savez(path, **whole)
     meeting.wait_for("whole")
-    whole, start = (own_parts(dict(values), layouts, rank) for values in (np.load(path), start))
-    found = compare(program.values(), whole, start)._asdict()
-    return found | {"losses": losses, "whole_losses": whole_losses, "updated": updated}
+    whole, start = (own_parts(values, layouts, rank) for values in (dict(np.load(path)), start))
+    return found | compare(program.values(), whole, start)._asdict()
 
 
 @contextmanager

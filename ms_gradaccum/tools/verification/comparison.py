@@ -23,10 +23,8 @@ class Run(NamedTuple):
 def combine(factors: Sequence[float], runs: Sequence[Run]) -> Run:
     """Return the sum of the runs, each times its factor, in float64."""
     loss = math.fsum(factor * run.loss for factor, run in zip(factors, runs))
-    grads = [np.zeros(grad.shape) for grad in runs[0].grads]
-    for factor, run in zip(factors, runs):
-        for total, grad in zip(grads, run.grads):
-            total += factor * grad.astype(np.float64)
+    parts = zip(*(run.grads for run in runs))
+    grads = [sum(factor * grad.astype(np.float64) for factor, grad in zip(factors, each)) for each in parts]
     return Run(loss, math.fsum(run.weight for run in runs), grads, {})
 
 

@@ -57,7 +57,7 @@ def verify(
     rtol: float | None = None,
     compile: bool | None = None,
 ) -> VerifyReport:
-    r"""Run a batch as one window and in one piece from the same start, and report what differs and why.
+    """Run a batch as one window and in one piece from the same start, and report what differs and why.
 
     .. code-block:: python
 
@@ -71,14 +71,9 @@ def verify(
     that depend on each other.
 
     Both run compiled in GRAPH mode and op by op in PYNATIVE mode, and in training mode. If `network` is in training
-    mode already, cells in it that ``set_train(False)`` has frozen stay frozen.
-
-    With ``compile=True`` the window also runs op by op and compiled from the same start, in either mode and without
-    dropout. This cannot see what your program changes later: a graph keeps the values of attributes and globals that
-    it was compiled with.
-
-    Afterwards parameters, modes, the random state, and the attributes of cells with the items of their lists and dicts
-    are restored, but not the random state inside MindSpore's operators, globals, and the inside of other objects.
+    mode already, cells in it that ``set_train(False)`` has frozen stay frozen. Afterwards parameters, modes, the random
+    state, and the attributes of cells with the items of their lists and dicts are restored, but not the random state
+    inside MindSpore's operators, globals, and the inside of other objects.
 
     Args:
         network (Cell): A loss cell, or a :class:`GradAccumulation` around one.
@@ -87,17 +82,18 @@ def verify(
         micro_size (Union[int, None]): The number of micro batches. For a GradAccumulation its own number or ``None``.
 
     Keyword Args:
-        weighted (bool): Whether `network` returns `(loss_sum, weight)`, see :class:`GradAccumulation`, whose own
-            setting holds if `network` is one. Default: ``False``.
-        batch_axis (Union[int, None, tuple, dict]): Axis of the rows, see :class:`GradAccumulation`, whose own
-            setting holds if `network` is one. Default: ``0``.
+        weighted (bool): Whether `network` returns `(loss_sum, weight)`. The setting of a :class:`GradAccumulation`
+            holds. Default: ``False``.
+        batch_axis (Union[int, None, tuple, dict]): Axis of the rows. The setting of a :class:`GradAccumulation` holds.
+            Default: ``0``.
         reference (Union[Cell, None]): The loss cell for the whole batch, if it is not `network`: it has the same
             parameters and inputs and returns the mean loss. Only with it does a division of the loss by the number of
             micro batches show. Default: ``None``.
         rtol (Union[float, None]): Relative difference up to which gradients are equal. ``None`` means 1e-4, and 2e-2
             if the network has 16-bit parameters or computes in mixed precision. Default: ``None``.
-        compile (Union[bool, None]): ``True`` also compares the window op by op with the window compiled, see
-            `compiled` of the report. Default: ``None``.
+        compile (Union[bool, None]): ``True`` also compares the window op by op with the window compiled, without
+            dropout, see `compiled` of the report. This cannot see what your program changes later: a graph keeps the
+            values of attributes and globals that it was compiled with. Default: ``None``.
 
     Returns:
         :class:`VerifyReport`.
@@ -127,7 +123,10 @@ def verify(
         >>> print(report.causes[0])
         The loss should be a mean over rows, but it adds up its rows, ...
     """
-    compiles = _check_compile(compile)
+    compiles = check_compile(_OWNER, compile)
+    if compiles and os.getenv("MS_JIT") == "0":
+        rule, got = "None where MS_JIT=0 has nothing compiled", "True"
+        raise ValueError(argument_error(_OWNER, "compile", rule, got, "Unset MS_JIT, or leave compile out."))
     grad_accumulation = _as_grad_accumulation(network, micro_size, weighted, batch_axis)
     loss_cell = grad_accumulation.network
     _check_reference(reference, loss_cell)
@@ -174,14 +173,6 @@ def _as_grad_accumulation(
             rule = f"{default!r} or that of the GradAccumulation, {own!r}"
             raise ValueError(argument_error(_OWNER, name, rule, repr(value), remedy))
     return network
-
-
-def _check_compile(value: Any) -> bool:
-    compiles = check_compile(_OWNER, value)
-    if compiles and os.getenv("MS_JIT") == "0":
-        rule, got = "None where MS_JIT=0 has nothing compiled", "True"
-        raise ValueError(argument_error(_OWNER, "compile", rule, got, "Unset MS_JIT, or leave compile out."))
-    return compiles
 
 
 def _check_reference(reference: Any, loss_cell: nn.Cell) -> None:

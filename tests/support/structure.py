@@ -1,8 +1,6 @@
-"""What a newcomer has to hold in mind: how many files, lines, floors of imports and conditions the package has.
+"""What a newcomer has to hold in mind: how many files, lines and floors of imports the package has.
 
-python benchmarks/structure.py
-
-`docs/architecture.md` says what they should be.
+`./run.sh bench structure` prints these figures, and `docs/architecture.md` says what they should be.
 """
 
 import argparse
@@ -19,7 +17,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
-PACKAGE = Path(__file__).resolve().parents[1] / "ms_gradaccum"
+PACKAGE = Path(__file__).resolve().parents[2] / "ms_gradaccum"
 FILES = sorted(PACKAGE.rglob("*.py"))
 STEP_ROOMS = ("backend", "batch", "gradients", "parallel", "training")
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
