@@ -52,11 +52,11 @@ def collectives_of(model: Any) -> list[Collective]:
     for node in (node for graph in [model.graph, *model.functions] for node in graph.node):
         if node.op_type in primitives:
             primitive = primitives[node.op_type]
-            group, listed = text_of(primitive, "group"), text_of(primitive, "group_ranks")
+            group, listed = attribute_of(primitive, "group", ""), attribute_of(primitive, "group_ranks", "")
             ranks = tuple(map(int, listed.split("-"))) if listed[:1].isdigit() else None
             purposes = (purpose for part, purpose in _PURPOSES if part in primitive.instance_name)
             outputs = (tensor for each in node.attribute if each.name == "shape" for tensor in each.tensors)
-            nbytes, size = sum(map(tensor_bytes, outputs)), number_of(primitive, "rank_size", 1)
+            nbytes, size = sum(map(tensor_bytes, outputs)), attribute_of(primitive, "rank_size", 1)
             nbytes = {"AllGather": nbytes // size, "ReduceScatter": nbytes * size}.get(primitive.op_type, nbytes)
             sent.append(Collective(primitive.op_type, group, ranks, next(purposes, "something else"), nbytes))
     return sent
@@ -85,12 +85,8 @@ def tensor_bytes(tensor: Any) -> int:
     return int(np.prod(list(tensor.dims), dtype=np.int64)) * _BYTES[tensor.data_type]
 
 
-def text_of(primitive: Any, name: str) -> str:
-    """Return an attribute of a primitive as text, "" if it has none."""
-    value = next((attribute.s for attribute in primitive.attribute if attribute.name == name), b"")
+def attribute_of(primitive: Any, name: str, default: str | int) -> Any:
+    """Return an attribute of a primitive, which is a text or a number as the default is, or the default."""
+    found = next((attribute for attribute in primitive.attribute if attribute.name == name), None)
+    value = default if found is None else found.s if isinstance(default, str) else found.i
     return value.decode() if isinstance(value, bytes) else value
-
-
-def number_of(primitive: Any, name: str, default: int) -> int:
-    """Return an attribute of a primitive as a number, ``default`` if it has none."""
-    return next((attribute.i for attribute in primitive.attribute if attribute.name == name), default)

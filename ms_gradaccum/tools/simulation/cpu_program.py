@@ -17,7 +17,7 @@ from mindspore.parallel._tensor import _load_tensor_by_layout
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.parallel.world import gather_values
-from ms_gradaccum.tools.simulation.collectives import COLLECTIVES, WORLD_GROUP, collectives_of, number_of, text_of
+from ms_gradaccum.tools.simulation.collectives import COLLECTIVES, WORLD_GROUP, attribute_of, collectives_of
 from ms_gradaccum.tools.whole_batch import Values
 
 _CPU_WORLD_GROUP = "mccl_world_group"
@@ -115,14 +115,14 @@ class _Rewriter:
                 graph.node.extend([node] if primitive is None else self._on_cpu(node, primitive))
         for primitive in collectives.values():
             for attribute in primitive.attribute:
-                if attribute.name == "group" and text_of(primitive, "group") == WORLD_GROUP:
+                if attribute.name == "group" and attribute_of(primitive, "group", "") == WORLD_GROUP:
                     attribute.s = _CPU_WORLD_GROUP.encode()
 
     def _on_cpu(self, node: Any, primitive: Any) -> list[Any]:
         """Return nodes that compute the result of a collective operator on CPU."""
         self.made = []
-        operator, reduction = primitive.op_type, text_of(primitive, "op")
-        ranks = self.members[text_of(primitive, "group")]
+        operator, reduction = primitive.op_type, attribute_of(primitive, "op", "")
+        ranks = self.members[attribute_of(primitive, "group", "")]
         tensor = next(attribute for attribute in node.attribute if attribute.name == "shape").tensors[0]
         shape, value, output, count = list(tensor.dims), node.input[0], node.output[0], len(ranks)
         place = ranks.index(self.rank)
@@ -131,8 +131,8 @@ class _Rewriter:
         if operator == "AllReduce" and reduction == "sum" and tensor.data_type in _FLOATS:
             return [node]
         # The axis of which this rank takes its part of each rank's value, and the axis on which parts are joined.
-        split = {"ReduceScatter": 0, "AlltoAll": number_of(primitive, "split_dim", 0)}.get(operator)
-        joined = {"AllGather": 0, "AlltoAll": number_of(primitive, "concat_dim", 0)}.get(operator)
+        split = {"ReduceScatter": 0, "AlltoAll": attribute_of(primitive, "split_dim", 0)}.get(operator)
+        joined = {"AllGather": 0, "AlltoAll": attribute_of(primitive, "concat_dim", 0)}.get(operator)
         part = [length // count if axis == joined else length for axis, length in enumerate(shape)]
         whole = [length * count if axis == split else length for axis, length in enumerate(part)]
         rows = self._of_ranks(value, whole, ranks, output)

@@ -5,7 +5,7 @@ The CPU back end cannot run calls of them, and messages inside a function must b
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn
@@ -51,13 +51,6 @@ def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
     return inlined(model)
 
 
-class _Partial(NamedTuple):
-    """A function, by name, with its first arguments."""
-
-    function: str
-    arguments: tuple[str, ...]
-
-
 def inlined(model: Any) -> Any:
     """Return a copy of a MindIR model in which the only calls are those of a Switch's branches."""
     copy = _copy_of(model)
@@ -89,7 +82,7 @@ class _Inliner:
         nodes = list(graph.node)
         del graph.node[:]
         names: dict[str, str] = {}
-        # Known values by name: the items of a tuple, a function with its first arguments, or a number.
+        # Known values by name: a list of the items of a tuple, a tuple of a function and its first arguments, a number.
         self.known: dict[str, Any] = {}
         self.out = graph.node
         for constant in constants:
@@ -108,17 +101,16 @@ class _Inliner:
             is_call = operator.startswith(_CALL)
             callee = operator.removeprefix(_CALL)
             callee = names.get(callee, callee)
-            target = _Partial(callee, ()) if callee in self.functions else self.known.get(callee)
+            target = (callee,) if callee in self.functions else self.known.get(callee)
             if operator == "Constant":
                 continue
             if isinstance(items, list):
                 names[node.output[0]] = items[self.known[inputs[1]]]
-            elif is_call and isinstance(target, _Partial):
+            elif is_call and isinstance(target, tuple):
                 # The name of the call stands for the result of the function.
-                function = self.functions[target.function]
+                function = self.functions[target[0]]
                 self.copies += 1
-                arguments = [*target.arguments, *inputs]
-                inner = dict(zip((value.name for value in function.input), arguments, strict=True))
+                inner = dict(zip((value.name for value in function.input), [*target[1:], *inputs], strict=True))
                 self._emit(function.node, inner, f"#{self.copies}")
                 result = function.output[0].name
                 names[node.output[0]] = inner.get(result, result)
@@ -136,12 +128,12 @@ class _Inliner:
         if operator == "MakeTuple":
             self.known[name] = inputs
         elif operator == "Partial":
-            self.known[name] = _Partial(inputs[0], tuple(inputs[1:]))
+            self.known[name] = tuple(inputs)
         elif operator == "Constant":
             value = next((attribute for attribute in node.attribute if attribute.name == "value"), None)
             if value is not None and value.type == mind_ir_pb2.AttributeProto.INT64:
                 self.known[name] = value.i
-        elif operator == "Depend" and isinstance(self.known.get(inputs[0]), _Partial):
+        elif operator == "Depend" and isinstance(self.known.get(inputs[0]), tuple):
             # Each node of the function would have to wait for that value.
             raise NotImplementedError("a function that waits for another value")
 

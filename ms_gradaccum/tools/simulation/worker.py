@@ -98,25 +98,23 @@ def step_of(model: Model) -> nn.Cell:
 def _pieces(step: TrainOneStepCell, batch: tuple[Any, ...], size: int) -> list[Any]:
     """Return a piece of each input that is as large as the part of a device in the dataset strategy."""
     settings = step.body.semi_auto.auto_parallel
-    strategy = settings._dataset_strategy_config if settings else auto_parallel_context().get_dataset_strategy()
-    count = sum(isinstance(item, Tensor) for item in batch)
-    strategies = (
-        [(size if strategy == "data_parallel" else 1,)] * count if isinstance(strategy, str) else list(strategy)
-    )
+    context = auto_parallel_context()
+    strategy = context.get_dataset_strategy() if settings is None else settings._dataset_strategy_config
+    count, rows = sum(isinstance(item, Tensor) for item in batch), 1 if strategy == "full_batch" else size
+    strategies = [(rows,)] * count if isinstance(strategy, str) else list(strategy)
     if len(strategies) != count or not all(isinstance(n, int) for parts in strategies for n in parts):
         rule = f"'data_parallel', 'full_batch' or a tuple of ints for each of the {count} inputs"
         raise ValueError(argument_error(_OWNER, "dataset_strategy", rule, strategy, "Give numbers of parts."))
-    rest = iter(strategies)
-    return [_piece(item, next(rest)) if isinstance(item, Tensor) else item for item in batch]
-
-
-def _piece(item: Tensor, parts: tuple[int, ...]) -> Tensor:
-    """Return a piece of an input as large as the part of a device. The compiler uses only its shape."""
-    for axis, count in enumerate(parts):
-        if item.shape[axis] % count:
-            rule, got = f"divisible on axis {axis} into the {count} parts of its dataset_strategy", tuple(item.shape)
-            raise ValueError(argument_error(_OWNER, "batch", rule, f"the shape {got}", "Give all rows of it."))
-    return Tensor(item.asnumpy()[tuple(slice(length // count) for length, count in zip(item.shape, parts))])
+    pieces, rest = list(batch), iter(strategies)
+    for i, item in enumerate(batch):
+        if isinstance(item, Tensor):
+            parts, shape = next(rest), item.shape
+            if any(length % n for length, n in zip(shape, parts)):
+                rule = f"divisible into {' x '.join(map(str, parts))} parts, its dataset_strategy"
+                raise ValueError(argument_error(_OWNER, "batch", rule, f"the shape {shape}", "Give all rows of it."))
+            # The compiler uses only its shape.
+            pieces[i] = Tensor(item.asnumpy()[tuple(slice(length // n) for length, n in zip(shape, parts))])
+    return pieces
 
 
 def _compiled(step: nn.Cell, inputs: list[Any], size: int, names: set[str]) -> tuple[Any, Program]:

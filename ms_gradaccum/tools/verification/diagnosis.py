@@ -138,10 +138,10 @@ class Diagnosis:
     def _layers(self, word: str) -> dict[str, nn.Cell]:
         """Return the Dropouts that draw masks, or the BatchNorms that use the statistics of their batch."""
         layers = layers_of(self.experiment.network.network, word)
-        draws = {
-            name: cell for name, cell in layers.items() if getattr(cell, "p", 1) and getattr(cell, "keep_prob", 0) != 1
+        off = {
+            name for name, cell in layers.items() if getattr(cell, "p", 1) == 0 or getattr(cell, "keep_prob", 0) == 1
         }
-        return {name: cell for name, cell in draws.items() if takes_batch_statistics(cell)}
+        return {name: cell for name, cell in layers.items() if name not in off and takes_batch_statistics(cell)}
 
     def _look_at_loss(self, has_state: bool) -> None:
         if self._same_gradient() or self._is_input_split():

@@ -11,6 +11,7 @@ import numpy as np
 from ms_gradaccum.tools.text import aligned
 from ms_gradaccum.tools.verification.comparison import Run, misfits, norm_of, relative
 from ms_gradaccum.tools.verification.experiment import Experiment
+from ms_gradaccum.tools.whole_batch import largest
 
 _WIDTH = 100
 _SHOWN = 20
@@ -119,9 +120,9 @@ def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) ->
 
 
 def _entry(name: str, kind: str, window: Any, whole: Any, miss: float, rtol: float) -> ParameterDifference:
-    largest = float(np.abs(window.astype(np.float64) - whole).max(initial=0.0))
     ratio = 1.0 if norm_of(window) == norm_of(whole) else relative(norm_of(window), norm_of(whole))
-    return ParameterDifference(name, kind, largest, miss, ratio, not miss <= rtol)  # A NaN differs.
+    # A NaN differs.
+    return ParameterDifference(name, kind, largest(window.astype(float) - whole), miss, ratio, not miss <= rtol)
 
 
 def _table(entries: Sequence[ParameterDifference], ratio: str) -> list[str]:
