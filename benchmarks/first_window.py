@@ -22,13 +22,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "sample_code" / "trans
 from transformer import Transformer  # noqa: E402
 
 PARTS, WINDOWS = 4, 6
+WIDTHS = {"MLP, 6 x 512": 512, "MLP, 6 x 2048": 2048}
 
 
 def run(kind: str, mode: str, check_loss: bool) -> tuple[float, float, float]:
     """Train a few windows. Return the seconds of the first and of the last, and the peak memory."""
     ms.set_context(mode=getattr(ms, f"{mode}_MODE"))
-    if kind == "MLP":
-        sizes = argparse.Namespace(width=512, layers=6, batch=1024)
+    if kind in WIDTHS:
+        sizes = argparse.Namespace(width=WIDTHS[kind], layers=6, batch=1024)
         network, batch = make_network(sizes), make_batch(sizes)
     else:
         network = TokenLoss(Transformer(500, 64, width=128, layers=4))
@@ -53,7 +54,7 @@ def main() -> None:
     turns = parser.parse_args().turns
     print("| network | mode | first window, s: without | with | ratio | window 6, ratio | peak memory, ratio |")
     print("| --- | --- | --: | --: | --: | --: | --: |")
-    for kind in ("MLP", "transformer"):
+    for kind in (*WIDTHS, "transformer"):
         for mode in ("GRAPH", "PYNATIVE"):
             measure(kind, mode, turns)
 

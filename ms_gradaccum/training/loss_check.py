@@ -1,7 +1,7 @@
 """The measurement of a loss: the first batches tell whether it can be trained in micro batches."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import first_line, warn
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
-from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept
+from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept, tensors_of
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient, relative
 from ms_gradaccum.batch.rows import Cut, Rows
@@ -34,6 +34,8 @@ _TOO_RANDOM = 0.25
 _REPEATS = 8
 # A gradient has cancelled more than its loss.
 _GRADIENT = 1e-3
+# Tensors of so many elements are copied without need, in case that only a pass out of training changes them.
+_SMALL = 2**16
 # The last batch that is measured.
 _LAST = 64
 _OWNER = "GradAccumulation"
@@ -78,11 +80,12 @@ class LossCheck:
         self.has_warned = False
         # The only row of the batch before.
         self.row: Rows | None = None
-        # What no optimizer updates, as it was before the first micro batch, and whether that has changed it.
+        # The network's tensors before the first micro batch, and those that it has changed; None if that is not known.
         self.state: KeptTensors | None = None
-        self.moves = False
+        self.moved: set[int] | None = None
         self.runs: dict[Hashable, Any] = {}
         self.evaluated: tuple[str, ...] = _AS_IN_TRAINING
+        self.eager = True
 
     @property
     def adds_parts(self) -> bool:
@@ -90,19 +93,26 @@ class LossCheck:
         return bool(self.network.micro_size > 1 or self.settings.adds_batches or self.several)
 
     def before_batch(self) -> None:
-        """Keep what the first micro batch should leave as it is."""
+        """Note what the first micro batch may change."""
         if self.batches == 0 and not self.is_done and self.adds_parts:
-            norms = [cell for _, cell in self.network.cells_and_names() if _is_batch_norm(cell)]
-            known = self.updated | {id(each) for norm in norms for each in norm.get_parameters()}
-            self.state = KeptTensors(each for each in self.network.get_parameters() if id(each) not in known)
+            self.state = KeptTensors(tensors_of(self.network.network), lambda tensor: False)
 
     def after_micro_batch(self) -> None:
-        """Warn if the first micro batch has changed what no optimizer updates."""
+        """Warn if the first micro batch has changed what no optimizer updates, statistics of BatchNorms apart."""
         state, self.state = self.state, None
-        moved = [] if state is None else [state.tensors[i].name for i in state.changed()]
-        if moved:
-            self.moves = True
-            warn(self.network.headed(_MOVES.format(names=", ".join(map(repr, moved[:3])))))
+        if state is None:
+            return
+        moved = [state.tensors[i] for i in state.changed()]
+        self.moved = set(map(id, moved))
+        norms = [cell for _, cell in self.network.cells_and_names() if _is_batch_norm(cell)]
+        known = self.updated | {id(each) for norm in norms for each in norm.get_parameters()}
+        names = [repr(each.name) for each in moved if isinstance(each, Parameter) and id(each) not in known]
+        if names:
+            warn(self.network.headed(_MOVES.format(names=", ".join(names[:3]))))
+
+    def _is_copied(self, tensor: Tensor) -> bool:
+        """Return whether a tensor can be put back: a copy of all that a forward pass leaves alone would be large."""
+        return self.moved is None or id(tensor) in self.moved or tensor.size <= _SMALL
 
     def after_batch(self, parts: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a batch of which so many micro batches have run, and measure if it is time."""
@@ -128,14 +138,26 @@ class LossCheck:
 
     def measure(self, rows: Rows, parts: int) -> Finding | None:
         """Return why the loss cannot be trained in so many parts, as far as these rows show it."""
-        # Half of no weight hides a mean among sums. Once it is compiled, another run is cheap.
+        # Half of no weight hides a mean among sums.
         mixed = self.network.weighted or self.batches in (4, 16)
-        both = (mixed,) if runs_eagerly(self.settings.compiles) else (mixed, not mixed)
         most = max(-(-rows.size // parts), 2)
-        return self.measure_cuts((rows.cut(most, self.batches - 1, is_mixed) for is_mixed in both), parts)
+        return self.measure_cuts([rows.cut(most, self.batches - 1, mixed)], parts)
 
-    def measure_cuts(self, cuts: Iterable[Cut], parts: int) -> Finding | None:
-        """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it."""
+    def measure_cuts(self, cuts: Sequence[Cut], parts: int) -> Finding | None:
+        """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it.
+
+        A loss that is right op by op is right in a graph, and needs no compilation. Anything else is measured as the
+        training runs the network. Several processes do that at once: an error of one would leave the others alone.
+        """
+        runs_as_it_trains = runs_eagerly(self.settings.compiles)
+        self.eager = runs_as_it_trains or not self.several
+        finding = self._first_finding(cuts, parts)
+        if finding is None or runs_as_it_trains == self.eager:
+            return finding
+        self.eager = False
+        return self._first_finding(cuts, parts)
+
+    def _first_finding(self, cuts: Sequence[Cut], parts: int) -> Finding | None:
         finding = None
         for cut in cuts:
             finding = finding or self._measure_in(_AS_IN_TRAINING, cut, parts)
@@ -148,7 +170,7 @@ class LossCheck:
         """Measure with the cells of these names in evaluation mode."""
         self.evaluated = evaluated
         try:
-            with kept(self.network.network) as state:
+            with kept(self.network.network, self._is_copied) as state:
                 state.evaluate(evaluated)
                 return self._judge(lambda part: self._loss(state, part), cut, parts)
         except Exception as error:
@@ -203,19 +225,20 @@ class LossCheck:
         return [as_array(gradient).astype(np.float64) for gradient in run(*rows.tensors)[2]]
 
     def _loss(self, state: KeptState, rows: Rows) -> Loss:
-        if self.moves:
+        if self.moved != set():
             state.tensors.put_back()
         value, weight = (float(number.asnumpy()) for number in self._run(rows, "loss", LossOfRows)(*rows.tensors))
         return Loss(value, weight if self.network.weighted else rows.size)
 
     def _run(self, rows: Rows, kind: str, make: Callable[[WeightedLoss], nn.Cell]) -> Callable[..., Any]:
         """Return what runs a cell around the loss as the training runs the network: compiled, or op by op."""
-        eager = runs_eagerly(self.settings.compiles)
-        key = (kind, eager, self.evaluated, rows.structure)
+        key = (kind, self.eager, self.evaluated, rows.structure)
         if key not in self.runs:
             build = partial(_built, make, self.network, rows.structure)
             code, axes = self.network.network, rows.axes if kind == "loss" else None
-            self.runs[key] = Eager(build()) if eager else Compiled(build, _OWNER, "the network", code, open_axes=axes)
+            self.runs[key] = (
+                Eager(build()) if self.eager else Compiled(build, _OWNER, "the network", code, open_axes=axes)
+            )
         run: Callable[..., Any] = self.runs[key]
         return run
 

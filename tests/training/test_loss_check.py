@@ -12,8 +12,9 @@ from random_losses import KINDS, RandomLoss
 from step_probe import Around
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TokenMeanLoss, TrainOneStepCell
-from ms_gradaccum.backend.kept_state import kept
-from ms_gradaccum.training.loss_check import LossCheck
+from ms_gradaccum.backend.kept_state import KeptTensors, kept
+from ms_gradaccum.training import loss_check
+from ms_gradaccum.training.loss_check import LossCheck, LossOfRows
 from ms_gradaccum.training.settings import StepSettings
 
 NAME = "For 'GradAccumulation', the loss should be a mean over rows, but "
@@ -100,7 +101,9 @@ def everything_trained(check_loss, batches=5):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_training_is_the_same_with_it_to_the_bit(eager, monkeypatch):
+@pytest.mark.parametrize("small", [loss_check._SMALL, 0])
+def test_a_training_is_the_same_with_it_to_the_bit(small, eager, monkeypatch):
+    monkeypatch.setattr(loss_check, "_SMALL", small)
     runs = []
     measure = LossCheck.measure
     monkeypatch.setattr(LossCheck, "measure", lambda *args: (runs.append(1), measure(*args))[1])
@@ -124,7 +127,8 @@ class Compilable(nn.Cell):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_training_is_the_same_with_it_to_the_bit(mode):
+def test_a_compiled_training_is_the_same_with_it_to_the_bit(mode, monkeypatch):
+    monkeypatch.setattr(loss_check, "_SMALL", 0)
     found = []
     for check_loss in (True, False):
         ms.set_seed(3)
@@ -142,7 +146,7 @@ def test_what_fails_inside_is_put_back_too(eager):
     cell = Everything().set_train()
     cell.frozen.set_train(False)
     before = [(inner.training, inner.phase) for _, inner in cell.cells_and_names()]
-    with pytest.raises(KeyboardInterrupt), kept(cell) as state:
+    with pytest.raises(KeyboardInterrupt), kept(cell, lambda tensor: True) as state:
         state.evaluate()
         cell(Tensor(X), Tensor(Y))
         assert cell.calls == 1 and float(cell.count.asnumpy()) == 1
@@ -150,6 +154,71 @@ def test_what_fails_inside_is_put_back_too(eager):
     assert cell.calls == 0 and cell.seen == [] and cell.best == {"loss": None}
     assert float(cell.count.asnumpy()) == 0 and float(cell.queue.asnumpy()[0]) == 0
     assert [(inner.training, inner.phase) for _, inner in cell.cells_and_names()] == before
+
+
+def test_no_copy_is_kept_of_what_a_forward_pass_leaves_alone(eager, monkeypatch):
+    monkeypatch.setattr(loss_check, "_SMALL", 0)
+    copies = []
+    original = KeptTensors.__init__
+
+    def init(self, tensors, copied):
+        original(self, tensors, copied)
+        copies.append({self.tensors[i].name for i in self.values})
+
+    monkeypatch.setattr(KeptTensors, "__init__", init)
+    cell = nn.WithLossCell(nn.SequentialCell(net(), nn.BatchNorm1d(3)), nn.MSELoss())
+    step_of(cell)(Tensor(X), Tensor(Y))
+    # Nothing before the first micro batch, and the statistics of the batch for the measurement.
+    assert [{name.rpartition(".")[2] for name in each} for each in copies] == [
+        set(),
+        {"moving_mean", "moving_variance"},
+    ]
+
+
+def test_a_state_that_changes_out_of_training_alone_is_named(eager, monkeypatch):
+    def centred(self, x):
+        if not self.drop.training:
+            ops.assign(self.centre, self.centre + 1)
+        return (self.net(x) - self.centre).square().mean()
+
+    for small in (loss_check._SMALL, 0):
+        monkeypatch.setattr(loss_check, "_SMALL", small)
+        centre = Parameter(Tensor(np.zeros(3, np.float32)), "centre", requires_grad=False)
+        step = step_of(Of(centred, centre=centre, drop=nn.Dropout(p=0.5)))
+        said = said_by(lambda step=step: step(Tensor(X)))
+        named = [each for each in said if "it changes 'centre' out of training alone, which stays changed" in each]
+        # A copy of a small one is put back, so that there is nothing to name.
+        assert len(named) == (small == 0) and (small == 0 or not centre.asnumpy().any())
+
+
+# ---- op by op, then as the training runs
+
+
+def compilations_of(cell, monkeypatch):
+    """The graphs that the first batch of a training compiles, and what it says."""
+    compiled = []
+    original = nn.Cell.compile
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Cell, "compile", lambda self, *args: (compiled.append(type(self)), original(self, *args))[1])
+        said = said_by(lambda: step_of(cell)(Tensor(X), Tensor(Y)))
+    return LossOfRows in compiled, said
+
+
+def test_a_loss_that_is_right_op_by_op_is_not_compiled_to_be_measured(monkeypatch):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    assert compilations_of(nn.WithLossCell(net(), nn.MSELoss()), monkeypatch) == (False, [])
+    is_compiled, (said,) = compilations_of(nn.WithLossCell(net(), nn.MSELoss(reduction="sum")), monkeypatch)
+    assert is_compiled and "it adds up its rows" in said
+
+
+def test_what_only_op_by_op_is_random_is_measured_as_a_graph(monkeypatch):
+    def scaled(self, x, y):
+        return (self.net(x) - y).square().mean() * random.random()
+
+    for mode, is_random in ((ms.GRAPH_MODE, False), (ms.PYNATIVE_MODE, True)):
+        ms.set_context(mode=mode)
+        is_compiled, said = compilations_of(Of(scaled), monkeypatch)
+        assert is_compiled is not is_random and bool(said) is is_random
 
 
 # ---- when

@@ -132,9 +132,8 @@ class Experiment:
     def measure(self) -> Finding | None:
         """Return why the loss cannot be trained in parts, as training measures it, but on the whole batch."""
         check = LossCheck(self.network, self.parameters, StepSettings.checked(_OWNER), self.start.is_16_bit, False)
-        check.moves = True
         self.start.begin(self.frozen)
-        return check.measure_cuts(self._cuts(), len(self.rows))
+        return check.measure_cuts([*self._cuts()], len(self.rows))
 
     def _cuts(self) -> Iterator[Cut]:
         """Yield the batch and its halves, then these and theirs, down to the micro batches.
