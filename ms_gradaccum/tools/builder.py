@@ -5,20 +5,17 @@ MindSpore, whose import takes seconds, is imported only after the first checks.
 
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 # The module name of an imported file. It is not "__main__", so that guarded code does not run.
 _FILE_MODULE = "__mp_main__"
 _RULE = "a function that a new process can import"
 _REMEDY = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
-# Names with which a file can define others that its text does not have.
-_DEFINES = {"globals", "vars", "setattr", "exec", "__getattr__"}
 
 
 def _sentence(owner: str, got: str, remedy: str = _REMEDY, rule: str = _RULE) -> str:
@@ -26,37 +23,16 @@ def _sentence(owner: str, got: str, remedy: str = _REMEDY, rule: str = _RULE) ->
 
 
 def check_build(owner: str, build: str) -> None:
-    """Raise at once if the file, module or function of 'train.py:build' does not exist. No file is run."""
+    """Raise at once if the file or module of 'train.py:build' does not exist, before MindSpore is imported."""
     place, _, name = build.rpartition(":")
-    wrong = _mistake(place, name.partition(".")[0]) if place and name else None
-    if wrong is not None:
-        raise ValueError(_sentence(owner, f"{build!r}, {wrong[0]}", wrong[1]))
-
-
-def _mistake(place: str, name: str) -> tuple[str, str] | None:
-    """Return what is wrong and what to do, or None."""
     importlib.invalidate_caches()
-    if place.endswith(".py"):
-        file = Path(place).resolve()
-        if not file.is_file():
-            return "whose file is not there", f"It is looked for at {file}."
+    if place.endswith(".py") and name and not Path(place).is_file():
+        wrong, remedy = "whose file is not there", f"It is looked for at {Path(place).resolve()}."
+    elif place and name and not place.endswith(".py") and _find(place) is None:
+        wrong, remedy = "whose module is not found", "Call the command in its folder, or add that to PYTHONPATH."
     else:
-        spec = _find(place)
-        if spec is None:
-            return "whose module is not found", "Call the command in its folder, or add that to PYTHONPATH."
-        file = Path(spec.origin or "")
-        if file.suffix != ".py":
-            return None
-    try:
-        code = compile(file.read_bytes(), str(file), "exec")
-    except SyntaxError as error:
-        return "whose file is no Python program", f"{file}, line {error.lineno}: {error.msg}."
-    if {name, *_DEFINES} & set(code.co_names) or ("*",) in code.co_consts:
-        return None
-    blocks = [each for each in code.co_consts if isinstance(each, CodeType) and each.co_name.isidentifier()]
-    # The body of a class is no optimized block.
-    functions = [each.co_name for each in blocks if each.co_flags & inspect.CO_OPTIMIZED]
-    return "which its file does not have", f"{file} has {', '.join(functions) or 'no function'}."
+        return
+    raise ValueError(_sentence(owner, f"{build!r}, {wrong}", remedy))
 
 
 def _find(module: str) -> ModuleSpec | None:

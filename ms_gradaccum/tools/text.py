@@ -15,3 +15,10 @@ def aligned(rows: Iterable[tuple[str, ...]], indent: str = "") -> Iterator[str]:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, as in "1 batch" and "2 batches"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes with its unit."""
+    if count < 2**20:
+        return f"{count} bytes"
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"

@@ -146,24 +146,14 @@ GOOD = "import numpy as np\n\n\ndef build():\n    return np\n"
 
 @pytest.mark.parametrize("command", ["simulate", "micro-size"])
 @pytest.mark.parametrize(
-    "build, text, got",
+    "build, got",
     [
-        ("nofile.py:build", GOOD, "whose file is not there. It is looked for at {folder}/nofile.py."),
-        ("train.py:built", GOOD, "which its file does not have. {folder}/train.py has build."),
-        (
-            "train.py:build",
-            "def main():\n    def build(): ...\n",
-            "which its file does not have. {folder}/train.py has main.",
-        ),
-        ("train.py:build", "", "which its file does not have. {folder}/train.py has no function."),
-        ("train.py:build", "def build(:", "whose file is no Python program. {folder}/train.py, line 1: "),
-        ("nosuch:build", GOOD, "whose module is not found. "),
-        ("numpy.nosuch.part:build", GOOD, "whose module is not found. "),
-        ("json.decoder:nosuch", GOOD, "which its file does not have. "),
+        ("nofile.py:build", "whose file is not there. It is looked for at {folder}/nofile.py."),
+        ("nosuch:build", "whose module is not found. "),
+        ("numpy.nosuch.part:build", "whose module is not found. "),
     ],
 )
-def test_a_build_that_is_not_there_starts_nothing(command, build, text, got, tmp_path, capsys, monkeypatch):
-    (tmp_path / "train.py").write_text(text)
+def test_a_build_that_is_not_there_starts_nothing(command, build, got, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", None)
     assert main([command, build, *(["--memory-limit", "4GiB"] if command == "micro-size" else [])]) == 2
@@ -174,29 +164,13 @@ def test_a_build_that_is_not_there_starts_nothing(command, build, text, got, tmp
     assert output.err.count("\n") == 1 and output.out == ""
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        GOOD,
-        "try:\n    import nosuch\nexcept ImportError:\n    pass\nif True:\n    def build(): ...\n",
-        "import sys\nsys.path.append('there')\nimport nosuch\nbuild = nosuch.build\n",
-        "import beside\nfrom nosuch import build\n",
-        "from beside import *\n",
-        "from . import nosuch as build\n",
-        "import sys\nglobals()['build'] = sys.exit\n",
-        "def __getattr__(name): ...\n",
-        "class build: ...\n",
-    ],
-)
-def test_a_build_that_can_be_there_is_not_refused(text, tmp_path, monkeypatch):
-    """None of these files is run."""
-    (tmp_path / "train.py").write_text(text)
-    (tmp_path / "beside.py").write_text("import sys\nsys.path.append('there')\n")
+def test_a_build_that_can_be_there_is_not_refused_and_not_run(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("import sys\nsys.path.append('there')\nimport nosuch\nbuild = nosuch.build\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     for build in ("train.py:build", "train.py:build.inner", "train:build", "__main__:build", "no place"):
         check_build("simulate", build)
-    assert "beside" not in sys.modules
+    assert "train" not in sys.modules
 
 
 def test_a_missing_import_is_named_when_the_file_is_imported(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """The parts of `find_micro_size` that need no child process."""
 
 import functools
-import io
 import json
 import math
 import re
@@ -9,11 +8,13 @@ import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies
+from hypothesis import given, strategies
+from hypothesis import settings as hypothesis_settings
 from memory_networks import misbehaving, nothing, wide
 from mindspore import Tensor, nn, ops
 from refusal import raises, typed
@@ -23,35 +24,43 @@ from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.probing import child, micro_size_finder
 from ms_gradaccum.tools.probing.child import Training
-from ms_gradaccum.tools.probing.memory import as_text, check_memory_limit
-from ms_gradaccum.tools.probing.search import candidates, first_that_fits, largest_part
+from ms_gradaccum.tools.probing.measurement import Measured
+from ms_gradaccum.tools.text import size_text
 
 
-@settings(max_examples=30, deadline=None)
-@given(rows=strategies.integers(1, 600))
-def test_the_candidates_are_the_smallest_count_for_each_size(rows):
-    smallest = {}
-    for count in range(1, rows + 1):
-        smallest.setdefault(len(np.array_split(np.empty(rows), count)[0]), count)
-    assert candidates(rows) == sorted(smallest.values())
-    assert [largest_part(rows, count) for count in candidates(rows)] == sorted(smallest, reverse=True)
+def answer_of(rows, limit, **settings):
+    """The answer, and the numbers that were measured, where the memory is two bytes for each row of a micro batch."""
+    asked = []
+
+    def measure(builder, micro_size, *others):
+        asked.append(micro_size)
+        return Measured(rows, 0, 2 * math.ceil(rows / micro_size))
+
+    with mock.patch.object(micro_size_finder, "measure", measure):
+        return find_micro_size(nothing, limit, **settings), asked
 
 
-@settings(max_examples=200, deadline=None)
-@given(rows=strategies.integers(1, 100_000), share=strategies.floats(0, 1.5))
-def test_the_search_finds_the_first_that_fits_with_few_questions(rows, share):
-    limit, asked = share * rows, []
+@hypothesis_settings(max_examples=200, deadline=None)
+@given(rows=strategies.integers(1, 2000), limit=strategies.integers(2, 5000))
+def test_the_answer_is_the_smallest_that_fits_and_few_are_measured(rows, limit):
+    found, asked = answer_of(rows, limit)
+    assert found == next(count for count in range(1, rows + 1) if 2 * math.ceil(rows / count) <= limit)
+    sizes = {math.ceil(rows / count) for count in range(1, rows + 1)}
+    assert len(asked) == len(set(asked)) <= 2 * math.log2(len(sizes) + 1) + 1
+    # The next larger micro batches were measured too.
+    if found > 1:
+        larger = math.ceil(rows / (found - 1))
+        assert min(count for count in range(1, found) if math.ceil(rows / count) == larger) in asked
 
-    def fits(count):
-        asked.append(count)
-        return math.ceil(rows / count) <= limit
 
-    counts = candidates(rows)
-    found = first_that_fits(counts, fits)
-    assert found == next((count for count in counts if math.ceil(rows / count) <= limit), None)
-    assert len(asked) == len(set(asked)) <= 2 * math.log2(len(counts) + 1) + 1
-    # The answer has been tried, and so has the one before it.
-    assert found is None or {found, *counts[: counts.index(found)][-1:]} <= set(asked)
+def test_single_rows_that_do_not_fit_are_an_error():
+    sentence = (
+        "For 'find_micro_size', the argument 'memory_limit' must be at least the 2 bytes that single rows "
+        "(micro_size=7) take, but got 1 bytes. 0 bytes of it are in use before the first row: shrink network, "
+        "optimizer or batch."
+    )
+    with raises(MemoryError, sentence):
+        answer_of(7, 1)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +69,16 @@ def test_the_search_finds_the_first_that_fits_with_few_questions(rows, share):
     + [("3 TB", 3 * 10**12), ("1KiB", 1024), ("0.5MiB", 2**19), ("12b", 12)],
 )
 def test_a_limit_is_a_number_or_a_text(text, count):
-    assert check_memory_limit("find_micro_size", text) == count
+    """A batch that takes just so much fits, and one that takes two bytes more does not."""
+    rows = count // 2
+    assert answer_of(rows, text)[0] == 1
+    with mock.patch.object(micro_size_finder, "measure", lambda *args: Measured(1, 0, count + 1)):
+        with pytest.raises(MemoryError):
+            find_micro_size(nothing, text)
 
 
 def test_bytes_are_shown_for_people():
-    assert [as_text(count) for count in (10, 3 * 2**19, 5 * 2**28)] == ["10 bytes", "1.5 MiB", "1.25 GiB"]
+    assert [size_text(count) for count in (10, 3 * 2**19, 5 * 2**28)] == ["10 bytes", "1.5 MiB", "1.25 GiB"]
 
 
 LIMIT = "For example 4 * 2**30, '4GiB' or '500MB'."
@@ -126,7 +140,7 @@ LAMBDA, INNER = as_lambda(), inner()
 )
 def test_a_wrong_argument_is_refused_at_once_in_one_sentence(name, value, error, rule, got, remedy, monkeypatch):
     # No process is started for it.
-    monkeypatch.setattr(micro_size_finder, "Child", None)
+    monkeypatch.setattr(micro_size_finder, "measure", None)
     given = {"build": nothing, "memory_limit": "1GiB", name: value}
     with raises(error, f"For 'find_micro_size', the argument '{name}' must be {rule}, but got {got}. {remedy}"):
         find_micro_size(**given)
@@ -347,12 +361,6 @@ def test_memory_that_this_device_lacks_is_told_from_other_errors():
     with pytest.raises(RuntimeError) as mindspores:
         ops.ones((2**40,), ms.float32).sum().asnumpy()
     assert child.is_out_of_memory(numpys.value) and child.is_out_of_memory(mindspores.value)
-
-
-def test_a_child_reports_on_one_line_each():
-    out = io.StringIO()
-    child._tell(out, rows=3, error=["A", "two\nlines"])
-    assert json.loads(out.getvalue()) == {"rows": 3, "error": ["A", "two\nlines"]} and out.getvalue().count("\n") == 1
 
 
 def test_the_toy_for_the_measurements_trains(eager):

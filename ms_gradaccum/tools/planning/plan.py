@@ -41,40 +41,34 @@ class TrainingPlan:
 
     ``print(plan)`` shows it; ``dataclasses.replace(plan, learning_rate=...)`` makes another one, for example with the
     schedule that needed `updates` from the first. Skipped updates (gradients with an Inf or NaN) are not counted, nor
-    what `reduce_dtype` and ``bad_micro_batch="drop"`` change in the messages.
+    what `reduce_dtype`, ``bad_micro_batch="drop"``, hooks of the network and the compiler change in the messages.
 
     Keyword Args:
         dataset_size (Union[int, Sequence[int]]): Rows of the data, of which each rank gets `ceil(dataset_size / ranks)`
             as with ``num_shards`` and ``shard_id`` of MindSpore's datasets; or the rows of each rank.
         batch_size (int): Rows of one batch on one rank, before micro batches are cut.
-        epochs (int, optional): Passes over the data. Give either this or `steps`. Default: ``None``.
-        steps (int, optional): Batches that each rank trains on, over any number of passes. Default: ``None``.
+        epochs (int, optional), steps (int, optional): Passes over the data, or batches of each rank. Give one of them.
         ranks (int): Number of processes. Default: ``1``.
         drop_remainder (bool): True drops a short batch at the end of the data, as in ``Dataset.batch``.
             Default: ``False``.
-        micro_size (int): Number of micro batches of one batch, as in :class:`GradAccumulation`. Default: ``1``.
-        accumulation_steps (int, optional): Batches of one update. ``None``: computed from `global_batch`, or 1.
-            Default: ``None``.
+        accumulation_steps (int, optional): Batches of one update. Default: computed from `global_batch`, or 1.
         global_batch (int, optional): Rows of one update on all ranks, instead of `accumulation_steps`.
             Default: ``None``.
         round_global_batch (bool): True rounds `global_batch` up to a multiple of `batch_size * ranks`.
             Default: ``False``.
-        last_window (str), clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): As in :class:`Model`.
-        parallel (Union[str, DataParallel, HSDP, Reduced]): As in :class:`Model`. ``"auto"`` is ``DataParallel()`` for
-            several ranks. Messages of a network's hooks or of the compiler are not counted. Default: ``"auto"``.
+        micro_size (int), last_window (str), clip, parallel: As in :class:`GradAccumulation` and :class:`Model`.
+            ``parallel="auto"`` is ``DataParallel()`` for several ranks.
         learning_rate (Union[float, Sequence, Tensor, LearningRateSchedule, Callable], optional): The optimizer's
             argument, or a function of the number of earlier updates. Default: ``None``.
-        parameters (Sequence[Parameter], optional): The trained parameters. Default: ``None``.
+        parameters (Sequence[Parameter], optional): The trained parameters, for the costs. Default: ``None``.
         device_target (str, optional): ``"CPU"``, ``"GPU"`` or ``"Ascend"``, which selects the operators of a
-            message. ``None``: that of the context. Default: ``None``.
+            message. Default: that of the context.
 
     Attributes:
-        batches_per_epoch (int): Batches of each rank in a pass; if ranks differ, the most of them.
-        batches (int): Batches of each rank in all.
+        batches_per_epoch, batches (int): Batches of each rank in a pass (if ranks differ, the most), and in all.
         updates (int): Calls of the optimizer: the number of steps to give a schedule.
         updates_per_epoch (int): The largest number of updates in a pass.
-        rows_per_update (int): Rows of a whole window on all ranks.
-        micro_batches_per_update (int): Micro batches of a whole window on each rank.
+        rows_per_update, micro_batches_per_update (int): Rows of a whole window on all ranks; micro batches on each.
         last_window_batches (int): Batches of a pass that are left after its whole windows.
         unused_batches (int): Batches that are part of no update.
         repeated_rows (int): Rows that are used twice in a pass so that all ranks have the same number.

@@ -28,16 +28,8 @@ class ProgressBar(Settled, Callback):
     (log files, CI) it is a plain line on the standard output stream from time to time and one at the end. In a
     distributed run only rank 0 shows anything.
 
-    ``Model.train`` and ``Model.fit`` take it as a callback, where it counts batches. In a loop of your own it counts
-    updates:
-
-    .. code-block:: python
-
-        with ProgressBar(total=updates) as progress:
-            for batch in accumulator.prepare(dataset):
-                with accumulator.accumulate():
-                    accumulator.backward(*batch)
-                    progress.update(accumulator.step())
+    ``Model.train`` and ``Model.fit`` take it as a callback, where it counts batches. In a loop of your own, ``with
+    ProgressBar(total=updates) as progress`` counts the updates that `update` is given.
 
     Args:
         live (Optional[bool]): ``True`` draws the bar, ``False`` prints the lines. ``None`` draws the bar if

@@ -19,30 +19,12 @@ _OWNER = "StepReporter"
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report on one window, made by a :class:`StepReporter`. Items that nobody asked for are None.
+    """Report on one window, made by a :class:`StepReporter`. Items that were not requested or are not known are None.
 
-    Attributes:
-        update: Updates that the optimizer has made, this one included: its `global_step`, which a checkpoint keeps. For
-            optimizers without one, the updates that the reporter has seen.
-        updated: True if the window made an update.
-        skipped_updates: Windows without an update that the reporter has seen.
-        overflow: True if the gradient had an Inf or a NaN.
-        loss: Weighted mean loss of the window. None for gradients that an Accumulator was given without a loss.
-        learning_rate: Learning rate, or a tuple of one per parameter if groups have rates of their own.
-        grad_norm: Global L2 norm of the mean gradient before clipping.
-        clipped_grad_norm: The same after clipping.
-        loss_scale: Factor of the loss in the backward pass.
-        weight: Weight of the window over all processes: its rows or tokens.
-        other_losses: Means of the further losses that the network returns, see :class:`StepOutput`.
-        batches: Batches of this process so far. None where the windows are part of a graph (data sink mode).
-        micro_batches: Micro batches of this process so far, or None likewise.
-        rows_per_second: Rows of all processes per second since the last report, without the time that reports take.
-            None in the first report, which includes compiling, if the network counts tokens, and if the reporter has
-            missed updates (in data sink mode it sees the last one of a sink).
-        tokens_per_second: The same for a network that counts tokens.
-        weight_norm: Global L2 norm of the weights after the update.
-        communication_seconds: Time that the window's messages take if all processes are ready and nothing else runs.
-        peak_memory_bytes: Peak of the memory so far: of the device, on CPU of the process.
+    docs/observing.md lists the items. `update` is the optimizer's `global_step`, which a checkpoint keeps; for
+    optimizers without one, the reporter counts. `rows_per_second`, or `tokens_per_second` for a network that counts
+    tokens, is None in the first report, which includes compiling, and if the reporter has missed updates since the last
+    one (in data sink mode it sees the last update of a sink).
     """
 
     update: int

@@ -6,8 +6,7 @@ from typing import Any
 
 from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.parallel.layout import Message, Traffic
-from ms_gradaccum.tools.probing.memory import as_text
-from ms_gradaccum.tools.text import aligned
+from ms_gradaccum.tools.text import aligned, size_text
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Simulation:
         return asdict(self)
 
     def __str__(self) -> str:
-        held = ", ".join(f"{kind} {as_text(size)}" for kind, size in self.ours.held_bytes.items())
+        held = ", ".join(f"{kind} {size_text(size)}" for kind, size in self.ours.held_bytes.items())
         own = f"; MindSpore's own cell in {_compilation(self.stock)}" if self.stock else ""
         lines = [f"One of {self.devices} {self.target} devices, per update:", *self._table()]
         lines += [f"Held by each device: {held}.", f"Compiled here in {_compilation(self.ours)}{own}."]
@@ -146,4 +145,4 @@ def _numbers(values: Any) -> str:
 
 
 def _compilation(program: Program) -> str:
-    return f"{program.compile_seconds:.1f} s, {as_text(program.compile_bytes)} at most"
+    return f"{program.compile_seconds:.1f} s, {size_text(program.compile_bytes)} at most"
