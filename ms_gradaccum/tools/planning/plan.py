@@ -234,6 +234,9 @@ def _check_settings(plan: Any) -> None:
         raise ValueError(
             f"For '{_OWNER}', either epochs or steps must be given, but got {got}. Say how long it trains."
         )
+    check.check_bool(_OWNER, "drop_remainder", plan.drop_remainder, "It is that of Dataset.batch().")
+    check.check_bool(_OWNER, "round_global_batch", plan.round_global_batch, "True rounds up.")
+    check.check_last_window(_OWNER, plan.last_window)
 
 
 def _check_dataset_size(plan: Any) -> list[int]:
