@@ -21,16 +21,7 @@ from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "tensorboardX", "matplotlib")
-_VARIABLES = (
-    "DEVICE_ID",
-    "MS_ROLE",
-    "MS_WORKER_NUM",
-    "MS_SCHED_HOST",
-    "MS_JIT",
-    "OMP_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-    VARIABLE,
-)
+_VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREADS OMP_WAIT_POLICY".split()
 
 
 def describe() -> dict[str, str]:
@@ -40,7 +31,8 @@ def describe() -> dict[str, str]:
     facts = {"python": platform.python_version(), "system": platform.platform()}
     facts.update({name: _version_of(name) for name in _PACKAGES})
     facts["device target"] = f"{target}, {ms.hal.device_count(target)} of them"
-    facts["cores and memory"] = f"{cores()} cores, {_memory()}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    facts["cores and memory"] = f"{cores()} cores, {memory:.1f} GiB"
     facts["default mode"] = "GRAPH" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE"
     facts["an update in GRAPH mode"] = _tried(lambda: _update(ms.GRAPH_MODE))
     facts["an update in PYNATIVE mode"] = _tried(lambda: _update(ms.PYNATIVE_MODE))
@@ -48,10 +40,11 @@ def describe() -> dict[str, str]:
     facts["bfloat16 products"] = _tried(lambda: multiply(ms.bfloat16))
     facts["data sink mode"] = "no: Model feeds batches one by one on CPU" if on_cpu else "yes, in GRAPH mode"
     facts["kernels for sums on CPU"] = "yes" if has_kernels() else "no"
-    facts["fast convolutions on CPU"] = _fast_convolutions() if on_cpu else "not used"
+    slow = f"no: oneDNN takes its reference code with AVX-512. {REMEDY}"
+    facts["fast convolutions on CPU"] = "not used" if not on_cpu else slow if are_slow() else "yes"
     facts["several processes"] = _msrun()
     facts["semi-auto-parallel"] = "no: HSDP of this package stands in on CPU" if on_cpu else "yes"
-    facts.update({f"${name}": value for name in _VARIABLES if (value := os.getenv(name)) is not None})
+    facts.update({f"${name}": value for name in [*_VARIABLES, VARIABLE] if (value := os.getenv(name)) is not None})
     return facts
 
 
@@ -69,10 +62,6 @@ def _msrun() -> str:
     # A path may reveal a user name, so it is shown only if it matters.
     beside = Path(found).parent.samefile(Path(sys.executable).parent)
     return "yes" if beside else f"yes, by another Python's {found}"
-
-
-def _memory() -> str:
-    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
 
 
 def _tried(run: Callable[[], None]) -> str:
@@ -94,7 +83,3 @@ def _update(mode: int) -> None:
         reached = network.weight.asnumpy().item()
     if abs(reached - 1.0) > 1e-5:
         raise RuntimeError(f"the weight is {reached} where 1.0 is right")
-
-
-def _fast_convolutions() -> str:
-    return f"no: oneDNN takes its reference code with AVX-512. {REMEDY}" if are_slow() else "yes"

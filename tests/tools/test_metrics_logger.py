@@ -1,8 +1,10 @@
 """MetricsLogger: what it writes is what happened, in each place, and nothing stops the training or gets lost."""
 
 import json
+import resource
 import sys
 import warnings
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -233,21 +235,31 @@ def test_a_place_that_cannot_be_written_is_an_error_at_once(name, tmp_path):
     )
 
 
-def test_a_full_disk_costs_one_warning_and_no_line(tmp_path):
-    logger = MetricsLogger(FULL_DISK)
+@contextmanager
+def no_file_larger_than(size):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_for_a_while_costs_one_warning_and_no_line(tmp_path):
+    """It has no more room in the middle of a line."""
+    path = tmp_path / "run.jsonl"
+    logger = MetricsLogger(path)
+    logger.log(output_of(1.0))
     sentence = (
-        f"For 'MetricsLogger', {FULL_DISK} cannot be written now (No space left on device). The training goes on; the "
-        "lines are kept and tried again with the next one."
+        f"For 'MetricsLogger', {path} cannot be written now (File too large). The training goes on; the lines are kept "
+        "and tried again with the next one."
     )
-    with pytest.warns(UserWarning, match=whole(sentence)) as caught:
-        logger.log(output_of(1.0))
+    with no_file_larger_than(path.stat().st_size + 40), pytest.warns(UserWarning, match=whole(sentence)) as caught:
         logger.log(output_of(2.0))
+        logger.log(output_of(3.0))
     assert [warning.category for warning in caught].count(UserWarning) == 1
-    # Room again:
-    logger._lines.path = str(tmp_path / "run.jsonl")
-    logger.log(output_of(3.0))
-    logger.close()
-    assert [line["loss"] for line in lines_of(tmp_path / "run.jsonl")] == [1.0, 2.0, 3.0]
+    logger.log(output_of(4.0))
+    assert [line["loss"] for line in lines_of(path)] == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_lines_that_never_found_room_are_told_of():
@@ -269,10 +281,10 @@ def test_a_training_goes_on_with_a_full_disk():
 def test_an_event_file_that_fails_costs_one_warning_and_the_lines_go_on(tmp_path, monkeypatch):
     logger = MetricsLogger(tmp_path / "run.jsonl", tmp_path / "events")
 
-    def fail():
+    def fail(writer):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(logger._events.writer, "flush", fail)
+    monkeypatch.setattr("tensorboardX.event_file_writer.EventsWriter.flush", fail)
     sentence = (
         f"For 'MetricsLogger', the event file in {tmp_path / 'events'} cannot be written (No space left on device). "
         "The training goes on without it."

@@ -47,7 +47,7 @@ class TrainingPlan:
         dataset_size (Union[int, Sequence[int]]): Rows of the data, of which each rank gets `ceil(dataset_size / ranks)`
             as with ``num_shards`` and ``shard_id`` of MindSpore's datasets; or the rows of each rank.
         batch_size (int): Rows of one batch on one rank, before micro batches are cut.
-        epochs (int, optional), steps (int, optional): Passes over the data, or batches of each rank. Give one of them.
+        epochs, steps (int, optional): Passes over the data, or batches of each rank. Give one of them.
         ranks (int): Number of processes. Default: ``1``.
         drop_remainder (bool): True drops a short batch at the end of the data, as in ``Dataset.batch``.
             Default: ``False``.
@@ -56,7 +56,7 @@ class TrainingPlan:
             Default: ``None``.
         round_global_batch (bool): True rounds `global_batch` up to a multiple of `batch_size * ranks`.
             Default: ``False``.
-        micro_size (int), last_window (str), clip, parallel: As in :class:`GradAccumulation` and :class:`Model`.
+        micro_size, last_window, clip, parallel (optional): As in :class:`GradAccumulation` and :class:`Model`.
             ``parallel="auto"`` is ``DataParallel()`` for several ranks.
         learning_rate (Union[float, Sequence, Tensor, LearningRateSchedule, Callable], optional): The optimizer's
             argument, or a function of the number of earlier updates. Default: ``None``.
@@ -191,19 +191,19 @@ class TrainingPlan:
         return describe(self)
 
 
-class _Weight(NamedTuple):
+class _Shape(NamedTuple):
     """Shape of a parameter and bytes of one element. A plan does not keep the parameters alive."""
 
     shape: tuple[int, ...]
     itemsize: int
 
 
-def _shapes_of(parameters: Any) -> tuple[_Weight, ...]:
+def _shapes_of(parameters: Any) -> tuple[_Shape, ...]:
     is_list = isinstance(parameters, (list, tuple))
-    if not is_list or not all(isinstance(each, (Parameter, _Weight)) for each in parameters):
+    if not is_list or not all(isinstance(each, (Parameter, _Shape)) for each in parameters):
         rule, got = "a list of parameters", type(parameters).__name__
         raise TypeError(argument_error(_OWNER, "parameters", rule, got, "Give network.trainable_params()."))
-    return tuple(_Weight(tuple(each.shape), each.itemsize) for each in parameters)
+    return tuple(_Shape(tuple(each.shape), each.itemsize) for each in parameters)
 
 
 def _rows_of_batches(rank_rows: Sequence[int], batch_size: int) -> Any:
