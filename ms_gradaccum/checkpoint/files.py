@@ -71,7 +71,7 @@ def begin(directory: Path) -> str:
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove what attempts to write or remove a state have left."""
+    """Remove the temporary folders of earlier attempts to write or remove a state."""
     for left in directory.glob(f"{_PARTIAL}*"):
         shutil.rmtree(left, ignore_errors=True)
 

@@ -83,7 +83,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
     for parameter, value in plan:
         assign_in_place(parameter, Tensor(value, parameter.dtype))
     if isinstance(trained, Accumulator):
-        trained.window.resume_at(places)
+        trained.window.places = dict(enumerate(places))
     elif isinstance(step, ms.Model) and places:
         step.resumed_place = places[0]
     if random:

@@ -187,6 +187,6 @@ def _check_extra(extra: Any) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         held = None
     if not isinstance(held, dict):
-        rule, remedy = "a dict of what JSON holds, or None", "Keep numbers, strings, lists and dicts of them."
+        rule, remedy = "a dict of JSON values or None", "Keep numbers, strings, lists and dicts of them."
         raise TypeError(argument_error(_OWNER, "extra", rule, typed(extra), remedy))
     return held

@@ -47,7 +47,7 @@ _P = ParamSpec("_P")
 
 
 def _alone(name: str, call: str) -> Callable[[Callable[_P, _A]], Callable[_P, _A]]:
-    """Let a method refuse Accelerate's arguments, of which it takes the one called ``name`` alone."""
+    """Return a decorator of a method that refuses all of Accelerate's arguments but the one called ``name``."""
 
     def decorated(method: Callable[_P, _A]) -> Callable[_P, _A]:
         @functools.wraps(method)
@@ -74,14 +74,14 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
                 accumulator.step()
                 accumulator.zero_grad()
 
-    Nobody divides a loss: the update has the mean gradient over all rows (or tokens) of its window, and of all
+    No loss needs to be divided: the update has the mean gradient over all rows (or tokens) of its window, and of all
     processes. In all batches but the last of a window, `clip_grad_norm`, `step` and `zero_grad` do nothing.
 
     MindSpore's mode says whether networks and optimizers are compiled (GRAPH mode) or run op by op (PYNATIVE mode),
-    unless `compile` does. The cells keep the training mode that they have: where there is BatchNorm or Dropout, call
-    ``network.set_train()`` before the first batch, with `mixed_precision` before the Accumulator is built.
+    unless `compile` does. The cells keep their training mode: with BatchNorm or Dropout, call ``network.set_train()``
+    before the first batch, and with `mixed_precision` before the Accumulator is built.
 
-    With MindSpore's functional idiom, call the accumulator where the optimizer was called:
+    With MindSpore's functional idiom, call the accumulator in place of the optimizer:
 
     .. code-block:: python
 
@@ -89,15 +89,15 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         accumulator(grads, weight=len(x), loss=loss)     # instead of optimizer(grads)
 
     Args:
-        network (Union[Cell, list[Cell]]): Loss cell: it returns a mean loss, or is a :class:`GradAccumulation` (which
-            also splits each batch), or a :class:`TokenMeanLoss`. Or several of them, which share the window.
+        network (Union[Cell, list[Cell]]): Loss cell, or several that share the window. It returns a mean loss, or is a
+            :class:`GradAccumulation` (which also splits each batch), or a :class:`TokenMeanLoss`.
         optimizer (Union[Cell, list[Cell]]): Optimizer of the network's weights. For one network, also several of
             different weights; for several networks, one each (an entry may be a list).
         accumulation_steps (int): Number of batches of one update. Default: ``1``.
 
     Keyword Args:
-        config (AccumulationConfig, optional): What happens at the end of the data, a schedule of
-            `accumulation_steps`, and when the ranks communicate. Default: ``None``.
+        config (AccumulationConfig, optional): Options for the end of the data, a schedule of `accumulation_steps`, and
+            the communication of the ranks. Default: ``None``.
         clip (Union[ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, None]): Clipping of each window's mean
             gradient, without a call of `clip_grad_norm`. Default: ``None``.
         mixed_precision (Union[str, MixedPrecision, LossScaler, LossScaleManager, None]): As for
@@ -111,12 +111,12 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         - **grads** (tuple[Tensor]) - Gradients of a batch, in the order of ``optimizer.parameters``. With
           `mixed_precision` those of ``accumulator.scale(loss)``, since a small gradient of `loss` itself is 0 in
           half precision.
-        - **weight** (Union[int, float]) - What they count for: the rows or tokens of the batch. Default: ``1.0``.
+        - **weight** (Union[int, float]) - The number of rows or tokens of the batch. Default: ``1.0``.
         - **loss** (Union[Tensor, float], optional) - The batch's loss, for the report. Default: ``None``, a report
             without one.
         - **reduction** (str) - ``"mean"`` if `grads` and `loss` are means over `weight` rows, ``"sum"`` if they are
           sums. Default: ``"mean"``.
-        - **network** (Cell, optional) - Of several networks the one that they belong to. Default: ``None``.
+        - **network** (Cell, optional) - The network that they belong to, of several. Default: ``None``.
 
     Outputs:
         :class:`StepOutput`, as of :class:`TrainOneStepCell`.
@@ -125,9 +125,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         TypeError: If an argument has the wrong type.
         ValueError: If `accumulation_steps` is less than 1 or contradicts `config`, or networks and optimizers
             do not fit.
-        RuntimeError: If the calls come in an order that has no meaning: two backward passes of a network in one
-            batch, or a new batch although a full window waits for `step`; or if another step was built with its
-            optimizer since.
+        RuntimeError: If the calls are out of order: two backward passes of a network in one batch, or a new batch
+            although a full window waits for `step`; or if another step was built with its optimizer since.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -178,35 +177,31 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
                 compile=self.config.compile if compile is None else compile,
                 check_loss=check_loss,
             )
-            for _ in pairs  # The loss scale in them is one network's.
+            for _ in pairs  # Each network has a loss scale of its own.
         ]
         self.events = Events(_OWNER)
-        self._networks = [TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)]
-        claim_optimizers(self._networks)
-        self.window = LoopWindow(self.config, self._networks, self.events)
+        # The windows of the networks, with their sums, optimizers and loss scales.
+        self.windows = [TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)]
+        claim_optimizers(self.windows)
+        self.window = LoopWindow(self.config, self.windows, self.events)
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
         self.in_graph: Callable[..., tuple[Tensor, ...]] = self._window_in_graph()
         self._is_built = True
 
     def _window_in_graph(self) -> GraphWindow | NoGraphWindow:
         """Return the cell of this loop inside a larger graph, which supports one network with one optimizer."""
-        first, steps = self._networks[0], self.config.accumulation_steps
-        if len(self._networks) == len(first.ends) == 1 and self.config.schedule is None:
+        first, steps = self.windows[0], self.config.accumulation_steps
+        if len(self.windows) == len(first.ends) == 1 and self.config.schedule is None:
             return GraphWindow(first.add_grads_cell, first.ends[0], steps)
         return NoGraphWindow(_OWNER)
 
     def set_train(self, mode: bool = True) -> "Accumulator":
-        """Set the mode of the networks and all cells in them, see ``nn.Cell.set_train``. Nothing else does so."""
+        """Set the mode of the networks and all cells in them, see ``nn.Cell.set_train``."""
         super().set_train(mode)
-        for trained in self._networks:
+        for trained in self.windows:
             for cell in (trained.network, *trained.micro_steps.compiled_cells()):
                 cell.set_train(mode)
         return self
-
-    @property
-    def windows(self) -> list[TrainedNetwork]:
-        """The windows of the networks, with their sums, optimizers and loss scales."""
-        return self._networks
 
     @property
     def sync_gradients(self) -> bool:
@@ -218,7 +213,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """True if the current batch has led to an update, False if the gradient had an Inf or a NaN."""
         return self.window.updated
 
-    # What is prepared does all that the object does.
+    # A prepared object has all methods of the object, so it keeps its type.
     @overload
     def prepare(self, first: _A, /) -> _A: ...
     @overload
@@ -232,10 +227,10 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         self, first: _A, second: _B, third: _C, fourth: _D, fifth: object, /, *others: object
     ) -> tuple[object, ...]: ...
     def prepare(self, *objects: object) -> object | tuple[object, ...]:
-        """Return a dataset that knows its last batch, a learning rate scheduler that moves once per update.
+        """Return datasets that know their last batch, and learning rate schedulers that step once per update.
 
-        An optimizer of this loop gets ``step()`` and ``zero_grad()``, which do what those of the Accumulator do. Only
-        ``nn.AdaFactor``, which has a parameter ``step``, gets none.
+        An optimizer of this loop gets the ``step()`` and ``zero_grad()`` of the Accumulator, but for ``nn.AdaFactor``,
+        which has a parameter ``step``.
 
         Args:
             objects: Datasets (of ``mindspore.dataset``, or anything to loop over; with a length if there are several
@@ -246,7 +241,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             The prepared object, or a tuple of them in the same order.
         """
         prepared = tuple(prepare(item, self.window) for item in objects)
-        for trained in self._networks:
+        for trained in self.windows:
             for optimizer in trained.optimizers:
                 # One may be there from another loop.
                 is_free = isinstance(getattr(optimizer, "step", self.step), (MethodType, functools.partial))
@@ -266,25 +261,25 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         return self.config.accumulation_steps
 
     def accumulate(self, *networks: nn.Cell) -> AbstractContextManager[None]:
-        """Enclose what is done with one batch. At its beginning it is known whether it ends the window.
+        """Return the context of one batch. It is known from its beginning whether it ends the window.
 
         Args:
-            networks (Cell): What Accelerate wants to be told. A window is that of all networks in any case.
+            networks (Cell): The networks, as for Accelerate. They are ignored: all networks share the window.
         """
         for each in networks:
             check_cell(_OWNER, "networks", each, "Write 'with accumulator.accumulate():'.")
         return self.window.batch()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let no batch that begins here end its window: for loops that decide themselves which one does."""
+        """Return a context in which no batch ends its window, for loops that choose the last batch themselves."""
         return self.window.withheld()
 
     def scale(self, loss: Tensor, *, network: nn.Cell | None = None) -> Tensor:
-        """Return ``loss`` times the loss scale: what to differentiate for gradients that the caller takes.
+        """Return ``loss`` times the loss scale. Differentiate it for gradients that you take yourself.
 
         Args:
             loss (Tensor): A loss, of any shape and floating-point dtype.
-            network (Cell, optional): Which of several networks. Default: ``None``, the only one.
+            network (Cell, optional): The network, of several. Default: ``None``, the only one.
         """
         loss = check_tensor(_OWNER, "loss", loss, "Give what is differentiated.")
         return loss * self.window.only(network).loss_scale.value()
@@ -296,7 +291,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
         Args:
             args: The batch, as the network takes it; keywords are allowed.
-            network (Cell, optional): Which of several networks. Default: ``None``, the only one.
+            network (Cell, optional): The network, of several. Default: ``None``, the only one.
         """
         trained = self.window.only(network)
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].ndim == 0:
@@ -336,9 +331,9 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         loss: Tensor | float | None = None,
         reduction: _Reduction = "mean",
     ) -> tuple[Tensor | None, ...]:
-        """Be called inside a compiled function: the same, with the items of a StepOutput in a tuple.
+        """Do the same inside a compiled function, and return the items of a StepOutput in a tuple.
 
-        It counts its batches itself, and knows nothing of the end of the data: call `flush` there.
+        The graph counts its batches itself, and does not know the end of the data: call `flush` there.
         """
         items: tuple[Tensor | None, ...] = self.in_graph(grads, weight, loss, reduction)
         if loss is None:
@@ -363,7 +358,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             remedy = "Give network.trainable_params(), or leave parameters and the last underscore out."
             raise TypeError(argument_error(_OWNER, "parameters", rule, typed(parameters), remedy))
         given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        trained = [each for network in self._networks for group in network.optimizers for each in group.parameters]
+        trained = [each for network in self.windows for group in network.optimizers for each in group.parameters]
         missing = [each.name for each in trained if id(each) not in given]
         if missing:
             got, remedy = f"none of {missing[0]!r}", "The norm is that of the whole gradient: see ClipByGroupNorm."
@@ -375,7 +370,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
         Args:
             max_norm (float): The largest norm that is let through, see :class:`ClipByGlobalNorm`.
-            network (Cell, optional): Which of several networks. Default: ``None``, each for itself.
+            network (Cell, optional): The network, of several. Default: ``None``, each for itself.
 
         Returns:
             The norm before clipping, a float32 scalar (of the first network, if there are several); None inside
@@ -408,7 +403,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """Update at the end of a window, with the mean gradient of all its rows; do nothing inside it.
 
         Args:
-            network (Cell, optional): Which of several networks. Default: ``None``, all of them.
+            network (Cell, optional): The network, of several. Default: ``None``, all of them.
 
         Returns:
             :class:`StepOutput` of the window, a tuple of them for several networks; None inside a window.
@@ -420,22 +415,21 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         return _one_or_all(tuple(self.window.step(trained) for trained in chosen))
 
     def zero_grad(self, *, network: nn.Cell | None = None) -> None:
-        """Throw away a full window that has not been stepped. After `step`, and inside a window, do nothing.
-
-        Neither before `backward`, where loops for PyTorch often have it.
+        """Discard a full window that has not been stepped. After `step` and inside a window, it does nothing, nor
+        before `backward`, where loops for PyTorch often call it.
         """
         for trained in self.window.chosen(network):
             if self.sync_gradients and trained.is_open and (trained.has_batch or not self.window.in_batch):
                 trained.discard()
 
     def flush(self) -> _Outputs:
-        """Update with an unfinished window, divided by its true weight; return what `step` returns, or None if empty.
+        """Update with an unfinished window, divided by its true weight, and return as `step`; None if it is empty.
 
-        Of several processes all must call it.
+        All processes must call it.
         """
-        check_claims(_OWNER, self._networks)
-        found = self.window.is_open or any(trained.count() for trained in self._networks)
-        if self._networks[0].reducers[0].most(found):
+        check_claims(_OWNER, self.windows)
+        found = self.window.is_open or any(trained.count() for trained in self.windows)
+        if self.windows[0].reducers[0].most(found):
             return _one_or_all(self.window.flush())
         return None
 

@@ -1,4 +1,4 @@
-"""The order of the samples: what it depends on when a pass begins, and how a pass goes on in the middle.
+"""The order of the samples: its sources when a pass begins, and the resumption of a pass in the middle.
 
 MindSpore's pipelines follow one seed, which is random unless the program sets it. Data in Python follows the generators
 of Python and NumPy. Both are noted when a pass begins; a resumed pass begins with them and leaves out what was seen.
@@ -67,7 +67,7 @@ class Sources(NamedTuple):
 
     @contextmanager
     def begun(self, data: Any, random_now: dict[str, Any] | None) -> Iterator[None]:
-        """Enclose what takes the first batch of a pass over ``data``.
+        """Return the context in which the first batch of a pass over ``data`` is taken.
 
         A resumed pass begins with these sources, and the program has ``random_now`` after it; unless the data draws
         from Python's and NumPy's generators itself, in threads that are ahead by then.
@@ -122,7 +122,7 @@ def tuples_of(data: Dataset) -> Iterable[Any]:
 
 
 def rest_of(data: Any, batches: int, passed: Callable[[Dataset], Iterable[Any]]) -> Iterable[Any]:
-    """Return what is left of a pass over ``data`` after so many batches; ``passed`` makes a pass over a pipeline."""
+    """Return the rest of a pass over ``data`` after so many batches; ``passed`` makes a pass over a pipeline."""
     if isinstance(data, Dataset):
         if batches == 0:
             return passed(data)
@@ -158,7 +158,7 @@ class PassPlace(NamedTuple):
     first_epoch: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `of_json` takes."""
+        """Return the place as JSON."""
         names = ("epoch", "batches", "length", "first_epoch")
         return {name: getattr(self, name) for name in names} | {"sources": self.sources and self.sources._asdict()}
 
@@ -186,8 +186,8 @@ class PassPlace(NamedTuple):
     def among(self, length: int | None, ranks: int) -> "PassPlace":
         """Return the place on a rank of so many, which has ``length`` batches in a pass.
 
-        Several ranks deal the samples among them, so what is left is dealt anew among another number of ranks: then a
-        pass has as many batches in all. Where they do not divide, some samples come twice rather than never.
+        The ranks share the samples, so another number of ranks shares the rest anew, in as many batches in all. If
+        these do not divide, some samples come twice rather than never.
         """
         if self.length is None or length is None or length == self.length:
             return self

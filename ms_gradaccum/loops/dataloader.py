@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from mindspore import nn
@@ -18,6 +18,7 @@ from ms_gradaccum.loops.handed_batches import Handed, HandedBatches
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
 _OWNER = "Accumulator"
+_END = object()
 _ITERATORS = ("create_tuple_iterator", "create_dict_iterator")
 
 
@@ -38,14 +39,11 @@ class PreparedDataset:
         # For the current epoch: the batches taken, the batches that every process has, and the sources of their order.
         self.batches = self.common = 0
         self.sources: Sources | None = None
-        self.several = current_world(_OWNER).size > 1
-        if self.several:
-            self._length()
+        self.ranks = current_world(_OWNER).size
+        if self.ranks > 1:
+            len(self)
 
     def __len__(self) -> int:
-        return self._length()
-
-    def _length(self) -> int:
         if isinstance(self.dataset, Dataset):
             return int(self.dataset.get_dataset_size())
         if hasattr(self.dataset, "__len__"):
@@ -60,18 +58,22 @@ class PreparedDataset:
         if not isinstance(self.dataset, Dataset):
             if name in _ITERATORS:
                 rule, got = f"a pipeline of MindSpore's for {name}()", type(self.dataset).__name__
-                raise AttributeError(
-                    argument_error(_OWNER, "dataset", rule, got, "Loop over what prepare() has returned.")
-                )
+                remedy = "Loop over what prepare() has returned."
+                raise AttributeError(argument_error(_OWNER, "dataset", rule, got, remedy))
             return value
-        if name in _ITERATORS:
-            return functools.partial(self._iterator, value)
-        return _of_whole(value) if callable(value) else value
+        return functools.partial(self._call, name) if callable(value) else value
 
-    def _iterator(self, create: Any, *args: Any, **kwargs: Any) -> "PreparedIterator":
-        """Return passes with the batches that ``create`` makes, a method of the pipeline."""
-        settings = inspect.signature(create).bind(*args, **kwargs).arguments | {"num_epochs": 1}
-        return PreparedIterator(self, lambda data: getattr(data, create.__name__)(**settings))
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the pipeline. Its iterators are prepared; a new pipeline would not be."""
+        method = getattr(self.dataset, name)
+        if name in _ITERATORS:
+            settings = inspect.signature(method).bind(*args, **kwargs).arguments | {"num_epochs": 1}
+            return PreparedIterator(self, lambda data: getattr(data, name)(**settings))
+        result = method(*args, **kwargs)
+        if isinstance(result, Dataset):
+            got, remedy = f"{name}() of a prepared one", "Prepare the whole pipeline, as the last step."
+            raise TypeError(argument_error(_OWNER, "dataset", "prepared when it is complete", got, remedy))
+        return result
 
     def __iter__(self) -> Iterator[Any]:
         return self.passed(tuples_of)
@@ -80,15 +82,16 @@ class PreparedDataset:
         """Yield the batches of one epoch, which ``iterate`` takes from a pipeline of MindSpore."""
         begin = self._begin()
         passes = self.window.passes
-        lengths = gather_counts(self._length() - self.batches) if self.several else [0]
-        missing = max(lengths) - (self._length() - self.batches) if self.several else 0
-        self.common = self.batches + min(lengths)
+        left = len(self) - self.batches if self.ranks > 1 else 0
+        lengths = gather_counts(left) if self.ranks > 1 else [left]
+        missing, self.common = max(lengths) - left, self.batches + min(lengths)
         is_left = True
         try:
-            for batch, is_last in _look_ahead(self._batches(*begin, iterate)):
-                self.at_end = is_last and missing == 0
+            # Each batch is held until the next one is there, which tells whether it is the last one.
+            for batch, following in itertools.pairwise(itertools.chain(self._batches(*begin, iterate), [_END])):
+                self.at_end = following is _END and missing == 0
                 self.batches += 1
-                passes.enter(self)
+                passes.enter(self.handed)
                 place = self.epoch, self.batches, self.at_end, self.sources
                 self.handed.hand_out(Handed(self.handed, batch, *place))
                 yield batch
@@ -101,23 +104,22 @@ class PreparedDataset:
         finally:
             self.handed.end(is_left)
             self.at_end, self.sources = False, None
-            passes.leave(self)
+            passes.leave(self.handed)
 
     def _begin(self) -> tuple[Sources, dict[str, Any] | None]:
-        """Begin a pass, or go on with one that a state was saved in. Return its sources, and with what it goes on."""
-        place = self.window.take_place(self.number)
+        """Begin or resume a pass. Return its sources, and the random states after its beginning if it is resumed."""
+        place, random_now = self.window.places.pop(self.number, None), None
+        is_resumed, self.batches, self.sources = place is not None, 0, None
         if place is not None:
-            length = self._length() if place.length is not None else None
-            place = place.among(length, current_world(_OWNER).size)
+            place = place.among(None if place.length is None else len(self), self.ranks)
             self.epoch = place.next_epoch - 1
+            if place.batches is not None:
+                self.batches, self.sources, random_now = place.batches, place.sources, place.random_now
         self.epoch += 1
-        self.batches, self.sources, random_now = 0, None, None
-        if place is not None and place.batches is not None:
-            self.batches, self.sources, random_now = place.batches, place.sources, place.random_now
         if self.sources is None:
-            self.sources = Sources.now(current_world(_OWNER).size)
+            self.sources = Sources.now(self.ranks)
         restarts = self.handed.restarts
-        self.window.begin_pass(self.handed, place is not None)
+        self.window.begin_pass(self.handed, is_resumed)
         if self.handed.restarts and not restarts:
             warn(
                 f"For '{_OWNER}', a prepared dataset that is trained together with another one has begun anew before "
@@ -135,41 +137,40 @@ class PreparedDataset:
         yield from first
         yield from batches
 
-    def is_sent_elsewhere(self) -> bool:
-        """Return whether a loaded state has a position for the next epoch."""
-        return self.window.place_ahead(self.number) is not None
-
     def place(self) -> PassPlace:
         """Return the position of this process in its data, between two batches."""
         known = isinstance(self.dataset, Dataset) or hasattr(self.dataset, "__len__")
-        length, ranks = self._length() if known else None, current_world(_OWNER).size
-        ahead: PassPlace | None = self.window.place_ahead(self.number)
-        if ahead is not None:
+        length = len(self) if known else None
+        if self.number in self.window.places:
             # No batch was taken since a state was loaded.
-            return ahead.among(length, ranks)._replace(ranks=ranks)
+            ahead: PassPlace = self.window.places[self.number].among(length, self.ranks)
+            return ahead._replace(ranks=self.ranks)
         if self.handed.is_ahead and self.handed.waiting:
             # Batches that were fetched and not trained are still to come.
             first = self.handed.waiting[0]
-            return PassPlace(first.epoch, first.place - 1, length, first.origin, ranks)
+            return PassPlace(first.epoch, first.place - 1, length, first.origin, self.ranks)
         if self.sources is None or self.at_end:
-            return PassPlace(self.epoch, None, length, None, ranks)
-        if self.several and self.batches > self.common:
+            return PassPlace(self.epoch, None, length, None, self.ranks)
+        if self.ranks > 1 and self.batches > self.common:
             raise RuntimeError(
                 f"For '{_OWNER}', a state must be saved in a batch that all processes have, but got batch "
                 f"{self.batches} of a pass in which some have {self.common}. Save it before, or after the pass."
             )
-        self.sources.check_known(self.dataset, ranks)
-        return PassPlace(self.epoch, self.batches, length, self.sources, ranks)
+        self.sources.check_known(self.dataset, self.ranks)
+        return PassPlace(self.epoch, self.batches, length, self.sources, self.ranks)
 
 
 class PreparedDatasets:
-    """The prepared datasets of a loop, and where they go on after a state was loaded."""
+    """The prepared datasets of a loop.
+
+    Attributes:
+        places: Positions in a loaded state at which the datasets go on, by the number of the dataset.
+    """
 
     def __init__(self) -> None:
-        # Weakly, since a program may prepare anew for each pass.
+        # Weak references, since a program may prepare anew for each pass.
         self._datasets: list[weakref.ref[PreparedDataset]] = []
-        # Where the first ones of these go on, after a state was loaded.
-        self._places: list[PassPlace | None] = []
+        self.places: dict[int, PassPlace] = {}
 
     def enroll(self, dataset: PreparedDataset) -> int:
         """Register a prepared dataset and return its number."""
@@ -179,21 +180,6 @@ class PreparedDatasets:
     def datasets(self) -> list[PreparedDataset]:
         """Return the prepared datasets that are in use."""
         return [each for each in (reference() for reference in self._datasets) if each is not None]
-
-    def take_place(self, number: int) -> PassPlace | None:
-        """Return, once, the position of a dataset in a loaded state."""
-        if number >= len(self._places):
-            return None
-        place, self._places[number] = self._places[number], None
-        return place
-
-    def place_ahead(self, number: int) -> PassPlace | None:
-        """Return the position of a dataset in a loaded state if it was not taken yet."""
-        return self._places[number] if number < len(self._places) else None
-
-    def resume_at(self, places: Sequence[PassPlace]) -> None:
-        """Continue the prepared datasets from these positions, in the order in which they are prepared."""
-        self._places = list(places)
 
 
 class PreparedIterator:
@@ -219,7 +205,8 @@ class PreparedIterator:
     def __next__(self) -> Any:
         if self.is_stopped:
             raise RuntimeError(f"For '{_OWNER}', an iterator must not be used after stop(). Create another one.")
-        if self.dataset.is_sent_elsewhere():
+        if self.dataset.number in self.dataset.window.places:
+            # A state was loaded, so the next batch is another one.
             self._leave()
         if self.current is None:
             self.current = self.dataset.passed(self.iterate)
@@ -245,36 +232,6 @@ class PreparedIterator:
         if self.current is not None:
             self.current.close()
             self.current = None
-
-
-def _of_whole(method: Any) -> Any:
-    """Wrap a method of a pipeline so that it raises instead of returning a new pipeline, which would be unprepared."""
-
-    @functools.wraps(method)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        if isinstance(result, Dataset):
-            got, remedy = (
-                f"{method.__name__}() of a prepared one",
-                "Prepare what the loop goes through, as the last step.",
-            )
-            raise TypeError(argument_error(_OWNER, "dataset", "prepared when it is complete", got, remedy))
-        return result
-
-    return checked
-
-
-def _look_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch and whether it is the last one."""
-    iterator = iter(batches)
-    try:
-        batch = next(iterator)
-    except StopIteration:
-        return
-    for following in iterator:
-        yield batch, False
-        batch = following
-    yield batch, True
 
 
 class PreparedScheduler:

@@ -20,20 +20,20 @@ _PASSES_ONLY = "A state knows passes over the data, and no sinks."
 
 @runtime_checkable
 class ResumingCallback(Protocol):
-    """A callback that keeps the states of a training. It runs after all others, since it saves what they change."""
+    """A callback that saves the states of a training. It runs after all others, since it saves their changes."""
 
     def watching(self, model: Any) -> AbstractContextManager[None]:
-        """Enclose a training of ``model``."""
+        """Return the context of a training of ``model``."""
 
     def resume_into(self, model: Any) -> None:
         """Give ``model`` the last state that was kept, if there is one. Collective."""
 
 
 class PassSteps(Callback):
-    """The first callback of a training, which changes what a step leaves before the others look at it.
+    """The first callback of a training, which completes each step before the other callbacks see it.
 
-    A pass has as many steps on each process as it has batches on the one with the most. The others join that one in
-    those, with all that their callbacks do in a step.
+    A pass has as many steps on each process as it has batches on the process with the most. Processes without a batch
+    join the others in it, and their callbacks are called.
     """
 
     def __init__(self, model: Any, callbacks: Sequence[Any], dataset: Any, first_epoch: int) -> None:

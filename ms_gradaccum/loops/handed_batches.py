@@ -1,7 +1,7 @@
-"""The batches that prepared datasets have handed out, and which of them a loop trains.
+"""The batches that prepared datasets have handed out, and those that a loop trains.
 
-A window ends with the data, and that is where the last batch is trained, not where it is handed out: a loop may fetch
-batches ahead, cut them, skip some, or draw from other prepared datasets as well.
+A window ends with the data, which means when the last batch is trained, not when it is handed out: a loop may fetch
+batches ahead, cut them into pieces, skip some, or draw from other prepared datasets as well.
 """
 
 import weakref
@@ -17,28 +17,28 @@ class Handed:
 
     Args:
         source: The batches of its dataset.
-        batch: The batch itself, which is known again by its tensors and arrays.
+        batch: The batch itself, which is recognised by its tensors and arrays.
         epoch: Number of its pass.
         place: Number of the batch in its pass, from 1 on.
-        is_last: Whether it ends the pass, on all ranks.
-        origin: What the order of the samples of its pass depends on.
+        is_last: True if it ends the pass, on all ranks.
+        origin: Sources of the order of the samples of its pass.
 
     Attributes:
-        pieces: How many times `accumulate()` was entered for it so far.
-        rows_trained: Rows of the pieces that were trained; None if nobody knows.
+        pieces: Number of times that `accumulate()` was entered for it so far.
+        rows_trained: Number of rows of the pieces that were trained; None if it is not known.
     """
 
     def __init__(self, source: "HandedBatches", batch: Any, epoch: int, place: int, is_last: bool, origin: Any) -> None:
         self.source, self.epoch, self.place, self.is_last, self.origin = source, epoch, place, is_last, origin
         arrays = list(arrays_in(batch))
-        # Weakly: a loop that skips a batch shall not keep it in memory.
+        # Weak references, so that a batch that the loop skips does not stay in memory.
         self._parts = [weakref.ref(each) for each in arrays]
         self.rows = rows_of(arrays)
         self.pieces = 0
         self.rows_trained: float | None = 0.0
 
     def arrays_among(self, arrays: list[Any]) -> int:
-        """Return how many of ``arrays`` are of this batch."""
+        """Return the number of ``arrays`` that belong to this batch."""
         parts = [part() for part in self._parts]
         return sum(any(part is each for part in parts) for each in arrays)
 
@@ -50,9 +50,11 @@ class Handed:
         source = self.source
         before = source.pieces_before_that_of(self)
         if source.is_shuffled and not source.is_open:
-            return not any(each is not self for each in source.waiting)
-        if not self.is_last or source.restarts or before == 1:
-            return self.is_last and not source.restarts
+            return all(each is self for each in source.waiting)
+        if not self.is_last or source.restarts:
+            return False
+        if before == 1:
+            return True
         if rows is None or self.rows_trained is None or self.rows is None or rows > self.rows:
             return self.pieces + 1 >= before
         return self.rows_trained + rows >= self.rows
@@ -62,17 +64,18 @@ class HandedBatches:
     """The batches of one prepared dataset that were handed out.
 
     Attributes:
-        waiting: Those of which nothing was trained yet, in order.
-        current: The one that was trained last.
-        is_open: Whether a pass is under way.
-        is_ahead: Whether the loop fetches batches before it trains the ones before them.
-        depth: Batches that were waiting when the first batch of the pass was trained, if it was not recognised: the
-            loop fetches ahead or skips batches, and its second batch tells which.
-        is_shuffled: Whether the loop trains a pass in another order.
-        restarts: Whether passes begin anew inside one over another dataset that is trained with it.
-        pieces_before: Pieces of the batch before the current one; 0 if there was none.
-        piece_rows: Rows of the last piece, which the coming one is expected to have.
-        joins: Batches of other ranks in which this one takes part once it has trained its last.
+        waiting: Batches of which nothing was trained yet, in order.
+        current: The batch that was trained last.
+        newest: The batch that was handed out last in this pass.
+        is_open: True if a pass is under way.
+        is_ahead: True if the loop fetches batches before it trains the ones before them.
+        depth: Number of batches that were waiting when the first batch of the pass was trained, if it was not
+            recognised: the loop fetches ahead or skips batches, and its second batch shows which.
+        is_shuffled: True if the loop trains a pass in another order.
+        restarts: True if passes begin anew inside one over another dataset that is trained with it.
+        pieces_before: Number of pieces of the batch before the current one; 0 if there was none.
+        piece_rows: Number of rows of the last piece, which the next one is expected to have.
+        joins: Number of batches of other ranks that this one joins once it has trained its last.
     """
 
     is_open = is_ahead = is_shuffled = restarts = False
@@ -85,7 +88,7 @@ class HandedBatches:
         self.waiting: list[Handed] = []
 
     def begin(self) -> None:
-        """Begin a pass. What is left of the last one is still to come where the loop fetches ahead."""
+        """Begin a pass. If the loop fetches ahead, it still trains the rest of the last one."""
         if self.depth or not self.is_ahead:
             self.waiting.clear()
         self.is_ahead = self.is_ahead and not self.depth
@@ -115,7 +118,7 @@ class HandedBatches:
         return self.current.pieces
 
     def coming(self) -> Handed | None:
-        """Return the batch that is trained next, as far as it is known before."""
+        """Return the batch that the loop is expected to train next."""
         if self.waiting:
             return self.waiting[0 if self.is_ahead or self._seems_ahead or not self.is_open else -1]
         return self._current_if_open()
@@ -136,7 +139,7 @@ class HandedBatches:
         return self.current if goes_on else None
 
     def find(self, arrays: list[Any]) -> Handed | None:
-        """Return the batch that most of ``arrays`` are of; in doubt the one that is expected."""
+        """Return the batch to which most of ``arrays`` belong; in doubt the one that is expected."""
         best, most = None, 0
         known = self.waiting if self.is_ahead or not self.is_open else self.waiting[::-1]
         for each in (*known, self._current_if_open()):
@@ -166,22 +169,23 @@ class HandedBatches:
         if self.is_open:
             if is_known:
                 self.is_ahead, self.depth = batch is not self.newest, 0
-            # Those before it were passed over.
+            # The loop has skipped those before it.
             self.waiting = [each for each in self.waiting if (each.epoch, each.place) > (batch.epoch, batch.place)]
         elif batch in self.waiting:
             self.waiting.remove(batch)
 
 
 class ActivePasses:
-    """The passes over prepared datasets that are under way, the innermost one last, and those that are trained.
+    """The passes over prepared datasets that are under way.
 
     Attributes:
-        trained: Whose batches the loop was seen to train last.
+        trained: The sources of the batches that the loop has trained last.
     """
 
     def __init__(self) -> None:
-        self._open: list[Any] = []
-        # Whatever may still be trained: strongly, since a loop may have the batches without the dataset.
+        # The passes that have given a batch, the innermost one last.
+        self._open: list[HandedBatches] = []
+        # The passes that may still be trained: strong references, since a loop may have the batches without the data.
         self._recent: list[HandedBatches] = []
         self.trained: list[HandedBatches] = []
 
@@ -194,36 +198,29 @@ class ActivePasses:
         handed.restarts |= is_inside
         return is_inside
 
-    def enter(self, dataset: Any) -> None:
-        """Note that ``dataset`` gives a batch: what was begun inside its last one has been left."""
-        if dataset in self._open:
-            del self._open[self._open.index(dataset) + 1 :]
-        else:
-            self._open.append(dataset)
+    def enter(self, handed: HandedBatches) -> None:
+        """Note that a pass gives a batch, so passes that have begun inside its last batch are over."""
+        self.leave(handed)
+        self._open.append(handed)
 
-    def leave(self, dataset: Any) -> None:
-        """Note that a pass over ``dataset`` is over."""
-        if dataset in self._open:
-            del self._open[self._open.index(dataset) :]
-
-    def innermost(self) -> Any:
-        """Return the dataset that the current batch is from, if nothing else is known."""
-        return self._open[-1] if self._open else None
+    def leave(self, handed: HandedBatches) -> None:
+        """Note that a pass is over."""
+        if handed in self._open:
+            del self._open[self._open.index(handed) :]
 
     def coming(self) -> list[Handed]:
-        """Return the batches that are trained next, as far as it is known before."""
+        """Return the batches that the loop is expected to train next."""
         found = [each.coming() for each in self.trained if each.waiting]
         if not found and self._open:
-            found = [self._open[-1].handed.coming()]
+            found = [self._open[-1].coming()]
         if not found:
             found = [each.coming() for each in self._recent if each.are_fetched][-1:]
         return [batch for batch in found if batch is not None]
 
     def find(self, arrays: list[Any]) -> list[Handed]:
-        """Return the batches that ``arrays`` are of: one of each dataset that has some of them."""
-        inner = [each.handed for each in reversed(self._open)]
+        """Return the batches to which ``arrays`` belong: one of each dataset that has some of them."""
         found: list[Handed] = []
-        for each in dict.fromkeys([*self.trained, *inner, *reversed(self._recent)]):
+        for each in dict.fromkeys([*self.trained, *reversed(self._open), *reversed(self._recent)]):
             batch = each.find(arrays) if arrays else None
             if batch is not None:
                 found.append(batch)
@@ -232,7 +229,7 @@ class ActivePasses:
 
 
 def arrays_in(batch: Any, depth: int = 8) -> Iterator[Any]:
-    """Yield the tensors and arrays of a batch. A list can be in itself: what is nested deeper is left out."""
+    """Yield the tensors and arrays of a batch, down to a depth, since a list can contain itself."""
     if isinstance(batch, (Tensor, np.ndarray)):
         yield batch
     elif isinstance(batch, (dict, tuple, list)) and depth:
@@ -241,5 +238,5 @@ def arrays_in(batch: Any, depth: int = 8) -> Iterator[Any]:
 
 
 def rows_of(arrays: list[Any]) -> int | None:
-    """Return the rows of a batch or a piece of one: the length of its first array."""
+    """Return the number of rows of a batch or a piece of one: the length of its first array."""
     return next((int(each.shape[0]) for each in arrays if each.shape), None)

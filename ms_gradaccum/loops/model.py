@@ -64,8 +64,9 @@ class Model(Settled, ms.Model):
             ``nn.WithLossCell`` in `network`. Default: ``None``.
         eval_indexes (list, optional): Places of loss, output and label in the outputs of `eval_network`.
             Default: ``None``.
-        amp_level (str): ``"O0"`` (no mixed precision), ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``: what computes in
-            float16, see :class:`MixedPrecision`, with its loss scale or that of `mixed_precision`. Default: ``"O0"``.
+        amp_level (str): ``"O0"`` (no mixed precision), ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``: the cells that
+            compute in float16, see :class:`MixedPrecision`, with its loss scale or that of `mixed_precision`.
+            Default: ``"O0"``.
         boost_level (str): Only ``"O0"``: boost's own accumulation would run inside this one. Default: ``"O0"``.
 
     Keyword Args:
@@ -76,15 +77,10 @@ class Model(Settled, ms.Model):
             :class:`TrainOneStepCell`. Default: ``None``.
         parallel (Union[str, DataParallel, HSDP, Reduced]): ``"auto"``: nothing to communicate in one process, what
             ``AutoParallel`` says around `network`, data parallel otherwise. Default: ``"auto"``.
-        last_window (str): What becomes of a window that is unfinished at the end of the dataset's pass:
-
-            - ``"apply"``: one more update, divided by the window's true weight. It is made before the
-              evaluation of `fit`.
-            - ``"drop"``: its gradients are thrown away.
-            - ``"carry"``: it goes on with the next pass.
-
+        last_window (str): Treatment of a window that is unfinished at the end of a pass over the dataset:
+            ``"apply"``: one more update, divided by the window's true weight, before the evaluation of `fit`;
+            ``"drop"``: its gradients are thrown away; ``"carry"``: it goes on with the next pass.
             Default: ``"apply"``.
-
         bad_micro_batch (str): As for :class:`TrainOneStepCell`. Default: ``"skip_window"``.
         compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
         check_loss (bool): As for :class:`TrainOneStepCell`. Default: ``True``.
@@ -114,7 +110,7 @@ class Model(Settled, ms.Model):
         [[2.04]]
     """
 
-    # What happens around the steps of the current training; whether it shall go on from a state, and from where.
+    # The first callback of the current training; True to go on from a state; and the place of a loaded state.
     _steps: PassSteps | None = None
     _resume = _has_trained = False
     resumed_place: PassPlace | None = None
@@ -155,7 +151,7 @@ class Model(Settled, ms.Model):
             "compile": compile,
             "check_loss": check_loss,
         }
-        # Of the levels, stock Model takes the name alone: its evaluation casts half-precision outputs.
+        # The stock Model takes only the name of the level, by which its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level
         self._init_stock(adopted(network), loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
         self._is_built = True
@@ -163,7 +159,7 @@ class Model(Settled, ms.Model):
     def _init_stock(self, network: nn.Cell, loss_fn: Any, optimizer: Any, *args: Any) -> None:
         settings = self._step_settings
         if isinstance(network, AutoParallel) and device_target() == "CPU":
-            # Its settings are taken over here; in force they would have the compiler look for another device.
+            # Its settings are taken over here. If they were set, the compiler would look for another device.
             if settings["parallel"] == "auto" and optimizer is not None:
                 settings["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"
             network = adopted(network.network)
@@ -174,7 +170,7 @@ class Model(Settled, ms.Model):
         try:
             super().__init__(network, loss_fn, optimizer, *args)
         except BaseException:
-            # It was set from the network above; left alone it would change whatever is compiled next.
+            # The context was set from the network above, and would change the next compilation.
             _clear_auto_parallel_context(network)
             raise
 
@@ -187,7 +183,7 @@ class Model(Settled, ms.Model):
         loss_cell = as_grad_accumulation(_OWNER, self._network)
         if self._loss_fn is not None:
             loss_cell = loss_cell.with_loss(self._loss_fn)
-        # Before the step checks them by its own name.
+        # They are checked here first, since the step would name itself in the errors.
         StepSettings.checked(_OWNER, **self._step_settings)
         check_optimizer(_OWNER, self._optimizer, loss_cell)
         return TrainOneStepCell(loss_cell, self._optimizer, **self._step_settings)
@@ -198,7 +194,7 @@ class Model(Settled, ms.Model):
         super()._build_eval_network(metrics, eval_network, eval_indexes)
 
     def _evaluation(self) -> nn.Cell:
-        """Return what evaluates a network with its loss inside, as MindSpore does for a network and its loss."""
+        """Return the evaluation of a network with its loss inside, as MindSpore makes it of a network and its loss."""
         inner = self._network.network if isinstance(self._network, AutoParallel) else self._network
         inner = inner.network if isinstance(inner, TrainOneStepCell) else inner
         loss_cell = inner.network if isinstance(inner, GradAccumulation) else inner
@@ -219,10 +215,9 @@ class Model(Settled, ms.Model):
             got, remedy = "AutoParallel around a TrainOneStepCell", "Put AutoParallel inside that cell."
             raise ValueError(argument_error(_OWNER, "network", "a loss cell in AutoParallel", got, remedy))
         if self._step_settings != TrainOneStepCell.__init__.__kwdefaults__:
+            got = "a TrainOneStepCell with its own settings"
             remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
-            raise ValueError(
-                argument_error(_OWNER, "network", "a loss cell", "a TrainOneStepCell with its own settings", remedy)
-            )
+            raise ValueError(argument_error(_OWNER, "network", "a loss cell", got, remedy))
         # Callbacks that change the learning rate look for it here.
         self._optimizer: Any = train_step.optimizer
         return train_step
@@ -243,16 +238,16 @@ class Model(Settled, ms.Model):
         Args:
             epoch (int): Number of passes over the data, those before a resumption included.
             train_dataset (Dataset): The data.
-            callbacks (Union[Callback, list[Callback], None]): What is called. Default: ``None``.
-            dataset_sink_mode (bool): Whether the data goes to the device by itself. Default: ``False``.
-            sink_size (int): Batches of a sink, which MindSpore counts as an epoch where the data sinks; ``-1``: those
-                of a pass. Default: ``-1``.
+            callbacks (Union[Callback, list[Callback], None]): Callbacks. Default: ``None``.
+            dataset_sink_mode (bool): Whether to send the data to the device in data sink mode. Default: ``False``.
+            sink_size (int): Number of batches of a sink, which MindSpore counts as an epoch in data sink mode; ``-1``:
+                all batches of a pass. Default: ``-1``.
             initial_epoch (int): Number of the first pass. Default: ``0``.
 
         Keyword Args:
             resume (bool): Whether to go on from the last state of the :class:`StateCheckpoint` among `callbacks`, or of
-                a :func:`load_state` before. With no state yet the training begins, and where it has ended nothing is
-                done, so that a program can be started as often as it takes. Default: ``False``.
+                a :func:`load_state` before. Without a state the training begins, and a finished one does nothing, so
+                a program can be started again and again. Default: ``False``.
         """
         check_dataset(_OWNER, "train_dataset", train_dataset, _DATASET_REMEDY)
         with self._resuming(resume, initial_epoch):
@@ -275,16 +270,9 @@ class Model(Settled, ms.Model):
         """Train and evaluate, see ``mindspore.train.Model.fit``; ``resume`` as in `train`."""
         check_dataset(_OWNER, "train_dataset", train_dataset, _DATASET_REMEDY)
         with self._resuming(resume, initial_epoch):
+            sinks = dataset_sink_mode, valid_dataset_sink_mode
             super().fit(
-                epoch,
-                train_dataset,
-                valid_dataset,
-                valid_frequency,
-                callbacks,
-                dataset_sink_mode,
-                valid_dataset_sink_mode,
-                sink_size,
-                initial_epoch,
+                epoch, train_dataset, valid_dataset, valid_frequency, callbacks, *sinks, sink_size, initial_epoch
             )
 
     @contextmanager
@@ -309,7 +297,7 @@ class Model(Settled, ms.Model):
         if self._train_network.windows[0].several:
             agreed = {name: kwargs.get(name) for name in ("initial_epoch", "dataset_sink_mode")}
             check_agreement(_OWNER, {"epoch": epoch, "last_window": self.last_window, "resume": self._resume, **agreed})
-        # Before a state is loaded, which has their tensors.
+        # The callbacks' tensors must be there before a state is loaded, which has them.
         self._train_network.adopt(callbacks)
         checkpoints = [callback for callback in callbacks if isinstance(callback, ResumingCallback)]
         steps = PassSteps(self, callbacks, train_dataset, kwargs.get("initial_epoch", 0))
@@ -317,11 +305,11 @@ class Model(Settled, ms.Model):
             self.resumed_place = None
         elif not steps.resume(checkpoints, epoch, kwargs):
             return None
-        # Ours first, so that the others see and save what the step really left; states last, with what they changed.
+        # Ours comes first, since the others see what it changes, and the states last, since they save all changes.
         callbacks = [steps, *(each for each in callbacks if each not in checkpoints), *checkpoints]
         self._steps = steps
         if kwargs.get("dataset_sink_mode") and device_target() != "CPU":
-            # A graph will take the batches by itself.
+            # A graph will take the batches, and the loss must be measured before.
             self._train_network.body.measure_loss(next(train_dataset.create_tuple_iterator(num_epochs=1)))
         try:
             with ExitStack() as stack:
@@ -329,11 +317,11 @@ class Model(Settled, ms.Model):
                 stack.enter_context(steps.in_order())
                 for checkpoint in checkpoints:
                     stack.enter_context(checkpoint.watching(self))
-                # By keyword: the wrappers around it, which save a last checkpoint, look for it there.
+                # MindSpore's wrappers, which save a last checkpoint, look for the keyword `callbacks`.
                 return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
         except BaseException:
             if self.last_window != "carry":
-                # Nobody will finish it, and the next training shall not start in the middle of it.
+                # The next training must not start in the middle of this window.
                 self._train_network.drop()
             raise
         finally:
@@ -351,7 +339,8 @@ class Model(Settled, ms.Model):
 
     def _check_network_mode(self, network: nn.Cell, is_train: bool) -> nn.Cell:
         if not is_train:
-            forget_accumulation()  # Of a step that was compiled as part of a larger graph, for data sink mode.
+            # A step that was compiled as part of a larger graph, for data sink mode, has left its settings.
+            forget_accumulation()
         return super()._check_network_mode(network, is_train)
 
     def _eval_during_train(self, valid_infos: Any, cb_params: Any, list_callback: Any) -> None:
@@ -362,7 +351,7 @@ class Model(Settled, ms.Model):
 
 
 def _warn_of_frozen(network: nn.Cell) -> None:
-    """Warn of a cell that a training will set to training mode, and that was told otherwise."""
+    """Warn of a cell in evaluation mode, which a training will set to training mode."""
     if cell := frozen_cell(network):
         warn(
             f"For '{_OWNER}', a cell that was set to evaluation mode should stay in it, but got {cell}, which train() "

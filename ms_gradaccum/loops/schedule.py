@@ -1,4 +1,4 @@
-"""How many batches make an update, and when that changes."""
+"""The number of batches of an update, and its changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -29,11 +29,11 @@ class AccumulationSchedule:
     Nothing is compiled anew: a micro step does not know how long its window is.
 
     Args:
-        milestones (dict[int, int]): From which count on a window has how many batches, for example ``{0: 1, 4: 2}``.
-            Before the first milestone it has one.
-        unit (str): What is counted: ``"epoch"``, passes over the prepared dataset, from 0 on, as in PyTorch Lightning's
-            ``GradientAccumulationScheduler``; ``"update"``, updates made so far; ``"token"``, the weight of all
-            updates so far (rows, if the loss does not count tokens). Default: ``"epoch"``.
+        milestones (dict[int, int]): Numbers of batches of a window by the count from which they apply, for example
+            ``{0: 1, 4: 2}``. Before the first milestone a window has one batch.
+        unit (str): The unit of the counts: ``"epoch"``, passes over the prepared dataset, from 0 on, as in PyTorch
+            Lightning's ``GradientAccumulationScheduler``; ``"update"``, updates made so far; ``"token"``, the weight of
+            all updates so far (rows, if the loss does not count tokens). Default: ``"epoch"``.
 
     Raises:
         TypeError: If an argument, a milestone or a number of steps has the wrong type.
@@ -56,18 +56,16 @@ class AccumulationSchedule:
     def __post_init__(self) -> None:
         rule, remedy = "a dict from counts to numbers of batches", "For example {0: 1, 4: 2}."
         if not isinstance(self.milestones, dict):
-            got = typed(self.milestones)
-            raise TypeError(argument_error(_SCHEDULE, "milestones", rule, got, remedy))
+            raise TypeError(argument_error(_SCHEDULE, "milestones", rule, typed(self.milestones), remedy))
         if not self.milestones:
             raise ValueError(argument_error(_SCHEDULE, "milestones", rule, "an empty one", remedy))
         for count, steps in self.milestones.items():
             if isinstance(count, bool) or not isinstance(count, int):
-                got = typed(count)
-                raise TypeError(argument_error(_SCHEDULE, "milestones", "a dict whose keys are ints", got, remedy))
+                rule = "a dict whose keys are ints"
+                raise TypeError(argument_error(_SCHEDULE, "milestones", rule, typed(count), remedy))
             if count < 0:
-                raise ValueError(
-                    argument_error(_SCHEDULE, "milestones", "a dict whose keys are not negative", count, remedy)
-                )
+                rule = "a dict whose keys are not negative"
+                raise ValueError(argument_error(_SCHEDULE, "milestones", rule, count, remedy))
             check_positive_int(_SCHEDULE, f"milestones[{count}]", steps, "It counts the batches of one update.")
         check_choice(_SCHEDULE, "unit", self.unit, get_args(_Unit), "It says what the milestones count.")
 
@@ -85,7 +83,7 @@ Schedule = AccumulationSchedule | dict[int, int] | Callable[[int], int]
 
 @dataclass(frozen=True)
 class AccumulationConfig:
-    """When an :class:`Accumulator` updates, and when its ranks talk to each other.
+    """Options of an :class:`Accumulator`: the end of its windows, and the communication of its ranks.
 
     The first three names are those of Hugging Face Accelerate's ``GradientAccumulationPlugin``.
 
@@ -97,8 +95,8 @@ class AccumulationConfig:
         sync_each_batch (bool): Whether the ranks add up their gradients in each micro batch instead of once per
             update, see :class:`DataParallel`. Default: ``False``.
         schedule (Union[AccumulationSchedule, dict[int, int], Callable, None]): `accumulation_steps` that change: a
-            schedule; the milestones of one in epochs; or a function from the number of updates so far to the
-            number of batches of the next one, as ``every_k_schedule`` of optax's ``MultiSteps``. Default: ``None``.
+            schedule; its milestones in epochs; or a function of the number of updates so far that returns the number
+            of batches of the next one, as ``every_k_schedule`` of optax's ``MultiSteps``. Default: ``None``.
         compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
 
     Raises:
@@ -128,21 +126,16 @@ class AccumulationConfig:
         check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
         if isinstance(self.schedule, dict):
             AccumulationSchedule(self.schedule)
-        elif self.schedule is not None and not (
-            isinstance(self.schedule, AccumulationSchedule) or callable(self.schedule)
-        ):
-            got = typed(self.schedule)
-            remedy = "For example schedule={0: 1, 4: 2}."
-            raise TypeError(
-                argument_error(_OWNER, "schedule", "an AccumulationSchedule, a dict, a function or None", got, remedy)
-            )
+        elif not (self.schedule is None or isinstance(self.schedule, AccumulationSchedule) or callable(self.schedule)):
+            rule, remedy = "an AccumulationSchedule, a dict, a function or None", "For example schedule={0: 1, 4: 2}."
+            raise TypeError(argument_error(_OWNER, "schedule", rule, typed(self.schedule), remedy))
         if self.schedule is not None and self.accumulation_steps != 1:
             remedy = "Put the number into the schedule, for example schedule={0: 1, 4: 2}."
             got = f"{self.accumulation_steps} and a schedule"
             raise ValueError(argument_error(_OWNER, "accumulation_steps", "1 with a schedule", got, remedy))
 
     def as_text(self) -> str:
-        """Return what all ranks must agree about, the same text in each: of a function its name, not its address."""
+        """Return the settings as a text that is the same on all ranks, with the name of a function, not its address."""
         if not callable(self.schedule):
             return repr(self)
         return repr(replace(self, schedule=None)) + getattr(self.schedule, "__qualname__", type(self.schedule).__name__)
@@ -173,22 +166,19 @@ def merge_config(owner: str, accumulation_steps: Any, config: Any) -> Accumulati
     if config is None:
         return AccumulationConfig(accumulation_steps)
     if not isinstance(config, AccumulationConfig):
-        got = typed(config)
-        raise TypeError(
-            argument_error(owner, "config", "an AccumulationConfig or None", got, "Build one, or leave it out.")
-        )
+        rule, remedy = "an AccumulationConfig or None", "Build one, or leave it out."
+        raise TypeError(argument_error(owner, "config", rule, typed(config), remedy))
     if accumulation_steps in (1, config.accumulation_steps):
         return config
     if config.accumulation_steps != 1 or config.schedule is not None:
         theirs = "a schedule" if config.schedule is not None else config.accumulation_steps
-        got = f"{accumulation_steps} and a config with {theirs}"
-        rule = "the same as that of config"
+        rule, got = "the same as that of config", f"{accumulation_steps} and a config with {theirs}"
         raise ValueError(argument_error(owner, "accumulation_steps", rule, got, "Give it in one place."))
     return replace(config, accumulation_steps=accumulation_steps)
 
 
 class WindowCounter:
-    """Counts the batches of the open window, and what has gone by.
+    """Counter of the batches of the open window, and of the updates before it.
 
     Attributes:
         batches: Batches in the open window, the current one included.

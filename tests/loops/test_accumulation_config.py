@@ -223,4 +223,4 @@ def test_counters_per_call():
     for _ in train(accumulator, [batch(1)] * 4):
         table.append((counter.batches, counter.updates, counter.tokens, accumulator.updated))
     assert table == [(1, 0, 0, False), (2, 0, 0, False), (3, 1, 3, True), (1, 1, 3, False)]
-    assert number(accumulator._networks[0].reducers[0].buffer.weight) == 1
+    assert number(accumulator.windows[0].reducers[0].buffer.weight) == 1

@@ -55,7 +55,7 @@ def test_the_weights_keep_their_bits_until_the_last_batch_of_the_window(mode):
 
 def test_a_table_of_the_counters_after_each_batch():
     network, accumulator = toy_loop(2)
-    (buffer,) = [each.buffer for each in accumulator._networks[0].reducers]
+    (buffer,) = [each.buffer for each in accumulator.windows[0].reducers]
     table = []
     for _ in train(accumulator, [batch(1), batch(2), batch(1), batch(2)]):
         row = (weight_of(network), number(buffer.sums[0]), number(buffer.weight), number(buffer.batches))

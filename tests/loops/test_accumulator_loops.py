@@ -183,7 +183,7 @@ def test_breaking_out_of_a_loop_keeps_the_window():
     dataset = accumulator.prepare(FOUR)
     for _ in itertools.islice(train(accumulator, dataset), 2):
         pass
-    assert accumulator.window.counter.batches == 2 and accumulator.window.passes.innermost() is None
+    assert accumulator.window.counter.batches == 2 and accumulator.window.passes._open == []
     # The next pass is from the beginning; its first two batches fill the window, its last two are one of their own.
     assert updates_of(accumulator, dataset) == [False, True, False, True]
     assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4) * 2, (5, 6, 7, 8)), rel=1e-5)
@@ -231,7 +231,7 @@ def test_an_inner_training_loop_ends_with_its_own_data():
     _, accumulator = toy_loop(10)
     outer, inner = accumulator.prepare(range(2), range(3))
     assert [ends_of(accumulator, inner) for _ in outer] == [[False, False, True]] * 2
-    assert accumulator.window.passes.innermost() is None
+    assert accumulator.window.passes._open == []
 
 
 def test_an_error_in_the_loop_leaves_the_pass():
@@ -239,7 +239,7 @@ def test_an_error_in_the_loop_leaves_the_pass():
     with pytest.raises(OSError):
         for _ in accumulator.prepare(range(1)):
             raise OSError
-    assert accumulator.window.passes.innermost() is None
+    assert accumulator.window.passes._open == []
     assert ends_of(accumulator, range(3)) == [False, True, False]
 
 
@@ -248,7 +248,7 @@ def test_validation_in_mid_window_changes_nothing_and_compiles_nothing_anew():
     list(train(accumulator, FOUR))
     network, accumulator = toy_loop(4)
     dataset, validation = accumulator.prepare(FOUR, FOUR)
-    loss_cell = accumulator._networks[0].network.network
+    loss_cell = accumulator.windows[0].network.network
     with compilations() as compiled:
         for index, _ in enumerate(train(accumulator, dataset)):
             if index in (0, 2):

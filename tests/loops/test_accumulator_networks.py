@@ -252,4 +252,4 @@ def test_nan_for_one_of_two_optimizers_skips_both(parted):
 def test_one_network_in_a_list_is_one_network():
     network = TwoParts()
     optimizers = [nn.SGD([network.scale], 0.01), nn.SGD([network.shift], 0.01)]
-    assert len(Accumulator([network], [optimizers])._networks[0].optimizers) == 2
+    assert len(Accumulator([network], [optimizers]).windows[0].optimizers) == 2

@@ -107,7 +107,7 @@ def test_a_window_is_clipped_in_one_way():
 def test_an_exception_inside_a_batch_does_not_shift_the_boundary(place):
     network, accumulator = toy_loop(4)
     updates_of(accumulator, FOUR[:3])
-    (buffer,) = [each.buffer for each in accumulator._networks[0].reducers]
+    (buffer,) = [each.buffer for each in accumulator.windows[0].reducers]
     before = [number(p) for p in (buffer.sums[0], buffer.loss, buffer.weight, buffer.batches)]
     with pytest.raises((OSError, ValueError)), accumulator.accumulate():
         assert accumulator.sync_gradients
@@ -174,10 +174,10 @@ def test_a_clip_that_is_refused_is_not_that_of_a_process_that_joins():
     _, accumulator = toy_loop()
     accumulator.backward(*FOUR[0])
     accumulator.clip_grad_norm(1.0)
-    clip = accumulator._networks[0].last_clip
+    clip = accumulator.windows[0].last_clip
     with pytest.raises(RuntimeError, match="by its norm or by value"):
         accumulator.clip_grad_value(1.0)
-    assert accumulator._networks[0].last_clip is clip
+    assert accumulator.windows[0].last_clip is clip
 
 
 # What a saved state holds of the model.
@@ -397,7 +397,7 @@ class AccumulatorOrders(Modelled):
     def is_as_modelled(self):
         if not hasattr(self, "network"):
             return
-        (parallel,) = self.accumulator._networks[0].reducers
+        (parallel,) = self.accumulator.windows[0].reducers
         self.compare(self.network, parallel.buffer, self.accumulator.window.events)
         assert (self.accumulator.sync_gradients, self.accumulator.updated) == (self.ends, self.updated)
 

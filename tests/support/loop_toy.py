@@ -39,9 +39,9 @@ def renew(accumulator, config=None):
     """Let an Accumulator begin as if it were new. What it has compiled stays."""
     accumulator.drop()
     accumulator.events = Events("Accumulator")
-    for trained in accumulator._networks:
+    for trained in accumulator.windows:
         trained.micro_steps.events = accumulator.events
-    accumulator.window = LoopWindow(config or accumulator.config, accumulator._networks, accumulator.events)
+    accumulator.window = LoopWindow(config or accumulator.config, accumulator.windows, accumulator.events)
 
 
 def toy_loop(accumulation_steps=1, make_optimizer=sgd, **settings):
@@ -58,7 +58,7 @@ def toy_loop(accumulation_steps=1, make_optimizer=sgd, **settings):
 
 
 def optimizer_of(accumulator):
-    return accumulator._networks[0].optimizers[0]
+    return accumulator.windows[0].optimizers[0]
 
 
 def train(accumulator, batches, scheduler=None):

@@ -243,8 +243,8 @@ MUTATIONS = (
     Mutation(
         "iterators of a prepared dataset do not know its last batch",
         "loops/dataloader.py",
-        "return PreparedIterator(self, lambda data: getattr(data, create.__name__)(**settings))",
-        "return create(**settings)",
+        "return PreparedIterator(self, lambda data: getattr(data, name)(**settings))",
+        "return method(**settings)",
         ("loops/test_accumulator_loops.py",),
     ),
     Mutation(

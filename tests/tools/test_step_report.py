@@ -50,7 +50,7 @@ def built():
 def pairs(built):
     """An Accumulator of two batches to an update that has done nothing yet. Compiled once."""
     built.drop()
-    (optimizer,) = built._networks[0].optimizers
+    (optimizer,) = built.windows[0].optimizers
     optimizer.parameters[0].set_data(Tensor([[0.0]], ms.float32))
     optimizer.global_step.set_data(Tensor([0], ms.int32))
     return built
@@ -176,7 +176,7 @@ def test_a_rate_leaves_out_the_rows_before_a_restart_too(clock):
 
 def test_there_is_no_rate_if_updates_were_missed(pairs, clock):
     """As those of a sink, of which the last one alone is seen. Also not by the updates of an earlier training."""
-    step = pairs._networks[0].optimizers[0].global_step
+    step = pairs.windows[0].optimizers[0].global_step
     reporter = StepReporter(pairs)
     rates = []
     for made in (41, 42, 46, 50, 51):
@@ -219,7 +219,7 @@ def test_a_network_that_counts_tokens_has_a_rate_of_tokens(clock):
 
 
 def test_the_number_of_the_update_goes_on_after_a_checkpoint_is_loaded(pairs):
-    pairs._networks[0].optimizers[0].global_step.set_data(Tensor([40], ms.int32))
+    pairs.windows[0].optimizers[0].global_step.set_data(Tensor([40], ms.int32))
     _, report = run(pairs, StepReporter(pairs), [[1], [2]])
     assert report.update == 41
 
