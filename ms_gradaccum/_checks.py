@@ -316,6 +316,10 @@ def another_program(what: str) -> DamagedState:
     return DamagedState(f"the state is one of another network, optimizer or setting: it {what}")
 
 
+# The state of an object, as JSON.
+State = dict[str, Any]
+
+
 def check_saved(saved: Any, what: str, rules: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
     """Return the items of a `state_dict` that have rules. Raise unless each of them follows its rule."""
     if not isinstance(saved, dict) or not all(name in saved and keeps(saved[name]) for name, keeps in rules.items()):

@@ -7,7 +7,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import mindspore as ms
@@ -57,15 +57,15 @@ _SENTENCES = tuple(
 
 
 class Compiled:
-    """Calls a cell as a compiled graph, in PYNATIVE mode too.
+    """Call a cell as a compiled graph, in PYNATIVE mode too.
 
     Args:
         make_cell: Builds the cell. It is called again if a graph for changing lengths is needed.
         owner: Class name used in error messages.
-        what: Description of the cell, the subject of error messages.
-        code: The user's cell inside, if there is one. Hooks of it are refused, and errors name its lines.
+        what: The subject of error messages.
+        code: The user's cell inside. Hooks of it raise, and errors name its lines.
         needs_fixed: True if each shape gets a graph of its own, however many there are.
-        open_axes: For each input the axis whose length changes from the first call on (None: no axis), if known.
+        open_axes: For each input the axis whose length changes from the first call on.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Compiled:
             if cell is not None:
                 cell.set_train(mode)
 
-    def set_jit_config(self, jit_config: Any) -> None:
+    def set_jit_config(self, jit_config: object) -> None:
         """Set how the cells are compiled from now on, see ``nn.Cell.set_jit_config``."""
         for cell in (self.cell, self.general_cell):
             if cell is not None:
@@ -185,9 +185,8 @@ class Compiled:
     def _compile(self, cell: nn.Cell, tensors: tuple[Tensor, ...], shapes: Shapes) -> str:
         """Compile the cell for these shapes unless that is done, and return the name of the graph.
 
-        Graphs are run by name. Calling the cell would look up the graph each time, which takes twice as long as running
-        a small graph, and would miss it if another cell with such inputs was freed meanwhile. MindSpore itself runs
-        graphs by name in incremental inference.
+        Calling the cell would look up the graph each time, which takes twice as long as running a small graph, and
+        would miss it if another cell with such inputs was freed meanwhile.
         """
         name = self.graphs.get((cell.phase, shapes))
         if name is None:
@@ -269,7 +268,7 @@ def forget_passes() -> None:
     _pynative_executor.clear_res()
 
 
-def graph_mode() -> Any:
+def graph_mode() -> AbstractContextManager[None]:
     """Switch to GRAPH mode and back."""
     return execution_mode(ms.GRAPH_MODE)
 
@@ -329,7 +328,7 @@ def runs_eagerly(compiles: bool) -> bool:
     return os.getenv("MS_JIT") == "0" or (_get_mode() == ms.PYNATIVE_MODE and not compiles)
 
 
-def check_compile(owner: str, value: Any) -> bool:
+def check_compile(owner: str, value: object) -> bool:
     """Return the argument ``compile`` as a bool: True if the user's code is compiled in PYNATIVE mode, too."""
     if value is None or value is True:
         return value is True

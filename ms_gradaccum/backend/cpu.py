@@ -8,7 +8,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from ctypes import CDLL
 from pathlib import Path
-from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
@@ -24,16 +23,12 @@ _LEAST_WORK = 16e6
 _ROWS_OF_ADDING = 16
 
 
-def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_config: Mapping[str, Any]) -> bool:
+def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_config: Mapping[str, object]) -> bool:
     """Return whether MindSpore's thread pool runs a micro step faster; docs/performance.md has the measurements.
 
     A calling thread that runs the graph takes no part in multi-threaded kernels but spins until they end, which is one
-    thread more than there are cores. The results are the same, bit for bit.
-
-    Args:
-        parameters: The trained parameters.
-        positions: The number of uses of each weight: rows, or pixels if there are convolutions.
-        jit_config: The options with which the graph is compiled.
+    thread more than there are cores. The results are the same, bit for bit. The ``positions`` are the uses of each
+    weight: rows, or pixels if there are convolutions.
     """
     if _openmp_spins(jit_config):
         return False
@@ -45,7 +40,7 @@ def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_c
     return elements * (positions + _ROWS_OF_ADDING) >= _LEAST_WORK * cores()
 
 
-def _openmp_spins(jit_config: Mapping[str, Any]) -> bool:
+def _openmp_spins(jit_config: Mapping[str, object]) -> bool:
     """Return whether the OpenMP threads of fused kernels spin beside the thread pool."""
     fuses = ms.get_context("enable_graph_kernel") or jit_config.get("jit_level") == "O1"
     return fuses and os.getenv("OMP_WAIT_POLICY", "").lower() != "passive"

@@ -12,8 +12,8 @@ from mindspore.common.seed import _KERNEL_SEED
 
 from ms_gradaccum.backend import random_state
 from ms_gradaccum.backend.compiled import op_by_op
+from ms_gradaccum.backend.tensors import Array as Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
 # In BatchNorm of mindspore.nn this attribute takes precedence over the mode: True uses the batch's statistics.
 STATISTICS = "use_batch_statistics"
 _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook")
@@ -146,7 +146,7 @@ def set_mode(cell: nn.Cell, training: bool, statistics: bool | None) -> None:
         setattr(cell, STATISTICS, statistics)
 
 
-def _content(value: Any) -> Any:
+def _content(value: object) -> Any:
     """Return a copy of a container's items; None if the value is not a container."""
     if isinstance(value, (list, deque)):
         return list(value)

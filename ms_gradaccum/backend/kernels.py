@@ -4,8 +4,8 @@ import ctypes
 import os
 import re
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
@@ -24,12 +24,14 @@ def cores() -> int:
     return os.cpu_count() or 1  # macOS, Windows
 
 
+Tensors = tuple[Tensor, ...]
+
 _squeeze = ops.Squeeze()
 # The neutral factor. Without a custom kernel, the compiler removes the multiplication.
 ONE = Tensor(1.0, ms.float32)
 
 
-def _load() -> Any:
+def _load() -> ctypes.CDLL | None:
     """Return the library, or None if it cannot be used or MindSpore's operators are as fast."""
     if ms.get_context("device_target") != "CPU" or cores() > MOST_CORES:
         return None
@@ -39,7 +41,7 @@ def _load() -> Any:
         return None
 
 
-def _make_kernels() -> tuple[Any, ...]:
+def _make_kernels() -> tuple[ops.Primitive, ...]:
     """Return the operators of the library, or None for each."""
     library, kernels = _load(), []
     for name in _NAMES:
@@ -73,11 +75,11 @@ def has_kernels() -> bool:
 
 
 @_primexpr
-def _fit(*dtypes: Any) -> bool:
+def _fit(*dtypes: object) -> bool:
     return all(dtype == ms.float32 for dtype in dtypes) and has_kernels() and _on_cpu()
 
 
-def as_dtype(value: Tensor, dtype: Any) -> Tensor:
+def as_dtype(value: Tensor, dtype: ms.Type) -> Tensor:
     """Return ``value`` in this dtype, without a redundant cast, for which the compiler would make a copy."""
     return value if value.dtype == dtype else ops.cast(value, dtype)
 
@@ -90,14 +92,14 @@ def add_in_place(total: Parameter, part: Tensor, factor: Tensor = ONE) -> Tensor
     return ops.assign_add(total, part * factor)
 
 
-def scale_in_place(total: Parameter, factor: Tensor) -> Tensor:
+def scale_in_place(factor: Tensor, total: Parameter) -> Tensor:
     """Multiply a parameter by a number and return the updated parameter."""
     if _fit(total.dtype, factor.dtype):
         return ops.depend(total, _scaled_in_place(factor, total))
     return ops.assign(total, as_dtype(total * factor, total.dtype))
 
 
-def fill_in_place(total: Parameter, number: Tensor) -> Tensor:
+def fill_in_place(number: Tensor, total: Parameter) -> Tensor:
     """Fill a parameter with a number and return the updated parameter."""
     if _fit(total.dtype, number.dtype):
         return ops.depend(total, _filled_in_place(number, total))
@@ -122,7 +124,7 @@ def replay_mask(like: Tensor, seed: Tensor, bound: Tensor, factor: Tensor) -> Te
 
 
 @_primexpr
-def fits_kernels(dtype: Any) -> bool:
+def fits_kernels(dtype: ms.Type) -> bool:
     """Return whether the custom kernels take tensors of this dtype on this device."""
     return bool(dtype == ms.float32 and has_kernels() and on_cpu())
 
@@ -152,29 +154,30 @@ class _TypeOf(Primitive):
     def __init__(self) -> None:
         super().__init__("typeof")
 
-    def __call__(self, value: Any) -> str:
+    def __call__(self, value: object) -> str:
         return ""  # Op by op, the kernels bring no gain.
 
 
 _type_of = _TypeOf()
-_map, _map_backwards = ops.HyperMap(), ops.HyperMap(reverse=True)
+_map: Callable[..., Tensors] = ops.HyperMap()
+_map_backwards: Callable[..., Tensors] = ops.HyperMap(reverse=True)
 _WORDS_OF_FLOAT32 = {"Tuple", "Ref", "Tensor", "Float32"}
 
 
 @_primexpr
-def _all_float32(*types: Any) -> bool:
+def _all_float32(*types: object) -> bool:
     """Return whether all of these are types of dense float32 tensors or of tuples of them."""
     words = {word for each in types for word in re.findall(r"[A-Za-z]\w*", str(each))}
     return "Float32" in words and words <= _WORDS_OF_FLOAT32
 
 
 @_primexpr
-def _all_fit(*types: Any) -> bool:
+def _all_fit(*types: object) -> bool:
     """Return whether the custom kernels take tensors of these types."""
     return bool(_all_float32(*types) and has_kernels() and on_cpu())
 
 
-def add_each_in_place(otherwise: Any, factor: Tensor, totals: Any, parts: Any) -> Any:
+def add_each_in_place(otherwise: object, factor: Tensor, totals: Tensors, parts: Tensors) -> Tensors:
     """Add ``parts`` times ``factor`` to parameters, the last one first, and return the updated parameters.
 
     Without a kernel, ``otherwise`` is called for each parameter with the factor, the parameter and the part.
@@ -184,78 +187,47 @@ def add_each_in_place(otherwise: Any, factor: Tensor, totals: Any, parts: Any) -
     return _map_backwards(ops.partial(otherwise, factor), totals, parts)
 
 
-_scale_each = ops.MultitypeFuncGraph("scale_in_place")
-
-
-@_scale_each.register("Tensor", "Tensor")
-def _scale_one(factor: Tensor, total: Parameter) -> Tensor:
-    return scale_in_place(total, factor)
-
-
-def scale_each_in_place(factor: Tensor, totals: Any) -> Any:
+def scale_each_in_place(factor: Tensor, totals: Tensors) -> Tensors:
     """Multiply parameters by a number and return the updated parameters."""
     if _all_fit(_type_of(factor), _type_of(totals)):
         return _map(ops.depend, totals, _map(ops.partial(_scaled_in_place, factor), totals))
-    return _map(ops.partial(_scale_each, factor), totals)
+    return _map(ops.partial(scale_in_place, factor), totals)
 
 
-_fill_each = ops.MultitypeFuncGraph("fill_in_place")
-
-
-@_fill_each.register("Tensor", "Tensor")
-def _fill_one(number: Tensor, total: Parameter) -> Tensor:
-    return fill_in_place(total, number)
-
-
-def fill_each_in_place(number: Tensor, totals: Any) -> Any:
+def fill_each_in_place(number: Tensor, totals: Tensors) -> Tensors:
     """Fill parameters with a number and return their new values."""
     if _all_fit(_type_of(number), _type_of(totals)):
         return _map(ops.partial(_filled_in_place, number), totals)
-    return _map(ops.partial(_fill_each, number), totals)
+    return _map(ops.partial(fill_in_place, number), totals)
 
 
-_squares_each = ops.MultitypeFuncGraph("sum_of_squares")
-
-
-@_squares_each.register("Tensor")
-def _squares_of_one(value: Tensor) -> Tensor:
+def _squares_each(value: Tensor) -> Tensor:
     return sum_of_squares(as_dtype(value, ms.float32)).reshape(1)
 
 
-def squares_of_each(values: Any) -> Any:
+def squares_of_each(values: Tensors) -> Tensors:
     """Return for each tensor the sum of its squares, a float32 tensor of one element."""
     return _map(_sum_of_squares, values) if _all_fit(_type_of(values)) else _map(_squares_each, values)
 
 
-_cast_each = ops.MultitypeFuncGraph("cast_like")
-
-
-@_cast_each.register("Tensor", "Tensor")
-def _cast_one(value: Tensor, like: Tensor) -> Tensor:
+def _cast_each(value: Tensor, like: Tensor) -> Tensor:
     return as_dtype(value, like.dtype)
 
 
-def cast_each_like(values: Any, likes: Any) -> Any:
+def cast_each_like(values: Tensors, likes: Tensors) -> Tensors:
     """Cast each tensor to the dtype of the other in the same place."""
     return values if _all_float32(_type_of(values), _type_of(likes)) else _map(_cast_each, values, tuple(likes))
 
 
 # Functions of one tensor, to be mapped over chunks.
 
-scale = ops.MultitypeFuncGraph("scale")
 
-
-@scale.register("Tensor", "Tensor")
-def _scaled(factor: Tensor, grad: Tensor) -> Tensor:
+def scale(factor: Tensor, grad: Tensor) -> Tensor:
     # In 16 bits a small factor could underflow.
     return as_dtype(_wide(grad) * factor, grad.dtype)
 
 
-scale_wide = ops.MultitypeFuncGraph("scale_wide")
-
-
-@scale_wide.register("Tensor", "Tensor")
-def _scaled_wide(factor: Tensor, grad: Tensor) -> Tensor:
+def scale_wide(factor: Tensor, grad: Tensor) -> Tensor:
     return _wide(grad) * factor
 
 

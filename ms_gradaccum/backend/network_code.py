@@ -57,7 +57,7 @@ def _has_own_backward(value: Any) -> bool:
     return is_a(value, _BACKWARD_OPERATORS)
 
 
-def _reached_from(value: Any) -> list[Any]:
+def _reached_from(value: object) -> list[Any]:
     found: dict[int, Any] = {}
     ahead = [value]
     while ahead:
@@ -71,7 +71,7 @@ def _reached_from(value: Any) -> list[Any]:
     return list(found.values())
 
 
-def _leads_to(value: Any) -> Iterable[Any]:
+def _leads_to(value: Any) -> Iterable[object]:
     """Return the objects that a value refers to, from the garbage collector, so that no code of the user runs."""
     if is_a(value, FunctionType):
         own = (value.__closure__, value.__defaults__, value.__kwdefaults__)
@@ -85,7 +85,7 @@ def _leads_to(value: Any) -> Iterable[Any]:
     return [*itertools.islice(gc.get_referents(value), _MANY_ITEMS), *([type(value)] if is_users_own else [])]
 
 
-def _named_by(function: FunctionType) -> Iterator[Any]:
+def _named_by(function: FunctionType) -> Iterator[object]:
     """Yield the globals that a function uses, and the attributes that it reads from the user's modules."""
     names = _names_in(function.__code__)
     named = {name: value for name, value in function.__globals__.items() if name in names}
@@ -100,12 +100,12 @@ def _named_by(function: FunctionType) -> Iterator[Any]:
                 yield value
 
 
-def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
+def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
     """Return whether a value has one of these types, even if it overrides ``__class__``."""
     return issubclass(type(value), kinds)
 
 
-def is_user(kind: Any) -> bool:
+def is_user(kind: object) -> bool:
     """Return whether a class or a function belongs to no library. Plain records count as the user's."""
     package = str(getattr(kind, "__module__", "")).split(".")[0]
     return kind in (SimpleNamespace, Namespace) or package not in _LIBRARIES

@@ -27,7 +27,7 @@ _running: set[int] = set()
 _told: set[int] = set()
 
 
-def check_optimizer(owner: str, optimizer: Any, network: nn.Cell) -> None:
+def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
     """Raise unless ``optimizer`` is an optimizer over parameters of ``network``."""
     if not isinstance(optimizer, (nn.Optimizer, ExperimentalOptimizer)):
         got = type(optimizer).__name__
@@ -61,7 +61,7 @@ def claim_optimizers(windows: Iterable[Any]) -> None:
                 optimizer.compile_cache.clear()
 
 
-def _hooks_of(optimizer: nn.Cell) -> list[Any]:
+def _hooks_of(optimizer: nn.Cell) -> list[object]:
     kinds = "_forward_pre_hook _forward_hook _backward_pre_hook _backward_hook".split()
     return [hook for kind in kinds for hook in (getattr(optimizer, kind) or {}).values()]
 
@@ -77,7 +77,7 @@ def needs_hooks(optimizer: nn.Cell) -> bool:
     return True
 
 
-def _look_at_call(optimizer: nn.Cell, inputs: Any) -> None:
+def _look_at_call(optimizer: nn.Cell, inputs: object) -> None:
     """Be a hook of a claimed optimizer. Graphs are compiled with it, so that all else is done in another function."""
     _warn_of_call(optimizer.claim_number)
 
@@ -110,7 +110,7 @@ def running(optimizer: nn.Cell) -> Iterator[None]:
         _running.discard(number)
 
 
-def check_claims(owner: str, windows: Sequence[Any]) -> None:
+def check_claims(owner: str, windows: Sequence[object]) -> None:
     """Raise unless the optimizers of ``windows`` belong to these: two steps would divide their windows between them."""
     if not _has_claims(windows):
         gc.collect()  # A deleted step lives on in reference cycles.
@@ -174,7 +174,7 @@ def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
     return optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
 
 
-def scale_for(owner: str, optimizer: nn.Cell, loss_scale: Any) -> float:
+def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
     """Return the factor by which the mean gradient is multiplied because the optimizer divides by it.
 
     MindSpore documents this use for ``FixedLossScaleManager(scale, drop_overflow_update=False)``: its step leaves the
@@ -241,12 +241,12 @@ class LearningRate(nn.Cell):
         # + 0.0 makes a copy, because the report outlives the next change of the parameter.
         return scalar(rates) + 0.0
 
-    def scheduled(self) -> Any:
+    def scheduled(self) -> Tensor | tuple[Tensor, ...]:
         """Return the rates of an ``nn.Optimizer`` at its count of updates."""
         rates = self.optimizer.learning_rate
         if self.optimizer.dynamic_lr:
             if self.optimizer.is_group_lr:
-                found: tuple[Any, ...] = ()
+                found: tuple[Tensor, ...] = ()
                 for rate in self.optimizer.learning_rate:
                     found += (rate(self.optimizer.global_step),)
                 rates = found
@@ -268,10 +268,10 @@ class LearningRate(nn.Cell):
         if not (eager and self.is_recorded):
             yield lambda: known
             return
-        rates: list[Any] = []
+        rates: list[Tensor] = []
         get_lr = self.optimizer.get_lr
 
-        def recorded() -> Any:
+        def recorded() -> Tensor:
             rates.append(get_lr())
             return rates[-1]
 

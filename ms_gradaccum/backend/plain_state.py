@@ -6,7 +6,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, ops
 from mindspore.experimental.optim.lr_scheduler import LRScheduler
 
-from ms_gradaccum._checks import DamagedState
+from ms_gradaccum._checks import DamagedState, State
 
 # A value of JSON.
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
@@ -15,25 +15,25 @@ _Steps = list[Callable[[], None]]
 _PLAIN = (bool, int, float, str)
 
 
-def take(item: Any) -> dict[str, Any]:
+def take(item: object) -> State:
     """Return the attributes of ``item`` that are numbers, strings, parameters or schedulers, or lists of them."""
     return {name: _as_json(value) for name, value in vars(item).items() if _is_state(value)}
 
 
-def put(item: Any, saved: Any) -> None:
+def put(item: object, saved: object) -> None:
     """Set the attributes of ``item`` that `take` has returned. Raise, without any change, if they do not match."""
     for step in _plan(item, saved, type(item).__name__):
         step()
 
 
-def _is_state(value: Any) -> bool:
+def _is_state(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_state, value))
     # A tensor that is not a parameter is a constant.
     return isinstance(value, (*_PLAIN, Parameter, LRScheduler))
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     if isinstance(value, Parameter):
         return value.asnumpy().tolist()
     if isinstance(value, LRScheduler):
@@ -41,7 +41,7 @@ def _as_json(value: Any) -> Any:
     return [_as_json(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _plan(item: Any, saved: Any, what: str) -> _Steps:
+def _plan(item: object, saved: object, what: str) -> _Steps:
     own = [name for name, value in vars(item).items() if _is_state(value)]
     if not isinstance(saved, dict) or set(saved) != set(own):
         raise DamagedState(f"{what} has not the attributes {', '.join(own)} of a {type(item).__name__}")
@@ -86,11 +86,11 @@ def assign_in_place(parameter: Parameter, value: Tensor) -> None:
         ops.assign(parameter, value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _PLAIN)
 
 
-def _kind(value: Any) -> type:
+def _kind(value: object) -> type:
     if isinstance(value, (list, tuple)):
         return list
     # A number may change between int and float.

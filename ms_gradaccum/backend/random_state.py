@@ -10,22 +10,22 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_gradaccum._checks import DamagedState, is_count
+from ms_gradaccum._checks import DamagedState, State, is_count
 
 
-def take() -> dict[str, Any]:
+def take() -> State:
     """Return the states of all generators."""
     return {**hosts(), "mindspore": ms.get_rng_state().asnumpy().tolist()}
 
 
-def hosts() -> dict[str, Any]:
+def hosts() -> State:
     """Return the states of Python's and NumPy's generators only."""
     version, words, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
     return {"python": [version, list(words), gauss], "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
 
-def checked(saved: Any, what: str) -> dict[str, Any]:
+def checked(saved: Any, what: str) -> State:
     """Return ``saved`` as states for `put`. Raise if it is invalid; nothing is changed in either case."""
     state = checked_hosts(saved, what)
     words = saved.get("mindspore")
@@ -36,7 +36,7 @@ def checked(saved: Any, what: str) -> dict[str, Any]:
     return {**state, "mindspore": words}
 
 
-def checked_hosts(saved: Any, what: str) -> dict[str, Any]:
+def checked_hosts(saved: Any, what: str) -> State:
     """Return ``saved`` as states for `put_hosts`. Raise if it is invalid."""
     try:
         _set(saved, random.Random(), np.random.RandomState())
@@ -56,17 +56,17 @@ def _set(state: Any, python: Any, numpy: Any) -> None:
     numpy.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
 
 
-def put(state: dict[str, Any]) -> None:
+def put(state: State) -> None:
     """Restore the states that `take` has returned."""
     put_hosts(state)
     put_device(state)
 
 
-def put_hosts(state: dict[str, Any]) -> None:
+def put_hosts(state: State) -> None:
     """Restore the states of Python's and NumPy's generators only."""
     _set(state, random, np.random)
 
 
-def put_device(state: dict[str, Any]) -> None:
+def put_device(state: State) -> None:
     """Restore the state of MindSpore's generator only."""
     ms.set_rng_state(Tensor(np.array(state["mindspore"], np.uint8)))

@@ -5,11 +5,12 @@ maps a function over a chunk of tensors and loops over the chunks. The chunks ru
 temporary tensors do not exist at the same time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isqrt
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, ops
 
 # Each chunk adds compile time, so their number is limited.
@@ -19,6 +20,8 @@ _COMPILED = 512 * 1024
 # A chunk holds at least this many elements (4 MB).
 _FEW = 1024 * 1024
 
+# An array of NumPy.
+Array = np.ndarray[Any, np.dtype[Any]]
 Chunks = tuple[tuple[int, int], ...]
 
 # An ordering token: the outputs of operators that must have run, whose values are not read. A graph runs only what its
@@ -39,12 +42,12 @@ def chunks_of(sizes: Sequence[int]) -> Chunks:
     return tuple((run[0], run[-1] + 1) for run in fill_buckets(range(len(sizes)), sizes, limit))
 
 
-def chunk_of(items: tuple[Any, ...], begin: int, end: int) -> tuple[Any, ...]:
+def chunk_of(items: tuple[Tensor, ...], begin: int, end: int) -> tuple[Tensor, ...]:
     """Return the items of a chunk, without a slice if these are all items, which saves compile time."""
     return items[begin:end] if end - begin < len(items) else items
 
 
-def copy_after(number: Tensor, done: Any) -> Tensor:
+def copy_after(number: Tensor, done: object) -> Tensor:
     """Return a copy of ``number`` that is made after ``done``.
 
     Without the copy, each of n tensors that wait for it would depend on each item of ``done``: n * n edges.
@@ -52,7 +55,7 @@ def copy_after(number: Tensor, done: Any) -> Tensor:
     return ops.depend(number, done) + 0.0
 
 
-def scalar(value: Any) -> Tensor:
+def scalar(value: Tensor | float) -> Tensor:
     """Return a number, or a tensor of one element, as a scalar of float32, or float64 if it is one of these."""
     # A redundant cast would cost time where a network runs op by op.
     if not (isinstance(value, Tensor) and (value.dtype == ms.float64 or value.dtype == ms.float32)):
@@ -61,26 +64,22 @@ def scalar(value: Any) -> Tensor:
     return value if value.ndim == 0 else value.reshape(())
 
 
-_pick = ops.MultitypeFuncGraph("pick")
-
-
-@_pick.register("Tuple", "Number")
-def _pick_one(items: tuple[Any, ...], index: int) -> Any:
+def _pick(items: tuple[Tensor, ...], index: int) -> Tensor:
     return items[index]
 
 
 _map = ops.HyperMap()
 
 
-def pick(items: tuple[Any, ...], indices: tuple[int, ...]) -> tuple[Any, ...]:
+def pick(items: tuple[Tensor, ...], indices: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Return the items of a tuple that have these indices."""
-    picked: tuple[Any, ...] = ()
+    picked: tuple[Tensor, ...] = ()
     if len(indices) > 0:
         picked = _map(ops.partial(_pick, items), indices)
     return picked
 
 
-def fill_buckets(indices: Any, sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
+def fill_buckets(indices: Iterable[int], sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
     """Group ``indices`` into buckets of at most ``limit`` elements, with at least one index each."""
     buckets: list[list[int]] = []
     filled = limit + 1

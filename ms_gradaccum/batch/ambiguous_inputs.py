@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from mindspore import nn
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.batch.split import TENSORS, BatchAxis, count_rows, leaves_of, spread_axes, walk
@@ -13,7 +14,7 @@ _OWNER = "GradAccumulation"
 _VALUES = (int, float, str, np.generic, list, tuple, dict)
 
 
-def ambiguous_inputs(inputs: tuple[Any, ...], batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
+def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
     """Return the indices of the inputs that are split although they may not be a batch.
 
     These are tensors that are as long as the batch on another axis, too, such as a mask, and vectors of floating-point
@@ -33,7 +34,7 @@ def ambiguous_inputs(inputs: tuple[Any, ...], batch_axis: BatchAxis, with_intege
 
 
 def hint_of_split(
-    error: str, inputs: tuple[Any, ...], batch_axis: BatchAxis, name_of_input: Callable[[int], str]
+    error: str, inputs: tuple[object, ...], batch_axis: BatchAxis, name_of_input: Callable[[int], str]
 ) -> str:
     """Return a hint for an error in a micro batch: the inputs that may be split by mistake. "" if there are none."""
     shapes = _described(ambiguous_inputs(inputs, batch_axis, "indices" in error), inputs, name_of_input)
@@ -45,7 +46,7 @@ def _described(places: Sequence[int], inputs: tuple[Any, ...], name_of_input: Ca
     return ", ".join(f"{name_of_input(place)} of shape {tuple(inputs[place].shape)}" for place in places)
 
 
-def warn_of_split(accumulation: Any, inputs: tuple[Any, ...], parts: int, is_first: bool) -> bool:
+def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is_first: bool) -> bool:
     """Warn of inputs that may be split by mistake, or unsplit by mistake, without an error.
 
     Args:
@@ -81,7 +82,7 @@ def warn_of_split(accumulation: Any, inputs: tuple[Any, ...], parts: int, is_fir
     return True
 
 
-def _each_row(item: Any, axis: Any, rows: int, is_default: bool) -> str:
+def _each_row(item: object, axis: object, rows: int, is_default: bool) -> str:
     """Describe the treatment of an input whose items may belong to one row each, and a remedy; "" for all others."""
     if axis is None or not isinstance(item, (list, tuple)) or len(item) != rows:
         return ""
@@ -99,7 +100,7 @@ def _each_row(item: Any, axis: Any, rows: int, is_default: bool) -> str:
     return ""
 
 
-def _warn_of_equal_lengths(accumulation: Any, inputs: tuple[Any, ...], parts: int, rows: int) -> None:
+def _warn_of_equal_lengths(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, rows: int) -> None:
     """Warn of a tensor that is as long as the batch on two axes, so that the wrong one may be split."""
     batch_axis, name_of_input = accumulation.batch_axis, accumulation.name_of_input
     cells = [cell for _, cell in accumulation.network.cells_and_names()]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
@@ -119,12 +118,9 @@ class ContrastiveLoss(Settled, nn.Cell):
 class LogSumExps(nn.Cell):
     """Weighted sum of log-sum-exp of the products of all rows of ``a`` and ``b``, along both axes.
 
-    No matrix is broadcast: on CPU, MindSpore stores two index lists as long as the result for each such operator. To
-    add numbers to whole rows or columns of the products, the rows get one more element.
-
-    Args:
-        block_rows: The number of rows whose products exist at a time.
-        is_one: True for one tower: ``a`` and ``b`` have the same rows, and each is excluded from its own comparisons.
+    The products of ``block_rows`` rows exist at a time. For one tower, ``a`` and ``b`` have the same rows, and each is
+    excluded from its own comparisons. No matrix is broadcast: on CPU, MindSpore stores two index lists as long as the
+    result for each such operator. To add numbers to whole rows or columns, the rows get one more element.
     """
 
     def __init__(self, block_rows: int, is_one: bool) -> None:
@@ -161,7 +157,9 @@ class LogSumExps(nn.Cell):
             products = products + ops.pad(itself, (begin, b.shape[0] - end))
         return products
 
-    def bprop(self, a: Tensor, b: Tensor, weights: Tensor, out: Any, dout: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def bprop(
+        self, a: Tensor, b: Tensor, weights: Tensor, out: tuple[Tensor, ...], dout: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients. The products are computed again."""
         rows, columns = b.shape[0], ops.ones((b.shape[0], 1), ms.float32)
         logs = ops.log(weights)
@@ -206,7 +204,7 @@ def _refuse_inputs(towers: int, count: int) -> None:
 
 
 @_primexpr
-def _check_shapes(first: Any, second: Any, labels: Any) -> None:
+def _check_shapes(first: tuple[int, ...], second: tuple[int, ...], labels: tuple[int, ...] | None) -> None:
     if len(first) == 2 and tuple(first) == tuple(second) and (labels is None or math.prod(labels) == first[0]):
         return
     shapes = ", ".join(str(tuple(shape)) for shape in (first, second, labels) if shape is not None)

@@ -5,7 +5,6 @@ L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limite
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
@@ -120,26 +119,19 @@ class GradCacheLoss(Settled, nn.Cell):
 class CachedLoss(WeightedLoss):
     """Substitute that a micro batch differentiates in place of a loss whose gradient is known.
 
-    Inputs:
-        - The micro batch's share of the rows.
-        - The loss of the whole batch.
-        - The gradients of the loss's own parameters.
-        - The floating-point outputs of the network for the micro batch, as the first pass has found them.
-        - The gradients of the loss with respect to them.
-        - The inputs of the network.
-
-    Outputs:
-        The share of the loss, the share, and for each floating-point output its `distance` from the first pass.
+    The inputs are the micro batch's share of the rows, the loss of the whole batch, the gradients of the loss's own
+    parameters, the floating-point outputs of the first pass, the gradients of the loss with respect to them, and the
+    inputs of the network. It returns the share of the loss, the share, and the `distance` of each such output.
     """
 
     counts_rows = True
     is_cached = True
 
-    def __init__(self, network: GradCacheLoss, structure: Any = None) -> None:
+    def __init__(self, network: GradCacheLoss, structure: object = None) -> None:
         super().__init__(network, structure)
         self.own = ParameterTuple(network.loss_fn.trainable_params())
 
-    def construct(self, share: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    def construct(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         items = tensors if self.structure is None else self.structure(tensors)
         loss, own_grads, firsts, cache = items[0], items[1], items[2], items[3]
         start = Tensor(0.0, ms.float32)

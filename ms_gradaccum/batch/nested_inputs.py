@@ -18,7 +18,7 @@ from ms_gradaccum._checks import argument_error
 Batch = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]] | Sequence[object] | Mapping[str, object]
 
 
-def flatten(inputs: Any, leaves: list[Tensor]) -> Hashable:
+def flatten(inputs: object, leaves: list[Tensor]) -> Hashable:
     """Append the tensors in ``inputs`` to ``leaves`` and return the structure around them.
 
     Inputs of the same structure differ only in the lengths of axes, so they can share a graph.
@@ -39,7 +39,7 @@ def flatten(inputs: Any, leaves: list[Tensor]) -> Hashable:
     return ("value", type(inputs), _HashedByValue(inputs))
 
 
-def has_tensors(inputs: Any) -> bool:
+def has_tensors(inputs: object) -> bool:
     """Return whether ``inputs`` contain a tensor or an array, also inside mappings that are not dicts."""
     if isinstance(inputs, (tuple, list)):
         return any(map(has_tensors, inputs))
@@ -48,7 +48,7 @@ def has_tensors(inputs: Any) -> bool:
     return isinstance(inputs, (Tensor, np.ndarray))
 
 
-def _tensor(array: Any) -> Tensor:
+def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
     try:
         return Tensor(array)
     except TypeError:
@@ -58,7 +58,7 @@ def _tensor(array: Any) -> Tensor:
         ) from None
 
 
-def why_no_graph(structure: Any) -> str:
+def why_no_graph(structure: object) -> str:
     """Return the reason why no graph can take inputs of ``structure`` in PYNATIVE mode, or an empty string."""
     named = _named_tuple_in(structure)
     return f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
@@ -76,7 +76,7 @@ def _named_tuple_in(structure: Any) -> str:
 class _HashedByValue:
     """Wrapper that makes any Python value hashable as part of a structure."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
@@ -126,11 +126,11 @@ class _Leaf(nn.Cell):
 
 
 class _Value(nn.Cell):
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         super().__init__(auto_prefix=False)
         self.value = value
 
-    def construct(self, leaves: tuple[Tensor, ...]) -> Any:
+    def construct(self, leaves: tuple[Tensor, ...]) -> object:
         return self.value
 
 
@@ -142,8 +142,8 @@ class _Sequence(nn.Cell):
         self.named = hasattr(kind, "_fields")
         self.is_list = kind is list
 
-    def construct(self, leaves: tuple[Tensor, ...]) -> Any:
-        items: tuple[Any, ...] = ()
+    def construct(self, leaves: tuple[Tensor, ...]) -> object:
+        items: tuple[object, ...] = ()
         for child in self.children:
             items += (child(leaves),)
         if self.named:
@@ -152,12 +152,12 @@ class _Sequence(nn.Cell):
 
 
 class _Dict(nn.Cell):
-    def __init__(self, keys: tuple[Any, ...], children: list[nn.Cell]) -> None:
+    def __init__(self, keys: tuple[object, ...], children: list[nn.Cell]) -> None:
         super().__init__(auto_prefix=False)
         self.children = nn.CellList(children, auto_prefix=False)
         self.keys = keys
 
-    def construct(self, leaves: tuple[Tensor, ...]) -> dict[Any, Any]:
+    def construct(self, leaves: tuple[Tensor, ...]) -> dict[object, object]:
         # The compiler would leave dict(zip(...)) to the Python interpreter, and the gradient would be lost.
         items = {}
         for key, child in zip(self.keys, self.children):
@@ -165,7 +165,7 @@ class _Dict(nn.Cell):
         return items
 
 
-def as_call(owner: str, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(owner: str, batch: object) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return a batch as the positional and keyword arguments of a network."""
     if isinstance(batch, dict):
         return (), batch

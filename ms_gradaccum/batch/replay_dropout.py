@@ -1,7 +1,6 @@
 """Dropout with reproducible masks."""
 
 from collections.abc import Callable
-from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
@@ -122,7 +121,7 @@ def _unknown(number: int, seed: Tensor) -> Tensor:
 
 
 @_primexpr
-def _check_size(shape: Any) -> None:
+def _check_size(shape: tuple[int, ...]) -> None:
     size = 1
     for length in shape:
         size *= length

@@ -13,6 +13,9 @@ from ms_gradaccum.batch.nested_inputs import flatten, has_tensors
 # One axis for all inputs, or a nest with one entry per input (None: the input is not split).
 BatchAxis = int | None | Sequence["BatchAxis"] | Mapping[str, "BatchAxis"]
 
+# The shape of an input; None for one that is not a tensor.
+Shape = tuple[int, ...] | None
+
 _OWNER = "GradAccumulation"
 _PAD = "Pad a list that has an item for each row to one tensor. "
 TENSORS = (Tensor, np.ndarray)
@@ -36,18 +39,18 @@ class SplitBatch(NamedTuple):
 class _Item(NamedTuple):
     place: str
     value: Any
-    axis: Any
+    axis: BatchAxis
     in_list: bool
 
 
 class _Leaf(NamedTuple):
     place: str
     shape: tuple[int, ...]
-    axis: int | None
+    axis: Any
     in_list: bool = False
 
 
-def check_batch_axis(axis: Any) -> BatchAxis:
+def check_batch_axis(axis: object) -> BatchAxis:
     """Return ``axis`` if it is an int, None, or a nest of tuples, lists and dicts of these."""
     try:
         return _checked_axis(axis)
@@ -56,7 +59,7 @@ def check_batch_axis(axis: Any) -> BatchAxis:
         raise ValueError(argument_error(_OWNER, "batch_axis", rule, "a nest without an end", _AXIS_REMEDY)) from None
 
 
-def _checked_axis(axis: Any) -> BatchAxis:
+def _checked_axis(axis: object) -> BatchAxis:
     if isinstance(axis, (tuple, list)):
         return tuple(_checked_axis(item) for item in axis)
     if isinstance(axis, dict):
@@ -69,7 +72,7 @@ def _checked_axis(axis: Any) -> BatchAxis:
     return axis
 
 
-def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis) -> SplitBatch:
+def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAxis) -> SplitBatch:
     """Split ``inputs`` into at most ``micro_size`` micro batches whose numbers of rows differ by at most one.
 
     Tensors and NumPy arrays inside tuples, lists and dicts are split, too. Tensors without axes and all other values
@@ -98,7 +101,7 @@ def split_batch(inputs: tuple[Any, ...], micro_size: int, batch_axis: BatchAxis)
     return SplitBatch(structure, parts)
 
 
-def leaf_axes(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> list[int | None]:
+def leaf_axes(inputs: tuple[object, ...], batch_axis: BatchAxis) -> list[int | None]:
     """Return the batch axis of each tensor in ``inputs``, in the order of `flatten`."""
     return [leaf.axis for leaf in leaves_of(walk(inputs, batch_axis))]
 
@@ -112,14 +115,13 @@ def split_rows(leaves: Iterable[_Leaf], micro_size: int) -> list[tuple[int, int]
     return list(zip([0, *ends[:-1]], ends))
 
 
-def split_shapes(shapes: tuple[Any, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[Any, ...]:
-    """Return the axis of each input (None: not split) and the rows of each micro batch, for inputs of these shapes.
-
-    The shape of an input that is not a tensor is None.
-    """
+def split_shapes(
+    shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int
+) -> tuple[tuple[Any, ...], tuple[tuple[int, int], ...]]:
+    """Return the axis of each input (None: not split) and the rows of each micro batch, for inputs of these shapes."""
     axes = spread_axes(batch_axis, shapes)
     axes = tuple(axis if shape else None for axis, shape in zip(axes, shapes))
-    leaves = [_Leaf(f"input[{i}]", shapes[i], axis) for i, axis in enumerate(axes) if axis is not None]
+    leaves = [_Leaf(f"input[{i}]", shape, axis) for i, (shape, axis) in enumerate(zip(shapes, axes)) if shape]
     return axes, tuple(split_rows(leaves, micro_size))
 
 
@@ -151,7 +153,7 @@ def count_rows(leaves: Iterable[_Leaf]) -> int:
     return rows
 
 
-def walk(item: Any, axis: Any, place: str = "input", in_list: bool = False) -> Iterator[_Item]:
+def walk(item: object, axis: BatchAxis, place: str = "input", in_list: bool = False) -> Iterator[_Item]:
     """Yield the inputs and all items inside them, containers before their items, in the order of `flatten`."""
     yield _Item(place, item, axis, in_list)
     in_list = in_list or isinstance(item, list)
@@ -195,7 +197,7 @@ def _refuse_mappings(items: Iterable[_Item]) -> None:
             )
 
 
-def spread_axes(axis: Any, items: Any) -> tuple[Any, ...]:
+def spread_axes(axis: BatchAxis, items: Sequence[object]) -> tuple[BatchAxis, ...]:
     """Return one entry of ``batch_axis`` per item of a tuple or list."""
     if not isinstance(axis, tuple):
         return (axis,) * len(items)
@@ -211,7 +213,7 @@ def spread_axes(axis: Any, items: Any) -> tuple[Any, ...]:
     return axis + (None,) * missing
 
 
-def _named_axes(axis: Any, items: dict[str, Any]) -> dict[str, Any]:
+def _named_axes(axis: BatchAxis, items: dict[str, object]) -> Mapping[str, BatchAxis]:
     if not isinstance(axis, dict):
         return dict.fromkeys(items, axis)
     if axis.keys() != items.keys():

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -82,7 +81,7 @@ class TokenMeanLoss(Settled, nn.Cell):
         if len(inputs) - 1 < self.required:
             _refuse_own_loss(self.signature, len(inputs) - 1)
         logits = self.backbone(*inputs[:-1])
-        labels: Any = inputs[-1]
+        labels: Tensor = inputs[-1]
         if isinstance(logits, (tuple, list)):
             logits = logits[0] if len(logits) > 0 else None
         if not isinstance(logits, Tensor):
@@ -114,7 +113,7 @@ def _refuse_own_loss(signature: str, given: int) -> None:
 
 
 @_primexpr
-def _check_shapes(logits: Any, labels: Any) -> None:
+def _check_shapes(logits: tuple[int, ...], labels: tuple[int, ...]) -> None:
     if len(logits) > 0 and tuple(logits[:-1]) == tuple(labels):
         return
     if len(logits) == 0:
@@ -129,7 +128,7 @@ def _check_shapes(logits: Any, labels: Any) -> None:
 
 
 @_primexpr
-def _check_dtype(labels: Any) -> None:
+def _check_dtype(labels: object) -> None:
     if labels in _INTS:
         return
     got = "no tensor" if labels is None else f"a tensor of {labels}"

@@ -1,8 +1,7 @@
-"""A loss as a pair (sum, weight), which can be added up.
+"""A loss as a pair (sum, weight): added over micro batches and ranks, and divided once at the end.
 
-Sums and weights are added over micro batches and ranks and divided once at the end, which is exact however the rows or
-tokens are split. A mean of means is not. The section "Gradient accumulation on variable size training samples" of
-Hugging Face Accelerate's guide explains the difference.
+That is exact however rows or tokens are split; a mean of means is not, see "Gradient accumulation on variable size
+training samples" in Hugging Face Accelerate's guide.
 """
 
 from typing import Any
@@ -36,7 +35,7 @@ _map = ops.HyperMap()
 
 
 @_primexpr
-def _check_loss(shape: tuple[int, ...], dtype: Any, what: str, remedy: str) -> None:
+def _check_loss(shape: tuple[int, ...], dtype: ms.Type, what: str, remedy: str) -> None:
     if tuple(shape) in ((), (1,)) and dtype in mstype.float_type:
         return
     got = f"{dtype} of shape {tuple(shape)}"
@@ -85,28 +84,19 @@ def _presence_of(count: int) -> list[float]:
 
 
 @_primexpr
-def _is_loss(ndim: int, shape: Any, dtype: Any) -> bool:
+def _is_loss(ndim: int, shape: tuple[int, ...], dtype: ms.Type) -> bool:
     return dtype in mstype.float_type and (ndim == 0 or tuple(shape) == (1,))
 
 
-_as_number = ops.MultitypeFuncGraph("as_number")
-
-
-@_as_number.register("Tensor")
-def _one_as_number(item: Tensor) -> Tensor:
+def _as_number(item: Tensor) -> Tensor:
     return as_dtype(scalar(item), ms.float32)
 
 
 class WeightedLoss(nn.Cell):
-    """The loss of a network as (sum, weight), from the tensors of one micro batch.
+    """The loss of a network as (sum, weight) and further losses to report, from the tensors of one micro batch.
 
-    Args:
-        network: The loss cell.
-        structure: The structure that `flatten` has returned for its inputs. None if inputs are not flattened.
-        losses: The treatment of further losses that it returns: "sum", "first", or None if there may be none.
-
-    Outputs:
-        The sum, the weight, and the items that `other_losses` returns.
+    The ``structure`` is that of flattened inputs. The treatment of further ``losses`` is "sum", "first" or, if there
+    may be none, None.
     """
 
     # True if the weight is the number of rows, False if the network returns it.
@@ -114,7 +104,7 @@ class WeightedLoss(nn.Cell):
     # True if it stands for a loss of the whole batch, see grad_cache_loss.py.
     is_cached = False
 
-    def __init__(self, network: nn.Cell, structure: Any = None, losses: str | None = None) -> None:
+    def __init__(self, network: nn.Cell, structure: object = None, losses: str | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
         self.losses = losses
@@ -122,13 +112,13 @@ class WeightedLoss(nn.Cell):
         self.reports = losses is not None
         self.structure = None if structure is None or is_flat(structure) else unflattener(structure)
 
-    def outputs(self, tensors: tuple[Any, ...]) -> Any:
+    def outputs(self, tensors: tuple[object, ...]) -> Any:
         """Call the network and return its outputs."""
         if self.structure is None:
             return self.network(*tensors)
         return self.network(*self.structure(tensors))
 
-    def first(self, outputs: Any, what: str, remedy: str) -> Tensor:
+    def first(self, outputs: object, what: str, remedy: str) -> Tensor:
         """Return the first of ``outputs``, the loss, as a float32 scalar."""
         if isinstance(outputs, (tuple, list)):
             outputs = outputs[0] if len(outputs) > 0 else None
@@ -139,11 +129,7 @@ class WeightedLoss(nn.Cell):
         return scalar(outputs)
 
     def further(self, outputs: Any, begin: int) -> tuple[Tensor, ...]:
-        """Return the further losses: the floating-point scalars among ``outputs`` from the index ``begin`` on.
-
-        A tensor of shape (1,) counts as a scalar only if the first loss has that shape, too. Otherwise it is an output
-        for a single row.
-        """
+        """Return the further losses: the floating-point scalars among ``outputs`` from the index ``begin`` on."""
         found: tuple[Tensor, ...] = ()
         if not isinstance(outputs, (tuple, list)):
             return found
@@ -151,16 +137,16 @@ class WeightedLoss(nn.Cell):
             items = outputs[i] if isinstance(outputs[i], (tuple, list)) else (outputs[i],)
             for item in items:
                 if isinstance(item, Tensor):
+                    # A tensor of shape (1,) is an output for a single row, unless the first loss has that shape, too.
                     if item.ndim <= outputs[0].ndim:
                         if _is_loss(item.ndim, item.shape, item.dtype):
                             found += (item,)
         return found
 
     def other_losses(self, outputs: Any, begin: int, remedy: str) -> tuple[Tensor, ...]:
-        """Return the further losses from the index ``begin`` on as one tensor of two rows, to be reported.
+        """Return the further losses as one tensor, or nothing if they are not reported. Raise if there must be none.
 
-        The first row has their values, the second one 1 for each of them; both are padded with zeros. The result is
-        empty if they are not reported. Raise if there are some and the argument `losses` is None.
+        The first row has their values, the second one 1 for each of them; both are padded with zeros.
         """
         further = self.further(outputs, begin)
         if self.losses is None and len(further) > 0:
@@ -181,7 +167,7 @@ class RowWeight(WeightedLoss):
 
     counts_rows = True
 
-    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    def construct(self, rows: Tensor, *tensors: object) -> tuple[Tensor, ...]:
         outputs = self.outputs(tensors)
         loss = self.first(outputs, "its mean loss", _MEAN_REMEDY)
         others = self.other_losses(outputs, 1, _LOSSES_REMEDY)
@@ -194,10 +180,10 @@ class RowWeight(WeightedLoss):
 class OwnWeight(WeightedLoss):
     """Return ``(loss_sum, weight)`` of a network that computes its own weight, for example its number of tokens."""
 
-    def construct(self, rows: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    def construct(self, rows: Tensor, *tensors: object) -> tuple[Tensor, ...]:
         outputs = self.outputs(tensors)
         loss_sum = self.first(outputs, "its loss sum", _PAIR_REMEDY)
-        weight: Any = outputs[1] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else None
+        weight: object = outputs[1] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else None
         if isinstance(weight, (int, float)):
             weight = Tensor(weight, ms.float32)
         if isinstance(weight, Tensor):

@@ -1,6 +1,7 @@
 """Sums of gradients and losses in float32, or float64 for float64 parameters, and their weight."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -11,13 +12,14 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.kernels import (
+    Tensors,
     add_each_in_place,
     add_in_place,
     as_dtype,
     fill_each_in_place,
     spread,
 )
-from ms_gradaccum.backend.tensors import chunk_of, chunks_of
+from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of
 
 
 class WindowTotals(NamedTuple):
@@ -47,7 +49,7 @@ class GradientBuffer(nn.Cell):
         self,
         parameters: ParameterTuple,
         dense_only: bool = False,
-        shapes: Any = None,
+        shapes: Sequence[tuple[int, ...]] | None = None,
         totals: WindowTotals = _NOTHING_ELSE,
     ) -> None:
         super().__init__(auto_prefix=False)
@@ -73,10 +75,12 @@ class GradientBuffer(nn.Cell):
         for name in ("set_data", "assign_value"):
             vars(self.batches)[name] = _Forgetting(self, name)
         # The number of micro batches that were left out, in the dtype of the other scalars that are reduced.
-        self.dropped: Any = zeros(f"{window}_dropped", (), dtype) if totals.counts_dropped else None
+        self.dropped: Parameter | None = zeros(f"{window}_dropped", (), dtype) if totals.counts_dropped else None
         # For each reported loss the sum (first row) and the weight (second row).
         shape = 2, totals.other_losses
-        self.other_losses: Any = zeros(f"{window}_other_losses", shape, dtype) if totals.other_losses else None
+        self.other_losses: Parameter | None = (
+            zeros(f"{window}_other_losses", shape, dtype) if totals.other_losses else None
+        )
         self.chunks = chunks_of([total.size for total in self.sums])
         self.add_one = _add_dense_only if dense_only else _add
         self.map = ops.HyperMap()
@@ -89,7 +93,9 @@ class GradientBuffer(nn.Cell):
         """Return the scalars that are reduced over the ranks besides the gradients."""
         return [self.loss, self.weight, *(each for each in (self.dropped, self.other_losses) if each is not None)]
 
-    def add(self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...], factor: Tensor) -> Any:
+    def add(
+        self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...], factor: Tensor
+    ) -> tuple[Tensors, Tensor, Tensor]:
         """Add one micro batch, with its gradients times ``factor``. Return the updated sums, loss and weight."""
         # A backward pass computes the last gradient first, and its memory is freed once it is added.
         added = add_each_in_place(self.add_one, factor, tuple(self.sums), grads)
@@ -100,7 +106,7 @@ class GradientBuffer(nn.Cell):
         """Add the loss and the weight of one micro batch, and return their sums."""
         return _add_number(self.loss, loss_sum), _add_number(self.weight, weight)
 
-    def no_grads(self, parameters: tuple[Parameter, ...], done: Any) -> tuple[Tensor, ...]:
+    def no_grads(self, parameters: tuple[Parameter, ...], done: object) -> tuple[Tensor, ...]:
         """Return the gradients of an empty micro batch, zeros, after ``done``."""
         grads: tuple[Tensor, ...] = self.map(ops.partial(_spread, zero_after(done, self.weight)), parameters)
         return grads
@@ -127,15 +133,15 @@ class GradientBuffer(nn.Cell):
         _count_in_graph(self.number)
         return ops.assign_add(self.batches, Tensor(1, ms.int32))
 
-    def count_dropped(self, finite: Tensor) -> Any:
+    def count_dropped(self, finite: Tensor) -> Done:
         """Count one left-out micro batch unless it is ``finite``."""
         return _add_number(self.dropped, ops.cast(ops.logical_not(finite), ms.float32))
 
-    def add_other_losses(self, losses: Tensor, weight: Tensor) -> Any:
+    def add_other_losses(self, losses: Tensor, weight: Tensor) -> Done:
         """Add the losses of one micro batch with this weight. With weight 0 they are ignored: they may be 0 / 0."""
         return _add_number(self.other_losses, ops.select(weight > 0.0, losses * weight, ops.zeros_like(losses)))
 
-    def other_losses_after(self, done: Any) -> tuple[Tensor, ...]:
+    def other_losses_after(self, done: object) -> tuple[Tensor, ...]:
         """Return the sums and weights of the further losses, after ``done``; an empty tuple if none are reported."""
         return () if self.other_losses is None else (ops.depend(self.other_losses + 0.0, done),)
 
@@ -147,7 +153,7 @@ class GradientBuffer(nn.Cell):
         """Return 1 / weight, or 0 for a window without weight."""
         return reciprocal(self.weight)
 
-    def clear(self, done: Any = ()) -> Any:
+    def clear(self, done: Done = ()) -> Done:
         """Assign zeros after ``done``. A product with 0 would keep NaN and Inf."""
         for begin, end in self.chunks:
             done = fill_each_in_place(zero_after(done, self.weight), chunk_of(tuple(self.sums), begin, end))
@@ -166,7 +172,7 @@ class _Forgetting:
         # Weak, since it is an attribute of the parameter.
         self.buffer, self.parameter, self.method = weakref.ref(buffer), weakref.ref(buffer.batches), method
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         buffer, parameter = self.buffer(), self.parameter()
         if buffer is not None:
             buffer.known_batches = None
@@ -197,7 +203,7 @@ def _add_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
 
 
 @_add_dense_only.register("Tensor", "Tensor", "RowTensor")
-def _add_no_rows(factor: Tensor, total: Parameter, grad: Any) -> Tensor:
+def _add_no_rows(factor: Tensor, total: Parameter, grad: object) -> Tensor:
     _refuse_rows()
     return total
 
@@ -231,16 +237,12 @@ def reciprocal(weight: Tensor) -> Tensor:
     return ops.select(empty, ops.zeros_like(weight), inverse)
 
 
-def zero_after(done: Any, weight: Tensor) -> Tensor:
+def zero_after(done: Done, weight: Tensor) -> Tensor:
     """Return 0 after ``done``. It is not a constant for the compiler, since constants of a graph are never freed."""
     return ops.cast(ops.less(ops.abs(ops.depend(weight, done)), 0.0), ms.float32)
 
 
-_spread = ops.MultitypeFuncGraph("spread")
-
-
-@_spread.register("Tensor", "Tensor")
-def _spread_one(number: Tensor, like: Parameter) -> Tensor:
+def _spread(number: Tensor, like: Parameter) -> Tensor:
     return spread(number, like)
 
 
@@ -248,6 +250,6 @@ def _assign_zero(scalar: Parameter) -> Tensor:
     return ops.assign(scalar, ops.zeros_like(scalar))
 
 
-def zeros(name: str, shape: tuple[int, ...], dtype: Any = ms.float32) -> Parameter:
+def zeros(name: str, shape: tuple[int, ...], dtype: ms.Type = ms.float32) -> Parameter:
     """Return a parameter of zeros that no optimizer updates."""
     return Parameter(initializer("zeros", shape, dtype), name, requires_grad=False)

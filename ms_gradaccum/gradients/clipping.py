@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import Settled, argument_error, check_positive_float32
 from ms_gradaccum.backend.kernels import ONE, as_dtype, scale, squares_of_each
-from ms_gradaccum.backend.tensors import Chunks, chunk_of, copy_after
+from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after
 
 Grads = tuple[Tensor, ...]
 
@@ -20,7 +20,7 @@ _map = ops.HyperMap()
 def squares_of(grads: Grads, chunks: Chunks) -> Tensor:
     """Return the sum of the squares of each gradient: a float32 vector with one element per gradient."""
     squares: tuple[Tensor, ...] = ()
-    done: Any = ()
+    done: Done = ()
     for begin, end in chunks:
         some = squares_of_each(ops.depend(chunk_of(grads, begin, end), done))
         squares += some
@@ -33,11 +33,7 @@ def global_norm(tensors: Grads, chunks: Chunks) -> Tensor:
     return ops.sqrt(ops.sum(squares_of(tensors, chunks)))
 
 
-_limit = ops.MultitypeFuncGraph("limit")
-
-
-@_limit.register("Tensor", "Tensor")
-def _limit_one(limit: Tensor, grad: Tensor) -> Tensor:
+def _limit(limit: Tensor, grad: Tensor) -> Tensor:
     return as_dtype(ops.minimum(ops.maximum(grad, -limit), limit), grad.dtype)
 
 

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import mindspore as ms
 from mindspore import amp, nn
@@ -52,7 +51,7 @@ class OutputInFloat32(nn.Cell):
         self.network = network
         self._get_attr_from_cell(network)
 
-    def construct(self, *inputs: Any) -> Any:
+    def construct(self, *inputs: object) -> object:
         return F.mixed_precision_cast(ms.float32, self.network(*inputs))
 
 
@@ -63,7 +62,7 @@ class InputsInFloat32(nn.Cell):
         super().__init__(auto_prefix=False)
         self.loss_fn = loss_fn
 
-    def construct(self, *inputs: Any) -> Any:
+    def construct(self, *inputs: object) -> object:
         return self.loss_fn(*F.mixed_precision_cast(ms.float32, inputs))
 
 

@@ -1,6 +1,5 @@
-"""The loss scale, which keeps small half-precision gradients from underflow.
+"""The loss scale, which keeps small half-precision gradients from underflow. It is constant in a window.
 
-It is constant in a window: all gradients in the sums have the same scale, and one decision is made about all of them.
 The rule is that of "Mixed Precision Training" (Micikevicius et al., 2018), as in PyTorch's ``GradScaler``.
 """
 
@@ -10,9 +9,10 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import another_program
+from ms_gradaccum._checks import State, another_program
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.backend.tensors import Done
 
 _SCALE, _CLEAN_WINDOWS = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
 
@@ -38,7 +38,7 @@ class NoLossScale(nn.Cell):
         """Return ``factor`` divided by the scale."""
         return factor
 
-    def construct(self, updated: Tensor, bad: Tensor, done: Any = ()) -> Any:
+    def construct(self, updated: Tensor, bad: Tensor, done: Done = ()) -> Done:
         """Choose the scale of the next window as part of a graph, after ``done``.
 
         A window that is neither updated nor bad, such as an empty one, does not affect the scale.
@@ -48,11 +48,11 @@ class NoLossScale(nn.Cell):
     def adjust(self, updated: bool, bad: Tensor) -> None:
         """Choose the scale of the next window from the host."""
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> State:
         """Return the state outside of parameters, as JSON. (``Cell.state_dict`` has the parameters.)"""
         return {}
 
-    def load_numbers(self, saved: Any) -> None:
+    def load_numbers(self, saved: object) -> None:
         """Load the result of `numbers`."""
         if saved != {}:
             raise another_program("has the loss scale of a user's own class")
@@ -86,7 +86,7 @@ class LossScale(NoLossScale):
     def unscaled(self, factor: Tensor) -> Tensor:
         return factor / self.scale
 
-    def construct(self, updated: Tensor, bad: Tensor, done: Any = ()) -> Any:
+    def construct(self, updated: Tensor, bad: Tensor, done: Done = ()) -> Done:
         scale, clean = ops.depend(self.scale + 0.0, done), ops.depend(self.clean_windows + 0, done)
         good = ops.logical_and(updated, ops.logical_not(bad))
         full = ops.greater_equal(clean + 1, self.growth_interval)
@@ -139,7 +139,7 @@ class ForeignLossScale(FixedLossScale):
     def left_to_optimizer(self) -> None:
         return None  # This scale changes, while that of an optimizer is fixed.
 
-    def construct(self, updated: Tensor, bad: Tensor, done: Any = ()) -> Any:
+    def construct(self, updated: Tensor, bad: Tensor, done: Done = ()) -> Done:
         _refuse_in_graph(type(self.chooser).__name__)
         return ()
 
@@ -153,10 +153,10 @@ class ForeignLossScale(FixedLossScale):
             self.chooser.update_loss_scale(is_bad)
         self._follow()
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> State:
         return plain_state.take(self.chooser)
 
-    def load_numbers(self, saved: Any) -> None:
+    def load_numbers(self, saved: object) -> None:
         # The scale itself is a parameter and is saved as one.
         plain_state.put(self.chooser, saved)
 

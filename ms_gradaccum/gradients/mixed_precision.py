@@ -115,7 +115,7 @@ class MixedPrecision:
             rule = "a LossScaler, a LossScaleManager or None"
             raise TypeError(argument_error(_OWNER, "loss_scale", rule, repr(self.loss_scale), remedy))
 
-    def _set_dtype(self, name: str, choices: Sequence[Any], rule: str, remedy: str) -> None:
+    def _set_dtype(self, name: str, choices: Sequence[object], rule: str, remedy: str) -> None:
         value = getattr(self, name)
         dtype = _DTYPES.get(value, value) if isinstance(value, str) else value
         if dtype not in choices:
@@ -143,21 +143,13 @@ _OTHER_NAMES = {
 
 
 class Precision(NamedTuple):
-    """The settings of mixed precision in effect.
+    """The settings of mixed precision in effect."""
 
-    Attributes:
-        level: The level to which the network is converted.
-        dtype: The dtype to which it is converted.
-        loss_scale: The scale and its rule.
-        text: The settings as a string, which the ranks compare.
-        reduce_dtype: The dtype in which the ranks reduce their gradients.
-    """
-
-    level: str
-    dtype: Any
+    level: str  # The level to which the network is converted.
+    dtype: ms.Type  # The dtype to which it is converted.
     loss_scale: NoLossScale
-    text: str
-    reduce_dtype: Any
+    text: str  # The settings, which the ranks compare.
+    reduce_dtype: ms.Type
 
     @property
     def is_full(self) -> bool:
@@ -180,7 +172,7 @@ def computes_in_16_bits(parameters: Iterable[Parameter], cells: Iterable[nn.Cell
     )
 
 
-def combined(owner: str, mixed_precision: Any, amp_level: Any, loss_scale_manager: Any) -> MixedPrecision | None:
+def combined(owner: str, mixed_precision: object, amp_level: Any, loss_scale_manager: object) -> MixedPrecision | None:
     """Combine ``mixed_precision`` with the two arguments of MindSpore's Model. Return None if none is given."""
     check_choice(owner, "amp_level", amp_level, LEVELS, "mixed_precision has more names and settings.")
     if loss_scale_manager is not None and mixed_precision is not None:
@@ -200,7 +192,7 @@ def combined(owner: str, mixed_precision: Any, amp_level: Any, loss_scale_manage
     return settings
 
 
-def check_precision(owner: str, mixed_precision: Any) -> Precision:
+def check_precision(owner: str, mixed_precision: object) -> Precision:
     """Return the settings in effect, or raise if the argument is invalid."""
     settings = _settings(owner, mixed_precision)
     if settings is None:
@@ -217,7 +209,7 @@ def check_precision(owner: str, mixed_precision: Any) -> Precision:
     return Precision(settings.level, settings.dtype, scale, text, settings.reduce_dtype)
 
 
-def check_scale_of_each(owner: str, mixed_precision: Any, networks: int) -> None:
+def check_scale_of_each(owner: str, mixed_precision: object, networks: int) -> None:
     """Raise if several networks would share one loss scale object of MindSpore, which each of them would adjust."""
     settings = _settings(owner, mixed_precision)
     if networks > 1 and settings is not None and settings.loss_scale is not None:
@@ -227,12 +219,12 @@ def check_scale_of_each(owner: str, mixed_precision: Any, networks: int) -> None
         )
 
 
-def _number_of(scale: NoLossScale) -> Any:
+def _number_of(scale: NoLossScale) -> float:
     # Read on the host without an operator: a step can be built for a device that this machine does not have.
     return scale.scale.asnumpy().item() if isinstance(scale, (LossScale, FixedLossScale)) else 1.0
 
 
-def _settings(owner: str, mixed_precision: Any) -> MixedPrecision | None:
+def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
     if mixed_precision is None or isinstance(mixed_precision, MixedPrecision):
         return mixed_precision
     if isinstance(mixed_precision, _CHOOSERS):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -16,13 +16,13 @@ from ms_gradaccum.gradients.clipping import squares_of
 BadMicroBatch = Literal["skip_window", "drop"]
 
 
-def check_bad_micro_batch(owner: str, bad_micro_batch: Any) -> bool:
+def check_bad_micro_batch(owner: str, bad_micro_batch: object) -> bool:
     """Return whether a micro batch that is not finite is left out. Otherwise its window makes no update."""
     remedy = "'skip_window' makes no update in a window with an Inf or a NaN, 'drop' leaves out its micro batch alone."
     return check_choice(owner, "bad_micro_batch", bad_micro_batch, get_args(BadMicroBatch), remedy) == "drop"
 
 
-def check_can_drop(owner: str, network: Any) -> None:
+def check_can_drop(owner: str, network: nn.Cell) -> None:
     """Raise if micro batches of a GradAccumulation cannot be left out."""
     if network.is_cached:
         remedy = "Its loss has seen all micro batches before one can be left out."
@@ -36,11 +36,7 @@ def check_can_drop(owner: str, network: Any) -> None:
         raise ValueError(argument_error(owner, "bad_micro_batch", rule, got, "Use nn.Embedding."))
 
 
-_keep = ops.MultitypeFuncGraph("keep")
-
-
-@_keep.register("Tensor", "Tensor")
-def _keep_one(finite: Tensor, value: Tensor) -> Tensor:
+def _keep(finite: Tensor, value: Tensor) -> Tensor:
     # A product with 0 would keep NaN and Inf.
     return ops.select(finite, value, ops.zeros_like(value))
 

@@ -2,23 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.kernels import ONE, Tensors
 from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.micro_step import AddMicroBatch, MicroTotals
+from ms_gradaccum.training.micro_step import AddMicroBatch
 from ms_gradaccum.training.window_end import WindowEnd
 
-_none_of = ops.MultitypeFuncGraph("none_of")
 
-
-@_none_of.register("Tensor", "Tensor")
-def _none_of_one(empty: Tensor, grad: Tensor) -> Tensor:
+def _none_of(empty: Tensor, grad: Tensor) -> Tensor:
     return ops.select(empty, ops.zeros_like(grad), grad)
 
 
@@ -34,7 +30,7 @@ class AddGrads(AddMicroBatch):
     def __init__(
         self, reducers: Sequence[GradientReducer], parameters: Sequence[ParameterTuple], drop_non_finite: bool
     ) -> None:
-        super().__init__(reducers, parameters, MicroTotals(counts_rows=True, divides=False), drop_non_finite)
+        super().__init__(reducers, parameters, None, drop_non_finite)
         # The caller gives no further losses.
         self.others = 0
 
@@ -50,7 +46,7 @@ class AddGrads(AddMicroBatch):
             grads = self.map(ops.partial(_none_of, empty), grads)
         return self.added(value, weight, factor, grads, ())
 
-    def is_finite(self, number: Tensor, grads: tuple[Any, ...]) -> Tensor:
+    def is_finite(self, number: Tensor, grads: tuple[object, ...]) -> Tensor:
         """Return whether the gradients are finite. The loss is NaN where the caller does not say it."""
         finite: Tensor = self.keep.is_finite(grads)
         return finite
@@ -65,7 +61,9 @@ class GraphWindow(nn.Cell):
         self.end = end
         self.steps = steps
 
-    def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> tuple[Tensor, ...]:
+    def construct(
+        self, grads: Tensors, weight: Tensor | float, loss: Tensor | float | None, reduction: str
+    ) -> tuple[Tensor, ...]:
         """Return the items of a StepOutput."""
         weight = scalar(weight)
         factor = weight if reduction == "mean" else ONE
@@ -82,7 +80,7 @@ class NoGraphWindow(nn.Cell):
         super().__init__(auto_prefix=False)
         self.owner = owner
 
-    def construct(self, grads: Any, weight: Any, loss: Any, reduction: str) -> Any:
+    def construct(self, *inputs: object) -> None:
         """Refuse to be compiled."""
         _refuse_graph(self.owner)
 

@@ -7,6 +7,7 @@ from typing import Any
 from mindspore import nn
 
 from ms_gradaccum._checks import (
+    State,
     all_or_nothing,
     argument_error,
     check_number,
@@ -134,7 +135,7 @@ class LoopWindow(PreparedDatasets):
         self.ends = self.counter.begin_batch(end, epoch) and not self._is_withheld
         self._batches, self._is_known, self._piece_rows = batches, False, None
 
-    def recognise(self, inputs: Any, rows: float | None = None) -> None:
+    def recognise(self, inputs: object, rows: float | None = None) -> None:
         """Find out which batch of a prepared dataset ``inputs`` are, all of it or a piece with so many rows."""
         arrays = list(arrays_in(inputs))
         found = self.passes.find(arrays)
@@ -184,7 +185,7 @@ class LoopWindow(PreparedDatasets):
             raise _disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
         yield
 
-    def checked_weight(self, weight: Any) -> float:
+    def checked_weight(self, weight: object) -> float:
         """Return the weight of a batch; warn if it has none and the batch before in its window had other rows."""
         number = check_number(_OWNER, "weight", weight, "It is the number of rows or tokens of the batch.")
         batches = self._batches if self.in_batch else self.passes.coming()
@@ -220,7 +221,7 @@ class LoopWindow(PreparedDatasets):
             self._has_warned_of_open = True
             warn_of_open(_OWNER, self.counter.batches, when)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the state of the loop, as JSON. Its networks and datasets have states of their own."""
         return {
             "ends": self.ends,

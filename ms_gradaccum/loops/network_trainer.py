@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, check_saved, is_flag
+from ms_gradaccum._checks import MAX_INT, State, argument_error, check_loss, check_saved, is_flag
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -16,7 +15,7 @@ from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 from ms_gradaccum.loops.external_gradients import AddGrads
 from ms_gradaccum.loops.schedule import AccumulationConfig
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
-from ms_gradaccum.parallel.kinds import DataParallel
+from ms_gradaccum.parallel.kinds import DataParallel, Kind
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
@@ -50,8 +49,8 @@ class TrainedNetwork(Window):
 
     def __init__(
         self,
-        network: Any,
-        optimizers: Sequence[Any],
+        network: nn.Cell,
+        optimizers: Sequence[nn.Cell],
         settings: StepSettings,
         config: AccumulationConfig,
         events: Events,
@@ -71,11 +70,11 @@ class TrainedNetwork(Window):
         super().__init__(network, optimizers, reducers, replace(settings, accumulation_steps=most), events)
         self.add_grads_cell = AddGrads(self.reducers, self.micro_steps.parameters, settings.drop_non_finite)
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
-        self.run_mean_loss = Compiled(MeanLoss, _OWNER, "the mean loss", needs_fixed=True)
+        self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
         # For a network that keeps its gradients until the last micro batch of a window.
         self.run_add_totals = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
 
-    def backward(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool = False) -> Tensor:
+    def backward(self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False) -> Tensor:
         """Add one batch and return its mean loss."""
         try:
             outputs = self.add(args, kwargs, is_last)
@@ -88,7 +87,7 @@ class TrainedNetwork(Window):
         loss: Tensor = self.run_mean_loss(*(output[i] for i in (0, 1) for output in outputs))
         return loss
 
-    def add_grads(self, grads: Any, weight: float, loss: Any, factor: float) -> None:
+    def add_grads(self, grads: object, weight: float, loss: object, factor: float) -> None:
         """Add one batch of which the caller has taken the gradients."""
         number = check_loss(_OWNER, loss)
         numbers = [Tensor(number, ms.float32) for number in (factor, number * factor, weight)]
@@ -108,10 +107,10 @@ class TrainedNetwork(Window):
         super().join()
         self.is_open = self.has_batch = True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {**super().state_dict(), "open": self.is_open}
 
-    def load_state_dict(self, saved: Any) -> None:
+    def load_state_dict(self, saved: object) -> None:
         is_open = check_saved(saved, "whether its windows are open", {"open": is_flag})["open"]
         super().load_state_dict(saved)
         self.is_open = is_open
@@ -140,7 +139,7 @@ class TrainedNetwork(Window):
         self.is_open = self._lacks_loss = False
 
 
-class MeanLoss(nn.Cell):
+class BatchMeanLoss(nn.Cell):
     """The mean loss of a batch from the loss sums of its micro batches and their weights, without a read."""
 
     def construct(self, *parts: Tensor) -> Tensor:
@@ -149,7 +148,7 @@ class MeanLoss(nn.Cell):
         return ops.cast(total * reciprocal(weight), ms.float32)
 
 
-def _with_sync(kind: Any, sync_each_batch: bool) -> Any:
+def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | None:
     """Return the kind of parallelism with the setting of AccumulationConfig."""
     if isinstance(kind, SemiAuto):
         got, remedy = (
@@ -172,14 +171,14 @@ def _with_sync(kind: Any, sync_each_batch: bool) -> Any:
     raise ValueError(argument_error(_OWNER, "parallel", "one that sync_each_batch fits", repr(kind), remedy))
 
 
-def _check_groups(clip: Any, optimizers: Sequence[Any]) -> None:
+def _check_groups(clip: object, optimizers: Sequence[object]) -> None:
     if isinstance(clip, ClipByGroupNorm) and len(optimizers) > 1:
         remedy = "A group would be two: use one optimizer, or ClipByGlobalNorm."
         got = f"{clip!r} with {len(optimizers)} optimizers"
         raise ValueError(argument_error(_OWNER, "clip", "one for all optimizers of a network", got, remedy))
 
 
-def _check_disjoint(groups: list[Any]) -> None:
+def _check_disjoint(groups: list[Sequence[Parameter]]) -> None:
     seen: set[int] = set()
     for parameter in (parameter for group in groups for parameter in group):
         if id(parameter) in seen:
@@ -189,7 +188,7 @@ def _check_disjoint(groups: list[Any]) -> None:
         seen.add(id(parameter))
 
 
-def _check_grads(grads: Any, parameters: list[Any]) -> tuple[Tensor, ...]:
+def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ...]:
     remedy = "Take them with value_and_grad(forward, None, optimizer.parameters)."
     if isinstance(grads, Tensor):
         grads = (grads,)
@@ -207,7 +206,7 @@ def _check_grads(grads: Any, parameters: list[Any]) -> tuple[Tensor, ...]:
     return tuple(grad.value() if isinstance(grad, Parameter) else grad for grad in grads)
 
 
-def pair_networks(network: Any, optimizer: Any) -> list[tuple[Any, list[Any]]]:
+def pair_networks(network: object, optimizer: object) -> list[tuple[nn.Cell, list[nn.Cell]]]:
     """Return each network with its optimizers."""
     networks = list(network) if isinstance(network, (list, tuple)) else [network]
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+
+from ms_gradaccum.backend.tensors import Array
 
 # Parameters of an optimizer that hold settings. All others hold its state, which is broadcast.
 _TUNED = frozenset(("learning_rate", "group_lr", "momentum", "lr", "lrs", "weight_decay"))
@@ -21,17 +22,17 @@ _OPTIMIZERS = (nn.Optimizer, ExperimentalOptimizer)
 _MANY = 16
 
 
-def settings_of(name: str, optimizer: nn.Cell) -> dict[str, Any]:
+def settings_of(name: str, optimizer: nn.Cell) -> dict[str, object]:
     """Return the class, the parameter order and the numbers of an optimizer by name."""
-    found: dict[str, Any] = {name: type(optimizer).__name__}
+    found: dict[str, object] = {name: type(optimizer).__name__}
     found |= {f"{name}.parameters[{i}]": parameter.name for i, parameter in enumerate(optimizer.parameters)}
     _describe_cell(name, optimizer, found)
     return found
 
 
-def structure_of(network: nn.Cell) -> dict[str, Any]:
+def structure_of(network: nn.Cell) -> dict[str, object]:
     """Return the classes of a network's cells and the numbers of its losses by name."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, cell in network.cells_and_names():
         place = f"network.{name}" if name else "network"
         if isinstance(cell, nn.LossBase):
@@ -40,7 +41,7 @@ def structure_of(network: nn.Cell) -> dict[str, Any]:
     return found
 
 
-def _describe_cell(place: str, cell: nn.Cell, found: dict[str, Any]) -> None:
+def _describe_cell(place: str, cell: nn.Cell, found: dict[str, object]) -> None:
     found[place] = type(cell).__name__
     attributes = {**vars(cell).get("_params", {}), **vars(cell).get("_cells", {}), **vars(cell)}
     for name, value in attributes.items():
@@ -50,7 +51,7 @@ def _describe_cell(place: str, cell: nn.Cell, found: dict[str, Any]) -> None:
             _describe(f"{place}.{name}", value, is_table or name in _TUNED, found)
 
 
-def _describe(place: str, value: Any, tuned: bool, found: dict[str, Any]) -> None:
+def _describe(place: str, value: object, tuned: bool, found: dict[str, object]) -> None:
     """Note the numbers in ``value``. Of parameters and cells only those that are ``tuned`` hold settings."""
     if isinstance(value, (bool, int, float, str)):
         found[place] = value
@@ -69,7 +70,7 @@ def _describe(place: str, value: Any, tuned: bool, found: dict[str, Any]) -> Non
         _describe_cell(place, value, found)
 
 
-def _numbers(array: Any) -> Any:
+def _numbers(array: Array) -> object:
     if array.size > _MANY:
         return f"{array.size} values with the hash {hashlib.sha256(array.tobytes()).hexdigest()[:8]}"
     # The digits are compared, because a float32 has other digits as a double.
@@ -77,7 +78,7 @@ def _numbers(array: Any) -> Any:
     return numbers[0] if array.ndim == 0 else numbers
 
 
-def shapes_of(cells: Sequence[nn.Cell]) -> dict[str, Any]:
+def shapes_of(cells: Sequence[nn.Cell]) -> dict[str, object]:
     """Return the shapes and dtypes of all parameters of these cells."""
     parameters = (parameter for cell in cells for parameter in cell.get_parameters())
     return {f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}" for each in parameters}

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, islice
-from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -16,12 +15,12 @@ from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal
 from ms_gradaccum.parallel.layout import BucketLayout, Buckets, Cuts, Ranks
 
 # The parts of a message or their targets, grouped into runs of one size, in the order of the message.
-Runs = tuple[Any, ...]
+Runs = tuple[tuple[Tensor, ...], ...]
 
 _map = ops.HyperMap()
 
 
-def check_sent(owner: str, dtype: Any) -> None:
+def check_sent(owner: str, dtype: ms.Type) -> None:
     """Raise for a dtype that the device cannot reduce over ranks."""
     if dtype == ms.bfloat16 and ms.get_context("device_target") == "CPU":
         rule, remedy = "one whose reduce_dtype the device can send", "Use float32, or float16 to halve the messages."
@@ -108,17 +107,13 @@ def in_runs(parameters: Sequence[Parameter], buckets: Buckets, cuts: Sequence[Cu
     return tuple(tuple(map(ParameterTuple, runs_of(bucket, cut))) for bucket, cut in bucketed)
 
 
-def runs_of(bucket: Sequence[Any], cuts: Cuts) -> Runs:
+def runs_of(bucket: Sequence[object], cuts: Cuts) -> Runs:
     """Return the parts of a message in runs."""
     each = iter(bucket)
     return tuple(tuple(islice(each, count)) for count in cuts.counts)
 
 
-_run = ops.MultitypeFuncGraph("run")
-
-
-@_run.register("Tensor", "Number", "Number", "Number")
-def _run_of(rows: Tensor, begin: int, length: int, count: int) -> tuple[Tensor, ...]:
+def _run(rows: Tensor, begin: int, length: int, count: int) -> tuple[Tensor, ...]:
     columns = rows if length == rows.shape[1] else ops.slice(rows, (0, begin), (rows.shape[0], length))
     return (columns,) if count == 1 else Split(1, count)(columns)
 
@@ -129,11 +124,7 @@ def cut(rows: Tensor, cuts: Cuts) -> Runs:
     return runs
 
 
-_assign_part = ops.MultitypeFuncGraph("assign_part")
-
-
-@_assign_part.register("Tensor", "Tensor")
-def _assign_one_part(target: Parameter, part: Tensor) -> Tensor:
+def _assign_part(target: Parameter, part: Tensor) -> Tensor:
     return ops.assign(target, as_dtype(part.reshape(target.shape), target.dtype))
 
 
@@ -142,19 +133,11 @@ def assign_runs(targets: Runs, runs: Runs) -> Done:
     return _map(_assign_part, targets, runs)
 
 
-rounded = ops.MultitypeFuncGraph("rounded")
-
-
-@rounded.register("Tensor", "Tensor", "Tensor")
-def _rounded_one(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
+def rounded(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
     return ops.cast(total * factor, like.dtype)
 
 
-_flat = ops.MultitypeFuncGraph("flat")
-
-
-@_flat.register("Tensor")
-def _flat_one(total: Tensor) -> Tensor:
+def _flat(total: Tensor) -> Tensor:
     return total.reshape(-1)
 
 
@@ -176,7 +159,7 @@ class BucketedAllReduce(nn.Cell):
         self.in_float32 = layout.in_float32
         self.map = ops.HyperMap()
 
-    def construct(self, added: Any = ()) -> Done:
+    def construct(self, added: Done = ()) -> Done:
         """Reduce the sums. ``added`` is the result of the buffer's `add` if that is part of the same graph."""
         done: Done = ()
         last: Done = None
@@ -210,7 +193,7 @@ class BucketedAllReduce(nn.Cell):
             done = assign_runs(self.targets[number], cut(total.reshape(1, -1), self.cuts[number]))
         return done + self._put_totals(total, self.ends[number]) if with_totals else done
 
-    def _flat_totals(self, added: Any) -> Tensor:
+    def _flat_totals(self, added: Done) -> Tensor:
         flat: tuple[Tensor, ...] = ()
         for i, value in enumerate(self.totals):
             # For the loss and the weight, ``added`` has newer values.

@@ -1,11 +1,10 @@
 """Build the gradient reducers for the argument ``parallel`` and the processes of the job."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import mindspore as ms
-from mindspore import nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import argument_error, warn
@@ -16,7 +15,7 @@ from ms_gradaccum.parallel.agreement import settings_of, shapes_of, structure_of
 from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.failures import tell_peers_of_failure
 from ms_gradaccum.parallel.hsdp import HSDPReducer, check_shardable
-from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Reduced, check_kind, choose_kind
+from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, check_kind, choose_kind
 from ms_gradaccum.parallel.layout import (
     Ranks,
     ReducedLayout,
@@ -40,7 +39,7 @@ from ms_gradaccum.parallel.shards import ShardedReducer, Shards
 from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world
 
 
-def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
+def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
     """Return the kind of parallelism, or None for a single process. Raise if it is not possible here."""
     check_kind(owner, parallel)
     _check_not_wrapped(owner, network)
@@ -60,7 +59,7 @@ def check_parallel(owner: str, parallel: Any, network: nn.Cell) -> Any:
     return choose_kind(owner, parallel, world.size)
 
 
-def _check_not_wrapped(owner: str, network: Any) -> None:
+def _check_not_wrapped(owner: str, network: nn.Cell) -> None:
     cells = network.cells_and_names() if isinstance(network, nn.Cell) else ()
     # Checked by name, because MindSpore before 2.6 has no such class.
     if any(type(cell).__name__ == "DistributedDataParallel" for _, cell in cells):
@@ -70,7 +69,7 @@ def _check_not_wrapped(owner: str, network: Any) -> None:
         )
 
 
-def _compilers_own(owner: str, parallel: Any, network: nn.Cell) -> SemiAuto:
+def _compilers_own(owner: str, parallel: object, network: nn.Cell) -> SemiAuto:
     if parallel != "auto":
         remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
         raise ValueError(argument_error(owner, "parallel", "'auto' in semi-auto-parallel", repr(parallel), remedy))
@@ -83,7 +82,7 @@ def _check_auto_parallel(owner: str, network: AutoParallel) -> None:
         raise ValueError(argument_error(owner, "network", "in one pipeline stage", got, "Do not call pipeline()."))
 
 
-def _settings_of(network: AutoParallel) -> Any:
+def _settings_of(network: AutoParallel) -> Kind:
     """Return the kind of parallelism for the settings of an AutoParallel on CPU, where it cannot run itself."""
     if not network._enable_parallel_optimizer:
         return DataParallel()
@@ -93,12 +92,12 @@ def _settings_of(network: AutoParallel) -> Any:
 
 def build_reducers(
     owner: str,
-    kind: Any,
-    network: Any,
+    kind: Kind | None,
+    network: nn.Cell,
     optimizers: Sequence[nn.Cell],
-    agreed: dict[str, Any],
+    agreed: dict[str, object],
     drop_non_finite: bool = False,
-    dtype: Any = ms.float32,
+    dtype: ms.Type = ms.float32,
 ) -> list[GradientReducer]:
     """Return the reducer of each optimizer, with its buffer, after all ranks have agreed on settings. Collective.
 
@@ -125,11 +124,13 @@ def build_reducers(
     return reducers
 
 
-def _buffer_of(optimizer: nn.Cell, shapes: Any, totals: WindowTotals) -> GradientBuffer:
+def _buffer_of(optimizer: nn.Cell, shapes: Sequence[tuple[int, ...]] | None, totals: WindowTotals) -> GradientBuffer:
     return GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), shapes, totals)
 
 
-def _agree(owner: str, kind: Any, network: Any, optimizers: Sequence[nn.Cell], agreed: dict[str, Any]) -> None:
+def _agree(
+    owner: str, kind: Kind | None, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]
+) -> None:
     """Raise on all ranks if their settings differ, before one waits for the others. Collective."""
     settings = {
         "the training cell": owner,
@@ -144,7 +145,7 @@ def _agree(owner: str, kind: Any, network: Any, optimizers: Sequence[nn.Cell], a
     check_agreement(owner, settings | structure_of(network) | shapes_of([network, *optimizers]))
 
 
-def _check_sent(owner: str, kind: Any, network: Any, optimizer: nn.Cell, dtype: Any) -> None:
+def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtype: ms.Type) -> None:
     """Raise if the ranks cannot reduce these gradients."""
     check_sent(owner, dtype)
     check_parameters_sent(owner, optimizer.parameters)
@@ -165,7 +166,7 @@ def _check_hsdp(owner: str, kind: HSDP, optimizer: nn.Cell) -> None:
         )
 
 
-def check_parameters_sent(owner: str, parameters: Any) -> None:
+def check_parameters_sent(owner: str, parameters: Iterable[Parameter]) -> None:
     """Raise for float64 parameters, whose sums MindSpore cannot add up over processes."""
     for parameter in parameters:
         if parameter.dtype == ms.float64:
@@ -196,7 +197,9 @@ def _check_shared_dense(owner: str, network: nn.Cell) -> None:
         raise ValueError(argument_error(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
 
 
-def reducer_layout(kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtype: Any = ms.float32) -> ReducerLayout:
+def reducer_layout(
+    kind: Kind | None, tensors: Sequence[Tensor], world: Ranks, scalars: int = 2, dtype: ms.Type = ms.float32
+) -> ReducerLayout:
     """Return the layout of the gradients of ``tensors``, of which only `shape` and `itemsize` are read.
 
     So many ``scalars`` are reduced besides the sums. ``kind`` is None for one process.
@@ -219,11 +222,13 @@ def reducer_layout(kind: Any, tensors: Any, world: Ranks, scalars: int = 2, dtyp
 
 
 def _build_reducer(
-    kind: Any, network: Any, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int
+    kind: Kind, network: nn.Cell, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int
 ) -> GradientReducer:
-    if isinstance(layout, ReducedLayout):
+    if isinstance(layout, ReducedLayout) and isinstance(kind, Reduced):
         return ReducedReducer(network, optimizer, buffer, layout, rank, kind)
     if not isinstance(layout, ShardedLayout):
         return DataParallelReducer(optimizer, buffer, layout, rank, kind)
-    reducer = HSDPReducer if isinstance(kind, HSDP) else ShardedReducer
-    return reducer(Shards(layout.shards, rank), optimizer, buffer, layout, rank, kind)
+    shards = Shards(layout.shards, rank)
+    if isinstance(kind, HSDP):
+        return HSDPReducer(shards, optimizer, buffer, layout, rank, kind)
+    return ShardedReducer(shards, optimizer, buffer, layout, rank, kind)

@@ -1,7 +1,5 @@
 """HSDP: optimizer state and reduced gradients are sharded inside a group and replicated over groups."""
 
-from typing import Any
-
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import argument_error
@@ -70,7 +68,7 @@ def check_shardable(optimizer: nn.Cell) -> None:
             )
 
 
-def _matching(optimizer: nn.Cell, shapes: list[Any]) -> list[ParameterTuple]:
+def _matching(optimizer: nn.Cell, shapes: list[object]) -> list[ParameterTuple]:
     tuples = [value for value in vars(optimizer).values() if isinstance(value, ParameterTuple)]
     return [value for value in tuples if [item.shape for item in value] == shapes]
 

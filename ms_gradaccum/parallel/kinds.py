@@ -1,7 +1,7 @@
 """Parallelism options."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from ms_gradaccum._checks import argument_error, check_bool, check_choice, typed
 
@@ -157,10 +157,11 @@ class Reduced:
 
 
 # The type of the argument `parallel`.
-ParallelChoice = Literal["auto"] | DataParallel | HSDP | Reduced
+Kind = DataParallel | HSDP | Reduced
+ParallelChoice = Literal["auto"] | Kind
 
 
-def check_kind(owner: str, parallel: Any) -> Any:
+def check_kind(owner: str, parallel: ParallelChoice) -> ParallelChoice:
     """Return the argument ``parallel`` if it is valid."""
     # For a tensor or an array, '==' would not return a bool.
     is_auto = isinstance(parallel, str) and parallel == "auto"
@@ -172,7 +173,7 @@ def check_kind(owner: str, parallel: Any) -> Any:
     return parallel
 
 
-def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
+def choose_kind(owner: str, parallel: ParallelChoice, ranks: int) -> Kind | None:
     """Return the kind of parallelism for ``ranks`` ranks, or None for a single one."""
     check_kind(owner, parallel)
     if ranks == 1:
@@ -180,4 +181,4 @@ def choose_kind(owner: str, parallel: Any, ranks: int) -> Any:
     if isinstance(parallel, HSDP) and parallel.shard_size > 0 and ranks % parallel.shard_size:
         rule = f"a divisor of the {ranks} processes"
         raise ValueError(argument_error(_HSDP, "shard_size", rule, parallel.shard_size, "-1 means all processes."))
-    return DataParallel() if parallel == "auto" else parallel
+    return DataParallel() if isinstance(parallel, str) else parallel

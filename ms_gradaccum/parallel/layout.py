@@ -4,11 +4,13 @@ The cells that communicate are built of these layouts, and `TrainingPlan` reads 
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mindspore as ms
+from mindspore import Tensor
 
 from ms_gradaccum.backend.tensors import fill_buckets
 
@@ -107,7 +109,7 @@ class BucketLayout(NamedTuple):
     cuts: tuple[Cuts, ...]
     ends: tuple[int, ...]  # The elements of each message, without the scalars.
     scalars: int
-    dtype: Any
+    dtype: ms.Type
 
     @property
     def in_float32(self) -> bool:
@@ -136,7 +138,7 @@ class ShardLayout(NamedTuple):
     buckets: Buckets  # The indices in `sharded` in the order in which they are sent.
     cuts: tuple[Cuts, ...]  # Where the rank's own part of each message is cut.
     ends: tuple[int, ...]  # The elements of this part.
-    dtype: Any  # In which gradients are added up.
+    dtype: ms.Type  # In which gradients are added up.
 
     def reduce_scatter_messages(self) -> Messages:
         """Return what `Shards.reduce_scatter` sends: of each bucket all rows, then the own ones between the groups."""
@@ -224,13 +226,15 @@ class ReducedLayout(ReducerLayout):
         return Traffic(per_batch=world.all_gather(_FLOAT), per_update=self.all_reduced.messages() + squares)
 
 
-def bucket_layout(indices: Any, sizes: Any, world: Ranks, scalars: int, dtype: Any) -> BucketLayout:
+def bucket_layout(
+    indices: Iterable[int], sizes: Sequence[int], world: Ranks, scalars: int, dtype: ms.Type
+) -> BucketLayout:
     """Return how the sums with these ``indices`` are added up over all ranks."""
     buckets = _by_size(fill_buckets(indices, sizes, BUCKET_SIZE), sizes) or ((),)
     return BucketLayout(world, buckets, *_places(buckets, sizes), scalars, dtype)
 
 
-def shard_layout(tensors: Any, world: Ranks, size: int, threshold: int, dtype: Any) -> ShardLayout:
+def shard_layout(tensors: Sequence[Tensor], world: Ranks, size: int, threshold: int, dtype: ms.Type) -> ShardLayout:
     """Shard each tensor whose first axis ``size`` divides and that has at least ``threshold`` KB.
 
     Of ``tensors`` only `shape` and `itemsize` are read.
@@ -253,17 +257,17 @@ def shard_layout(tensors: Any, world: Ranks, size: int, threshold: int, dtype: A
     return ShardLayout(group, replicas, world, is_sharded, sharded, kept, shapes, sizes, buckets, *places, dtype)
 
 
-def backwards(indices: Any) -> tuple[int, ...]:
+def backwards(indices: Iterable[int]) -> tuple[int, ...]:
     """Return indices from the last to the first: the order in which a backward pass makes gradients."""
     return tuple(indices)[::-1]
 
 
-def _by_size(buckets: Buckets, sizes: Any) -> Buckets:
+def _by_size(buckets: Buckets, sizes: Sequence[int]) -> Buckets:
     """Return the buckets with tensors of one size side by side."""
     return tuple(tuple(sorted(bucket, key=lambda i: sizes[i])) for bucket in buckets)
 
 
-def _places(buckets: Buckets, sizes: Any) -> tuple[tuple[Cuts, ...], tuple[int, ...]]:
+def _places(buckets: Buckets, sizes: Sequence[int]) -> tuple[tuple[Cuts, ...], tuple[int, ...]]:
     """Return where each message is cut, and where the last tensor of each message ends."""
     runs = [[(size, len(list(run))) for size, run in groupby(sizes[i] for i in bucket)] for bucket in buckets]
     lengths = [tuple(size * count for size, count in run) for run in runs]
@@ -272,9 +276,9 @@ def _places(buckets: Buckets, sizes: Any) -> tuple[tuple[Cuts, ...], tuple[int, 
     return tuple(cuts), tuple(end[-1] for end in ends)
 
 
-def _itemsize(dtype: Any) -> int:
+def _itemsize(dtype: ms.Type) -> int:
     return _FLOAT if dtype == ms.float32 else 2
 
 
-def _in_order(parts: Any) -> Messages:
+def _in_order(parts: Iterable[Messages]) -> Messages:
     return tuple(message for messages in parts for message in messages)

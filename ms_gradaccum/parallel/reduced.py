@@ -35,7 +35,7 @@ UNSAVED = (
 )
 
 
-def schedulers_of(network: Any) -> list[Any]:
+def schedulers_of(network: nn.Cell) -> list[Any]:
     """Return what reduces the gradients of a network's cells, if it has HyperParallel's protocol."""
     cells = [cell for _, cell in network.cells_and_names()] if isinstance(network, nn.Cell) else []
     found = [getattr(cell, "hsdp_scheduler", None) for cell in cells]
@@ -59,7 +59,7 @@ def check_hooks_run(owner: str, eager: bool) -> None:
         raise ValueError(argument_error(owner, "network", rule, got, "Call set_context(mode=PYNATIVE_MODE)."))
 
 
-def check_reducing(owner: str, parallel: Any, network: nn.Cell, schedulers: Sequence[Any]) -> Reduced:
+def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: Sequence[Any]) -> Reduced:
     """Return the kind of parallelism of a network that reduces its gradients itself, or raise."""
     if parallel != "auto" and not isinstance(parallel, Reduced):
         rule, remedy = "'auto' for a network that reduces its gradients itself", "They would be added up twice."
@@ -163,7 +163,7 @@ class ReducedReducer(DataParallelReducer):
     def restart(self) -> None:
         self.is_empty, self.keeps_grads, self.factors = True, self.accumulates, []
 
-    def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.is_scaled:
             grads = ops.HyperMap()(ops.partial(scale_wide, self.factor), grads)
         return grads

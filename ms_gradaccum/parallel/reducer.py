@@ -1,6 +1,6 @@
 """Reduction of the sums of a window over the ranks: the interface, and data parallelism."""
 
-from typing import Any
+from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -9,7 +9,7 @@ from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.parallel.collectives import BucketedAllReduce
-from ms_gradaccum.parallel.kinds import DataParallel
+from ms_gradaccum.parallel.kinds import DataParallel, Kind
 from ms_gradaccum.parallel.layout import ReducerLayout, Traffic
 from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
 
@@ -38,7 +38,7 @@ class GradientReducer(nn.Cell):
         # True if the ranks reduce the sums during the backward pass of the last micro batch.
         self.overlaps = False
         # For each sharded parameter, by name, the function that gathers its whole value.
-        self.gathers: dict[str, Any] = {}
+        self.gathers: dict[str, Callable[[object], Tensor]] = {}
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         """Return the messages of this rank for a number of passes over the gradients for norms."""
@@ -71,11 +71,11 @@ class GradientReducer(nn.Cell):
     def restart(self) -> None:
         """Begin a window. Called by the host."""
 
-    def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the gradients of one micro batch as they are added into the buffer."""
         return grads
 
-    def reduce(self, added: Any = ()) -> Done:
+    def reduce(self, added: Done = ()) -> Done:
         """Reduce the buffer's loss, weight and sums over the ranks, the latter into `sums`.
 
         ``added`` is the result of the buffer's last `add` if that is part of the same graph.
@@ -135,7 +135,7 @@ class DataParallelReducer(GradientReducer):
     several = True
 
     def __init__(
-        self, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int, settings: Any
+        self, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int, settings: Kind
     ) -> None:
         super().__init__(optimizer.parameters, buffer)
         self.layout = layout
@@ -154,7 +154,7 @@ class DataParallelReducer(GradientReducer):
         begin, total, arrays = gather_rows("GradCacheLoss", [tensor.asnumpy() for tensor in tensors])
         return begin, total, [Tensor(array) for array in arrays]
 
-    def reduce(self, added: Any = ()) -> Done:
+    def reduce(self, added: Done = ()) -> Done:
         return self.bucketed_all_reduce(added)
 
     def send_again(self, done: Done) -> Done:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mindspore as ms
 from mindspore import nn
@@ -38,13 +38,13 @@ class SemiAuto:
 
     def check(
         self,
-        network: Any,
+        network: nn.Cell,
         optimizer: nn.Cell,
         *,
         accumulation_steps: int = 1,
-        clip: Any = None,
+        clip: object = None,
         drop_non_finite: bool = False,
-        dtype: Any = ms.float32,
+        dtype: ms.Type = ms.float32,
     ) -> None:
         """Raise for settings that are not supported or would give a wrong mean over rows."""
         _check_settings(self._settings())
@@ -97,7 +97,7 @@ class SemiAuto:
             forget_accumulation()
 
 
-def _warn_of_losses(network: Any) -> None:
+def _warn_of_losses(network: nn.Cell) -> None:
     """Warn of losses that are not reported."""
     if network.losses is not None:
         # The compiler follows one output of the forward pass, which is the loss.

@@ -1,6 +1,6 @@
 """Shards: each rank of a group holds its rows of the tensors that can be divided, and the others whole."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -9,7 +9,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.plain_state import assign_in_place
-from ms_gradaccum.backend.tensors import Done, pick
+from ms_gradaccum.backend.tensors import Array, Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, reciprocal, zeros
 from ms_gradaccum.parallel.collectives import (
     AllGather,
@@ -25,6 +25,7 @@ from ms_gradaccum.parallel.collectives import (
     rounded,
     runs_of,
 )
+from ms_gradaccum.parallel.kinds import Kind
 from ms_gradaccum.parallel.layout import ReducerLayout, ShardLayout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
 
@@ -52,11 +53,11 @@ class Shards(nn.Cell):
         self.all_reduce_replicas = AllReduce(Group(layout.replicas, rank, group.index, size))
         self.all_reduce_world = AllReduce(Group(layout.world, rank))
 
-    def in_buckets(self, parameters: Any) -> tuple[ParameterTuple, ...]:
+    def in_buckets(self, parameters: Sequence[Parameter]) -> tuple[ParameterTuple, ...]:
         """Return the parameters of each message."""
         return in_buckets(parameters, self.buckets)
 
-    def in_runs(self, parameters: Any) -> tuple[Runs, ...]:
+    def in_runs(self, parameters: Sequence[Parameter]) -> tuple[Runs, ...]:
         """Return the parameters of each message in runs, the targets of its result."""
         return in_runs(parameters, self.buckets, self.cuts)
 
@@ -139,7 +140,7 @@ class Shards(nn.Cell):
         wholes = self.all_reduce_world(ops.select(self.is_part, squares, ops.zeros_like(squares))) / self.groups
         return ops.select(self.is_part, wholes, squares)
 
-    def cut(self, values: Any) -> Any:
+    def cut(self, values: Array) -> Array:
         """Return this rank's rows of a whole array or tensor."""
         rows = values.shape[0] // self.size
         return values[self.index * rows : (self.index + 1) * rows]
@@ -171,44 +172,24 @@ class Shards(nn.Cell):
         return (shard.shape[0] * self.size, *shard.shape[1:])
 
 
-_as_rows = ops.MultitypeFuncGraph("as_rows")
-
-
-@_as_rows.register("Number", "Tensor")
-def _rows_of_one(size: int, whole: Tensor) -> Tensor:
+def _as_rows(size: int, whole: Tensor) -> Tensor:
     return ops.cast(whole, ms.float32).reshape(size, -1)
 
 
-_as_flat = ops.MultitypeFuncGraph("as_flat")
-
-
-@_as_flat.register("Tensor")
-def _one_as_flat(shard: Tensor) -> Tensor:
+def _as_flat(shard: Tensor) -> Tensor:
     # Sent as float32, which every backend supports and which represents 16-bit values exactly.
     return ops.cast(shard, ms.float32).reshape(-1)
 
 
-_pick_part = ops.MultitypeFuncGraph("pick_part")
-
-
-@_pick_part.register("Tuple", "Number", "Number")
-def _pick_one_part(runs: Runs, run: int, place: int) -> Tensor:
+def _pick_part(runs: Runs, run: int, place: int) -> Tensor:
     return runs[run][place]
 
 
-_shaped = ops.MultitypeFuncGraph("shaped")
-
-
-@_shaped.register("Tensor", "Tensor")
-def _one_shaped(part: Tensor, like: Tensor) -> Tensor:
+def _shaped(part: Tensor, like: Tensor) -> Tensor:
     return part if part.shape == like.shape else part.reshape(like.shape)
 
 
-_assign_rows = ops.MultitypeFuncGraph("assign_rows")
-
-
-@_assign_rows.register("Number", "Tensor", "Tensor")
-def _assign_rows_of_one(index: int, shard: Parameter, whole: Tensor) -> Tensor:
+def _assign_rows(index: int, shard: Parameter, whole: Tensor) -> Tensor:
     rows = shard.shape[0]
     return ops.assign(shard, whole[index * rows : (index + 1) * rows])
 
@@ -225,7 +206,7 @@ class ShardedReducer(DataParallelReducer):
         buffer: GradientBuffer,
         layout: ReducerLayout,
         rank: int,
-        settings: Any,
+        settings: Kind,
     ) -> None:
         super().__init__(optimizer, buffer, layout, rank, settings)
         self.shards = shards
@@ -257,10 +238,10 @@ class ShardedReducer(DataParallelReducer):
     def max_micro_batches(self, micro_batches: int) -> int:
         return self.most(micro_batches) if self.every_batch else micro_batches
 
-    def reduce_scatter_micro_batch(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.shards.reduce_scatter(grads, tuple(self.buffer.sums)) if self.every_batch else grads
 
-    def reduce(self, added: Any = ()) -> Done:
+    def reduce(self, added: Done = ()) -> Done:
         done = self.bucketed_all_reduce()
         if self.every_batch:
             return done

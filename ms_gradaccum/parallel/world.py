@@ -3,15 +3,17 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import graph_mode
+from ms_gradaccum.backend.tensors import Array
 
 
 class World(NamedTuple):
@@ -52,7 +54,7 @@ class _Broadcast(nn.Cell):
         return self.broadcast((values,))[0]
 
 
-def gather_values(value: Any) -> list[Any]:
+def gather_values(value: object) -> list[Any]:
     """Return each rank's ``value``, of types of JSON, in the order of the ranks. Collective."""
     data = json.dumps(value).encode()
     lengths = gather_counts(len(data))
@@ -66,10 +68,11 @@ def gather_counts(count: int) -> list[int]:
     return [int(value) for value in _gather_words(np.array([count], np.int32))]
 
 
-def _gather_words(values: Any) -> Any:
+def _gather_words(values: Array) -> Array:
     """Return the int32 ``values`` of all ranks. The collectives of every backend send this dtype exactly."""
     with graph_mode():
-        return _the(_Gather)(Tensor(values)).asnumpy()
+        rows: Array = _the(_Gather)(Tensor(values)).asnumpy()
+    return rows
 
 
 @cache
@@ -78,7 +81,7 @@ def _the(kind: type[nn.Cell]) -> nn.Cell:
     return kind()
 
 
-def check_agreement(owner: str, settings: dict[str, Any]) -> None:
+def check_agreement(owner: str, settings: dict[str, object]) -> None:
     """Raise on every rank if the ranks have different settings, instead of hanging in a collective later."""
     hashes = gather_values(hashlib.sha256(json.dumps(settings).encode()).hexdigest())
     if all(value == hashes[0] for value in hashes):
@@ -110,7 +113,7 @@ def warn_of_same_data(owner: str, first_batch: bytes) -> None:
         )
 
 
-def digest(parameters: Any) -> str:
+def digest(parameters: Iterable[Parameter]) -> str:
     """Return a hash of ``parameters``: of their names, types, shapes and values."""
     total = hashlib.sha256()
     for parameter in parameters:
@@ -119,7 +122,7 @@ def digest(parameters: Any) -> str:
     return total.hexdigest()
 
 
-def check_equal(owner: str, parameters: Any) -> None:
+def check_equal(owner: str, parameters: Iterable[Parameter]) -> None:
     """Raise on every rank if the ranks' values are not equal bit for bit. Collective."""
     digests = gather_values(digest(parameters))
     strangers = [rank for rank, value in enumerate(digests) if value != digests[0]]
@@ -130,7 +133,7 @@ def check_equal(owner: str, parameters: Any) -> None:
         )
 
 
-def broadcast_parameters(parameters: Any) -> bool:
+def broadcast_parameters(parameters: Iterable[Parameter]) -> bool:
     """Broadcast the values of rank 0 if the ranks differ, and return whether they did. Collective."""
     parameters = list(parameters)
     digests = gather_values(digest(parameters))
@@ -146,7 +149,7 @@ def broadcast_parameters(parameters: Any) -> bool:
     return True
 
 
-def gather_rows(owner: str, arrays: list[Any]) -> tuple[int, int, list[Any]]:
+def gather_rows(owner: str, arrays: list[Array]) -> tuple[int, int, list[Array]]:
     """Return the begin of this rank's rows among all rows, the number of all rows, and the gathered arrays.
 
     A rank without rows gives no arrays and gets none. Collective, in two messages: the numbers of rows and of values
@@ -165,13 +168,13 @@ def gather_rows(owner: str, arrays: list[Any]) -> tuple[int, int, list[Any]]:
     padded[: len(rows), : rows.shape[1]] = rows
     received = _gather_words(padded).reshape(len(counts), *padded.shape)
     everyone = np.concatenate([part[:count] for part, count in zip(received, counts)])
-    ends = np.cumsum([column.shape[1] for column in columns])[:-1] if columns else []
+    ends = np.cumsum([column.shape[1] for column in columns])[:-1]
     parts = np.split(everyone, ends, axis=1) if columns else []
     whole = [_from_words(part, array) for part, array in zip(parts, arrays)]
     return int(counts[: current_world(owner).rank].sum()), int(counts.sum()), whole
 
 
-def _as_words(array: Any) -> Any:
+def _as_words(array: Array) -> Array:
     """Return rows as int32, which `_from_words` converts back exactly."""
     flat = np.ascontiguousarray(array).reshape(len(array), -1)
     if flat.dtype.itemsize % 4:
@@ -180,6 +183,6 @@ def _as_words(array: Any) -> Any:
     return flat.view(np.int32)
 
 
-def _from_words(rows: Any, like: Any) -> Any:
+def _from_words(rows: Array, like: Array) -> Array:
     flat = np.ascontiguousarray(rows).view(np.uint8)[:, : like[0].nbytes]
     return np.ascontiguousarray(flat).view(like.dtype).reshape(len(rows), *like.shape[1:])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ms_gradaccum._checks import argument_error, check_saved, is_count, typed
 from ms_gradaccum.training.step_output import StepOutput
@@ -92,11 +92,11 @@ class Events:
         self._before_window = 0
         self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Return the counts, as JSON."""
         return {name: getattr(self, name) for name in self._COUNTS}
 
-    def load_state_dict(self, saved: Any) -> None:
+    def load_state_dict(self, saved: object) -> None:
         """Go on from the counts that `state_dict` has returned."""
         rules = dict.fromkeys(self._COUNTS, is_count)
         vars(self).update(check_saved(saved, "how many batches and updates there were", rules))
@@ -106,11 +106,11 @@ class Events:
         """True if there are listeners."""
         return any(self._listeners.values())
 
-    def hears(self, callback: Any) -> bool:
+    def hears(self, callback: object) -> bool:
         """Return whether ``callback`` listens."""
         return any(getattr(callback, name, None) in listeners for name, listeners in self._listeners.items())
 
-    def add(self, callback: Any) -> None:
+    def add(self, callback: object) -> None:
         """Call those methods of ``callback`` that have the names of events, from now on."""
         if not is_listener(callback):
             got = typed(callback)
@@ -122,7 +122,7 @@ class Events:
                 self._listeners[name].append(getattr(callback, name))
 
     @contextmanager
-    def listening(self, callbacks: Sequence[Any]) -> Iterator[None]:
+    def listening(self, callbacks: Sequence[object]) -> Iterator[None]:
         """Let those of ``callbacks`` listen that have methods for it and do not yet, until the end of this context."""
         before = {name: list(methods) for name, methods in self._listeners.items()}
         for callback in callbacks:
@@ -150,8 +150,10 @@ class Events:
         """Count the end of a window and tell how it ended."""
         self.window_micro_batches = self.micro_batches - self._before_window
         self._before_window = self.micro_batches
-        self.updates += output.is_updated
-        self.skipped_updates += not output.is_updated
+        if output.is_updated:
+            self.updates += 1
+        else:
+            self.skipped_updates += 1
         self._tell("on_update_end", output=output)
 
     def _tell(
@@ -200,7 +202,7 @@ class Observed:
             self.events.add(callback)
 
 
-def check_told(owner: str, name: str, train_step: Any, callback: Any) -> None:
+def check_told(owner: str, name: str, train_step: object, callback: object) -> None:
     """Raise unless ``train_step``, of a Model, tells ``callback``, called ``name``, of its updates."""
     if not isinstance(train_step, Observed):
         raise TypeError(
@@ -214,6 +216,6 @@ def check_told(owner: str, name: str, train_step: Any, callback: Any) -> None:
         )
 
 
-def is_listener(callback: Any) -> bool:
+def is_listener(callback: object) -> bool:
     """Return whether ``callback`` has a method for one of the events."""
     return any(callable(getattr(callback, name, None)) for name in NAMES)

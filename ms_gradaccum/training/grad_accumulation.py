@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, NoReturn, get_args
+from typing import Literal, NoReturn, get_args
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -168,8 +168,7 @@ class GradAccumulation(Settled, nn.Cell):
 
     def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
         """Return a cell with these settings around another network."""
-        settings: dict[str, Any] = {"weighted": self.weighted, "losses": self.losses}
-        other = type(self)(network, self.micro_size, batch_axis=batch_axis, **settings)
+        other = type(self)(network, self.micro_size, batch_axis=batch_axis, weighted=self.weighted, losses=self.losses)
         other.owner = self.owner
         return other
 
@@ -267,7 +266,7 @@ class GradAccumulation(Settled, nn.Cell):
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
         if self.is_cached:
             _refuse_cached_in_graph()
-        shapes: tuple[Any, ...] = ()
+        shapes: tuple[object, ...] = ()
         for item in inputs:
             if isinstance(item, (tuple, list, dict)):
                 _refuse_nested()
@@ -275,16 +274,16 @@ class GradAccumulation(Settled, nn.Cell):
                 _refuse_unknown_rows()
             shapes += (item.shape if isinstance(item, Tensor) else None,)
         axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
-        parts: tuple[Any, ...] = ()
+        parts: tuple[tuple[object, ...], ...] = ()
         for begin, end in bounds:
-            part: tuple[Any, ...] = (Tensor(end - begin, ms.float32),)
+            part: tuple[object, ...] = (Tensor(end - begin, ms.float32),)
             for i, item in enumerate(inputs):
                 part += (item if axes[i] is None else ops.narrow(item, axes[i], begin, end - begin),)
             parts += (part,)
         return parts
 
 
-def as_grad_accumulation(owner: str, network: Any) -> GradAccumulation:
+def as_grad_accumulation(owner: str, network: nn.Cell) -> GradAccumulation:
     """Return the GradAccumulation in ``network``, or one that feeds a loss cell whole batches."""
     network = check_cell(owner, "network", network, "Give a GradAccumulation or a loss cell.")
     network = adopted(network.network if isinstance(network, AutoParallel) else network)
@@ -321,18 +320,18 @@ def _check_inside(network: nn.Cell) -> None:
             )
 
 
-def _check_losses(losses: Any, weighted: bool) -> str | None:
+def _check_losses(losses: _Losses | None, weighted: bool) -> _Losses | None:
     if losses is None:
         return None
     remedy = "'sum' trains the sum of all losses that network returns, 'first' the first alone."
-    choice = check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
-    if choice == "sum" and weighted:
+    check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
+    if losses == "sum" and weighted:
         remedy = "A sum needs one weight: return (sum_1 + factor * sum_2, weight)."
         raise ValueError(argument_error(_OWNER, "losses", "None or 'first' with weighted=True", "'sum'", remedy))
-    return choice
+    return losses
 
 
-def _check_cached(network: nn.Cell, weighted: bool, losses: Any) -> None:
+def _check_cached(network: nn.Cell, weighted: bool, losses: object) -> None:
     """Raise for what a GradCacheLoss cannot be trained with."""
     if isinstance(network, GradCacheLoss):
         remedy = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."

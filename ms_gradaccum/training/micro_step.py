@@ -6,7 +6,6 @@ they are added. Share times factor is the number of rows, so the sums are the sa
 
 from collections.abc import Hashable, Sequence
 from enum import Enum
-from typing import Any
 
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
@@ -14,7 +13,7 @@ from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op
 from ms_gradaccum.backend.cpu import with_condition
 from ms_gradaccum.backend.kernels import ONE, scale_wide
 from ms_gradaccum.backend.network_code import NetworkCode, is_a
-from ms_gradaccum.backend.tensors import chunk_of
+from ms_gradaccum.backend.tensors import Done, chunk_of
 from ms_gradaccum.batch.nested_inputs import unflatten
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
@@ -22,6 +21,8 @@ from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bit
 from ms_gradaccum.gradients.non_finite import KeepFinite
 from ms_gradaccum.parallel.reducer import GradientReducer
 
+# The outputs of a micro step: the loss sum, the weight, an ordering token, and any notes.
+Outputs = tuple[Tensor, ...]
 _LOGITS_LOSSES = (nn.BCEWithLogitsLoss, mint.nn.BCEWithLogitsLoss, ops.BCEWithLogitsLoss)
 
 
@@ -38,8 +39,8 @@ class BackwardStart(Enum):
     MEAN = "mean"
     BATCH = "batch"
 
-    def share_and_factor(self, rows: Any, batch_rows: Any) -> tuple[Any, Any]:
-        """Return the share of the loss and the factor of the gradients; numbers on the host, tensors in a graph."""
+    def share_and_factor(self, rows: float, batch_rows: float) -> tuple[float, float]:
+        """Return the share of the loss and the factor of the gradients."""
         if self is BackwardStart.SUM:
             return rows, 1.0
         return (1.0, rows) if self is BackwardStart.MEAN else (rows / batch_rows, batch_rows)
@@ -64,7 +65,7 @@ def divides_by_earlier_rows(network: nn.Cell) -> bool:
 
 
 class MicroLoss(nn.Cell):
-    """The differentiated value, followed by the outputs of `WeightedLoss`, which `MicroTotals` turns into sums.
+    """The differentiated value, followed by the outputs of `WeightedLoss`, which `AddMicroBatch` turns into sums.
 
     Kept minimal: each eager operator costs a fraction of a millisecond. If the network computes in half precision
     (``half``), a loss with its own weight is divided by it before the backward pass, unless ``divides`` is False.
@@ -78,33 +79,12 @@ class MicroLoss(nn.Cell):
         self.loss_scale = loss_scale
         self._get_attr_from_cell(weighted_loss.network)
 
-    def construct(self, share: Any, *tensors: Any) -> tuple[Tensor, ...]:
+    def construct(self, share: object, *tensors: object) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.weighted_loss(share, *tensors)
         start = outputs[0] / ops.maximum(outputs[1], ONE) if self.divides else outputs[0]
         if self.half:
             start = start * self.loss_scale.value()
         return (start, *outputs)
-
-    def totals(self) -> "MicroTotals":
-        """Return the cell that turns its outputs into sums."""
-        return MicroTotals(self.weighted_loss.counts_rows, self.divides, self.weighted_loss.is_cached)
-
-
-class MicroTotals(nn.Cell):
-    """The contributions of a micro batch to a window: its loss sum, its weight, and its gradients times a factor."""
-
-    def __init__(self, counts_rows: bool, divides: bool, has_notes: bool = False) -> None:
-        super().__init__(auto_prefix=False)
-        # True if the loss returns further values that are passed on.
-        self.has_notes = has_notes
-        # True if the weight is the number of rows, and if a loss was divided by its own weight before.
-        self.counts_rows, self.divides = counts_rows, divides
-
-    def construct(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the three contributions from the outputs of `MicroLoss` and the factor of its backward start."""
-        if self.counts_rows:
-            return value * factor, weight * factor, factor
-        return value, weight, ops.maximum(weight, ONE) if self.divides else ONE
 
 
 def is_half(weighted_loss: WeightedLoss, precision: Precision) -> bool:
@@ -115,32 +95,37 @@ def is_half(weighted_loss: WeightedLoss, precision: Precision) -> bool:
 
 
 class AddMicroBatch(nn.Cell):
-    """Add the contributions of one micro batch to the buffers of the optimizers. It contains no code of the user."""
+    """Add the outputs of a `MicroLoss` and its gradients to the buffers of the optimizers. No code of the user's."""
 
     def __init__(
         self,
         reducers: Sequence[GradientReducer],
         parameters: Sequence[ParameterTuple],
-        totals: MicroTotals,
+        micro_loss: MicroLoss | None,
         drop_non_finite: bool = False,
         reduces: bool = False,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.reducers = nn.CellList(reducers, auto_prefix=False)
-        self.totals = totals
+        loss = None if micro_loss is None else micro_loss.weighted_loss
+        # True if the weight is the number of rows.
+        self.counts_rows = loss is None or loss.counts_rows
+        # True if the loss was divided by its own weight before the backward pass.
+        self.divides = micro_loss is not None and micro_loss.divides
+        # True if the loss returns further values that are passed on.
+        self.has_notes = loss is not None and loss.is_cached
         self.buffer = reducers[0].buffer
         ends = [sum(len(group) for group in parameters[: i + 1]) for i in range(len(parameters))]
         self.bounds = tuple(zip([0, *ends[:-1]], ends))
-        self.keep: Any = (
-            KeepFinite([parameter for group in parameters for parameter in group]) if drop_non_finite else None
-        )
+        updated = [parameter for group in parameters for parameter in group]
+        self.keep: nn.Cell = KeepFinite(updated) if drop_non_finite else None
         # True if it is the last one of its window and the ranks reduce the sums with it.
         self.reduces = reduces
         # True if gradients are reduced before they are added, so that they need this rank's factor first.
         self.scales_first = reducers[0].every_batch
         self.map = ops.HyperMap()
         # The number of further values beside loss sum and weight, which are added up or passed on.
-        self.others = int(totals.has_notes or self.buffer.other_losses is not None)
+        self.others = int(self.has_notes or self.buffer.other_losses is not None)
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         """Add gradients that were computed outside of this graph; other losses or notes precede them.
@@ -152,21 +137,27 @@ class AddMicroBatch(nn.Cell):
             return self.added(loss_sum, weight, factor, grads[1:], grads[:1])
         return self.added(loss_sum, weight, factor, grads, ())
 
+    def totals(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss sum, the weight and the factor of the gradients for the factor of the backward start."""
+        if self.counts_rows:
+            return value * factor, weight * factor, factor
+        return value, weight, ops.maximum(weight, ONE) if self.divides else ONE
+
     def added(
-        self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: tuple[Any, ...], others: tuple[Tensor, ...]
+        self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: tuple[object, ...], others: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Add a loss sum, its weight, the gradients times a factor, and the values to report.
 
         Return the loss sum, the weight, an ordering token, and any notes.
         """
-        done: Any = ()
+        done: Done = ()
         if self.keep is not None:
             finite = self.is_finite(loss_sum + weight, grads)
             loss_sum, weight = self.keep.kept(finite, (loss_sum, weight))
             grads = self.keep.kept(finite, grads)
             for reducer in self.reducers:
                 done = reducer.buffer.count_dropped(ops.depend(finite, done))
-        if len(others) > 0 and not self.totals.has_notes:
+        if len(others) > 0 and not self.has_notes:
             # They are weighted like the loss, with 0 if the micro batch is left out.
             done = self.buffer.add_other_losses(others[0], ops.depend(weight, done))
         # Indexed, because a zip would double the compile time of this loop.
@@ -182,14 +173,14 @@ class AddMicroBatch(nn.Cell):
                     own = self.map(ops.partial(scale_wide, factor), own)
                 own = reducer.reduce_scatter_micro_batch(own)
                 done = reducer.buffer.add(loss_sum, weight, own, ONE if self.scales_first else factor)
-        notes: tuple[Tensor, ...] = others if self.totals.has_notes else ()
+        notes: tuple[Tensor, ...] = others if self.has_notes else ()
         return (loss_sum, weight, self.after(done), *notes)
 
-    def is_finite(self, number: Tensor, grads: tuple[Any, ...]) -> Tensor:
+    def is_finite(self, number: Tensor, grads: tuple[object, ...]) -> Tensor:
         """Return whether a number and all gradients of a micro batch are finite."""
         return ops.logical_and(ops.isfinite(number), self.keep.is_finite(grads))
 
-    def after(self, done: Any) -> Tensor:
+    def after(self, done: object) -> Tensor:
         """Return a tensor that depends on ``done`` but, for the compiler's sake, on no value of this micro batch."""
         if self.reduces:
             done = self.reducers[0].reduce(done)
@@ -220,7 +211,7 @@ class MicroStep(nn.Cell):
         self.loss_and_grads = ops.value_and_grad(micro_loss, None, self.parameters, has_aux=True)
         self._get_attr_from_cell(micro_loss.weighted_loss.network)
 
-    def construct(self, share: Tensor, factor: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    def construct(self, share: Tensor, factor: Tensor, *tensors: object) -> tuple[Tensor, ...]:
         """Return the loss sum and the weight of this micro batch, and an ordering token."""
         outputs, grads = self.loss_and_grads(share, *tensors)
         loss_sum, weight, factor = self.adding.totals(outputs[1], outputs[2], factor)
@@ -267,7 +258,7 @@ class EagerMicroStep:
         self.parameters = ParameterTuple(parameter for group in parameters for parameter in group)
         # The inputs of the current pass. They are not arguments of the differentiated function, which cannot be
         # arbitrary Python values.
-        self.inputs: tuple[Any, ...] = ()
+        self.inputs: tuple[object, ...] = ()
         self.forgets_passes = divides_by_earlier_rows(micro_loss.weighted_loss.network)
         self.reducer, self.is_last = adding.reducers[0], is_last
         self.adds_grads = is_last or not self.reducer.accumulates
@@ -291,24 +282,9 @@ class EagerMicroStep:
         finally:
             self.has_run = self.adding.has_run
 
-    def _forward(self) -> Any:
-        return self.micro_loss(*self.inputs)
-
-
-def build_micro_step(
-    weighted_loss: WeightedLoss,
-    reducers: Sequence[GradientReducer],
-    parameters: Sequence[ParameterTuple],
-    precision: Precision,
-    drop_non_finite: bool = False,
-    reduces: bool = False,
-) -> MicroStep:
-    """Return the compiled micro step of a network."""
-    half = is_half(weighted_loss, precision)
-    micro_loss = MicroLoss(weighted_loss, half, precision.loss_scale)
-    backward_start = backward_start_of(weighted_loss, half, eager=False)
-    adding = AddMicroBatch(reducers, parameters, micro_loss.totals(), drop_non_finite, reduces)
-    return MicroStep(micro_loss, parameters, adding, backward_start)
+    def _forward(self) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = self.micro_loss(*self.inputs)
+        return outputs
 
 
 class EmptyStep(nn.Cell):
@@ -318,8 +294,8 @@ class EmptyStep(nn.Cell):
         super().__init__(auto_prefix=False)
         self.reducers = nn.CellList(reducers, auto_prefix=False)
 
-    def construct(self, nothing: Tensor) -> Any:
-        done: Any = ()
+    def construct(self, nothing: Tensor) -> Done:
+        done: Done = ()
         for reducer in self.reducers:
             grads = reducer.buffer.no_grads(reducer.replicas(), done)
             done = reducer.buffer.add(nothing, nothing, reducer.reduce_scatter_micro_batch(grads), ONE)

@@ -1,11 +1,10 @@
 """The micro steps of a network's batches, compiled or op by op, depending on MindSpore's mode."""
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor
+from mindspore import ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
@@ -19,6 +18,7 @@ from ms_gradaccum.parallel.reduced import check_hooks_run
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import first_pass_of
+from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.micro_step import (
     AddMicroBatch,
@@ -27,8 +27,8 @@ from ms_gradaccum.training.micro_step import (
     EmptyStep,
     MicroLoss,
     MicroStep,
+    Outputs,
     backward_start_of,
-    build_micro_step,
     is_half,
 )
 from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_modes
@@ -42,7 +42,7 @@ class MicroSteps:
     """The micro steps of the batches of a network."""
 
     def __init__(
-        self, network: Any, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
+        self, network: GradAccumulation, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
     ) -> None:
         self.owner = owner = settings.owner
         if reducers[0].comes_reduced:
@@ -79,11 +79,13 @@ class MicroSteps:
         # The micro batches of the last batch whose collectives other ranks may still wait in; None before the count.
         self.rounds: int | None = None
 
-    def compiled_cells(self) -> list[Any]:
+    def compiled_cells(self) -> list[nn.Cell | Compiled]:
         """Return the compiled cells, which have a mode and settings of their own."""
         return [self.cell, self.empty_step, *self.by_structure.values(), *self.first_pass.compiled_cells()]
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool = False) -> list[tuple[Tensor, ...]]:
+    def run(
+        self, args: tuple[object, ...], kwargs: dict[str, object], reduces: bool = False
+    ) -> list[tuple[Tensor, ...]]:
         """Add one batch and return the outputs of its micro steps. The last one may also reduce the sums."""
         self.has_added, self.rounds = False, None
         eager = self._runs_eagerly()
@@ -94,7 +96,7 @@ class MicroSteps:
         # This comes first, because all ranks must send their messages in the same order.
         self.rounds = self.reducers[0].max_micro_batches(len(micro_batches))
         last = self._micro_step(structure, micro_batches, eager, True)[0] if reduces else step
-        outputs: list[tuple[Tensor, ...]] = []
+        outputs: list[Outputs] = []
         done, heard, is_measured = self.events.micro_batches, self.events.heard, not self.loss_check.is_done
         if is_measured:
             self.loss_check.before_batch()
@@ -109,7 +111,10 @@ class MicroSteps:
                 self.rounds -= 1
                 if is_measured:
                     self.loss_check.after_micro_batch()
-                self.events.micro_batch_end(index, rows)
+                if heard:
+                    self.events.micro_batch_end(index, rows)
+            if not heard:
+                self.events.micro_batches += len(micro_batches)
             self.first_pass.check(outputs)
             if is_measured:
                 self.loss_check.after_batch(len(micro_batches), args, kwargs)
@@ -122,12 +127,12 @@ class MicroSteps:
         self._add_nothing(self.rounds)
         return outputs
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: bool) -> SplitBatch:
+    def _split(self, args: tuple[object, ...], kwargs: dict[str, object], eager: bool) -> SplitBatch:
         """Split a batch, and warn of what the first ones show."""
         is_first, self.has_begun = not self.has_begun, True
         if is_first:
             self._warn_of_network(eager)
-        batch: SplitBatch = self.network.split(*args, **kwargs)
+        batch = self.network.split(*args, **kwargs)
         if not self.has_split:
             inputs = self.network.positional(args, kwargs)
             self.has_split = warn_of_split(self.network, inputs, len(batch.micro_batches), is_first)
@@ -152,7 +157,7 @@ class MicroSteps:
         else:
             self._add_nothing(self.rounds)
 
-    def measure_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def measure_loss(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Measure the loss of a batch that a larger graph will train."""
         self.loss_check.after_batch(len(self.network.split(*args, **kwargs).micro_batches), args, kwargs)
 
@@ -190,17 +195,19 @@ class MicroSteps:
             rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
             remedy = "Use nn.Embedding, or give compile=True."
             raise ValueError(argument_error(self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
-        loss = self.network.weighted_loss
-        precision, drop_non_finite = self.settings.precision, self.settings.drop_non_finite
+        micro_loss, adding, start = self._parts(self.network.weighted_loss, True, is_last and self.reducers[0].overlaps)
+        return EagerMicroStep(self.owner, micro_loss, self.parameters, adding, start, is_last)
+
+    def _parts(self, loss: WeightedLoss, eager: bool, reduces: bool) -> tuple[MicroLoss, AddMicroBatch, BackwardStart]:
+        """Return what a micro step differentiates, what adds its gradients, and its backward start."""
+        precision, comes_reduced = self.settings.precision, self.reducers[0].comes_reduced
         half = is_half(loss, precision)
-        comes_reduced = self.reducers[0].comes_reduced
         # Divided by its own weight, a loss would have another factor on each rank.
         micro_loss = MicroLoss(loss, half, precision.loss_scale, divides=not comes_reduced)
-        reduces = is_last and self.reducers[0].overlaps
-        adding = AddMicroBatch(self.reducers, self.parameters, micro_loss.totals(), drop_non_finite, reduces)
+        adding = AddMicroBatch(self.reducers, self.parameters, micro_loss, self.settings.drop_non_finite, reduces)
         # The gradients of all ranks have one factor, whatever rows each rank has.
-        start = BackwardStart.SUM if comes_reduced else backward_start_of(loss, half, eager=True)
-        return EagerMicroStep(self.owner, micro_loss, self.parameters, adding, start, is_last)
+        start = BackwardStart.SUM if comes_reduced else backward_start_of(loss, half, eager)
+        return micro_loss, adding, start
 
     def _is_for_thread_pool(self, micro_batches: list[MicroBatch]) -> bool:
         if not micro_batches or not self.may_use_thread_pool:
@@ -220,8 +227,12 @@ class MicroSteps:
                     argument_error(self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
                 )
             pooled = self._is_for_thread_pool(micro_batches)
-            build = self._builder(structure, pooled, reduces)
-            self.by_structure[key] = Compiled(build, self.owner, "the network", self.network.network)
+            self.by_structure[key] = Compiled(
+                lambda: self._build(self.network.loss_of(structure), pooled, reduces),
+                self.owner,
+                "the network",
+                self.network.network,
+            )
             if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
                 warn(
                     f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
@@ -229,12 +240,9 @@ class MicroSteps:
                 )
         return self.by_structure[key]
 
-    def _builder(self, structure: Hashable, pooled: bool, reduces: bool) -> Callable[[], MicroStep]:
-        return lambda: self._build(self.network.loss_of(structure), pooled, reduces)
-
-    def _build(self, weighted_loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
-        precision, drop_non_finite = self.settings.precision, self.settings.drop_non_finite
-        cell = build_micro_step(weighted_loss, self.reducers, self.parameters, precision, drop_non_finite, reduces)
+    def _build(self, loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
+        micro_loss, adding, start = self._parts(loss, False, reduces)
+        cell = MicroStep(micro_loss, self.parameters, adding, start)
         cell.in_thread_pool = pooled
         if hasattr(self, "cell"):
             follow_mode(cell, self.cell)
@@ -242,7 +250,7 @@ class MicroSteps:
         return cell
 
 
-def _check_reduced(owner: str, network: Any, settings: StepSettings) -> None:
+def _check_reduced(owner: str, network: GradAccumulation, settings: StepSettings) -> None:
     """Raise for what cannot be done with gradients of all ranks."""
     for name, is_given, rule in (
         ("network", network.is_cached, "one without GradCacheLoss"),

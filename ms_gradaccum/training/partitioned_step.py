@@ -19,9 +19,11 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.kernels import scale
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
-from ms_gradaccum.batch.split import split_shapes
+from ms_gradaccum.backend.tensors import Done
+from ms_gradaccum.batch.split import BatchAxis, split_shapes
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByValue
+from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling, gradient_is_returned
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.loss_check import not_measured
@@ -41,21 +43,21 @@ class PartitionedStep(Step):
     watches_calls = False
 
     def __init__(
-        self, network: Any, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings, events: Events
+        self, network: nn.Cell, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings, events: Events
     ) -> None:
         super().__init__(network, settings, events)
         sums = settings.of_sums()
         kind.check(network, optimizer, accumulation_steps=settings.accumulation_steps, clip=settings.clip, **sums)
         self.is_unmeasured = settings.check_loss and network.micro_size > 1
         self.optimizers = [optimizer]
-        self.reducers: list[Any] = []
+        self.reducers: list[GradientReducer] = []
         self.semi_auto = kind
         self.sums = BatchSums(network)
         self.micro_size = network.micro_size
         self.optimizer = optimizer
         self.parameters = optimizer.parameters
         self.accumulators = ParameterTuple(_accumulator_of(parameter) for parameter in self.parameters)
-        self.clip = settings.clip
+        self.clip: nn.Cell = settings.clip
         self.clips_by_value = isinstance(settings.clip, ClipByValue)
         self.learning_rate = LearningRate(optimizer)
         self.handed_scale = scale_for(settings.owner, optimizer, self.loss_scale)
@@ -102,7 +104,7 @@ class PartitionedStep(Step):
             f"but got a join() in place of one. Give all devices data of one length, or leave the last batches out."
         )
 
-    def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
+    def construct(self, *inputs: object) -> tuple[Tensor, ...]:
         """The whole window as one graph. Return the items of a StepOutput."""
         check_compiling(True)
         sums = self.sums(*inputs)
@@ -145,7 +147,7 @@ class PartitionedStep(Step):
         mean: tuple[Tensor, ...] = self.map(ops.partial(_mean_like, factor), sums, self.parameters)
         return mean
 
-    def clear(self, done: Any) -> Any:
+    def clear(self, done: Done) -> Done:
         """Assign zeros, after ``done``; a product with 0 would keep NaN and Inf for ever."""
         if not self.is_called:
             warn_of_no_end()
@@ -176,15 +178,15 @@ class BatchSums(nn.Cell):
         self.add_places = ops.Add().shard(((1,), (1,)))
         self._get_attr_from_cell(network)
 
-    def construct(self, *inputs: Any) -> Tensor:
-        shapes: tuple[Any, ...] = ()
+    def construct(self, *inputs: object) -> Tensor:
+        shapes: tuple[object, ...] = ()
         for item in inputs:
             shapes += (item.shape if isinstance(item, Tensor) else None,)
         rows, bounds = _cut_bounds(shapes, self.batch_axis, self.micro_size)
-        loss_sum: Any = Tensor(0.0, ms.float32)
-        weight: Any = None
+        loss_sum = Tensor(0.0, ms.float32)
+        weight: Tensor | None = None
         for i, cut in enumerate(self.cuts):
-            part: tuple[Any, ...] = (Tensor(rows, ms.float32),)
+            part: tuple[object, ...] = (Tensor(rows, ms.float32),)
             for item, bound in zip(inputs, bounds[i]):
                 part += (item if bound is None else cut(item, *bound),)
             part_sum, part_weight = self.weighted_loss(*part)
@@ -200,19 +202,12 @@ def _join(number: int, micro_size: int) -> ops.Primitive:
 
 # A loop over the parameters would nest in the compiler, so what follows are functions for maps.
 
-_mean_like = ops.MultitypeFuncGraph("mean_like")
 
-
-@_mean_like.register("Tensor", "Tensor", "Tensor")
-def _mean_like_one(factor: Tensor, total: Tensor, weight: Parameter) -> Tensor:
+def _mean_like(factor: Tensor, total: Tensor, weight: Parameter) -> Tensor:
     return ops.cast(ops.cast(total, ms.float32) * factor, weight.dtype)
 
 
-_clear = ops.MultitypeFuncGraph("clear")
-
-
-@_clear.register("Tensor")
-def _clear_one(accumulator: Parameter) -> Tensor:
+def _clear(accumulator: Parameter) -> Tensor:
     return ops.assign(accumulator, ops.zeros_like(accumulator))
 
 
@@ -229,16 +224,11 @@ def _sum_of_squares(grad: Tensor) -> Tensor:
     return _reduce_sum(ops.square(ops.cast(grad, ms.float32)), ())
 
 
-_marked_square = ops.MultitypeFuncGraph("marked_square")
-
-
-@_marked_square.register("Tensor")
-def _marked_square_of_one(grad: Tensor) -> Tensor:
+def _marked_square(grad: Tensor) -> Tensor:
     return _mark(_sum_of_squares(grad), 0)
 
 
-@_marked_square.register("Tensor", "Tensor")
-def _marked_squares_of_two(before: Tensor, after: Tensor) -> Tensor:
+def _marked_squares(before: Tensor, after: Tensor) -> Tensor:
     total = _sum_of_squares(before)
     both = ops.stack((total, _sum_of_squares(after)))
     # The way from the gradient, which the stack hides.
@@ -252,7 +242,7 @@ def partitioned_norm(grads: tuple[Tensor, ...]) -> Tensor:
 
 def partitioned_norms(grads: tuple[Tensor, ...], clipped: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Return the norms of both, where ``clipped`` was made of ``grads``, in one message."""
-    norms = ops.sqrt(ops.addn(_map(_marked_square, grads, clipped)))
+    norms = ops.sqrt(ops.addn(_map(_marked_squares, grads, clipped)))
     return norms[0, 0], norms[0, 1]
 
 
@@ -272,7 +262,7 @@ def _accumulator_of(weight: Parameter) -> Parameter:
 
 
 @_primexpr
-def _cut_bounds(shapes: tuple[Any, ...], batch_axis: Any, micro_size: int) -> tuple[Any, ...]:
+def _cut_bounds(shapes: tuple[Any, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[int, tuple[object, ...]]:
     """Return the rows of a micro batch, and for each the begin, end and step of each input (None: not cut)."""
     axes, rows = split_shapes(shapes, batch_axis, micro_size)
     for axis, shape in zip(axes, shapes):
@@ -287,13 +277,13 @@ def _cut_bounds(shapes: tuple[Any, ...], batch_axis: Any, micro_size: int) -> tu
             f"For 'GradAccumulation', the argument 'micro_size' must divide the {count} rows of the batch of all "
             f"devices in semi-auto-parallel, but got {micro_size}. Choose another one, or drop the last rows."
         )
-    bounds: tuple[Any, ...] = ()
+    bounds: tuple[object, ...] = ()
     for begin, end in rows:
         bounds += (tuple(_bound(shape, axis, begin, end, micro_size) for shape, axis in zip(shapes, axes)),)
     return count // micro_size, bounds
 
 
-def _bound(shape: Any, axis: int | None, begin: int, end: int, micro_size: int) -> Any:
+def _bound(shape: tuple[int, ...], axis: int | None, begin: int, end: int, micro_size: int) -> object:
     if axis is None or micro_size == 1:
         return None
     rest = tuple(shape[1:])

@@ -1,16 +1,14 @@
-"""The settings of a training step, whoever takes them."""
+"""The options of a training step."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from mindspore import nn
-
 from ms_gradaccum._checks import argument_error, check_accumulation_steps, check_bool, typed
 from ms_gradaccum.backend.compiled import check_compile
-from ms_gradaccum.gradients.clipping import check_clip
-from ms_gradaccum.gradients.mixed_precision import Precision, check_precision
-from ms_gradaccum.gradients.non_finite import check_bad_micro_batch
-from ms_gradaccum.parallel.kinds import check_kind
+from ms_gradaccum.gradients.clipping import Clip, ClipCell, check_clip
+from ms_gradaccum.gradients.mixed_precision import Precision, PrecisionChoice, check_precision
+from ms_gradaccum.gradients.non_finite import BadMicroBatch, check_bad_micro_batch
+from ms_gradaccum.parallel.kinds import ParallelChoice, check_kind
 
 # For those who have overridden `construct` of MindSpore's cell.
 STEP_REMEDY = (
@@ -21,39 +19,28 @@ STEP_REMEDY = (
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The options of a training step besides its network and its optimizer.
+    """The options of a training step besides its network and its optimizer, checked."""
 
-    Attributes:
-        owner: Class name used in error messages.
-        accumulation_steps: Batches of one update.
-        clip: Clipping of the mean gradient.
-        precision: What computes in 16 bits, and the loss scale, which belongs to one network.
-        parallel: What the caller has said of several processes.
-        drop_non_finite: Whether a micro batch that is not finite is left out.
-        compiles: Whether code of the user's is compiled in PYNATIVE mode too.
-        check_loss: True if the first batches are measured, see `LossCheck`.
-    """
-
-    owner: str
+    owner: str  # Class name used in error messages.
     accumulation_steps: int
-    clip: nn.Cell
-    precision: Precision
-    parallel: Any
-    drop_non_finite: bool
-    compiles: bool
-    check_loss: bool
+    clip: ClipCell
+    precision: Precision  # With the loss scale, which belongs to one network.
+    parallel: ParallelChoice
+    drop_non_finite: bool  # True if a micro batch that is not finite is left out.
+    compiles: bool  # True if the user's code is compiled in PYNATIVE mode, too.
+    check_loss: bool  # True if the first batches are measured, see `LossCheck`.
 
     @staticmethod
     def checked(
         owner: str,
         *,
-        accumulation_steps: Any = 1,
-        clip: Any = None,
-        mixed_precision: Any = None,
-        parallel: Any = "auto",
-        bad_micro_batch: Any = "skip_window",
-        compile: Any = None,
-        check_loss: Any = True,
+        accumulation_steps: int = 1,
+        clip: Clip = None,
+        mixed_precision: PrecisionChoice = None,
+        parallel: ParallelChoice = "auto",
+        bad_micro_batch: BadMicroBatch = "skip_window",
+        compile: bool | None = None,
+        check_loss: bool = True,
     ) -> "StepSettings":
         """Return the settings that these arguments give, or raise."""
         return StepSettings(
@@ -78,8 +65,8 @@ class StepSettings:
         """Return the arguments of `build_reducers` that are settings."""
         return {"drop_non_finite": self.drop_non_finite, "dtype": self.precision.reduce_dtype}
 
-    def agreed(self) -> dict[str, Any]:
-        """Return what all ranks must have been told alike."""
+    def agreed(self) -> dict[str, object]:
+        """Return the options that must be equal on all ranks."""
         return {
             "accumulation_steps": self.accumulation_steps,
             "clip": repr(self.clip),
@@ -89,7 +76,7 @@ class StepSettings:
         }
 
 
-def check_stock_arguments(owner: str, sens: Any, return_grad: Any) -> None:
+def check_stock_arguments(owner: str, sens: object, return_grad: object) -> None:
     """Raise unless the further arguments of MindSpore's cell ask for what they do by default."""
     remedy = (
         "Give mixed_precision=FixedLossScaleManager(1024.0, False), for example, which divides the gradient by the "

@@ -1,10 +1,11 @@
 """The body of a training step, which is driven from Python or partitioned by the compiler."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from mindspore import Parameter, Tensor, nn
 
+from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -38,13 +39,13 @@ class Step(nn.Cell):
         """Return the parameter that a checkpoint holds in place of ``parameter``, or None."""
         return parameter
 
-    def compiled_cells(self) -> list[nn.Cell]:
+    def compiled_cells(self) -> list[nn.Cell | Compiled]:
         """Return the compiled cells, which have a mode and settings of their own."""
         return []
 
     def compiling(self) -> AbstractContextManager[None]:
         """Enclose the compilation of the whole step as one graph."""
-        raise NotImplementedError
+        return nullcontext()
 
     def run(
         self, args: tuple[object, ...], kwargs: dict[str, object], as_graph: Callable[..., tuple[Tensor, ...]]

@@ -168,7 +168,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         """Return all fields by name, as of a NamedTuple; not `other_losses`, which are no scalar."""
         return {name: getattr(self, name) for name in self._fields}
 
-    def _replace(self, **fields: Any) -> "StepOutput":
+    def _replace(self, **fields: object) -> "StepOutput":
         """Return a copy with other values for some fields, as of a NamedTuple."""
         other = type(self)(**{**self._asdict(), "other_losses": self._others, **fields})
         other._decisions = {name: known for name, known in self._decisions.items() if name not in fields}
@@ -178,7 +178,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         return type(self), (*self._asdict().values(), self.other_losses)
 
     def __repr__(self) -> str:
-        fields: dict[str, Any] = self._asdict()
+        fields: dict[str, object] = {**self._asdict()}
         if self.other_losses:
             fields["other_losses"] = f"({', '.join(map(str, self.other_losses))})"
         return f"StepOutput({', '.join(f'{name}={value}' for name, value in fields.items())})"
@@ -209,20 +209,20 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     def __float__(self) -> float:
         return float(self.asnumpy())
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *values: Any, **settings: Any) -> Any:
+    def __array_ufunc__(self, ufunc: object, method: str, *values: object, **settings: object) -> Any:
         # All operators come here. Not of tensors: with a tensor on its left, the next output in a sum would be a tuple.
         return getattr(ufunc, method)(*(_number(value) for value in values), **settings)
 
-    def __eq__(self, other: Any) -> Any:
+    def __eq__(self, other: object) -> Any:
         return super().__eq__(other) if isinstance(other, _NUMBERS) else tuple.__eq__(self, other)
 
-    def __ne__(self, other: Any) -> Any:
+    def __ne__(self, other: object) -> Any:
         return super().__ne__(other) if isinstance(other, _NUMBERS) else tuple.__ne__(self, other)
 
     __hash__ = tuple.__hash__
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     if isinstance(value, StepOutput):
         return float(value)
     return value.asnumpy() if isinstance(value, Tensor) else value
@@ -233,7 +233,7 @@ def loss_of(output: StepOutput) -> float | None:
     return None if output.loss is None else float(output)
 
 
-def check_output(owner: str, output: Any) -> None:
+def check_output(owner: str, output: object) -> None:
     """Raise unless ``output`` is that of a training step, or None."""
     if output is not None and not isinstance(output, StepOutput):
         got, remedy = type(output).__name__, "With several networks, give the output of one of them."

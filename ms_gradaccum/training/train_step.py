@@ -2,19 +2,19 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown, warn_of_open
+from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
-from ms_gradaccum.parallel.kinds import ParallelChoice
+from ms_gradaccum.parallel.kinds import Kind, ParallelChoice
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
@@ -33,7 +33,9 @@ _ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 class HostDrivenStep(Step):
     """One call per batch, one update per window of batches. Inside a larger graph it is part of that graph."""
 
-    def __init__(self, network: Any, optimizer: nn.Cell, kind: Any, settings: StepSettings, events: Events) -> None:
+    def __init__(
+        self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings, events: Events
+    ) -> None:
         super().__init__(network, settings, events)
         self.accumulation_steps = settings.accumulation_steps
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
@@ -59,11 +61,8 @@ class HostDrivenStep(Step):
     def saved(self, parameter: Parameter) -> Parameter | None:
         return self.reducer.saved(parameter)
 
-    def compiled_cells(self) -> list[nn.Cell]:
+    def compiled_cells(self) -> list[nn.Cell | Compiled]:
         return self.window.compiled_cells()
-
-    def compiling(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def run(
         self, args: tuple[object, ...], kwargs: dict[str, object], as_graph: Callable[..., tuple[Tensor, ...]]
@@ -139,7 +138,7 @@ class HostDrivenStep(Step):
             self.window.discard()
         return batches
 
-    def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
+    def construct(self, *inputs: object) -> tuple[Tensor, ...]:
         """The whole window as part of one graph. Return the items of a StepOutput."""
         check_compiling(False)
         if self.is_unmeasured:
@@ -275,8 +274,10 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         check_optimizer(_OWNER, optimizer, network)
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
         self.events = Events(_OWNER)
-        build = PartitionedStep if isinstance(kind, SemiAuto) else HostDrivenStep
-        self.body: Step = build(self.network, optimizer, kind, settings, self.events)
+        if isinstance(kind, SemiAuto):
+            self.body: Step = PartitionedStep(self.network, optimizer, kind, settings, self.events)
+        else:
+            self.body = HostDrivenStep(self.network, optimizer, kind, settings, self.events)
         self.body.attach_to(self)
         self._shows_whole = True
         claim_optimizers(self.windows)

@@ -21,11 +21,9 @@ from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
 
 _phases = itertools.count()
-_look_at = ops.MultitypeFuncGraph("look_at")
 
 
-@_look_at.register("Tensor", "Tensor")
-def _look_at_one(value: Tensor, parameter: Tensor) -> Tensor:
+def _look_at(value: Tensor, parameter: Tensor) -> Tensor:
     return ops.expand_dims(ops.depend(parameter, value), 0)
 
 

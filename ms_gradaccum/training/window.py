@@ -8,9 +8,10 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn, warn_of_dropped
+from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import flatten
 from ms_gradaccum.gradients.buffer import GradientBuffer
@@ -20,6 +21,8 @@ from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import warn_of_same_data
 from ms_gradaccum.training.events import Events
+from ms_gradaccum.training.grad_accumulation import GradAccumulation
+from ms_gradaccum.training.micro_step import Outputs
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -54,8 +57,8 @@ class Window:
 
     def __init__(
         self,
-        network: Any,
-        optimizers: Sequence[Any],
+        network: GradAccumulation,
+        optimizers: Sequence[nn.Cell],
         reducers: Sequence[GradientReducer],
         settings: StepSettings,
         events: Events,
@@ -77,7 +80,7 @@ class Window:
         self._rates: list[list[float]] = []
         self._in_use = threading.Lock()
 
-    def compiled_cells(self) -> list[Any]:
+    def compiled_cells(self) -> list[nn.Cell | Compiled]:
         """Return the compiled cells, which have a mode and settings of their own."""
         return [*self.micro_steps.compiled_cells(), *(cell for end in self.ends for cell in end.compiled_cells())]
 
@@ -94,7 +97,7 @@ class Window:
         for reducer in self.reducers:
             reducer.buffer.set_count(batches)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state of the window outside of its sums, as JSON. The sums are parameters of the buffers."""
         batches = self.count()
         if batches and self.reducers[0].accumulates:
@@ -113,7 +116,9 @@ class Window:
         self.set_count(counts["batches"])
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
-    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_last: bool = False) -> list[tuple[Tensor, ...]]:
+    def add(
+        self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False
+    ) -> list[tuple[Tensor, ...]]:
         """Add one batch and return the outputs of its micro steps. Those of the last batch may also reduce the sums."""
         reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
         if not self._in_use.acquire(blocking=False):
@@ -126,7 +131,7 @@ class Window:
         finally:
             self._in_use.release()
 
-    def _add(self, args: tuple[Any, ...], kwargs: dict[str, Any], reduces: bool) -> list[tuple[Tensor, ...]]:
+    def _add(self, args: tuple[object, ...], kwargs: dict[str, object], reduces: bool) -> list[Outputs]:
         """Add one batch as :meth:`add` does, which has locked the window."""
         if self._watched < WATCHED_WINDOWS:
             self._rates.append(self._rates_now())
@@ -147,7 +152,7 @@ class Window:
         self.note_batch((args, kwargs))
         return outputs
 
-    def note_batch(self, inputs: Any) -> None:
+    def note_batch(self, inputs: object) -> None:
         """Note the first batch of this rank, if there are several."""
         if self.several and self.first_batch is None:
             self.first_batch = _hash_of(inputs)
@@ -291,7 +296,7 @@ class Window:
             raise RuntimeError(broken_gradient(self.owner))
 
 
-def _hash_of(inputs: Any) -> bytes:
+def _hash_of(inputs: object) -> bytes:
     """Return a hash of the tensors in ``inputs``; b"" if there are none."""
     tensors: list[Tensor] = []
     flatten(inputs, tensors)
@@ -313,9 +318,8 @@ def _as_one_gradient(outputs: list[StepOutput]) -> list[StepOutput]:
     updated = all([output.is_updated for output in outputs])
     # The overflow of an update is that of its norm.
     overflow = not (math.isfinite(float(norm)) if updated else not any([o.has_overflow for o in outputs]))
-    together: dict[str, Any] = {"overflow": Tensor(overflow), "updated": Tensor(updated)}
-    together |= {"grad_norm": norm, "clipped_grad_norm": norm}
-    return [output._replace(**together) for output in outputs]
+    common = {"overflow": Tensor(overflow), "updated": Tensor(updated), "grad_norm": norm, "clipped_grad_norm": norm}
+    return [output._replace(**common) for output in outputs]
 
 
 def _as_one_report(outputs: list[StepOutput], clip: ClipCell) -> StepOutput:

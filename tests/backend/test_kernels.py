@@ -163,11 +163,11 @@ class Chain(nn.Cell):
 
     def construct(self, factor, number):
         squares = sum_of_squares(self.total)
-        scaled = scale_in_place(self.total, factor) + 1.0
+        scaled = scale_in_place(factor, self.total) + 1.0
         squares_of_scaled = sum_of_squares(self.total)
         if self.pooled:
             squares = with_condition(squares)
-        filled = fill_in_place(self.total, number) * 2.0
+        filled = fill_in_place(number, self.total) * 2.0
         return squares, scaled, squares_of_scaled, filled
 
 
@@ -210,8 +210,8 @@ def test_many_small_squares_beside_a_large_one_are_not_lost(mode):
 def test_totals_of_other_dtypes_are_left_to_operators(dtype, mode):
     total = Parameter(Tensor([1.0, 2.0], dtype), "total")
     assert float(sum_of_squares(total).asnumpy()) == 5.0
-    np.testing.assert_array_equal(scale_in_place(total, Tensor(0.5, dtype)).asnumpy(), [0.5, 1.0])
-    np.testing.assert_array_equal(fill_in_place(total, Tensor(3.0, dtype)).asnumpy(), [3.0, 3.0])
+    np.testing.assert_array_equal(scale_in_place(Tensor(0.5, dtype), total).asnumpy(), [0.5, 1.0])
+    np.testing.assert_array_equal(fill_in_place(Tensor(3.0, dtype), total).asnumpy(), [3.0, 3.0])
 
 
 @needs_kernels
@@ -231,10 +231,10 @@ def test_op_by_op_it_adds_too(operator, eager):
     total = Parameter(Tensor([1.0, 2.0]), "total")
     add_in_place(total, Tensor([0.5, -2.0]))
     np.testing.assert_array_equal(total.asnumpy(), [1.5, 0.0])
-    scale_in_place(total, Tensor(3.0))
+    scale_in_place(Tensor(3.0), total)
     np.testing.assert_array_equal(total.asnumpy(), [4.5, 0.0])
     assert float(sum_of_squares(total).asnumpy()) == 20.25
-    fill_in_place(total, Tensor(-1.0))
+    fill_in_place(Tensor(-1.0), total)
     np.testing.assert_array_equal(total.asnumpy(), [-1.0, -1.0])
 
 
