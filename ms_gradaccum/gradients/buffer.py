@@ -69,6 +69,8 @@ class GradientBuffer(nn.Cell):
         self.batches = zeros(f"{window}_batches", (), ms.int32)
         # The same as the host knows it, so that no batch waits for a read; None once a checkpoint may have changed it.
         self.known_batches: int | None = 0
+        # True if the host has not written it yet.
+        self.is_ahead = False
         # True once a graph counts the batches, so that the host has to read how many there are.
         self.counts_in_graph = False
         self.number = number_of(self)
@@ -113,6 +115,8 @@ class GradientBuffer(nn.Cell):
 
     def count(self) -> int:
         """Read the number of batches in the window. Called by the host."""
+        if self.is_ahead and self.known_batches is not None:
+            self.set_count(self.known_batches)
         self.known_batches = int(self.batches.asnumpy())
         return self.known_batches
 
@@ -124,9 +128,13 @@ class GradientBuffer(nn.Cell):
 
     def set_count(self, batches: int) -> None:
         """Write the number of batches in the window. Called by the host."""
-        if batches != self.known_batches or self.counts_in_graph:
+        if batches != self.known_batches or self.is_ahead or self.counts_in_graph:
             self.batches.set_data(Tensor(batches, ms.int32))
-            self.known_batches = batches
+            self.know_count(batches)
+
+    def know_count(self, batches: int, is_ahead: bool = False) -> None:
+        """Know the number of batches without writing it. It is ahead of what is written until `set_count`."""
+        self.known_batches, self.is_ahead = batches, is_ahead
 
     def count_batch(self) -> Tensor:
         """Count one batch as part of a graph, and return the number of batches in the window."""
@@ -175,7 +183,7 @@ class _Forgetting:
     def __call__(self, *args: object, **kwargs: object) -> object:
         buffer, parameter = self.buffer(), self.parameter()
         if buffer is not None:
-            buffer.known_batches = None
+            buffer.known_batches, buffer.is_ahead = None, False
         return getattr(type(parameter), self.method)(parameter, *args, **kwargs)
 
 

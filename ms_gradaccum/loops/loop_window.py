@@ -101,15 +101,11 @@ class LoopWindow(PreparedDatasets):
         """Go on with the windows whose sums are there: MindSpore's checkpoints have them, and how many batches."""
         if self.in_batch:
             return
+        known = [trained.reducers[0].buffer.known_batches for trained in self.networks]
         counts = [trained.count_on_host() for trained in self.networks]
-        if counts != [self._count_of(trained) for trained in self.networks]:
-            for trained, count in zip(self.networks, counts):
-                trained.is_open = count > 0
+        if counts != known and max(counts) != self.counter.batches:
             self.counter.go_on_at(max(counts))
             self.ends = False
-
-    def _count_of(self, trained: TrainedNetwork) -> int:
-        return self.counter.batches if trained.is_open else 0
 
     def _begin(self, join: tuple[bool, int] | None) -> None:
         check_claims(_OWNER, self.networks)
@@ -165,7 +161,7 @@ class LoopWindow(PreparedDatasets):
     def _keep_count(self) -> None:
         """Write the number of batches beside the sums that they are in."""
         for trained in self.networks:
-            trained.set_count(self._count_of(trained))
+            trained.set_count(self.counter.batches if trained.is_open else 0)
 
     @contextmanager
     def batch_of(self, trained: TrainedNetwork) -> Iterator[None]:
@@ -217,7 +213,7 @@ class LoopWindow(PreparedDatasets):
 
     def warn_if_open(self, when: str) -> None:
         """Warn, once, if there is an unfinished window."""
-        if self.is_open and self.counter.batches and not (self.in_batch or self._has_warned_of_open):
+        if self.counter.batches and self.is_open and not (self.in_batch or self._has_warned_of_open):
             self._has_warned_of_open = True
             warn_of_open(_OWNER, self.counter.batches, when)
 

@@ -7,7 +7,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import MAX_INT, State, argument_error, check_loss, check_saved, is_flag
+from ms_gradaccum._checks import MAX_INT, argument_error, check_loss
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -38,8 +38,7 @@ class TrainedNetwork(Window):
 
     Attributes:
         names: What the caller knows the network by.
-        is_open: Whether there is something in the buffers.
-        has_batch: Whether the current batch has put something there.
+        has_batch: True if something of the current batch is in the buffers.
         last_clip: What the caller has last clipped with, for a process that joins in an update of the others.
     """
 
@@ -62,7 +61,7 @@ class TrainedNetwork(Window):
             check_optimizer(_OWNER, optimizer, network)
         _check_disjoint([optimizer.parameters for optimizer in optimizers])
         self.names = (network, network.network)
-        self.is_open = self.has_batch = False
+        self.has_batch = False
         network = network.in_precision(_OWNER, settings.precision)
         agreed = {**settings.agreed(), "config": config.as_text()}
         reducers = build_reducers(_OWNER, kind, network, optimizers, agreed, **settings.of_sums())
@@ -79,11 +78,10 @@ class TrainedNetwork(Window):
         try:
             outputs = self.add(args, kwargs, is_last)
         except BaseException as error:
-            # To the other ranks it is a batch.
-            self.has_batch = self.goes_on(error)
-            self.is_open = self.is_open or self.has_batch
+            if self.goes_on(error):
+                self._open()  # To the other ranks it is a batch.
             raise
-        self.is_open = self.has_batch = True
+        self._open()
         loss: Tensor = self.run_mean_loss(*(output[i] for i in (0, 1) for output in outputs))
         return loss
 
@@ -100,20 +98,24 @@ class TrainedNetwork(Window):
             grads = _check_grads(grads, parameters)
             reducer.end_micro_batch(factor)
             self.run_add_grads(*numbers, *grads)
-        self.is_open = self.has_batch = True
+        self._open()
         self._lacks_loss = self._lacks_loss or loss is None
 
     def join(self) -> None:
         super().join()
-        self.is_open = self.has_batch = True
+        self._open()
 
-    def state_dict(self) -> State:
-        return {**super().state_dict(), "open": self.is_open}
+    @property
+    def is_open(self) -> bool:
+        """True if there is something in the buffers."""
+        return self.count_on_host() > 0
 
-    def load_state_dict(self, saved: object) -> None:
-        is_open = check_saved(saved, "whether its windows are open", {"open": is_flag})["open"]
-        super().load_state_dict(saved)
-        self.is_open = is_open
+    def _open(self) -> None:
+        """Know that the current batch is in the buffers. The loop writes its number when the batch ends."""
+        self.has_batch = True
+        if not self.is_open:
+            for reducer in self.reducers:
+                reducer.buffer.know_count(1, is_ahead=True)
 
     def check_clip_with(self, clip: nn.Cell) -> None:
         """Raise if ``clip`` cannot clip in the coming step, because something else does."""
@@ -136,7 +138,7 @@ class TrainedNetwork(Window):
 
     def reset(self) -> None:
         super().reset()
-        self.is_open = self._lacks_loss = False
+        self._lacks_loss = False
 
 
 class BatchMeanLoss(nn.Cell):

@@ -282,7 +282,7 @@ class Window:
         """Reset the report and the clip of the window that has ended."""
         self.is_reduced, self.outputs, self.clip, self._rates = False, None, None, []
         for reducer in self.reducers:
-            reducer.buffer.known_batches = 0
+            reducer.buffer.know_count(0)
             reducer.restart()
 
     def _count_overflow(self, output: StepOutput) -> None:
