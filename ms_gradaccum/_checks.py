@@ -46,7 +46,7 @@ def argument_error(owner: str, name: str, rule: str, value: object, remedy: str)
     return f"For '{owner}', the argument '{name}' must be {rule}, but got {value}. {remedy}"
 
 
-def refuse_unknown(owner: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
     """Raise for unknown keyword arguments, and suggest the right names."""
     if not arguments:
         return
@@ -71,7 +71,7 @@ class Settled:
 
     _is_built = False
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if self._is_built and name in _settings(type(self)) and value is not getattr(self, name, None):
             kind = next(each for each in type(self).__mro__ if each.__module__.startswith(f"{__package__}.")).__name__
             if (kind, name) not in _OBEYED:
@@ -84,7 +84,7 @@ class Settled:
 class Uncopied:
     """Base class of training steps, which cannot be copied: a copy would share the optimizer or have a detached one."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
             f"For '{type(self).__name__}', a training step must be built where it is used, but got a copy or a pickle "
             f"of it. Build another one around a copy of the network, and go on with save_state() and load_state()."
@@ -106,7 +106,7 @@ def typed(value: object) -> str:
     return f"{value!r} of type {type(value).__name__}"
 
 
-def check_positive_int(owner: str, name: str, value: Any, remedy: str, most: int = MAX_INT) -> int:
+def check_positive_int(owner: str, name: str, value: object, remedy: str, most: int = MAX_INT) -> int:
     """Return ``value`` if it is an int from 1 to ``most`` (a bool is not an int here)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(argument_error(owner, name, "a positive int", typed(value), remedy))
@@ -117,7 +117,7 @@ def check_positive_int(owner: str, name: str, value: Any, remedy: str, most: int
     return value
 
 
-def check_int(owner: str, name: str, value: Any, remedy: str) -> int:
+def check_int(owner: str, name: str, value: object, remedy: str) -> int:
     """Return ``value`` if it is an int in the range of int32 (a bool is not an int here)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(argument_error(owner, name, "an int", typed(value), remedy))
@@ -126,7 +126,7 @@ def check_int(owner: str, name: str, value: Any, remedy: str) -> int:
     return value
 
 
-def check_positive_float(owner: str, name: str, value: Any, remedy: str) -> float:
+def check_positive_float(owner: str, name: str, value: object, remedy: str) -> float:
     """Return ``value`` as a float if it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(argument_error(owner, name, "a positive number", typed(value), remedy))
@@ -136,7 +136,7 @@ def check_positive_float(owner: str, name: str, value: Any, remedy: str) -> floa
     return number
 
 
-def check_positive_float32(owner: str, name: str, value: Any, remedy: str) -> float:
+def check_positive_float32(owner: str, name: str, value: object, remedy: str) -> float:
     """Return ``value`` as a float if it is positive and finite as a float32, too, the dtype of its tensor."""
     number = check_positive_float(owner, name, value, remedy)
     if not _LEAST_FLOAT32 <= number <= _LARGEST_FLOAT32:
@@ -145,7 +145,7 @@ def check_positive_float32(owner: str, name: str, value: Any, remedy: str) -> fl
     return number
 
 
-def check_number(owner: str, name: str, value: Any, remedy: str) -> float:
+def check_number(owner: str, name: str, value: object, remedy: str) -> float:
     """Return ``value``, a number or a tensor or array of one element, as a float if it is finite and at least 0."""
     number = value.asnumpy() if isinstance(value, ms.Tensor) else value
     number = number.item() if isinstance(number, (np.ndarray, np.generic)) and number.size == 1 else value
@@ -164,7 +164,7 @@ def _as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def check_loss(owner: str, value: Any) -> float:
+def check_loss(owner: str, value: object) -> float:
     """Return a loss for the report as a float; NaN for None. An Inf or a NaN is accepted."""
     if value is None:
         return math.nan
@@ -187,14 +187,14 @@ def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
         raise TypeError(argument_error(owner, "construct", f"that of {base.__name__}", got, remedy))
 
 
-def check_bool(owner: str, name: str, value: Any, remedy: str) -> bool:
+def check_bool(owner: str, name: str, value: object, remedy: str) -> bool:
     """Return ``value`` if it is a bool."""
     if not isinstance(value, bool):
         raise TypeError(argument_error(owner, name, "a bool", typed(value), remedy))
     return value
 
 
-def check_choice(owner: str, name: str, value: Any, choices: Sequence[str], remedy: str) -> str:
+def check_choice(owner: str, name: str, value: object, choices: Sequence[str], remedy: str) -> str:
     """Return ``value`` if it is one of the strings in ``choices``."""
     rule = "one of " + ", ".join(repr(choice) for choice in choices)
     if not isinstance(value, str):
@@ -204,7 +204,7 @@ def check_choice(owner: str, name: str, value: Any, choices: Sequence[str], reme
     return value
 
 
-def check_path(owner: str, name: str, value: Any, remedy: str) -> str:
+def check_path(owner: str, name: str, value: object, remedy: str) -> str:
     """Return ``value`` as a string if it is a valid path."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(argument_error(owner, name, "a str or an os.PathLike", typed(value), remedy))
@@ -217,39 +217,39 @@ def check_path(owner: str, name: str, value: Any, remedy: str) -> str:
     return path
 
 
-def check_cell(owner: str, name: str, value: Any, remedy: str) -> nn.Cell:
+def check_cell(owner: str, name: str, value: object, remedy: str) -> nn.Cell:
     """Return ``value`` if it is an ``nn.Cell``."""
     if not isinstance(value, nn.Cell):
         raise TypeError(argument_error(owner, name, "an nn.Cell", typed(value), remedy))
     return value
 
 
-def check_tensor(owner: str, name: str, value: Any, remedy: str) -> ms.Tensor:
+def check_tensor(owner: str, name: str, value: object, remedy: str) -> ms.Tensor:
     """Return ``value`` if it is a tensor."""
     if not isinstance(value, ms.Tensor):
         raise TypeError(argument_error(owner, name, "a tensor", typed(value), remedy))
     return value
 
 
-def check_dataset(owner: str, name: str, value: Any, remedy: str) -> None:
+def check_dataset(owner: str, name: str, value: object, remedy: str) -> None:
     """Raise unless ``value`` is a dataset of ``mindspore.dataset`` or a prepared one."""
     if not hasattr(value, "get_dataset_size"):
         raise TypeError(argument_error(owner, name, "a dataset of mindspore.dataset", typed(value), remedy))
 
 
-def check_accumulation_steps(owner: str, value: Any) -> int:
+def check_accumulation_steps(owner: str, value: object) -> int:
     """Return ``value`` if it is a valid number of batches per update."""
     remedy = "It counts the batches of one update; 1 means an update per batch."
     return check_positive_int(owner, "accumulation_steps", value, remedy)
 
 
-def check_micro_size(value: Any) -> int:
+def check_micro_size(value: object) -> int:
     """Return ``value`` if it is a valid number of micro batches per batch."""
     remedy = "It counts the micro batches of one batch; 1 means no split."
     return check_positive_int("GradAccumulation", "micro_size", value, remedy)
 
 
-def check_last_window(owner: str, value: Any) -> str:
+def check_last_window(owner: str, value: object) -> str:
     """Return ``value`` if it is a valid treatment of a window that is unfinished at the end of the data."""
     remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
     return check_choice(owner, "last_window", value, get_args(LastWindow), remedy)
@@ -296,17 +296,17 @@ class DamagedState(ValueError):
     """Error for a saved state that is damaged or belongs to another program."""
 
 
-def is_count(value: Any, least: int = 0) -> bool:
+def is_count(value: object, least: int = 0) -> bool:
     """Return whether a value from a manifest is a count of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Return whether a value from a manifest is a number."""
     return isinstance(value, float) or is_count(value, -MAX_INT)
 
 
-def is_flag(value: Any) -> bool:
+def is_flag(value: object) -> bool:
     """Return whether a value from a manifest is a bool."""
     return isinstance(value, bool)
 
@@ -320,14 +320,14 @@ def another_program(what: str) -> DamagedState:
 State = dict[str, Any]
 
 
-def check_saved(saved: Any, what: str, rules: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
+def check_saved(saved: object, what: str, rules: Mapping[str, Callable[[object], bool]]) -> dict[str, Any]:
     """Return the items of a `state_dict` that have rules. Raise unless each of them follows its rule."""
     if not isinstance(saved, dict) or not all(name in saved and keeps(saved[name]) for name, keeps in rules.items()):
         raise DamagedState(f"the state does not say {what}")
     return {name: saved[name] for name in rules}
 
 
-def check_saved_list(saved: Any, what: str, length: int) -> list[Any]:
+def check_saved_list(saved: object, what: str, length: int) -> list[Any]:
     """Return a list from a state. Raise unless it has as many items as this program."""
     if not isinstance(saved, list) or len(saved) != length:
         raise another_program(f"has not {length} {what}")

@@ -102,13 +102,13 @@ def _with_loss(network: nn.Cell, loss: nn.Cell, amp_level: str, amp_cast_list: s
     return add_loss_network(network, loss, amp_level)
 
 
-def _check_no_ema(ema: Any, ema_decay: Any) -> None:
+def _check_no_ema(ema: object, ema_decay: object) -> None:
     if check_bool(_OWNER, "ema", ema, "It averages the weights."):
         remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
         raise ValueError(argument_error(_OWNER, "ema", "False", True, remedy))
 
 
-def _check_own_scale(optimizer: Any) -> None:
+def _check_own_scale(optimizer: nn.Cell) -> None:
     """Raise if the optimizer divides the gradient by a loss scale again."""
     factor = getattr(optimizer, "reciprocal_scale", 1.0)
     factor = factor.asnumpy().item() if isinstance(factor, Tensor) else factor
@@ -119,7 +119,7 @@ def _check_own_scale(optimizer: Any) -> None:
         )
 
 
-def _loss_scale(kind: Any, value: Any, drops: Any) -> Any:
+def _loss_scale(kind: object, value: object, drops: object) -> Any:
     remedy = "A fixed scale stays, a dynamic one halves and doubles."
     name = kind.lower() if isinstance(kind, str) else kind
     name = check_choice(_OWNER, "loss_scale_type", name, ("fixed", "dynamic", "auto"), remedy)
