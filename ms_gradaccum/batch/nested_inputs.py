@@ -4,6 +4,7 @@ A graph treats a tuple or a dict as a constant and is compiled anew for each new
 tensors and rebuilds from them the inputs that the network expects.
 """
 
+import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from inspect import Signature
 from typing import Any
@@ -37,6 +38,16 @@ def flatten(inputs: object, leaves: list[Tensor]) -> Hashable:
     if isinstance(inputs, dict):
         return ("dict", tuple(inputs), tuple(flatten(item, leaves) for item in inputs.values()))
     return ("value", type(inputs), _HashedByValue(inputs))
+
+
+def hash_of(inputs: object) -> bytes:
+    """Return a hash of the tensors in ``inputs``; b"" if there are none."""
+    tensors: list[Tensor] = []
+    flatten(inputs, tensors)
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(np.ascontiguousarray(tensor.asnumpy()).tobytes())
+    return total.digest() if tensors else b""
 
 
 def has_tensors(inputs: object) -> bool:

@@ -13,8 +13,6 @@ from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_l
 from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel.agreement import settings_of, shapes_of, structure_of
 from ms_gradaccum.parallel.collectives import check_sent
-from ms_gradaccum.parallel.failures import tell_peers_of_failure
-from ms_gradaccum.parallel.hsdp import HSDPReducer, check_shardable
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, check_kind, choose_kind
 from ms_gradaccum.parallel.layout import (
     Ranks,
@@ -35,8 +33,8 @@ from ms_gradaccum.parallel.reduced import (
 )
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
-from ms_gradaccum.parallel.shards import ShardedReducer, Shards
-from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world
+from ms_gradaccum.parallel.shards import HSDPReducer, ShardedReducer, Shards, check_shardable
+from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world, tell_peers_of_failure
 
 
 def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:

@@ -1,10 +1,14 @@
-"""The processes of a job: rank and size, agreement, and exchange of values."""
+"""The processes of a job: rank and size, agreement, exchange of values, and a rank that ends with an error."""
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import re
+import sys
+from collections.abc import Iterable, Iterator
 from functools import cache
+from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +18,9 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.tensors import Array
+
+# The name that msrun gives to the log of a worker.
+_LOG = re.compile(r"worker_\d+\.log")
 
 
 class World(NamedTuple):
@@ -186,3 +193,36 @@ def _as_words(array: Array) -> Array:
 def _from_words(rows: Array, like: Array) -> Array:
     flat = np.ascontiguousarray(rows).view(np.uint8)[:, : like[0].nbytes]
     return np.ascontiguousarray(flat).view(like.dtype).reshape(len(rows), *like.shape[1:])
+
+
+@cache
+def tell_peers_of_failure(owner: str, world: World) -> None:
+    """Let an error that ends this process be named in the logs of the other ranks, where msrun has written them."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        before(kind, error, traceback)
+        if issubclass(kind, Exception):
+            text = next(iter(str(error).strip().splitlines()), "")
+            for own, log in _logs_of_peers():
+                try:
+                    with log.open("a") as file:
+                        file.write(
+                            f"\nFor '{owner}', all ranks must train to the end, but rank {world.rank} has ended with "
+                            f"{kind.__name__}: {text} Look at the end of {own}; what follows here is of the lost "
+                            f"connection.\n"
+                        )
+                except OSError:
+                    continue
+
+    sys.excepthook = hook
+
+
+def _logs_of_peers() -> Iterator[tuple[Path, Path]]:
+    """Yield the log of this process and that of each other rank in its folder."""
+    try:
+        own = Path(os.readlink("/proc/self/fd/2"))
+    except OSError:
+        return
+    if _LOG.fullmatch(own.name):
+        yield from ((own, log) for log in sorted(own.parent.glob("worker_*.log")) if log != own)

@@ -1,6 +1,5 @@
 """A window of one network: its micro batches, its sums, and the update of its optimizers."""
 
-import hashlib
 import math
 import threading
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from mindspore import Tensor, nn
 from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
-from ms_gradaccum.batch.nested_inputs import flatten
+from ms_gradaccum.batch.nested_inputs import hash_of
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, ClipCell
 from ms_gradaccum.gradients.non_finite import large_norm, why_not_finite
@@ -155,7 +154,7 @@ class Window:
     def note_batch(self, inputs: object) -> None:
         """Note the first batch of this rank, if there are several."""
         if self.several and self.first_batch is None:
-            self.first_batch = _hash_of(inputs)
+            self.first_batch = hash_of(inputs)
 
     def compare_ranks(self) -> None:
         """Warn, once, if ranks have begun with the same batch. Collective: also for those without a batch."""
@@ -294,16 +293,6 @@ class Window:
         if self.overflows_in_a_row >= MAX_OVERFLOWS:
             self.overflows_in_a_row = 0
             raise RuntimeError(broken_gradient(self.owner))
-
-
-def _hash_of(inputs: object) -> bytes:
-    """Return a hash of the tensors in ``inputs``; b"" if there are none."""
-    tensors: list[Tensor] = []
-    flatten(inputs, tensors)
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(np.ascontiguousarray(tensor.asnumpy()).tobytes())
-    return total.digest() if tensors else b""
 
 
 def _total_norm(norms: list[Tensor]) -> Tensor:

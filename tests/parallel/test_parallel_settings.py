@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum import HSDP, DataParallel
 from ms_gradaccum.parallel.factory import check_parameters_sent
-from ms_gradaccum.parallel.hsdp import check_shardable
+from ms_gradaccum.parallel.shards import check_shardable
 
 SIZE = "For 'HSDP', the argument 'shard_size' must be an int of at least 1 or -1, but got "
 THRESHOLD = "For 'HSDP', the argument 'threshold' must be an int of at least 0, but got "
