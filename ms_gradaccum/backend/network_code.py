@@ -39,10 +39,7 @@ class NetworkCode:
         self.names = frozenset(name for function in self.functions for name in _names_in(function.__code__))
 
     def has_own_backward(self) -> bool:
-        """Return whether a cell has a `bprop` or a backward hook, or a tensor a hook, or an operator inserts one.
-
-        Such a backward pass need not be linear in the gradient.
-        """
+        """Return whether there is a `bprop` or a hook in the backward pass, which then need not be linear."""
         return bool(self.names & _BACKWARD_NAMES) or any(map(_has_own_backward, self.reached))
 
 

@@ -47,16 +47,9 @@ def _described(places: Sequence[int], inputs: tuple[Any, ...], name_of_input: Ca
 
 
 def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is_first: bool) -> bool:
-    """Warn of inputs that may be split by mistake, or unsplit by mistake, without an error.
+    """Warn of inputs of a batch of ``parts`` micro batches that may be split or not split by mistake.
 
-    Args:
-        accumulation: The GradAccumulation.
-        inputs: A batch, by position.
-        parts: The number of its micro batches.
-        is_first: True for the first batch.
-
-    Returns:
-        True if the batch was split, so that later ones need no check.
+    Return True if the batch was split, so that later ones need no check.
     """
     if accumulation.micro_size == 1:
         return False

@@ -42,11 +42,7 @@ def _keep(finite: Tensor, value: Tensor) -> Tensor:
 
 
 class KeepFinite(nn.Cell):
-    """Replace the gradients and sums of a micro batch by zeros if a gradient is Inf or NaN.
-
-    Args:
-        parameters: The parameters of the gradients.
-    """
+    """Replace the gradients and sums of a micro batch by zeros if a gradient is Inf or NaN."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
@@ -54,10 +50,7 @@ class KeepFinite(nn.Cell):
         self.map = ops.HyperMap()
 
     def is_finite(self, grads: tuple[Tensor, ...]) -> Tensor:
-        """Return whether all of ``grads`` are finite, in one pass over them.
-
-        As for the norm of a window, a gradient whose square overflows a float32 counts as not finite.
-        """
+        """Return whether the squares of all ``grads`` are finite in float32, as those of a window must be."""
         return ops.isfinite(ops.sum(squares_of(grads, self.chunks)))
 
     def kept(self, finite: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -235,10 +235,7 @@ def bucket_layout(
 
 
 def shard_layout(tensors: Sequence[Tensor], world: Ranks, size: int, threshold: int, dtype: ms.Type) -> ShardLayout:
-    """Shard each tensor whose first axis ``size`` divides and that has at least ``threshold`` KB.
-
-    Of ``tensors`` only `shape` and `itemsize` are read.
-    """
+    """Shard each tensor whose first axis ``size`` divides and that has at least ``threshold`` KB."""
     whole_shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     sizes = tuple(math.prod(shape) for shape in whole_shapes)
     is_sharded = tuple(

@@ -60,10 +60,7 @@ class GradientReducer(nn.Cell):
         """Prepare the network for a micro batch, which may be the last one of its window. Called by the host."""
 
     def end_micro_batch(self, factor: float | None = None) -> None:
-        """Wait for the gradients of a micro batch, and note the factor of those that the caller has taken.
-
-        Called by the host.
-        """
+        """Wait for the gradients of a micro batch; note the factor of those of the caller. Called by the host."""
 
     def check_window(self, owner: str) -> None:
         """Raise if the gradients of a full window are not those of all ranks. Called by the host."""

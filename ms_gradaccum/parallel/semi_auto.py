@@ -185,8 +185,6 @@ def check_compiling(partitioned: bool) -> None:
 
 @_primexpr
 def gradient_is_returned(micro_size: int) -> bool:
-    """Return whether the gradient operator returns the reduced gradient. Otherwise the accumulators hold it.
-
-    It is evaluated during compilation, since a cell can be built before the settings are in force.
-    """
+    """Return whether the gradient operator returns the reduced gradient. Otherwise the accumulators hold it."""
+    # Read during compilation, since a cell can be built before the settings are in force.
     return micro_size == 1 or _get_enable_parallel_optimizer()

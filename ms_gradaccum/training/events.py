@@ -70,17 +70,10 @@ StepCallback = _HearsMicroBatchBegin | _HearsMicroBatchEnd | _HearsUpdateBegin |
 
 
 class Events:
-    """Counts what a training step does and calls whoever listens. Nothing here looks at a device inside a window.
+    """Count what a training step does and call whoever listens. Nothing here reads from a device inside a window.
 
-    Args:
-        owner: Class name used in error messages.
-
-    Attributes:
-        batches: Batches begun.
-        micro_batches: Micro batches done.
-        window_micro_batches: Those between the ends of the last two windows.
-        updates: Updates made.
-        skipped_updates: Windows that have ended without one.
+    Batches are counted when they begin, micro batches when they are done, those of the last window too, and the windows
+    that have ended with an update or without one.
     """
 
     # What it counts, and at how many micro batches the last window ended.

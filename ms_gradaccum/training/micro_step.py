@@ -56,10 +56,7 @@ def backward_start_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> B
 
 
 def divides_by_earlier_rows(network: nn.Cell) -> bool:
-    """Return whether MindSpore, op by op, may divide a gradient by the rows of an earlier batch.
-
-    It does so for `BCEWithLogitsLoss`, with the rows of the first batch whose backward pass it has recorded.
-    """
+    """Return whether MindSpore may divide a gradient by the rows of the first batch, as for `BCEWithLogitsLoss`."""
     code = NetworkCode(network)
     return "binary_cross_entropy_with_logits" in code.names or any(is_a(each, _LOGITS_LOSSES) for each in code.reached)
 
@@ -128,10 +125,7 @@ class AddMicroBatch(nn.Cell):
         self.others = int(self.has_notes or self.buffer.other_losses is not None)
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        """Add gradients that were computed outside of this graph; other losses or notes precede them.
-
-        Return what `added` returns.
-        """
+        """Add gradients that were computed outside of this graph, after other losses or notes. Return as `added`."""
         loss_sum, weight, factor = self.totals(value, weight, factor)
         if self.others:
             return self.added(loss_sum, weight, factor, grads[1:], grads[:1])
@@ -146,10 +140,7 @@ class AddMicroBatch(nn.Cell):
     def added(
         self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: tuple[object, ...], others: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Add a loss sum, its weight, the gradients times a factor, and the values to report.
-
-        Return the loss sum, the weight, an ordering token, and any notes.
-        """
+        """Add a loss sum, its weight, the gradients times a factor, and the values to report. Return `Outputs`."""
         done: Done = ()
         if self.keep is not None:
             finite = self.is_finite(loss_sum + weight, grads)

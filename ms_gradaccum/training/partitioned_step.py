@@ -68,10 +68,7 @@ class PartitionedStep(Step):
         self.map = ops.HyperMap()
 
     def attach_to(self, step: nn.Cell) -> None:
-        """Let ``step`` be compiled for training, in which alone the compiler knows accumulation.
-
-        The user's cells keep the modes that they have.
-        """
+        """Let ``step``, and no cell inside, be compiled for training: only then the compiler knows accumulation."""
         step.add_flags(training=True)
 
     def compiling(self) -> AbstractContextManager[None]:
@@ -157,8 +154,7 @@ class PartitionedStep(Step):
 class BatchSums(nn.Cell):
     """The loss sum and the weight of a batch, micro batch by micro batch, as one tensor of two elements.
 
-    One tensor, since the compiler follows one output of the forward. Of two, it would leave the nodes of the second
-    whole on each device.
+    The compiler follows one output of the forward pass; the nodes of a second one would be whole on each device.
     """
 
     def __init__(self, network: nn.Cell) -> None:

@@ -76,10 +76,7 @@ class MeanGradients(nn.Cell):
         return (ops.depend(clipped_norm, ready), ()) if self.in_place else (clipped_norm, ready)
 
     def in_graph(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
-        """Return the norm after clipping and the gradients of a mean gradient with the norm ``norm``.
-
-        A ``limit`` replaces that of the clip.
-        """
+        """Return the norm after clipping and the gradients. A ``limit`` replaces that of the clip."""
         means = self.means(self.loss_scale.unscaled(self.buffer.reciprocal_weight()), norm, *limit)
         clipped_norm = self.reducer.norm(means) if self.by_norm is None else self.by_norm.norm_after(norm, *limit)
         if self.handed_scale != 1.0:

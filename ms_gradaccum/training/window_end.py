@@ -98,10 +98,7 @@ class WindowEnd(nn.Cell):
         return (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight, *others)
 
     def after_batch(self, done: Done, batches_of_window: int) -> tuple[Tensor, ...]:
-        """Count a batch as part of a graph, after ``done``, and end the window if it has enough batches.
-
-        Return the items of a StepOutput.
-        """
+        """Count a batch as part of a graph, after ``done``, and end a full window. Return the items of a StepOutput."""
         batches = ops.depend(self.buffer.count_batch(), done)
         if batches >= batches_of_window:
             output = self.construct(batches)
