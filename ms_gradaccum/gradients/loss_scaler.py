@@ -58,10 +58,31 @@ class NoLossScale(nn.Cell):
             raise another_program("has the loss scale of a user's own class")
 
 
-class LossScale(NoLossScale):
+class FixedLossScale(NoLossScale):
+    """A constant scale."""
+
+    scales = True
+
+    def __init__(self, scale: Parameter, skips_overflow: bool = True) -> None:
+        super().__init__(auto_prefix=False)
+        self.scale = scale
+        self.skips_overflow = skips_overflow
+
+    def left_to_optimizer(self) -> float | None:
+        return None if self.skips_overflow else float(self.scale.asnumpy())
+
+    def value(self) -> Tensor:
+        # + 0.0 makes a copy, because the report outlives the next change of the parameter.
+        return self.scale + 0.0
+
+    def unscaled(self, factor: Tensor) -> Tensor:
+        return factor / self.scale
+
+
+class LossScale(FixedLossScale):
     """A scale that grows after a number of clean windows and shrinks after a bad one, but not below 1."""
 
-    scales = searches = True
+    searches = True
 
     def __init__(
         self,
@@ -71,20 +92,12 @@ class LossScale(NoLossScale):
         backoff_factor: float,
         growth_interval: int,
     ) -> None:
-        super().__init__(auto_prefix=False)
-        self.scale = scale
+        super().__init__(scale)
         self.clean_windows = clean_windows
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
         self.run = Compiled(lambda: self, "MixedPrecision", "the loss scale")
-
-    def value(self) -> Tensor:
-        # + 0.0 makes a copy, because the report outlives the next change of the parameter.
-        return self.scale + 0.0
-
-    def unscaled(self, factor: Tensor) -> Tensor:
-        return factor / self.scale
 
     def construct(self, updated: Tensor, bad: Tensor, done: Done = ()) -> Done:
         scale, clean = ops.depend(self.scale + 0.0, done), ops.depend(self.clean_windows + 0, done)
@@ -101,26 +114,6 @@ class LossScale(NoLossScale):
 
     def adjust(self, updated: bool, bad: Tensor) -> None:
         self.run(Tensor(updated), bad)
-
-
-class FixedLossScale(NoLossScale):
-    """A constant scale."""
-
-    scales = True
-
-    def __init__(self, scale: Parameter, skips_overflow: bool = True) -> None:
-        super().__init__(auto_prefix=False)
-        self.scale = scale
-        self.skips_overflow = skips_overflow
-
-    def left_to_optimizer(self) -> float | None:
-        return None if self.skips_overflow else float(self.scale.asnumpy())
-
-    def value(self) -> Tensor:
-        return self.scale + 0.0
-
-    def unscaled(self, factor: Tensor) -> Tensor:
-        return factor / self.scale
 
 
 class ForeignLossScale(FixedLossScale):

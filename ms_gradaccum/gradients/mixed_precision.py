@@ -9,7 +9,7 @@ from mindspore import Parameter, amp, nn
 
 from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int
 from ms_gradaccum.backend.device import multiply, stands_in
-from ms_gradaccum.gradients.loss_scaler import FixedLossScale, LossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
+from ms_gradaccum.gradients.loss_scaler import FixedLossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
 _OWNER = "MixedPrecision"
 Level = Literal["O0", "O1", "O2", "O3", "auto"]
@@ -221,7 +221,7 @@ def check_scale_of_each(owner: str, mixed_precision: object, networks: int) -> N
 
 def _number_of(scale: NoLossScale) -> float:
     # Read on the host without an operator: a step can be built for a device that this machine does not have.
-    return scale.scale.asnumpy().item() if isinstance(scale, (LossScale, FixedLossScale)) else 1.0
+    return scale.scale.asnumpy().item() if isinstance(scale, FixedLossScale) else 1.0
 
 
 def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
