@@ -153,7 +153,7 @@ class EMA(Settled, Callback, StatefulCallback):
         self._is_evaluating = False
         self._is_built = True
 
-    def attach(self, step: Any) -> None:
+    def attach(self, step: nn.Cell) -> None:
         """Give ``step`` the averages of its weights, unless it has them already."""
         own, there, windows = self._averages, averages_of(step), step.windows
         if own is not None and there is own:
