@@ -134,7 +134,8 @@ class GradientBuffer(nn.Cell):
 
     def know_count(self, batches: int, is_ahead: bool = False) -> None:
         """Know the number of batches without writing it. It is ahead of what is written until `set_count`."""
-        self.known_batches, self.is_ahead = batches, is_ahead
+        # Past Cell.__setattr__, which takes as long as the rest of a window's counting.
+        self.__dict__.update(known_batches=batches, is_ahead=is_ahead)
 
     def count_batch(self) -> Tensor:
         """Count one batch as part of a graph, and return the number of batches in the window."""
