@@ -45,6 +45,11 @@ class GradientBuffer(nn.Cell):
     With ``dense_only``, gradients of sparse lookups raise.
     """
 
+    # The number of batches as the host knows it, so that none waits for a read; None once a checkpoint may change it.
+    known_batches: int | None = 0
+    # True if the host has not written it yet; counts_in_graph: if a graph counts, so that the host has to read.
+    is_ahead = counts_in_graph = False
+
     def __init__(
         self,
         parameters: ParameterTuple,
@@ -67,12 +72,6 @@ class GradientBuffer(nn.Cell):
         self.weight = zeros(f"{window}_weight", (), dtype)
         # The number of batches in the open window: 0 from an update to the next batch.
         self.batches = zeros(f"{window}_batches", (), ms.int32)
-        # The same as the host knows it, so that no batch waits for a read; None once a checkpoint may have changed it.
-        self.known_batches: int | None = 0
-        # True if the host has not written it yet.
-        self.is_ahead = False
-        # True once a graph counts the batches, so that the host has to read how many there are.
-        self.counts_in_graph = False
         self.number = number_of(self)
         for name in ("set_data", "assign_value"):
             vars(self.batches)[name] = _Forgetting(self, name)

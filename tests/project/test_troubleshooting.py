@@ -26,7 +26,7 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum.loops import data_position
-from ms_gradaccum.parallel import factory, hsdp, world
+from ms_gradaccum.parallel import factory, shards, world
 from ms_gradaccum.training import micro_steps
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
@@ -455,7 +455,7 @@ def groups_that_are_not_alike(*_):
 
 @says("For 'HSDP', the argument 'optimizer' must be one that works element by element")
 def lamb_in_shards(*_):
-    hsdp.check_shardable(nn.Lamb(line().trainable_params(), 0.01))
+    shards.check_shardable(nn.Lamb(line().trainable_params(), 0.01))
 
 
 @says("For 'Model', the argument 'callbacks' must be some with a StateCheckpoint to resume")
