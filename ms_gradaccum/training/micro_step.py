@@ -7,6 +7,7 @@ they are added. Share times factor is the number of rows, so the sums are the sa
 from collections.abc import Hashable, Sequence
 from enum import Enum
 
+import mindspore as ms
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
 from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op
@@ -44,6 +45,11 @@ class BackwardStart(Enum):
         if self is BackwardStart.SUM:
             return rows, 1.0
         return (1.0, rows) if self is BackwardStart.MEAN else (rows / batch_rows, batch_rows)
+
+    def tensors(self, rows: int, batch_rows: int) -> tuple[Tensor, Tensor]:
+        """Return the same as tensors, the first inputs of a micro step."""
+        share, factor = self.share_and_factor(rows, batch_rows)
+        return Tensor(share, ms.float32), Tensor(factor, ms.float32)
 
 
 def backward_start_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> BackwardStart:

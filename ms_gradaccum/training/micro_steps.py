@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Hashable, Sequence
 
-import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import argument_error, warn
@@ -91,8 +90,7 @@ class MicroSteps:
         eager = self._runs_eagerly()
         (structure, micro_batches), batch_rows = self.first_pass.run(self._split(args, kwargs, eager), eager)
         step, start = self._micro_step(structure, micro_batches, eager)
-        numbers = {part.rows: start.share_and_factor(part.rows, batch_rows) for part in micro_batches}
-        starts = {rows: tuple(Tensor(number, ms.float32) for number in pair) for rows, pair in numbers.items()}
+        starts = {rows: start.tensors(rows, batch_rows) for rows in {part.rows for part in micro_batches}}
         # This comes first, because all ranks must send their messages in the same order.
         self.rounds = self.reducers[0].max_micro_batches(len(micro_batches))
         last = self._micro_step(structure, micro_batches, eager, True)[0] if reduces else step
@@ -113,8 +111,7 @@ class MicroSteps:
                     self.loss_check.after_micro_batch()
                 if heard:
                     self.events.micro_batch_end(index, rows)
-            if not heard:
-                self.events.micro_batches += len(micro_batches)
+            self.events.micro_batches = done + len(micro_batches)
             self.first_pass.check(outputs)
             if is_measured:
                 self.loss_check.after_batch(len(micro_batches), args, kwargs)

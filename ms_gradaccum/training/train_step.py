@@ -158,6 +158,14 @@ class HostDrivenStep(Step):
         return output
 
 
+def _body_of(
+    network: nn.Cell, optimizer: nn.Cell, kind: Kind | SemiAuto | None, settings: StepSettings, events: Events
+) -> Step:
+    if isinstance(kind, SemiAuto):
+        return PartitionedStep(network, optimizer, kind, settings, events)
+    return HostDrivenStep(network, optimizer, kind, settings, events)
+
+
 class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     r"""Train with gradient accumulation: one call per batch, one optimizer update per window of batches.
 
@@ -274,10 +282,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         check_optimizer(_OWNER, optimizer, network)
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
         self.events = Events(_OWNER)
-        if isinstance(kind, SemiAuto):
-            self.body: Step = PartitionedStep(self.network, optimizer, kind, settings, self.events)
-        else:
-            self.body = HostDrivenStep(self.network, optimizer, kind, settings, self.events)
+        self.body = _body_of(self.network, optimizer, kind, settings, self.events)
         self.body.attach_to(self)
         self._shows_whole = True
         claim_optimizers(self.windows)
