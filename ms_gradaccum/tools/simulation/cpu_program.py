@@ -89,7 +89,8 @@ def _create_groups(names: Iterable[str], rank: int) -> dict[str, tuple[int, ...]
     """Create the groups of this rank's program, and return their members: the ranks that have the name. Collective."""
     everyone = gather_values(sorted(names))
     members = {name: tuple(i for i, theirs in enumerate(everyone) if name in theirs) for name in everyone[rank]}
-    for name in members.keys() - _created - {WORLD_GROUP}:
+    # All ranks create them in one order, or they would wait for each other.
+    for name in sorted(members.keys() - _created - {WORLD_GROUP}):
         create_group(name, list(members[name]))
         _created.add(name)
     return members
@@ -153,11 +154,8 @@ class _Rewriter:
     def _of_ranks(self, value: str, shape: list[int], ranks: tuple[int, ...], output: str) -> str:
         """Add nodes that gather the values of ``ranks`` in their order, on a new axis. Return their name."""
         row = self._add("Reshape", [value, self._constant([1, *shape])], f"{output}_row")
-        world = [
-            ("group", "STRING", {"s": _CPU_WORLD_GROUP.encode()}),
-            ("rank_size", "INT64", {"i": len(self.everyone)}),
-        ]
-        rows = self._add("AllGather", [row], f"{output}_rows", world)
+        size = len(self.everyone)
+        rows = self._add("AllGather", [row], f"{output}_rows", group=_CPU_WORLD_GROUP, rank_size=size)
         if ranks == self.everyone:
             return rows
         zeros = [0] * len(shape)
@@ -169,12 +167,13 @@ class _Rewriter:
         bounds = [self._constant(bound) for bound in (begin, end, [1] * len(begin))]
         return self._add("StridedSlice", [value, *bounds, *[self._constant(0)] * 5], output)
 
-    def _add(self, operator: str, inputs: list[str], output: str, attributes: Any = ()) -> str:
+    def _add(self, operator: str, inputs: list[str], output: str, **attributes: str | int) -> str:
         """Add a node and its primitive; return the name of its output."""
         name = f"{operator}:cpu{len(self.model.primitives)}"
         primitive = self.model.primitives.add(name=name, op_type=operator, prim_type=_FUNCTION)
-        for key, kind, value in attributes:
-            primitive.attribute.add(name=key, type=_Kind.Value(kind), **value)
+        for key, value in attributes.items():
+            content = {"s": value.encode()} if isinstance(value, str) else {"i": value}
+            primitive.attribute.add(name=key, type=_Kind.Value("STRING" if "s" in content else "INT64"), **content)
         self.made.append(mind_ir_pb2.NodeProto(name=output, output=[output], op_type=f"REF::{name}", input=inputs))
         return output
 

@@ -18,18 +18,14 @@ _LIBRARIES = (
 ).split()
 # The functions of the driver, and a few others, are needed without a version.
 _UNVERSIONED = "libcuda.so.1"
-_NVCC = """#!/bin/sh
-echo "Cuda compilation tools, release 11.6, V11.6.55"
-"""
+_NVCC = '#!/bin/sh\necho "Cuda compilation tools, release 11.6, V11.6.55"\n'
 
 
 def why_not() -> str | None:
     """Return the reason why this machine cannot build the stand-ins, or None."""
-    for tool in ("gcc", "nm"):
-        if shutil.which(tool) is None:
-            return f"{tool} is not installed"
-    missing = [user for user in _USERS if not (_PLUGIN / user).exists()]
-    return f"this MindSpore has no {missing[0]}" if missing else None
+    missing = [f"{tool} is not installed" for tool in ("gcc", "nm") if shutil.which(tool) is None]
+    missing += [f"this MindSpore has no {user}" for user in _USERS if not (_PLUGIN / user).exists()]
+    return missing[0] if missing else None
 
 
 def stand_ins(folder: Path) -> dict[str, str]:

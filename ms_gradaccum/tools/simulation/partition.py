@@ -48,20 +48,19 @@ def partition(cell: nn.Cell, *inputs: Tensor) -> Any:
         cell.compile(*inputs)
     model = mind_ir_pb2.ModelProto()
     model.ParseFromString(program_of(cell))
-    return inlined(model)
+    _inline(model)
+    return model
 
 
-def inlined(model: Any) -> Any:
-    """Return a copy of a MindIR model in which the only calls are those of a Switch's branches."""
-    copy = _copy_of(model)
-    inliner = _Inliner(copy)
-    nodes = (node for graph in [*copy.functions, copy.graph] for node in graph.node)
+def _inline(model: Any) -> None:
+    """Replace all calls in a model but those of a Switch's branches by the nodes of the functions."""
+    inliner = _Inliner(model)
+    nodes = (node for graph in [*model.functions, model.graph] for node in graph.node)
     constants = {node.output[0]: _copy_of(node) for node in nodes if node.op_type == "Constant"}
-    for graph in [copy.graph, *copy.functions]:
+    for graph in [model.graph, *model.functions]:
         # Any graph may use the constants of others; the main graph, which is read first, gets them all.
-        inliner.rewrite(graph, constants.values(), keeps=graph is copy.graph)
-    _drop_unused(copy)
-    return copy
+        inliner.rewrite(graph, constants.values(), keeps=graph is model.graph)
+    _drop_unused(model)
 
 
 def operator_names(model: Any) -> dict[str, str]:

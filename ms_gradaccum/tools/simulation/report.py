@@ -37,8 +37,8 @@ class Program:
 
     Attributes:
         messages: The messages of one update, those with the most bytes first.
-        held_bytes: The memory that the device keeps between updates, by kind: ``"parameters"``, ``"optimizer state"``
-            and ``"buffer"``, the sum of a window's gradients. Empty for MindSpore's own cell.
+        held_bytes: The memory between updates, by kind: ``"parameters"``, ``"optimizer state"`` and ``"buffer"``, the
+            sum of a window's gradients. Empty for MindSpore's own cell.
         compile_seconds: Time of the compilation, beside that of the other devices with `run`, of one without it.
         compile_bytes: Peak memory of the process after the compilation.
     """
@@ -105,13 +105,11 @@ class Simulation:
         lines += [f"Held by each device: {held}.", f"Compiled here in {_compilation(self.ours)}{own}."]
         if self.stock_error is not None:
             lines.append(f"MindSpore's own cell could not be compiled: {self.stock_error}")
-        if self.training is not None:
-            ours, whole = _numbers(self.training.losses), _numbers(self.training.whole_losses)
-            lines.append(f"Losses on {len(self.training.losses)} updates: {ours}; one process: {whole}")
-            lines.append(
-                f"Weights: at most {self.training.difference:.1e} from those of one process with the whole batch "
-                f"({self.training.farthest}), where training moved them by up to {self.training.moved:.1e}."
-            )
+        if trained := self.training:
+            ours, whole = _numbers(trained.losses), _numbers(trained.whole_losses)
+            lines.append(f"Losses on {len(trained.losses)} updates: {ours}; one process: {whole}")
+            weights = f"Weights: at most {trained.difference:.1e} from those of one process with the whole batch "
+            lines.append(f"{weights}({trained.farthest}), where training moved them by up to {trained.moved:.1e}.")
         return "\n".join(lines)
 
     def _table(self) -> Iterator[str]:
@@ -136,7 +134,7 @@ def simulation_of(devices: int, target: str, reports: list[dict[str, Any]]) -> S
         whole_losses = tuple(next(whole) if updated else None for updated in runs[0]["updated"])
         moved = max(run["moved"] for run in runs)
         training = Training(tuple(runs[0]["losses"]), whole_losses, worst["difference"], moved, worst["farthest"])
-    program, error = (stock, None) if isinstance(stock, Program) else (None, stock)
+    program, error = (None, stock) if isinstance(stock, str) else (stock, None)
     return Simulation(devices, target, reports[0]["ours"], program, error, training)
 
 

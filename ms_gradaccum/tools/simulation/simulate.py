@@ -36,7 +36,8 @@ def simulate(
 
     MindSpore's own compiler partitions the step as in a job of so many devices: it inserts the messages and splits the
     parameters, and the report counts both. With `run` the programs of all devices also train for three updates, each in
-    a process on the CPU, and the report compares their weights with those of one process and the whole batch.
+    a process on the CPU, and the report compares their weights with those of one process and the whole batch. This
+    needs Linux, and per device a process of about 0.9 GB and what compiling takes.
 
     Args:
         build (Union[Callable, str]): A function without arguments, at the top level of a file, or a text such as
@@ -56,14 +57,10 @@ def simulate(
         Simulation. ``print`` shows it as a table.
 
     Raises:
-        TypeError: If an argument, or something that `build` returns, has the wrong type.
-        ValueError: If an argument, or something that `build` returns, has a wrong value.
+        TypeError, ValueError: If an argument, or something that `build` returns, has a wrong type or value.
         RuntimeError: If this machine lacks gcc, nm or the GPU plugin of MindSpore's wheel, if the step does not
             compile, or has an operator that CPU lacks with `run`, or if the program calls it when it is imported.
         TimeoutError: If it takes longer than `timeout`.
-
-    Note:
-        Each of the processes, one per device, takes about 0.9 GB and what compiling takes. Needs Linux.
 
     Supported Platforms:
         ``CPU``
@@ -84,8 +81,7 @@ def simulate(
     builder = Builder.of(_OWNER, build)._replace(device=["CPU"])
     if isinstance(build, str):
         check_build(_OWNER, build)
-    lacking = why_not()
-    if lacking is not None:
+    if lacking := why_not():
         raise RuntimeError(
             f"For '{_OWNER}', this machine must have gcc, nm and the GPU plugin of MindSpore's wheel, but {lacking}. "
             f"Install gcc and binutils with the system's package manager, and mindspore with pip."

@@ -1,6 +1,6 @@
 """Windows and whole batches, run from one start as often as a diagnosis needs them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -133,21 +133,19 @@ class Experiment:
         """Return why the loss cannot be trained in parts, as training measures it, but on the whole batch."""
         check = LossCheck(self.network, self.parameters, StepSettings.checked(_OWNER), self.start.is_16_bit, False)
         self.start.begin(self.frozen)
-        return check.measure_cuts([*self._cuts()], len(self.rows))
+        return check.measure_cuts(self._cuts(self.bounds), len(self.rows))
 
-    def _cuts(self) -> Iterator[Cut]:
-        """Yield the batch and its halves, then these and theirs, down to the micro batches.
+    def _cuts(self, bounds: Sequence[int]) -> list[Cut]:
+        """Return the batch and its halves, then these and theirs, down to the micro batches.
 
         If each of them is the mean of its halves, then the batch is that of its micro batches.
         """
-        pieces = [self.bounds]
-        for piece in pieces:
-            middle = len(piece) // 2
-            if len(piece) > 2:
-                ends = (piece[0], piece[-1]), (piece[0], piece[middle]), (piece[middle], piece[-1])
-                whole, first, second = (self.batch.take(range(*pair)) for pair in ends)
-                yield whole, first, second
-                pieces += [piece[: middle + 1], piece[middle:]]
+        if len(bounds) < 3:
+            return []
+        place = len(bounds) // 2
+        pairs = (bounds[0], bounds[-1]), (bounds[0], bounds[place]), (bounds[place], bounds[-1])
+        whole, first, second = (self.batch.take(range(*pair)) for pair in pairs)
+        return [(whole, first, second), *self._cuts(bounds[: place + 1]), *self._cuts(bounds[place:])]
 
 
 def _number(tensor: Tensor) -> float:
