@@ -11,8 +11,7 @@ from ms_gradaccum.tools.simulation.report import MessageKind
 WORLD_GROUP = "nccl_world_group"
 COLLECTIVES = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "AllToAll", "Broadcast", "NeighborExchange")
 
-# Parts of the names that the compiler gives to the operators that it inserts, with their purposes. The first match
-# counts.
+# Parts of the names that the compiler gives to the operators that it inserts. The first match tells their purpose.
 _PURPOSES = (
     ("grad_mirror", "gradients"),
     ("_grad_accumulation_shard_grad", "gradients"),
@@ -25,13 +24,10 @@ _PURPOSES = (
     ("gradredistribution_op", "another layout, backward"),
     ("redistribution_op", "another layout, forward"),
 )
-_NAMES = {
-    1: ("BOOL", "INT8", "UINT8"),
-    2: ("FLOAT16", "BFLOAT16", "INT16", "UINT16"),
-    4: ("FLOAT", "INT32", "UINT32"),
-    8: ("DOUBLE", "FLOAT64", "INT64", "UINT64"),
-}
-_BYTES = {mind_ir_pb2.TensorProto.DataType.Value(name): size for size, names in _NAMES.items() for name in names}
+# The dtypes of 1, 2, 4 and 8 bytes.
+_NAMES = ("BOOL INT8 UINT8", "FLOAT16 BFLOAT16 INT16 UINT16", "FLOAT INT32 UINT32", "DOUBLE FLOAT64 INT64 UINT64")
+_DTYPES = mind_ir_pb2.TensorProto.DataType
+_BYTES = {_DTYPES.Value(name): 1 << i for i, names in enumerate(_NAMES) for name in names.split()}
 
 
 class Collective(NamedTuple):

@@ -6,6 +6,7 @@ replaced by an AllGather over all processes and operators of one process.
 
 import tempfile
 from collections.abc import Iterable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ _FUNCTION = mind_ir_pb2.PrimitiveProto.PrimType.Value("PRIMITIVE_FUNCTION")
 _DataType = mind_ir_pb2.TensorProto.DataType
 _FLOATS = (_DataType.Value("FLOAT"), _DataType.Value("FLOAT16"))
 _GATHERED = (*_FLOATS, _DataType.Value("INT32"), _DataType.Value("INT64"))
-_REDUCTIONS = {"max": "ReduceMax", "min": "ReduceMin", "sum": "ReduceSum", "prod": "ReduceProd"}
 _created: set[str] = set()
 
 
@@ -39,14 +39,12 @@ class CpuProgram:
 
     def __init__(self, model: Any, values: Values, layouts: dict[str, Any], rank: int) -> None:
         members = _create_groups({sent.group for sent in collectives_of(model)}, rank)
-        replica = mind_ir_pb2.ModelProto()
-        replica.CopyFrom(model)
+        replica = deepcopy(model)
         _Rewriter(replica, members, rank, get_group_size()).rewrite()
         shapes = {plain_name(parameter.name): tuple(parameter.dims) for parameter in model.graph.parameter}
         parts = own_parts({name: values[name] for name in shapes}, layouts, rank)
-        for name, shape in shapes.items():
-            if parts[name].shape != shape:
-                raise ValueError(f"the part of {name} has the shape {parts[name].shape}, but the program's is {shape}")
+        if {name: part.shape for name, part in parts.items()} != shapes:
+            raise ValueError(f"the parts of the parameters have other shapes than the program's: {shapes}")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "step.mindir"
             path.write_bytes(replica.SerializeToString())
@@ -101,9 +99,8 @@ class _Rewriter:
 
     def __init__(self, model: Any, members: dict[str, tuple[int, ...]], rank: int, size: int) -> None:
         self.model, self.members, self.rank, self.everyone = model, members, rank, tuple(range(size))
-        # The nodes that replace one collective operator.
-        self.made: list[Any] = []
-        self.constants = 0
+        # The nodes that replace one collective operator, and the number of constants in all.
+        self.made, self.constants = list[Any](), 0
 
     def rewrite(self) -> None:
         """Replace the collective operators that CPU lacks, in all graphs of the model."""
@@ -144,7 +141,7 @@ class _Rewriter:
         if joined is None:
             # A sum is also asked whether it skips an empty axis.
             switches = [self._constant(False)] * (2 if reduction == "sum" else 1)
-            self._add(_REDUCTIONS[reduction], [rows, self._constant([0]), *switches], output)
+            self._add(f"Reduce{reduction.capitalize()}", [rows, self._constant([0]), *switches], output)
         else:
             order = self._constant([*range(1, joined + 1), 0, *range(joined + 1, len(shape) + 1)])
             moved = self._add("Transpose", [rows, order], f"{output}_moved")

@@ -5,6 +5,7 @@ The CPU back end cannot run calls of them, and messages inside a function must b
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import mindspore as ms
@@ -56,7 +57,7 @@ def _inline(model: Any) -> None:
     """Replace all calls in a model but those of a Switch's branches by the nodes of the functions."""
     inliner = _Inliner(model)
     nodes = (node for graph in [*model.functions, model.graph] for node in graph.node)
-    constants = {node.output[0]: _copy_of(node) for node in nodes if node.op_type == "Constant"}
+    constants = {node.output[0]: deepcopy(node) for node in nodes if node.op_type == "Constant"}
     for graph in [model.graph, *model.functions]:
         # Any graph may use the constants of others; the main graph, which is read first, gets them all.
         inliner.rewrite(graph, constants.values(), keeps=graph is model.graph)
@@ -73,20 +74,19 @@ class _Inliner:
 
     def __init__(self, model: Any) -> None:
         self.operators = operator_names(model)
-        self.functions = {function.name: _copy_of(function) for function in model.functions}
+        self.functions = {function.name: deepcopy(function) for function in model.functions}
         self.copies = 0
 
     def rewrite(self, graph: Any, constants: Iterable[Any], keeps: bool) -> None:
         """Replace calls in ``graph`` by the nodes of the functions. With ``keeps`` it also gets the constants."""
-        nodes = list(graph.node)
+        nodes, names = list(graph.node), dict[str, str]()
         del graph.node[:]
-        names: dict[str, str] = {}
         # Known values by name: a list of the items of a tuple, a tuple of a function and its first arguments, a number.
         self.known: dict[str, Any] = {}
         self.out = graph.node
         for constant in constants:
             self._learn("Constant", constant)
-            graph.node.extend([constant] if keeps else [])
+        graph.node.extend(constants if keeps else [])
         self._emit(nodes, names, "")
         for output in graph.output:
             output.name = names.get(output.name, output.name)
@@ -137,15 +137,9 @@ class _Inliner:
             raise NotImplementedError("a function that waits for another value")
 
 
-def _copy_of(message: Any) -> Any:
-    copy = type(message)()
-    copy.CopyFrom(message)
-    return copy
-
-
 def _renamed(node: Any, inputs: list[str], suffix: str, names: dict[str, str]) -> Any:
     """Return a copy of ``node`` with these inputs and new outputs, which are entered in ``names``."""
-    copy = _copy_of(node)
+    copy = deepcopy(node)
     del copy.input[:]
     copy.input.extend(inputs)
     if suffix:

@@ -19,7 +19,6 @@ _OWNER = "simulate"
 # It is set in the environment of all processes of a job, which must not simulate in turn.
 IN_JOB = "MS_GRADACCUM_SIMULATION"
 _WORK = "ms_gradaccum.tools.simulation.worker:work"
-_UPDATES = 3
 
 
 def simulate(
@@ -86,7 +85,7 @@ def simulate(
             f"For '{_OWNER}', this machine must have gcc, nm and the GPU plugin of MindSpore's wheel, but {lacking}. "
             f"Install gcc and binutils with the system's package manager, and mindspore with pip."
         )
-    task = {"builder": builder, "home": os.getcwd(), "target": target, "updates": _UPDATES if run else 0}
+    task = {"builder": builder, "home": os.getcwd(), "target": target, "updates": 3 if run else 0}
     with Job(_OWNER, devices, IN_JOB, _WORK, {**task, "stock": compare}, stand_ins) as job:
         # None shows the line only on a terminal.
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None if progress else True) as line:

@@ -5,6 +5,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,10 +41,7 @@ def work(meeting: Meeting, builder: list[Any], home: str, target: str, updates: 
     meeting.join(*connect())
     meeting.phase("building")
     found: dict[str, Any] = {}
-
-    def build() -> _Built:
-        return build_step(Builder(*builder), home, target)
-
+    build = partial(build_step, Builder(*builder), home, target)
     if meeting.rank == 1 and stock:
         # Both are compiled at the same time and each first in its process, so that time and memory compare.
         meeting.phase("compiling MindSpore's own cell")
@@ -191,9 +189,8 @@ def on_cpu() -> Iterator[None]:
 
 def _train_whole(step: Any, start: Values, batch: Any, updates: int) -> tuple[list[float], Values]:
     """Train with MindSpore's own step on the whole batch. Return the losses and the parameters."""
-    if auto_parallel_context().get_parallel_mode() != "stand_alone":
-        # The user's function has set it, for the compiler.
-        auto_parallel_context().reset()
+    # The user's function may have set a mode, for the compiler.
+    auto_parallel_context().reset()
     clip = step.body.clip
     optimizer = ClippedOptimizer(step.optimizer, getattr(clip, "max_norm", None), getattr(clip, "limit", None))
     for parameter in (*step.network.get_parameters(), *step.optimizer.get_parameters()):
