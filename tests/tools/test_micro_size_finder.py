@@ -106,7 +106,7 @@ def test_memory_that_the_machine_lacks_is_not_an_error_of_the_network(build, by_
     with raises(
         MemoryError,
         "For 'find_micro_size', single rows (micro_size=1) must fit into this machine, but got no memory for them. "
-        "Use less of it.",
+        "Make them smaller.",
     ):
         find_micro_size(build, "1GiB")
 

@@ -27,7 +27,7 @@ COUNTS = {
     "accumulation_steps": "It counts the batches of one update; 1 means an update per batch.",
     "global_batch": "It counts the rows of one update on all ranks together.",
     "epochs": "It counts the passes over the data.",
-    "dataset_size": "It counts the rows of the data; give one number per rank if they are dealt unevenly.",
+    "dataset_size": "It counts the rows of the data; give one number per rank if they are distributed unevenly.",
 }
 WINDOW = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
 RATE = "a number, a list of numbers, a LearningRateSchedule or a function of the update's number"
@@ -54,7 +54,7 @@ REFUSED = [
         "Use 32 (accumulation_steps=1); round_global_batch=True rounds up.",
     ),
     ({"global_batch": 16, "accumulation_steps": 3}, "2 for a global_batch of 16", "3", "Give one of the two."),
-    ({"drop_remainder": 1}, "a bool", "1 of type int", "It is that of Dataset.batch()."),
+    ({"drop_remainder": 1}, "a bool", "1 of type int", "It is the argument of Dataset.batch()."),
     ({"round_global_batch": "up"}, "a bool", "'up' of type str", "True rounds up."),
     ({"last_window": "keep"}, "one of 'apply', 'drop', 'carry'", "'keep'", WINDOW),
     ({"device_target": "TPU"}, "one of 'CPU', 'GPU', 'Ascend'", "'TPU'", "None is that of the context."),
@@ -76,8 +76,8 @@ REFUSED = [
         "12 rates",
         "An optimizer takes one entry per update, not per batch.",
     ),
-    ({"learning_rate": "0.1"}, RATE, "'0.1' of type str", "Give what the optimizer gets."),
-    ({"learning_rate": True}, RATE, "True of type bool", "Give what the optimizer gets."),
+    ({"learning_rate": "0.1"}, RATE, "'0.1' of type str", "Give that of the optimizer."),
+    ({"learning_rate": True}, RATE, "True of type bool", "Give that of the optimizer."),
     ({"parameters": nn.Dense(1, 1)}, "a list of parameters", "Dense", "Give network.trainable_params()."),
     *[({name: 0}, "a positive int", "0", remedy) for name, remedy in COUNTS.items()],
     *[({name: "8"}, "a positive int", "'8' of type str", remedy) for name, remedy in COUNTS.items()],

@@ -315,13 +315,13 @@ def test_messages_are_not_measured_inside_the_next_window(pairs):
             {"weight_norm": True},
             ValueError,
             "the argument 'train_step' must be one whose parts are known for weight_norm, but got no train_step. "
-            "Leave weight_norm out, or give what trains.",
+            "Leave weight_norm out, or give the training step.",
         ),
         (
             {"train_step": "step"},
             TypeError,
             "the argument 'train_step' must be a TrainOneStepCell or an Accumulator, but got 'step' of type str. "
-            "Of a Model, give model.train_network.",
+            "For a Model, give model.train_network.",
         ),
     ],
 )

@@ -234,14 +234,14 @@ def _check_settings(plan: Any) -> None:
         raise ValueError(
             f"For '{_OWNER}', either epochs or steps must be given, but got {got}. Say how long it trains."
         )
-    check.check_bool(_OWNER, "drop_remainder", plan.drop_remainder, "It is that of Dataset.batch().")
+    check.check_bool(_OWNER, "drop_remainder", plan.drop_remainder, "It is the argument of Dataset.batch().")
     check.check_bool(_OWNER, "round_global_batch", plan.round_global_batch, "True rounds up.")
     check.check_last_window(_OWNER, plan.last_window)
 
 
 def _check_dataset_size(plan: Any) -> list[int]:
     """Return the rows of each rank."""
-    remedy = "It counts the rows of the data; give one number per rank if they are dealt unevenly."
+    remedy = "It counts the rows of the data; give one number per rank if they are distributed unevenly."
     given, ranks, batch_size = plan.dataset_size, plan.ranks, plan.batch_size
     is_uneven = isinstance(given, Sequence) and not isinstance(given, str)
     for each in given if is_uneven else [given]:
@@ -291,7 +291,7 @@ def _check_learning_rate(value: Any, updates: int) -> Any:
     rates = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(rate, (int, float)) and not isinstance(rate, bool) for rate in rates):
         rule = "a number, a list of numbers, a LearningRateSchedule or a function of the update's number"
-        raise TypeError(argument_error(_OWNER, "learning_rate", rule, typed(value), "Give what the optimizer gets."))
+        raise TypeError(argument_error(_OWNER, "learning_rate", rule, typed(value), "Give that of the optimizer."))
     if rates is not value:
         return _rate("learning_rate", value)
     if len(rates) < updates:

@@ -144,7 +144,7 @@ def _too_little(single: Measured, limit: int) -> str:
     rows, loaded, peak, passed = single
     if rows is None or loaded is None or peak is passed is None:
         what = "network, optimizer and batch" if rows is None else f"single rows (micro_size={rows})"
-        return f"For '{OWNER}', {what} must fit into this machine, but got no memory for them. Use less of it."
+        return f"For '{OWNER}', {what} must fit into this machine, but got no memory for them. Make them smaller."
     takes = f"at least the {size_text(peak)}" if peak is not None else f"more than the {size_text(passed or 0)}"
     rule = f"{takes} that single rows (micro_size={rows}) take"
     remedy = f"{size_text(loaded)} of it are in use before the first row: shrink network, optimizer or batch."

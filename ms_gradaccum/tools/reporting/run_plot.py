@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ms_gradaccum._checks import warn
+from ms_gradaccum.tools.text import counted
 
 _PANELS = {
     "loss": ("loss",),
@@ -39,8 +40,7 @@ def read_run(path: Any) -> list[dict[str, Any]]:
     if not reports:
         raise ValueError(f"There is no report in {path}. Give a file that MetricsLogger has written.")
     if torn:
-        what = "1 line that is" if torn == 1 else f"{torn} lines that are"
-        warn(f"{path} has {what} no JSON and left out.")
+        warn(f"Skipped {counted(torn, 'line')} of {path} that cannot be read as JSON.")
     return [reports[update] for update in sorted(reports)]
 
 

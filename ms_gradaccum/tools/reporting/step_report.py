@@ -118,7 +118,7 @@ class StepReporter(Settled):
         if (weight_norm or communication_time) and not reducers:
             name = "weight_norm" if weight_norm else "communication_time"
             got = "no train_step" if train_step is None else "one that the compiler partitions"
-            rule, remedy = f"one whose parts are known for {name}", f"Leave {name} out, or give what trains."
+            rule, remedy = f"one whose parts are known for {name}", f"Leave {name} out, or give the training step."
             raise ValueError(argument_error(_OWNER, "train_step", rule, got, remedy))
         self._weight_norm = compiled(WeightNorm(reducers), "the norm of the weights") if weight_norm else None
         self._communication_time = CommunicationTime(reducers) if communication_time else None
@@ -200,7 +200,7 @@ def _window_of(train_step: Any, network: nn.Cell | None) -> Any:
     if isinstance(train_step, TrainOneStepCell):
         return train_step.windows[0]
     if not isinstance(train_step, Accumulator):
-        rule, remedy = "a TrainOneStepCell or an Accumulator", "Of a Model, give model.train_network."
+        rule, remedy = "a TrainOneStepCell or an Accumulator", "For a Model, give model.train_network."
         raise TypeError(argument_error(_OWNER, "train_step", rule, typed(train_step), remedy))
     chosen = train_step.window.chosen(network)
     if len(chosen) > 1:
