@@ -1,4 +1,4 @@
-"""The state of a training step: tensors by name, the numbers of its objects, and the processes that have them."""
+"""The state of a training step: its tensors by name, and the numbers of its objects as JSON."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -140,9 +140,9 @@ class Contents:
             window.load_state_dict(its)
 
     def described(self, path: Path, places: Sequence[PassPlace], extra: dict[str, Json]) -> SavedState:
-        """Return the description of a state that is like the step is now."""
-        events, epoch = self.step.events, places[0].next_epoch if places else None
-        return SavedState(path, events.batches, events.updates, epoch, extra)
+        """Return the description of a state that has the current counts of the step."""
+        epoch = places[0].next_epoch if places else None
+        return SavedState(path, self.step.events.batches, self.step.events.updates, epoch, extra)
 
 
 def check_arguments(owner: str, step: Any, directory: Any) -> tuple[TrainOneStepCell | Accumulator, Path]:
@@ -160,22 +160,15 @@ def check_arguments(owner: str, step: Any, directory: Any) -> tuple[TrainOneStep
 
 
 def exchange(ranks: int, make: Callable[[], Any]) -> list[Any]:
-    """Call ``make`` on each rank and return all results, as JSON. If one rank fails, raise on all. Collective.
-
-    So no rank waits for one that has failed.
-    """
+    """Call ``make`` on each rank and return all results, as JSON. If one rank fails, raise on all. Collective."""
     if ranks == 1:
         return [make()]
     error: Exception | None = None
-    words: list[Any] = [None, None, ""]
     try:
-        words[0] = make()
+        words = [make(), None, ""]
     except Exception as caught:
-        error = caught
-        words[1:] = (
-            next((name for name, kind in _ERRORS.items() if isinstance(caught, kind)), "RuntimeError"),
-            f"{caught}",
-        )
+        kinds = [name for name, kind in _ERRORS.items() if isinstance(caught, kind)]
+        error, words = caught, [None, [*kinds, "RuntimeError"][0], f"{caught}"]
     everyone = gather_values(words)
     if error is not None:
         raise error
