@@ -21,8 +21,7 @@ from windows import in_child, make_batch, make_network, micro_batches, reset_pea
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
 
 OURS, LOOP = "ours", "loop"
-MAX_NORM = 1.0
-WINDOWS = 6
+MAX_NORM, WINDOWS = 1.0, 6
 
 
 class Case(NamedTuple):

@@ -10,8 +10,6 @@ from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, 
 from ms_gradaccum.tools.verification.experiment import Experiment
 from ms_gradaccum.training.network_modes import takes_batch_statistics
 
-# The number of further runs of the same batch that must give the same result.
-_REPEATS = 2
 _SHOWN = 5
 
 _BATCH_NORM = (
@@ -90,8 +88,12 @@ class Diagnosis:
     def _same_gradient(self) -> bool:
         return max(misfits(self.window, self.whole)) <= self.rtol
 
+    def _without(self, layers: dict[str, nn.Cell]) -> Experiment:
+        """Return the same experiment with these cells in evaluation mode, too."""
+        return replace(self.experiment, frozen=[*self.experiment.frozen, *layers.values()])
+
     def _freeze(self, layers: dict[str, nn.Cell]) -> None:
-        self.experiment = freezing(self.experiment, layers)
+        self.experiment = self._without(layers)
         self.window, self.whole = self.experiment.window(), self.experiment.whole()
 
     def _all_finite(self) -> bool:
@@ -110,7 +112,7 @@ class Diagnosis:
         if _repeats_itself(self.experiment, self.rtol):
             return False
         layers = self._layers("Dropout")
-        if layers and _repeats_itself(freezing(self.experiment, layers), self.rtol):
+        if layers and _repeats_itself(self._without(layers), self.rtol):
             self.causes.append(_DROPOUT.format(names=_listed(layers)))
             self._freeze(layers)
             return False
@@ -202,15 +204,10 @@ def layers_of(network: nn.Cell, word: str) -> dict[str, nn.Cell]:
     return found
 
 
-def freezing(experiment: Experiment, layers: dict[str, nn.Cell]) -> Experiment:
-    """Return the same experiment with these cells in evaluation mode, too."""
-    return replace(experiment, frozen=[*experiment.frozen, *layers.values()])
-
-
 def _repeats_itself(experiment: Experiment, rtol: float) -> bool:
     """Return whether the same batch gives the same loss and gradient again with any random state."""
     first = experiment.whole()
-    return all(misfit(first, experiment.whole(same_random=False)) <= rtol for _ in range(_REPEATS))
+    return all(misfit(first, experiment.whole(same_random=False)) <= rtol for _ in range(2))
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -78,7 +78,8 @@ def verify(
     Args:
         network (Cell): A loss cell, or a :class:`GradAccumulation` around one.
         batch (Union[Tensor, tuple, list, dict]): The whole batch: the inputs of `network` in their order, by name, or
-            the only one. It must fit into memory in one piece. Rows that differ, as real data do, show most.
+            the only one. It must fit into memory in one piece, and a diagnosis keeps the gradients of all micro batches
+            on the host. Rows that differ, as real data do, show most.
         micro_size (Union[int, None]): The number of micro batches. For a GradAccumulation its own number or ``None``.
 
     Keyword Args:
@@ -103,10 +104,6 @@ def verify(
         ValueError: If `compile` is ``False``, or ``True`` while ``MS_JIT=0`` has nothing compiled. If `micro_size`,
             `weighted` or `batch_axis` contradict a GradAccumulation, `network` is a training step or has no trainable
             parameters, or `reference` lacks one of them.
-
-    Note:
-        A diagnosis runs up to two whole batches per experiment, and keeps the gradients of all micro batches on the
-        host.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -154,10 +151,9 @@ def _as_grad_accumulation(
     if isinstance(network, nn.TrainOneStepCell):
         rule = "a GradAccumulation or a loss cell"
         raise ValueError(argument_error(_OWNER, "network", rule, type(network).__name__, "Give its network."))
-    if not any(True for _ in network.trainable_params()):
-        raise ValueError(
-            argument_error(_OWNER, "network", "one with trainable parameters", "none", "Give the loss cell.")
-        )
+    if not list(network.trainable_params()):
+        rule = "one with trainable parameters"
+        raise ValueError(argument_error(_OWNER, "network", rule, "none", "Give the loss cell."))
     if not isinstance(network, GradAccumulation):
         count = check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
