@@ -5,6 +5,7 @@ import resource
 import sys
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -220,6 +221,18 @@ def test_each_line_is_there_at_once_and_after_close_the_file_is_opened_again(tmp
     assert len(events) == 2  # of the same second, and none has overwritten the other
     losses = {EventAccumulator(str(file)).Reload().Scalars("loss")[0].value for file in events}
     assert losses == {1.0, 2.0}
+
+
+def test_a_program_may_change_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logger = MetricsLogger("run.jsonl", "events")
+    logger.log(output_of(1.0))
+    logger.close()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    logger.log(output_of(2.0))
+    assert [line["loss"] for line in lines_of(tmp_path / "run.jsonl")] == [1.0, 2.0]
+    assert list(Path.cwd().iterdir()) == [] and len(list((tmp_path / "events").iterdir())) == 2
 
 
 @pytest.mark.parametrize("name", ["path", "tensorboard_dir"])

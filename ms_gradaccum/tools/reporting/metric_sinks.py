@@ -16,10 +16,11 @@ class JsonLines:
     """A file with one JSON object per line. It is opened for each line, and has it afterwards."""
 
     def __init__(self, path: Any, append: bool) -> None:
-        self.path = check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")
+        # Absolute, since the program may change its folder.
+        self.path = os.path.abspath(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'."))
         self.unwritten, self.has_failed = b"", False
         try:
-            os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
             with open(self.path, "a+b") as file:
                 has_lines = file.tell() > 0
                 if has_lines:
@@ -79,7 +80,8 @@ class EventFile:
                 f"For '{_OWNER}', the argument 'tensorboard_dir' takes the package tensorboardX, but got: {error}. "
                 f"Install it with: pip install 'ms_gradaccum[tensorboard]'."
             ) from None
-        self.folder = check_path(_OWNER, "tensorboard_dir", folder, "For example 'log_output/events'.")
+        folder = check_path(_OWNER, "tensorboard_dir", folder, "For example 'log_output/events'.")
+        self.folder = os.path.abspath(folder)
         self.make_writer, self.make_event, self.make_summary = EventsWriter, Event, Summary
         self.has_failed = False
         self.writer: Any = None

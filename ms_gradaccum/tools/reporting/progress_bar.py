@@ -17,8 +17,6 @@ from ms_gradaccum._checks import Settled, check_bool, check_positive_float, chec
 from ms_gradaccum.training.step_output import StepOutput, check_output
 
 _OWNER = "ProgressBar"
-# The shortest time between two drawings of the bar. Unit: seconds.
-_SECONDS_PER_DRAWING = 0.1
 
 
 class ProgressBar(Settled, Callback):
@@ -84,7 +82,7 @@ class ProgressBar(Settled, Callback):
         self._started = self._shown_at = time.monotonic()
         self._is_open = (get_rank() if GlobalComm.INITED else 0) == 0
         live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty() if self.live is None else self.live
-        self._seconds = _SECONDS_PER_DRAWING if live else self.seconds_per_line
+        self._seconds = 0.1 if live else self.seconds_per_line
         if self._is_open and live:
             self._bar = tqdm(total=total, unit=unit, mininterval=0, miniters=0)
             # Whole lines that others write go above the bar.

@@ -180,13 +180,14 @@ class StepReporter(Settled):
             other_losses=tuple(float(loss.asnumpy()) for loss in output.other_losses) or None,
             **items,
             weight_norm=None if self._weight_norm is None else float(self._weight_norm(NOTHING).asnumpy()),
-            communication_seconds=None if self._communication_time is None else self._communication_seconds(),
+            communication_seconds=self._communication_seconds(),
             peak_memory_bytes=peak_memory() if self._peak_memory else None,
         )
 
-    def _communication_seconds(self) -> float:
-        assert self._window is not None and self._communication_time is not None
+    def _communication_seconds(self) -> float | None:
         step = self._train_step
+        if self._window is None or self._communication_time is None:
+            return None
         if self._window.is_open if isinstance(step, Accumulator) else step.open_batches():
             raise RuntimeError(
                 f"For '{_OWNER}', the time of the messages must be measured between two windows, but the next one "
