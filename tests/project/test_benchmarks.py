@@ -8,6 +8,8 @@ from unittest import mock
 
 import pytest
 
+import ms_gradaccum
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 # Those with arguments that need nothing but MindSpore.
 PROGRAMS = [
@@ -21,6 +23,8 @@ PROGRAMS = [
 def test_it_starts(file, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)  # Some go to a folder of their own, and would leave this process where it was.
     monkeypatch.syspath_prepend(FOLDER)
+    # Each name is loaded before: a module that is loaded below is forgotten, and the package would keep its classes.
+    assert all(hasattr(ms_gradaccum, name) for name in ms_gradaccum.__all__)
     monkeypatch.setattr(sys, "argv", [str(file), "--help"])
     # In this process, and without a trace: each of its own would take most of its time to import MindSpore.
     with mock.patch.dict(sys.modules), mock.patch.dict(os.environ), pytest.raises(SystemExit) as end:
