@@ -115,12 +115,6 @@ def skipping(dataset: Dataset, batches: int) -> Iterator[None]:
         ds.config.set_fast_recovery(before)
 
 
-def tuples_of(data: Dataset) -> Iterable[Any]:
-    """Return one pass over a pipeline, whose batches are tuples."""
-    batches: Iterable[Any] = data.create_tuple_iterator(num_epochs=1)
-    return batches
-
-
 def rest_of(data: Any, batches: int, passed: Callable[[Dataset], Iterable[Any]]) -> Iterable[Any]:
     """Return the rest of a pass over ``data`` after so many batches; ``passed`` makes a pass over a pipeline."""
     if isinstance(data, Dataset):

@@ -13,7 +13,7 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPla
 
 from ms_gradaccum._checks import argument_error, check_saved, is_flag, typed, warn
 from ms_gradaccum.backend import plain_state
-from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of, tuples_of
+from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of
 from ms_gradaccum.loops.handed_batches import Handed, HandedBatches
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
@@ -41,7 +41,7 @@ class PreparedDataset:
         self.sources: Sources | None = None
         self.ranks = current_world(_OWNER).size
         if self.ranks > 1:
-            len(self)
+            len(self)  # It raises for data without a length.
 
     def __len__(self) -> int:
         if isinstance(self.dataset, Dataset):
@@ -52,7 +52,7 @@ class PreparedDataset:
         raise TypeError(argument_error(_OWNER, "dataset", "one with a length", got, remedy))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # Of a copy that is being made.
+        if name == "dataset":  # A copy does not have it yet.
             raise AttributeError(name)
         value = getattr(self.dataset, name)
         if not isinstance(self.dataset, Dataset):
@@ -76,7 +76,7 @@ class PreparedDataset:
         return result
 
     def __iter__(self) -> Iterator[Any]:
-        return self.passed(tuples_of)
+        return self.passed(lambda data: data.create_tuple_iterator(num_epochs=1))
 
     def passed(self, iterate: Callable[[Dataset], Iterable[Any]]) -> Generator[Any, None, None]:
         """Yield the batches of one epoch, which ``iterate`` takes from a pipeline of MindSpore."""
@@ -97,7 +97,7 @@ class PreparedDataset:
                 yield batch
             is_left = False
             if self.handed.are_fetched:
-                # The other ranks wait for the batches that this one has not trained yet.
+                # The batches of the other ranks come after those that this one has not trained yet.
                 self.handed.joins = missing
             else:
                 self.window.join_others(missing, self.epoch)
@@ -173,7 +173,7 @@ class PreparedDatasets:
         self.places: dict[int, PassPlace] = {}
 
     def enroll(self, dataset: PreparedDataset) -> int:
-        """Register a prepared dataset and return its number."""
+        """Add a prepared dataset and return its number."""
         self._datasets.append(weakref.ref(dataset))
         return len(self._datasets) - 1
 
@@ -249,7 +249,7 @@ class PreparedScheduler:
         self.is_due = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # Of a copy that is being made.
+        if name == "scheduler":  # A copy does not have it yet.
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

@@ -41,7 +41,6 @@ from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "Model"
-_DATASET_REMEDY = "An Accumulator loops over anything."
 
 
 class Model(Settled, ms.Model):
@@ -249,8 +248,7 @@ class Model(Settled, ms.Model):
                 a :func:`load_state` before. Without a state the training begins, and a finished one does nothing, so
                 a program can be started again and again. Default: ``False``.
         """
-        check_dataset(_OWNER, "train_dataset", train_dataset, _DATASET_REMEDY)
-        with self._resuming(resume, initial_epoch):
+        with self._resuming(resume, initial_epoch, train_dataset):
             super().train(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch)
 
     def fit(
@@ -268,15 +266,15 @@ class Model(Settled, ms.Model):
         resume: bool = False,
     ) -> None:
         """Train and evaluate, see ``mindspore.train.Model.fit``; ``resume`` as in `train`."""
-        check_dataset(_OWNER, "train_dataset", train_dataset, _DATASET_REMEDY)
-        with self._resuming(resume, initial_epoch):
+        with self._resuming(resume, initial_epoch, train_dataset):
             sinks = dataset_sink_mode, valid_dataset_sink_mode
             super().fit(
                 epoch, train_dataset, valid_dataset, valid_frequency, callbacks, *sinks, sink_size, initial_epoch
             )
 
     @contextmanager
-    def _resuming(self, resume: bool, initial_epoch: int) -> Iterator[None]:
+    def _resuming(self, resume: bool, initial_epoch: int, dataset: Any) -> Iterator[None]:
+        check_dataset(_OWNER, "train_dataset", dataset, "An Accumulator loops over anything.")
         check_bool(_OWNER, "resume", resume, "True goes on from the last state.")
         if resume and initial_epoch != 0:
             remedy = "The state knows in which pass it was saved."
