@@ -38,7 +38,7 @@ NOTHING = Tensor(0.0, ms.float32)
 # This is a function of glibc.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 
-# What a function of the host that runs while a graph is compiled looks up by a number: a graph passes no other value.
+# Cells by number: a graph passes only plain values to functions of the host that run while it is compiled.
 _numbered: "weakref.WeakValueDictionary[int, nn.Cell]" = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 

@@ -48,11 +48,11 @@ class LoopWindow(PreparedDatasets):
         self.schedulers: list[PreparedScheduler] = []
         self.ends = self.updated = self.in_batch = self._is_withheld = self._is_known = False
         self._withheld = 0
-        # Of the current batch: whether it is inside no_sync(), the prepared batches that it has, or is expected to
-        # have, whether it was seen to have them, and its rows if it is a piece of one.
+        # The prepared batches that the current batch has or, as long as it is not known (`_is_known`), is expected to
+        # have, and its rows if it is a piece of one. `_is_withheld`: it is inside no_sync().
         self._batches: list[Handed] = []
         self._piece_rows: float | None = None
-        # Of the window's last batch that came without a weight, if known. Whether a difference has been warned of.
+        # The rows of the window's last batch that came without a weight, if known; True once a difference was reported.
         self._rows: int | None = None
         self._has_warned_of_rows = self._has_warned_of_open = False
 

@@ -37,13 +37,13 @@ class TrainedNetwork(Window):
         events: Event dispatcher.
 
     Attributes:
-        names: What the caller knows the network by.
+        names: The network as the caller gave it, and the one inside.
         has_batch: True if something of the current batch is in the buffers.
-        last_clip: What the caller has last clipped with, for a process that joins in an update of the others.
+        last_clip: The last clip of the caller, for a process that joins in an update of the others.
     """
 
     last_clip: nn.Cell | None = None
-    # Whether gradients of the window came without a loss.
+    # True if gradients of the window came without a loss.
     _lacks_loss = False
 
     def __init__(
@@ -204,7 +204,7 @@ def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ..
     strange = [str(grad.dtype) for grad in grads if grad.dtype not in mstype.float_type]
     if strange:
         raise TypeError(argument_error(_OWNER, "grads", "floating-point tensors", f"one of {strange[0]}", remedy))
-    # A graph takes no parameter as an input, and somebody may keep gradients in some.
+    # A graph takes no parameter as an input, but gradients can be kept in parameters.
     return tuple(grad.value() if isinstance(grad, Parameter) else grad for grad in grads)
 
 

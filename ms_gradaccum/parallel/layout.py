@@ -44,7 +44,7 @@ class Traffic:
     per_update: Messages = ()
 
     def of_window(self, batches: int, micro_batches: int) -> Messages:
-        """Return the messages of a window with so many batches and, in all of them, micro batches."""
+        """Return the messages of a window with this number of batches and, in all, of micro batches."""
         return batches * self.per_batch + micro_batches * self.per_micro_batch + self.per_update
 
 
@@ -133,7 +133,7 @@ class ShardLayout(NamedTuple):
     is_sharded: tuple[bool, ...]
     sharded: tuple[int, ...]  # The indices of the tensors that are sharded.
     kept: tuple[int, ...]  # The indices of the others.
-    shapes: Shapes  # Of what one rank has.
+    shapes: Shapes  # The shapes of one rank's tensors.
     sizes: tuple[int, ...]  # Elements of the whole tensors.
     buckets: Buckets  # The indices in `sharded` in the order in which they are sent.
     cuts: tuple[Cuts, ...]  # Where the rank's own part of each message is cut.
@@ -179,7 +179,7 @@ class ReducerLayout:
         return [0] * len(self.shapes)
 
     def messages(self, norm_passes: int = 1) -> Traffic:
-        """Return what is sent by a window whose gradients' norms are taken so many times."""
+        """Return the messages of a window for a number of passes over the gradients for norms."""
         return Traffic(per_update=self.all_reduced.messages())
 
 
@@ -201,13 +201,12 @@ class ShardedLayout(ReducerLayout):
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         scattered = self.shards.reduce_scatter_messages()
-        # Of the shards, once they are there: squares for the norms, then the whole tensors.
+        # Once the shards are there, the ranks send squares for the norms, then gather the whole tensors.
         later = norm_passes * self.shards.squares_messages() + self.shards.all_gather_messages()
         if not self.every_batch:
             return Traffic(per_update=self.all_reduced.messages() + scattered + later)
         return Traffic(
             per_micro_batch=scattered,
-            # Of each batch the number of its micro batches.
             per_batch=self.shards.world.all_gather(_FLOAT),
             per_update=self.all_reduced.messages() + later,
         )
@@ -217,7 +216,7 @@ class ShardedLayout(ReducerLayout):
 class ReducedLayout(ReducerLayout):
     """The same for gradients that come reduced, whole or in shards: only scalars are added up."""
 
-    shares: tuple[float, ...]  # Of the squares of each gradient's norm, what each rank contributes.
+    shares: tuple[float, ...]  # The share of each gradient's squares that a rank contributes to the norm.
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         world = self.all_reduced.world

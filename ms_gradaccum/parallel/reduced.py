@@ -118,7 +118,7 @@ class ReducedReducer(DataParallelReducer):
         # True until the first micro batch of a window; true until the first update.
         self.is_empty = self.is_new = True
         self.keeps_grads = self.accumulates
-        # Those of the caller's gradients in the open window.
+        # The factors of the caller's gradients in the open window.
         self.factors: list[float] = []
 
     def most(self, count: int) -> int:

@@ -48,7 +48,7 @@ class Shards(nn.Cell):
         self.is_part = Tensor(layout.is_sharded)
         # Copied because a graph can only read attributes of a cell.
         self.buckets, self.cuts = layout.buckets, layout.cuts
-        # Of each tensor its run and its place there, in the runs of those that were moved and then one of all tensors.
+        # The run and the place in it of each tensor. The runs of moved tensors come first, then one of all tensors.
         runs = [run for bucket, cuts in zip(layout.buckets, layout.cuts) for run in runs_of(bucket, cuts)]
         places = {i: (number, place) for number, run in enumerate(runs) for place, i in enumerate(run)}
         self.runs_and_places = tuple(zip(*(places.get(i, (len(runs), i)) for i in range(len(layout.sizes)))))
@@ -60,7 +60,7 @@ class Shards(nn.Cell):
     def scatter_bucket(self, wholes: tuple[Tensor, ...], weight: Tensor, last: Done) -> Tensor:
         """Return the shards of the sums over all ranks, in float32, of a bucket, in one tensor of one row.
 
-        Sent in 16 bits, the sums are divided by ``weight`` for so long.
+        In 16 bits they are sent divided by ``weight``.
         """
         rows = self.map(ops.partial(_as_rows, self.size), wholes)
         if not self.in_float32:

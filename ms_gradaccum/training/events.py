@@ -65,7 +65,7 @@ class _HearsUpdateEnd(Protocol):
     def on_update_end(self, event: StepEvent, /) -> object: ...
 
 
-# What can be told of events: it has at least one of the four methods.
+# A listener has at least one of the four methods.
 StepCallback = _HearsMicroBatchBegin | _HearsMicroBatchEnd | _HearsUpdateBegin | _HearsUpdateEnd
 
 
@@ -76,7 +76,7 @@ class Events:
     that have ended with an update or without one.
     """
 
-    # What it counts, and at how many micro batches the last window ended.
+    # The counts, and the number of micro batches at the end of the last window.
     _COUNTS = ("batches", "micro_batches", "window_micro_batches", "updates", "skipped_updates", "_before_window")
 
     def __init__(self, owner: str) -> None:

@@ -47,7 +47,7 @@ _SPLIT_THEMSELVES = {
     "MicroBatchInterleaved": "Give the cell inside it, and a larger micro_size for less memory.",
 }
 _SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
-# What becomes of several losses that a network returns.
+# The treatment of several losses that a network returns.
 _Losses = Literal["sum", "first"]
 
 
@@ -137,7 +137,7 @@ class GradAccumulation(Settled, nn.Cell):
         remedy = "True means that network returns (loss_sum, weight)."
         self.weighted = check_bool(_OWNER, "weighted", weighted, remedy) or getattr(network, "returns_weight", False)
         self.losses = _check_losses(losses, self.weighted)
-        # Whether the loss looks at all rows together, and its micro batches take a pass before.
+        # True if the loss looks at all rows together, so that a first pass comes before its micro batches.
         self.is_cached = isinstance(network, GradCacheLoss)
         _check_cached(network, self.weighted, losses)
         self.batch_axis = check_batch_axis(batch_axis)

@@ -243,7 +243,7 @@ class MicroSteps:
         cell.in_thread_pool = pooled
         if hasattr(self, "cell"):
             follow_mode(cell, self.cell)
-            cell._get_attr_from_cell(self.cell)  # What `set_jit_config` has said.
+            cell._get_attr_from_cell(self.cell)  # The settings of `set_jit_config`.
         return cell
 
 

@@ -8,7 +8,7 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
-# What is random or counts in training, and does neither in evaluation. nn.BatchNorm3d has a BatchNorm2d inside.
+# Cells that draw or count in training alone. nn.BatchNorm3d has a BatchNorm2d inside.
 _BATCH_NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm),
     *(mint.nn.BatchNorm1d, mint.nn.BatchNorm2d, mint.nn.BatchNorm3d, mint.nn.SyncBatchNorm),

@@ -105,7 +105,7 @@ class PartitionedStep(Step):
         """The whole window as one graph. Return the items of a StepOutput."""
         check_compiling(True)
         sums = self.sums(*inputs)
-        # Of the loss sum alone; the weight beside it has no gradient.
+        # Only the loss sum has a gradient, not the weight beside it.
         loss_scale = self.loss_scale.value()
         grads = self.grad(self.sums, self.parameters)(*inputs, loss_scale * Tensor([1.0, 0.0], ms.float32))
         weight = sums[1]
@@ -166,8 +166,8 @@ class BatchSums(nn.Cell):
         self.weighted_loss.reports = False
         # One primitive per micro batch, or the compiler would take them for one.
         self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
-        # Where a micro batch ends. Without it the compiler does not tell the backward passes apart of a network whose
-        # forward is one function for all of them (`lazy_inline`) up to the loss.
+        # They mark the end of a micro batch. Without them the compiler cannot tell the backward passes of micro batches
+        # apart if the forward pass is one function for all of them (`lazy_inline`) up to the loss.
         self.joins = [_join(i, self.micro_size) for i in range(self.micro_size)]
         # Not left to the compiler, which would put one element on each of two devices.
         self.at_place = ops.Mul().shard(((), (1,)))

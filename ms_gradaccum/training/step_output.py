@@ -183,7 +183,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
             fields["other_losses"] = f"({', '.join(map(str, self.other_losses))})"
         return f"StepOutput({', '.join(f'{name}={value}' for name, value in fields.items())})"
 
-    # What follows takes the loss for the whole.
+    # The methods below take the loss for the whole output.
 
     def __str__(self) -> str:
         return str(self.loss)

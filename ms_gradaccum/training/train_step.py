@@ -45,7 +45,7 @@ class HostDrivenStep(Step):
         (self.reducer,), (self.end,) = self.window.reducers, self.window.ends
         self.buffer = self.reducer.buffer
         self.micro_step = self.window.micro_steps.cell
-        # Whether a larger graph would train a loss of which nothing is known.
+        # True if a larger graph would train a loss that has not been measured.
         loss_check = self.window.micro_steps.loss_check
         self.is_unmeasured = not loss_check.is_done and loss_check.adds_parts
 
@@ -94,7 +94,7 @@ class HostDrivenStep(Step):
         return 0 if self.accumulation_steps == 1 else self.window.count_on_host()
 
     def _end_batch(self, batches: int) -> StepOutput:
-        """Count a batch after so many, and end the window if it is the last one."""
+        """Count a batch of a window that had ``batches``, and end the window if it is the last one."""
         # A checkpoint may have come with more than this step collects.
         if batches + 1 >= self.accumulation_steps:
             return self._close()
@@ -245,7 +245,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         102.0 [[2.04]]
     """
 
-    # Whether `parameters_and_names` stands for what a checkpoint holds.
+    # True if `parameters_and_names` yields the parameters of a checkpoint, which are whole.
     _shows_whole = False
 
     def __init__(

@@ -162,7 +162,7 @@ class EagerUpdate:
         # The optimizer and optimizers inside it, each of which may have parts that MindSpore compiles.
         self.optimizers = optimizers_in(self.optimizer)
         self.all_parameters = [each for optimizer in self.optimizers for each in all_parameters(optimizer)]
-        # Their memory addresses in the last run, and the phase of the graphs that MindSpore has compiled with these.
+        # The memory addresses of the last run, and the phase of the graphs that MindSpore has compiled with them.
         self.places: list[int] | None = None
         self.phase = ""
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
