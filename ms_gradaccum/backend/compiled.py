@@ -281,7 +281,9 @@ def inlined(cells: Iterable[nn.Cell]) -> Iterator[None]:
     next compilation in the process.
     """
     on_cpu = ms.get_context("device_target") == "CPU"
-    late = [cell for cell in cells if on_cpu and is_inlined_late(cell)]
+    built = [cell for cell in cells if on_cpu and getattr(cell, "cell_init_args", "").startswith("lazy_inline_")]
+    # With a policy they have the attribute already.
+    late = [cell for cell in built if not hasattr(cell, "no_inline")]
     for cell in late:
         cell.no_inline = False
     try:
@@ -289,11 +291,6 @@ def inlined(cells: Iterable[nn.Cell]) -> Iterator[None]:
     finally:
         for cell in late:
             del cell.no_inline
-
-
-def is_inlined_late(cell: nn.Cell) -> bool:
-    """Return whether a cell was built with ``lazy_inline`` and without a policy."""
-    return getattr(cell, "cell_init_args", "").startswith("lazy_inline_") and not hasattr(cell, "no_inline")
 
 
 def return_memory() -> None:
@@ -344,7 +341,8 @@ def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None)
         return type(error)(first)  # Without the compiler's call stack below it.
     kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
     remedy = "Rewrite the code so that it compiles in GRAPH mode, or use PYNATIVE mode without compile=True."
-    other = next((place for cell in _cells_of(code) if (place := _other_self(cell))), "")
+    cells = () if code is None else [cell for _, cell in code.cells_and_names()]
+    other = next((place for cell in cells if (place := _other_self(cell))), "")
     if other:
         first, remedy = f"{other}.", "Call it 'self', the only name for it that the compiler knows."
     missing = _NO_KERNEL.search(text)
@@ -352,10 +350,6 @@ def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None)
         first, remedy = f"{missing[0]}.", "Use another device, or operators that have a kernel on this one."
     got = f"{'' if other else _place_of(text, code)}{first} No parameter was changed."
     return kind(f"For '{owner}', MindSpore must be able to compile {what}, but got {got} {remedy}\n{text}")
-
-
-def _cells_of(code: nn.Cell | None) -> list[nn.Cell]:
-    return [] if code is None else [cell for _, cell in code.cells_and_names()]
 
 
 def _other_self(cell: nn.Cell) -> str:

@@ -224,23 +224,12 @@ def _named_axes(axis: BatchAxis, items: dict[str, object]) -> Mapping[str, Batch
 
 def cut(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list[Tensor]:
     """Return the slices of a tensor between these rows, or the whole tensor for each if it is not split."""
-    on_host = ms.get_context("device_target") == "CPU"
-    return (_cut_on_host if on_host else _cut_on_device)(tensor, axis, bounds)
-
-
-def _cut_on_device(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list[Tensor]:
-    return [tensor if axis is None else tensor[_rows(tensor, axis, begin, end)] for begin, end in bounds]
-
-
-def _cut_on_host(tensor: Tensor, axis: int | None, bounds: list[tuple[int, int]]) -> list[Tensor]:
     if axis is None:
         return [tensor] * len(bounds)
+    before = (slice(None),) * (axis % tensor.ndim)
+    parts = [(*before, slice(begin, end)) for begin, end in bounds]
+    if ms.get_context("device_target") != "CPU":
+        return [tensor[part] for part in parts]
     # The data is in host memory already: a NumPy view is cheap, and on axis 0 nothing is copied.
     array = tensor.asnumpy()
-    views = (array[_rows(tensor, axis, begin, end)] for begin, end in bounds)
-    return [Tensor.from_numpy(np.ascontiguousarray(view)) for view in views]
-
-
-def _rows(tensor: Tensor, axis: int, begin: int, end: int) -> tuple[slice, ...]:
-    before: int = axis % tensor.ndim
-    return (slice(None),) * before + (slice(begin, end),)
+    return [Tensor.from_numpy(np.ascontiguousarray(array[part])) for part in parts]

@@ -205,7 +205,9 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
     elif settings.dtype == ms.float16:
         numbers = (settings.init_scale, settings.growth_factor, settings.backoff_factor, settings.growth_interval)
         scale = dynamic_loss_scale(*numbers)
-    text = f"{settings!r}, {type(settings.loss_scale).__name__}, {_number_of(scale)}"
+    # Read on the host without an operator: a step can be built for a device that this machine does not have.
+    number = scale.scale.asnumpy().item() if isinstance(scale, FixedLossScale) else 1.0
+    text = f"{settings!r}, {type(settings.loss_scale).__name__}, {number}"
     return Precision(settings.level, settings.dtype, scale, text, settings.reduce_dtype)
 
 
@@ -217,11 +219,6 @@ def check_scale_of_each(owner: str, mixed_precision: object, networks: int) -> N
         raise ValueError(
             argument_error(owner, "mixed_precision", rule, got, "Give a name or a MixedPrecision without one.")
         )
-
-
-def _number_of(scale: NoLossScale) -> float:
-    # Read on the host without an operator: a step can be built for a device that this machine does not have.
-    return scale.scale.asnumpy().item() if isinstance(scale, FixedLossScale) else 1.0
 
 
 def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:

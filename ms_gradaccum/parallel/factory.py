@@ -51,7 +51,9 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
     if is_semi_auto(network):
         return _compilers_own(owner, parallel, network)
     if isinstance(network, AutoParallel):
-        _check_auto_parallel(owner, network)
+        if network._pipeline_stages > 1:
+            got = f"{network._pipeline_stages} pipeline stages"
+            raise ValueError(argument_error(owner, "network", "in one pipeline stage", got, "Do not call pipeline()."))
         if parallel == "auto":
             parallel = _settings_of(network)
     return choose_kind(owner, parallel, world.size)
@@ -72,12 +74,6 @@ def _compilers_own(owner: str, parallel: object, network: nn.Cell) -> SemiAuto:
         remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
         raise ValueError(argument_error(owner, "parallel", "'auto' in semi-auto-parallel", repr(parallel), remedy))
     return SemiAuto(network)
-
-
-def _check_auto_parallel(owner: str, network: AutoParallel) -> None:
-    if network._pipeline_stages > 1:
-        got = f"{network._pipeline_stages} pipeline stages"
-        raise ValueError(argument_error(owner, "network", "in one pipeline stage", got, "Do not call pipeline()."))
 
 
 def _settings_of(network: AutoParallel) -> Kind:

@@ -140,21 +140,6 @@ class ShardLayout(NamedTuple):
     ends: tuple[int, ...]  # The elements of this part.
     dtype: ms.Type  # In which gradients are added up.
 
-    def reduce_scatter_messages(self) -> Messages:
-        """Return what `Shards.reduce_scatter` sends: of each bucket all rows, then the own ones between the groups."""
-        own = [_itemsize(self.dtype) * end for end in self.ends]
-        return _in_order(
-            self.group.reduce_scatter(self.group.size * each) + self.replicas.all_reduce(each) for each in own
-        )
-
-    def all_gather_messages(self) -> Messages:
-        """Return what `Shards.all_gather` sends, in float32."""
-        return _in_order(self.group.all_gather(_FLOAT * end) for end in self.ends)
-
-    def squares_messages(self) -> Messages:
-        """Return what `Shards.all_reduce_squares` sends: a float32 number per tensor."""
-        return self.world.all_reduce(_FLOAT * len(self.sizes))
-
 
 @dataclass(frozen=True)
 class ReducerLayout:
@@ -200,14 +185,20 @@ class ShardedLayout(ReducerLayout):
         return [owns * part * math.prod(shape) for part, shape in zip(self.shards.is_sharded, self.shards.shapes)]
 
     def messages(self, norm_passes: int = 1) -> Traffic:
-        scattered = self.shards.reduce_scatter_messages()
-        # Once the shards are there, the ranks send squares for the norms, then gather the whole tensors.
-        later = norm_passes * self.shards.squares_messages() + self.shards.all_gather_messages()
+        shards = self.shards
+        own = [_itemsize(shards.dtype) * end for end in shards.ends]
+        # All rows of each message, then the own ones between the groups.
+        scattered = _in_order(
+            shards.group.reduce_scatter(shards.group.size * each) + shards.replicas.all_reduce(each) for each in own
+        )
+        # Once the shards are there: squares for the norms, a float32 number per tensor, then the whole tensors.
+        later = norm_passes * shards.world.all_reduce(_FLOAT * len(shards.sizes))
+        later += _in_order(shards.group.all_gather(_FLOAT * end) for end in shards.ends)
         if not self.every_batch:
             return Traffic(per_update=self.all_reduced.messages() + scattered + later)
         return Traffic(
             per_micro_batch=scattered,
-            per_batch=self.shards.world.all_gather(_FLOAT),
+            per_batch=shards.world.all_gather(_FLOAT),
             per_update=self.all_reduced.messages() + later,
         )
 

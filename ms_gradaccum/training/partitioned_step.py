@@ -115,7 +115,7 @@ class PartitionedStep(Step):
             # It needs no norm. Both norms go in one message.
             norm, clipped_norm = partitioned_norms(mean, self.clip(mean, _NO_NORM))
         else:
-            norm = partitioned_norm(mean)
+            norm = ops.sqrt(ops.addn(_map(_marked_square, mean)))[0]
             clipped_norm = self.clip.norm_after(norm)
         overflow, updated = decide(norm, weight, self.loss_scale.skips_overflow)
         learning_rate = self.learning_rate()
@@ -168,7 +168,9 @@ class BatchSums(nn.Cell):
         self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
         # They mark the end of a micro batch. Without them the compiler cannot tell the backward passes of micro batches
         # apart if the forward pass is one function for all of them (`lazy_inline`) up to the loss.
-        self.joins = [_join(i, self.micro_size) for i in range(self.micro_size)]
+        self.joins = [ops.Add().add_prim_attr("forward_end", i) for i in range(self.micro_size)]
+        if self.micro_size == 1:
+            self.joins = [ops.Add()]
         # Not left to the compiler, which would put one element on each of two devices.
         self.at_place = ops.Mul().shard(((), (1,)))
         self.add_places = ops.Add().shard(((1,), (1,)))
@@ -190,10 +192,6 @@ class BatchSums(nn.Cell):
             weight = part_weight if weight is None else weight + part_weight
         first = self.at_place(loss_sum, Tensor([1.0, 0.0], ms.float32))
         return self.add_places(first, self.at_place(weight, Tensor([0.0, 1.0], ms.float32)))
-
-
-def _join(number: int, micro_size: int) -> ops.Primitive:
-    return ops.Add() if micro_size == 1 else ops.Add().add_prim_attr("forward_end", number)
 
 
 # A loop over the parameters would nest in the compiler, so what follows are functions for maps.
@@ -229,11 +227,6 @@ def _marked_squares(before: Tensor, after: Tensor) -> Tensor:
     both = ops.stack((total, _sum_of_squares(after)))
     # The way from the gradient, which the stack hides.
     return _mark(ops.depend(both, total), 0)
-
-
-def partitioned_norm(grads: tuple[Tensor, ...]) -> Tensor:
-    """Return the global norm over all devices, in a graph that the compiler partitions."""
-    return ops.sqrt(ops.addn(_map(_marked_square, grads)))[0]
 
 
 def partitioned_norms(grads: tuple[Tensor, ...], clipped: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

@@ -133,7 +133,7 @@ class Window:
     def _add(self, args: tuple[object, ...], kwargs: dict[str, object], reduces: bool) -> list[Outputs]:
         """Add one batch as :meth:`add` does, which has locked the window."""
         if self._watched < WATCHED_WINDOWS:
-            self._rates.append(self._rates_now())
+            self._rates.append([rate for optimizer in self.optimizers for rate in settable_rates(optimizer)])
         try:
             outputs = self.micro_steps.run(args, kwargs, reduces)
         except BaseException as error:
@@ -211,9 +211,6 @@ class Window:
         self.reset()
         self.compare_ranks()
         return _as_one_report(outputs, self.ends[0].clip_or(clip))
-
-    def _rates_now(self) -> list[float]:
-        return [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
 
     def _check_rates(self) -> None:
         """Warn if the learning rate of an update differs from that in the window's first batches."""
