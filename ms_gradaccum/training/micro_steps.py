@@ -17,7 +17,6 @@ from ms_gradaccum.parallel.reduced import check_hooks_run
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import first_pass_of
-from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.micro_step import (
     AddMicroBatch,
@@ -41,7 +40,7 @@ class MicroSteps:
     """The micro steps of the batches of a network."""
 
     def __init__(
-        self, network: GradAccumulation, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
+        self, network: nn.Cell, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
     ) -> None:
         self.owner = owner = settings.owner
         if reducers[0].comes_reduced:
@@ -129,7 +128,7 @@ class MicroSteps:
         is_first, self.has_begun = not self.has_begun, True
         if is_first:
             self._warn_of_network(eager)
-        batch = self.network.split(*args, **kwargs)
+        batch: SplitBatch = self.network.split(*args, **kwargs)
         if not self.has_split:
             inputs = self.network.positional(args, kwargs)
             self.has_split = warn_of_split(self.network, inputs, len(batch.micro_batches), is_first)
@@ -247,7 +246,7 @@ class MicroSteps:
         return cell
 
 
-def _check_reduced(owner: str, network: GradAccumulation, settings: StepSettings) -> None:
+def _check_reduced(owner: str, network: nn.Cell, settings: StepSettings) -> None:
     """Raise for what cannot be done with gradients of all ranks."""
     for name, is_given, rule in (
         ("network", network.is_cached, "one without GradCacheLoss"),

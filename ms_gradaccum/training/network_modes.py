@@ -6,7 +6,6 @@ from mindspore import Parameter, mint, nn
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 # Cells that draw or count in training alone. nn.BatchNorm3d has a BatchNorm2d inside.
 _BATCH_NORMS = (
@@ -17,7 +16,7 @@ FREEZE = "use_batch_statistics=False, or with its set_train(False) in a callback
 _TRAINS_ONLY = (*_BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
-def warn_of_modes(owner: str, network: GradAccumulation, adds_batches: bool) -> None:
+def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
     """Warn of a network that is in evaluation mode as a whole, in which MindSpore's step leaves it without a word, and
     of a BatchNorm in training."""
     cells = [cell for _, cell in network.network.cells_and_names()]
@@ -63,9 +62,7 @@ def takes_batch_statistics(norm: nn.Cell) -> bool:
     return bool(norm.training if follows_mode(norm) else norm.use_batch_statistics)
 
 
-def warn_custom_backward(
-    owner: str, network: GradAccumulation, parameters: Iterable[Parameter], adds_batches: bool
-) -> None:
+def warn_custom_backward(owner: str, network: nn.Cell, parameters: Iterable[Parameter], adds_batches: bool) -> None:
     """Warn of code in the backward pass that gets another gradient than in MindSpore's step."""
     hooked = next((parameter.name for parameter in parameters if parameter.hooks()), None)
     if hooked is not None and (network.micro_size > 1 or adds_batches):

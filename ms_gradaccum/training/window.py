@@ -20,7 +20,6 @@ from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import warn_of_same_data
 from ms_gradaccum.training.events import Events
-from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.micro_step import Outputs
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
@@ -56,7 +55,7 @@ class Window:
 
     def __init__(
         self,
-        network: GradAccumulation,
+        network: nn.Cell,
         optimizers: Sequence[nn.Cell],
         reducers: Sequence[GradientReducer],
         settings: StepSettings,
