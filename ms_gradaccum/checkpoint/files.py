@@ -55,6 +55,12 @@ def find_state(directory: str | Path) -> Path | None:
     return states[-1] if states else None
 
 
+def renamed_states(directory: str | Path) -> list[Path]:
+    """Return the folders inside a folder that hold a state under another name."""
+    found = [each for each in sorted(Path(directory).glob(f"[!.]*/{MANIFEST}")) if not number_of(each.parent)]
+    return [each.parent for each in found if f'"format": "{FORMAT}"' in each.read_text(errors="replace")[:100]]
+
+
 def partial_of(directory: Path, name: str) -> Path:
     """Return the temporary folder into which a state is written."""
     return directory / f"{_PARTIAL}{name}"

@@ -187,7 +187,9 @@ def _check_kind(name: str, value: Any, parameter: Parameter) -> None:
 def _choose(directory: Path) -> Path:
     state = files.find_state(directory)
     if state is None:
-        got = f"{directory.absolute()}, {'which has none' if directory.exists() else 'which is not there'}"
+        others = files.renamed_states(directory)
+        has = f"which has {others[0].name!r}" if others else "which has none"
+        got = f"{directory.absolute()}, {has if directory.exists() else 'which is not there'}"
         remedy = "Give the one that save_state() has written to, or the folder of one state."
         raise ValueError(argument_error(_OWNER, "directory", "a folder with states", got, remedy))
     return state

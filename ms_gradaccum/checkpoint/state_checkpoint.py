@@ -11,7 +11,7 @@ from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import Settled, check_bool, check_path, check_positive_float, check_positive_int
 from ms_gradaccum.checkpoint.contents import KEPT, STATES, exchange
-from ms_gradaccum.checkpoint.files import find_state
+from ms_gradaccum.checkpoint.files import find_state, renamed_states
 from ms_gradaccum.checkpoint.load import load_state
 from ms_gradaccum.checkpoint.save import save_state
 from ms_gradaccum.loops.model import Model
@@ -107,10 +107,13 @@ class StateCheckpoint(Settled, Callback):
         self._is_told_to_end = True
 
     def resume_into(self, model: Model) -> None:
-        """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
-        world = current_world(_OWNER)
-        if exchange(world.size, lambda: world.rank == 0 and find_state(self.directory) is not None)[0]:
-            load_state(model, self.directory)
+        """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective.
+
+        States under other names alone are an error: a training would begin anew in silence.
+        """
+        world, folder = current_world(_OWNER), self.directory
+        if exchange(world.size, lambda: world.rank == 0 and bool(find_state(folder) or renamed_states(folder)))[0]:
+            load_state(model, folder)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         if self.model is None:

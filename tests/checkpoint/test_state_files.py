@@ -14,9 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from linear_toy import line, sgd
 from mindspore import Tensor, nn
+from mindspore.dataset import NumpySlicesDataset
 from safetensors.numpy import load_file, save_file
 
-from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell, load_state, save_state
+from ms_gradaccum import (
+    Accumulator,
+    GradAccumulation,
+    Model,
+    StateCheckpoint,
+    TrainOneStepCell,
+    load_state,
+    save_state,
+)
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Contents
 
@@ -390,8 +399,20 @@ def test_a_renamed_state_is_loaded_by_its_folder(tmp_path):
     step = new_step()
     step(X, 2 * X)
     state = save_state(step, tmp_path / "run").path
-    renamed = state.rename(tmp_path / "best")
-    with pytest.raises(ValueError, match=re.escape(f"{state.parent}, which has none")):
+    renamed = state.rename(state.with_name("best"))
+    named = re.escape(f"{state.parent}, which has 'best'. Give the one that save_state() has written to, or the folder")
+    with pytest.raises(ValueError, match=named):
+        load_state(new_step(), state.parent)
+    # A training that would go on from it does not begin anew without a word.
+    network = line()
+    model = Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=sgd(network))
+    data = NumpySlicesDataset((X.asnumpy(), X.asnumpy())).batch(2)
+    with pytest.raises(ValueError, match=named):
+        model.train(1, data, callbacks=[StateCheckpoint(state.parent)], resume=True)
+    # A folder of another program is no state.
+    (state.parent / "another").mkdir()
+    (state.parent / "another" / files.MANIFEST).write_text('{"format": "other"}')
+    with pytest.raises(ValueError, match=named):
         load_state(new_step(), state.parent)
     fresh = new_step()
     assert load_state(fresh, renamed).path == renamed

@@ -88,6 +88,13 @@ def test_a_cell_of_one_process_fails_in_a_broken_build(cell, fault, tmp_path, ea
     assert judge(found)[0] == "failed"
 
 
+@pytest.mark.parametrize("fault, outcome", [(None, "passed"), ("division", "failed")])
+def test_a_pass_in_data_sink_mode_is_compared_by_its_parameters(fault, outcome, tmp_path, eager):
+    # No report comes out of a whole pass; on CPU MindSpore feeds its batches one by one.
+    cell = replace(next(cell for cell in ALONE if "sink" in cell.name), device="GPU", folder=str(tmp_path))
+    assert judge(run(trials.one_graph, fault, cell))[0] == outcome
+
+
 def test_jobs_of_several_fail_in_a_broken_build():
     """A wrong division, and ranks that do not add up. The first cell saves the state that another one loads."""
     saves = next(cell for cell in ALONE if cell.name.startswith("state"))

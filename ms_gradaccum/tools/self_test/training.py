@@ -177,10 +177,12 @@ class Training:
         # The parameters are rounded in each of two updates.
         largest = max(float(np.abs(value).max()) for value in whole.values())
         allowed += _DEVIATIONS * math.sqrt(2) * _FLOAT32 * largest / apart.moved
-        theirs = np.array(reports[-len(self.reports) :])
-        # The largest of numbers with a NaN is a NaN.
-        losses, norms = (np.abs(np.array(self.reports) - theirs) / theirs).max(0)
-        found = {"parameters": apart.difference / apart.moved, "losses": float(losses), "norms": float(norms)}
+        found = {"parameters": apart.difference / apart.moved}
+        if self.reports:
+            theirs = np.array(reports[-len(self.reports) :])
+            # The largest of numbers with a NaN is a NaN.
+            losses, norms = (np.abs(np.array(self.reports) - theirs) / theirs).max(0)
+            found |= {"losses": float(losses), "norms": float(norms)}
         return Found(found[worst(found)], allowed, worst(found))
 
 
