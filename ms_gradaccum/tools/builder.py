@@ -5,6 +5,7 @@ MindSpore, whose import takes seconds, is imported only after the first checks.
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 # The module name of an imported file. It is not "__main__", so that guarded code does not run.
 _FILE_MODULE = "__mp_main__"
 _RULE = "a function that a new process can import"
+# Words with which a file can define names that its text does not have.
+_DEFINES = r"import\s*\*|\b(globals|locals|vars|setattr|exec|modules|__dict__|__getattr__)\b"
 _REMEDY = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
 
 
@@ -23,15 +26,24 @@ def _sentence(owner: str, got: str, remedy: str = _REMEDY, rule: str = _RULE) ->
 
 
 def check_build(owner: str, build: str) -> None:
-    """Raise at once if the file or module of 'train.py:build' does not exist, before MindSpore is imported."""
+    """Raise at once if the file, module or function of 'train.py:build' does not exist. No file is run."""
     place, _, name = build.rpartition(":")
+    if not place or not name:
+        return
     importlib.invalidate_caches()
-    if place.endswith(".py") and name and not Path(place).is_file():
-        wrong, remedy = "whose file is not there", f"It is looked for at {Path(place).resolve()}."
-    elif place and name and not place.endswith(".py") and _find(place) is None:
+    is_file = place.endswith(".py")
+    spec = None if is_file else _find(place)
+    file = Path(place).resolve() if is_file else Path((spec and spec.origin) or "")
+    if is_file and not file.is_file():
+        wrong, remedy = "whose file is not there", f"It is looked for at {file}."
+    elif not is_file and spec is None:
         wrong, remedy = "whose module is not found", "Call the command in its folder, or add that to PYTHONPATH."
     else:
-        return
+        text = file.read_text(errors="replace") if file.suffix == ".py" else name
+        if re.search(rf"\b{re.escape(name.partition('.')[0])}\b|{_DEFINES}", text):
+            return
+        functions = ", ".join(re.findall(r"^def (\w+)", text, re.MULTILINE))
+        wrong, remedy = "which its file does not have", f"{file} has {functions or 'no function'}."
     raise ValueError(_sentence(owner, f"{build!r}, {wrong}", remedy))
 
 

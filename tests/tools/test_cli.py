@@ -96,6 +96,17 @@ def test_several_runs_are_in_one_picture_with_their_names(tmp_path, monkeypatch)
     assert len({curve.get_color() for curve in loss.get_lines()}) == 2
 
 
+def test_an_item_that_a_run_does_not_have_has_no_name_beside_the_curves(tmp_path, monkeypatch):
+    runs = [write_run(tmp_path / f"{name}.jsonl", range(1, 4)) for name in "ab"]
+    rewrite(runs[0], weight_norm=float, grad_norm=float, clipped_grad_norm=lambda update: 0.5)
+    rewrite(runs[1], weight_norm=lambda update: None, clipped_grad_norm=lambda update: None)
+    panels = axes_of(monkeypatch, *runs)
+    for panel, names in (("weight norm", [""]), ("gradient norm", [", before clipping", ", after clipping"])):
+        shown = [text.get_text() for text in panels[panel].get_legend().get_texts()]
+        others = [f"{runs[1]}, before clipping"] if len(names) > 1 else []
+        assert shown == [f"{runs[0]}{name}" for name in names] + others
+
+
 def test_a_resumed_run_has_its_last_report_on_each_update_and_nulls_are_gaps(tmp_path, monkeypatch):
     path = write_run(tmp_path / "run.jsonl", [1, 2, 3], loss=lambda update: None if update == 1 else 5.0)
     first = path.read_text()
@@ -151,9 +162,14 @@ GOOD = "import numpy as np\n\n\ndef build():\n    return np\n"
         ("nofile.py:build", "whose file is not there. It is looked for at {folder}/nofile.py."),
         ("nosuch:build", "whose module is not found. "),
         ("numpy.nosuch.part:build", "whose module is not found. "),
+        ("train.py:built", "which its file does not have. {folder}/train.py has build, other."),
+        ("empty.py:build", "which its file does not have. {folder}/empty.py has no function."),
+        ("json.decoder:nosuch", "which its file does not have. "),
     ],
 )
 def test_a_build_that_is_not_there_starts_nothing(command, build, got, tmp_path, capsys, monkeypatch):
+    (tmp_path / "train.py").write_text(f"{GOOD}\n\ndef other():\n    def inner(): ...\n")
+    (tmp_path / "empty.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", None)
     assert main([command, build, *(["--memory-limit", "4GiB"] if command == "micro-size" else [])]) == 2
@@ -164,8 +180,19 @@ def test_a_build_that_is_not_there_starts_nothing(command, build, got, tmp_path,
     assert output.err.count("\n") == 1 and output.out == ""
 
 
-def test_a_build_that_can_be_there_is_not_refused_and_not_run(tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text("import sys\nsys.path.append('there')\nimport nosuch\nbuild = nosuch.build\n")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys\nsys.path.append('there')\nimport nosuch\nbuild = nosuch.build\n",
+        "import beside\nfrom nosuch import build\n",
+        "from beside import *\n",
+        "globals()['bu' + 'ild'] = print\n",
+        "def __getattr__(name): ...\n",
+        "class build: ...\n",
+    ],
+)
+def test_a_build_that_can_be_there_is_not_refused_and_not_run(text, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     for build in ("train.py:build", "train.py:build.inner", "train:build", "__main__:build", "no place"):

@@ -1,6 +1,7 @@
 """MetricsLogger: what it writes is what happened, in each place, and nothing stops the training or gets lost."""
 
 import json
+import os
 import resource
 import sys
 import warnings
@@ -233,6 +234,16 @@ def test_a_program_may_change_its_folder(tmp_path, monkeypatch):
     logger.log(output_of(2.0))
     assert [line["loss"] for line in lines_of(tmp_path / "run.jsonl")] == [1.0, 2.0]
     assert list(Path.cwd().iterdir()) == [] and len(list((tmp_path / "events").iterdir())) == 2
+
+
+def test_the_lines_may_go_into_a_pipe():
+    reader, writer = os.pipe()
+    logger = MetricsLogger(f"/dev/fd/{writer}")
+    logger.log(output_of(1.0))
+    logger.close()
+    assert json.loads(os.read(reader, 10000))["loss"] == 1.0
+    os.close(reader)
+    os.close(writer)
 
 
 @pytest.mark.parametrize("name", ["path", "tensorboard_dir"])

@@ -21,9 +21,10 @@ class JsonLines:
         self.unwritten, self.has_failed = b"", False
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            with open(self.path, "a+b") as file:
-                has_lines = file.tell() > 0
-                if has_lines:
+            with open(self.path, "ab"):  # It may be a pipe.
+                has_lines = os.path.getsize(self.path) > 0
+            if has_lines:
+                with open(self.path, "rb") as file:
                     file.seek(-1, os.SEEK_END)
                     # A program that was killed can leave the start of a line.
                     self.unwritten = b"" if file.read() == b"\n" else b"\n"

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -70,10 +69,11 @@ class ProgressBar(Settled, Callback):
         self._entered = 0  # Model.fit enters and leaves its callbacks for each evaluation, too.
         self._by_hand = self._is_open = False
         self._bar: tqdm[Any] | None = None
-        self._streams = ExitStack()
+        self._streams: Any = None
         self._is_built = True
 
     def _open(self, total: int | None, unit: str) -> None:
+        self._close()  # If one object is given twice, or after a loop that was left.
         self._length, self._unit = total, unit
         self._step = self._shown_step = 0
         self._num_updates: int | None = None  # None: the step does not tell.
@@ -86,11 +86,8 @@ class ProgressBar(Settled, Callback):
         if self._is_open and live:
             self._bar = tqdm(total=total, unit=unit, mininterval=0, miniters=0)
             # Whole lines that others write go above the bar.
-            above = DummyTqdmFile(sys.stdout), DummyTqdmFile(sys.stderr)
-            self._streams.enter_context(redirect_stdout(above[0]))
-            self._streams.enter_context(redirect_stderr(above[1]))
-            # The start of a line without its end.
-            self._streams.callback(lambda: [each.write("\n") for each in above if any(each._buf)])
+            self._streams = sys.stdout, sys.stderr
+            self._above = sys.stdout, sys.stderr = DummyTqdmFile(sys.stdout), DummyTqdmFile(sys.stderr)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         params = run_context.original_args()
@@ -158,8 +155,12 @@ class ProgressBar(Settled, Callback):
         self._close()
 
     def _close(self) -> None:
-        self._streams.close()
         if self._bar is not None:
+            for each in self._above:
+                if any(each._buf):  # The start of a line without its end.
+                    each.write("\n")
+            if (sys.stdout, sys.stderr) == self._above:  # Else someone else has redirected them since.
+                sys.stdout, sys.stderr = self._streams
             self._bar.close()
         self._bar, self._is_open, self._by_hand = None, False, False
 

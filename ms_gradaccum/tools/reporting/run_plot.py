@@ -83,7 +83,9 @@ def draw(paths: Iterable[Any], output: Any) -> None:
 def _plot(axes: Any, run: list[dict[str, Any]], columns: Any, number: int, label: str, kind: str) -> None:
     # A dot too, or a single report would be invisible.
     style = {"marker": "." if len(run) < 50 else "", "color": f"C{number}", **_STYLES.get(kind, {})}
-    for i, values in enumerate(columns.T):
+    # What a run does not have gets no line, and no name beside them.
+    known = [values for values in columns.T if not np.isnan(values).all()]
+    for i, values in enumerate(known):
         axes.plot([report["update"] for report in run], values, label=label if label and not i else None, **style)
 
 
