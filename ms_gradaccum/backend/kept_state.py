@@ -55,12 +55,10 @@ class KeptTensors:
             raise RuntimeError(f"it changes {names} out of training alone, which stays changed")
 
 
-def _fingerprint(array: Array) -> bytes:
-    """Return sums of an array's bits, one for each 32 KiB: they take a tenth of the time of a cryptographic hash."""
+def _fingerprint(array: Array) -> tuple[int, ...]:
+    """Return Python's hash of each MiB of an array: it takes a third of the time of a cryptographic one."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    words = data[: data.size // 8 * 8].view(np.uint64)
-    sums = np.add.reduceat(words, range(0, words.size, 4096)) if words.size else words
-    return bytes(sums.tobytes() + data[words.nbytes :].tobytes())
+    return tuple([hash(data[begin : begin + 2**20].tobytes()) for begin in range(0, data.size, 2**20)])
 
 
 def as_array(tensor: Tensor) -> Array:

@@ -28,6 +28,11 @@ def test_each_bit_of_an_array_counts(shape, kind, seed):
 def test_rows_that_change_places_are_seen():
     queue = np.random.default_rng(0).normal(size=(4096, 16)).astype(np.float32)
     assert _fingerprint(queue) != _fingerprint(np.roll(queue, 1, 0))
+    # Its numbers change places in whole words, also far apart, and in one row.
+    simple = np.arange(2**18, dtype=np.float32)
+    for numbers in (2, 512, 2**17):
+        assert _fingerprint(simple) != _fingerprint(np.roll(simple, numbers))
+    assert _fingerprint(simple[:4]) != _fingerprint(np.roll(simple[:4], 2))
 
 
 @pytest.mark.parametrize("dtype", [ms.float32, ms.float16, ms.int32, ms.bool_])
