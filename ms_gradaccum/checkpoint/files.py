@@ -49,16 +49,21 @@ def number_of(state: Path) -> int:
 def find_state(directory: str | Path) -> Path | None:
     """Return the folder itself if it is a state, under whatever name, or else the last state in it."""
     folder = Path(directory).absolute()
-    if (folder / MANIFEST).is_file() or (number_of(folder) and folder.is_dir()):
+    if number_of(folder) and folder.is_dir():
         return folder
-    states = states_in(folder)
+    states = states_in(folder) or [folder] * _is_ours(folder / MANIFEST)
     return states[-1] if states else None
 
 
 def renamed_states(directory: str | Path) -> list[Path]:
     """Return the folders inside a folder that hold a state under another name."""
-    found = [each for each in sorted(Path(directory).glob(f"[!.]*/{MANIFEST}")) if not number_of(each.parent)]
-    return [each.parent for each in found if f'"format": "{FORMAT}"' in each.read_text(errors="replace")[:100]]
+    found = sorted(Path(directory).glob(f"[!.]*/{MANIFEST}"))
+    return [each.parent for each in found if not number_of(each.parent) and _is_ours(each)]
+
+
+def _is_ours(manifest: Path) -> bool:
+    """Return whether a file begins as the manifest of a state. Other programs write files of this name, too."""
+    return manifest.is_file() and f'"format": "{FORMAT}"' in manifest.read_text(errors="replace")[:100]
 
 
 def partial_of(directory: Path, name: str) -> Path:

@@ -419,6 +419,14 @@ def test_a_renamed_state_is_loaded_by_its_folder(tmp_path):
     assert held(fresh) == held(step)
 
 
+def test_a_manifest_of_another_program_hides_no_state(tmp_path):
+    (tmp_path / files.MANIFEST).write_text('{"format": "other"}')
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}, which has none")):
+        load_state(new_step(), tmp_path)
+    state = save_state(new_step(), tmp_path).path
+    assert load_state(new_step(), tmp_path).path == state
+
+
 def test_a_state_that_was_never_finished_is_none(tmp_path):
     state = save_state(new_step(), tmp_path).path
     partial = state.rename(files.partial_of(state.parent, state.name))
