@@ -201,7 +201,11 @@ class EMA(Settled, Callback, StatefulCallback):
         averages.begin()
         # Tensors, since parameters would be the step's. A tensor of a parameter shares its memory: of a copy, then.
         averages.kept = tuple(Tensor(parameter.copy()) for parameter in averages.parameters)
-        _assign(averages.parameters, averages.values)
+        try:
+            _assign(averages.parameters, averages.values)
+        except BaseException:
+            self.restore()
+            raise
 
     def restore(self) -> None:
         """Put the weights back that :meth:`swap` has kept, exactly as they were.

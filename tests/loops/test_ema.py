@@ -170,6 +170,24 @@ def test_the_weights_come_back_after_an_exception(eager):
     assert weight_of(network) == weight
 
 
+def test_a_swap_that_is_interrupted_leaves_the_weights(eager, monkeypatch):
+    network, model = toy(accumulation_steps=4)
+    ema = EMA(0.5, warmup_updates=0)
+    model.train(1, batches(2), callbacks=ema)
+    weight, assign = weight_of(network), ops.assign
+
+    def interrupted(target, value):
+        monkeypatch.setattr(ops, "assign", assign)
+        assign(target, value)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ops, "assign", interrupted)
+    with pytest.raises(KeyboardInterrupt), ema.swapped():
+        pass
+    assert weight_of(network) == weight
+    model.train(1, batches(2), callbacks=ema)
+
+
 class Results(train.Callback):
     def __init__(self):
         super().__init__()
