@@ -101,9 +101,10 @@ class LoopWindow(PreparedDatasets):
         """Go on with the windows whose sums are there: MindSpore's checkpoints have them, and how many batches."""
         if self.in_batch:
             return
-        known = [trained.reducers[0].buffer.known_batches for trained in self.networks]
         counts = [trained.count_on_host() for trained in self.networks]
-        if counts != known and max(counts) != self.counter.batches:
+        if counts != [trained.counted for trained in self.networks]:
+            for trained, count in zip(self.networks, counts):
+                trained.set_count(count)
             self.counter.go_on_at(max(counts))
             self.ends = False
 

@@ -43,6 +43,8 @@ class TrainedNetwork(Window):
     """
 
     last_clip: nn.Cell | None = None
+    # The number of batches in the buffers as the loop has counted them: a checkpoint or a graph can write another one.
+    counted = 0
     # True if gradients of the window came without a loss.
     _lacks_loss = False
 
@@ -136,9 +138,13 @@ class TrainedNetwork(Window):
     def _told(output: StepOutput, lacks_loss: bool) -> StepOutput:
         return output._replace(loss=None) if lacks_loss else output
 
+    def set_count(self, batches: int) -> None:
+        super().set_count(batches)
+        self.counted = batches
+
     def reset(self) -> None:
         super().reset()
-        self._lacks_loss = False
+        self._lacks_loss, self.counted = False, 0
 
 
 class BatchMeanLoss(nn.Cell):

@@ -12,7 +12,7 @@ from loop_toy import FOUR, batch, global_step, optimizer_of, renew, toy_loop, tr
 from mindspore import Tensor, nn, ops
 from step_probe import compilations, number
 
-from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput
+from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput, save_state
 from ms_gradaccum.training.window import WATCHED_WINDOWS
 
 PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))
@@ -332,6 +332,20 @@ def test_a_checkpoint_of_mindspore_empties_an_open_window(tmp_path, eager):
     list(train(accumulator, FOUR[3:]))
     ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "start.ckpt")))
     assert updates_of(accumulator, FOUR) == [False, False, False, True]
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_window_of_a_checkpoint_goes_on_after_a_look_at_it(before, tmp_path, eager):
+    network, accumulator = toy_loop(4)
+    list(train(accumulator, FOUR[:2]))
+    ms.save_checkpoint(accumulator, str(tmp_path / "middle.ckpt"))
+    network, accumulator = toy_loop(4)
+    # The window before has had as many batches, because the data ended.
+    list(train(accumulator, accumulator.prepare(FOUR[:before])))
+    ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
+    save_state(accumulator, tmp_path / "states")
+    assert updates_of(accumulator, FOUR[2:]) == [False, True]
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
 
 
