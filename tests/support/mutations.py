@@ -257,7 +257,7 @@ MUTATIONS = (
     Mutation(
         "a loop goes on with its own count after a checkpoint was loaded",
         "loops/loop_window.py",
-        "        if counts != known and max(counts) != self.counter.batches:\n",
+        "        if counts != [trained.counted for trained in self.networks]:\n",
         "        if not counts:\n",
         ("loops/test_accumulator.py",),
     ),
