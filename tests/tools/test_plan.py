@@ -1,6 +1,7 @@
 """TrainingPlan: against loops over batches, MindSpore's datasets, and trainings that really run."""
 
 import dataclasses
+import tracemalloc
 from collections import Counter
 
 import mindspore as ms
@@ -247,6 +248,14 @@ def test_rates_can_be_longer_than_the_training(kind):
     rates = [0.5, 0.25, 0.125, 1.0, 1.0]
     assert plan(8, 2, learning_rate=kind(rates), accumulation_steps=2).learning_rates == [0.5, 0.25]
     assert plan(8, 2).learning_rates is None
+
+
+def test_the_memory_of_a_plan_is_that_of_one_epoch_and_of_the_updates():
+    tracemalloc.start()
+    got = plan(10**5, 1, epochs=1000, accumulation_steps=1000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert got.batches == 10**8 and got.update_rows == 10**5 * [1000] and peak < 10**8
 
 
 def test_a_plan_is_a_dataclass():

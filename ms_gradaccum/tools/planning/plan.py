@@ -139,13 +139,14 @@ class TrainingPlan:
         per_epoch = len(batch_rows)
         batches = self.steps or per_epoch * (self.epochs or 0)
         begins, ends = _updates_of(batches, per_epoch, window, self.last_window)
-        before = np.concatenate([[0], np.cumsum(np.resize(batch_rows, batches))])
+        before = np.concatenate([[0], np.cumsum(batch_rows)])
+        first, behind = (each // per_epoch * before[-1] + before[each % per_epoch] for each in (begins, ends))
         given = self.dataset_size if isinstance(self.dataset_size, int) else tuple(self.dataset_size)
         # The class is frozen.
         vars(self).update(
             dataset_size=given,
             accumulation_steps=window,
-            update_rows=(before[ends] - before[begins]).tolist(),
+            update_rows=(behind - first).tolist(),
             batches_per_epoch=per_epoch,
             batches=batches,
             updates=len(ends),
