@@ -1,7 +1,8 @@
 """Time and memory of windows that run op by op, beside the loop that a user writes by hand. Prints one table.
 
-python benchmarks/eager.py                     # three networks, two optimizers, with a clip and without
+python benchmarks/eager.py                     # five networks, two optimizers, with a clip and without
 python benchmarks/eager.py --networks tiny     # the cost of a call
+ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/eager.py --networks conv transformer --micro-size 16
 
 Both do the same job in PYNATIVE mode: `value_and_grad` of each micro batch, sums in float32 in place, one division, a
 clip by the global norm or none, the optimizer, zeros. The loop by hand neither looks for Inf and NaN nor reports.
@@ -16,7 +17,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 from mindspore.experimental import optim
+from peers_mindspore import make_network as make_peer
 from windows import in_child, make_batch, make_network, micro_batches, reset_peak, run_window, status, versions
+from workload import WORKLOADS
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
 
@@ -34,6 +37,8 @@ class Case(NamedTuple):
     # An optimizer of mindspore.nn, which MindSpore compiles in PYNATIVE mode too, or one that runs op by op.
     optimizer: str = "Momentum"
     clips: bool = False
+    # The name of a network of peers.py in place of an MLP.
+    workload: str = ""
 
     def __str__(self) -> str:
         return f"{self.optimizer}{', clip' if self.clips else ''}"
@@ -43,18 +48,24 @@ NETWORKS = {
     "tiny": Case(width=8, layers=2, batch=16, micro_size=4),
     "middle": Case(width=256, layers=6, batch=1024, micro_size=8),
     "large": Case(width=1024, layers=6, batch=1024, micro_size=8),
+    "transformer": Case(width=128, layers=2, batch=64, micro_size=4, workload="transformer"),
+    "conv": Case(width=16, layers=3, batch=256, micro_size=4, workload="conv"),
 }
 
 
 def build(row: str, case: Case) -> tuple[nn.Cell, Callable[..., Any]]:
     """Return a network and what runs one window of it."""
-    network = make_network(case).set_train()
+    network = make_peer(WORKLOADS[case.workload]) if case.workload else make_network(case).set_train()
     parameters = network.trainable_params()
     optimizer = nn.Momentum(parameters, 0.1, 0.9) if case.optimizer == "Momentum" else optim.Adam(parameters, 1e-3)
     if row == LOOP:
         return network, loop_by_hand(network, optimizer, case)
     clip = ClipByGlobalNorm(MAX_NORM) if case.clips else None
     return network, TrainOneStepCell(GradAccumulation(network, case.micro_size), optimizer, clip=clip)
+
+
+def batch_of(case: Case) -> tuple[ms.Tensor, ...]:
+    return tuple(map(ms.Tensor, WORKLOADS[case.workload].batch())) if case.workload else make_batch(case)
 
 
 def loop_by_hand(network: nn.Cell, optimizer: nn.Cell, case: Case) -> Callable[..., Any]:
@@ -88,7 +99,7 @@ def by_ops(case: list[Any]) -> Case:
 def measure_times(given: list[Any], repeat: int) -> dict[str, list[float]]:
     """Return the seconds of windows that take turns, after two to warm up."""
     case = by_ops(given)
-    batch = make_batch(case)
+    batch = batch_of(case)
     programs = {row: build(row, case) for row in (LOOP, OURS)}
     seconds: dict[str, list[float]] = {row: [] for row in programs}
     for _ in range(2 + repeat):
@@ -103,7 +114,7 @@ def measure_times(given: list[Any], repeat: int) -> dict[str, list[float]]:
 def measure_memory(given: list[Any], row: str) -> float:
     """Return the peak of the resident memory over some windows minus what was resident before the first, in MB."""
     case = by_ops(given)
-    batch = make_batch(case)
+    batch = batch_of(case)
     network, step = build(row, case)
     resident = status("VmRSS")
     reset_peak()
@@ -126,7 +137,7 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> None:
     # Other programs disturb a window; the fastest twentieth is disturbed the least.
     low = {row: float(np.percentile(seconds, 5)) for row, seconds in times.items()}
     print(
-        f"{name:8}{case!s:16}{best[OURS]:9.2f}{best[LOOP]:9.2f} ms{best[OURS] / best[LOOP]:7.2f}"
+        f"{name:12}{case!s:16}{best[OURS]:9.2f}{best[LOOP]:9.2f} ms{best[OURS] / best[LOOP]:7.2f}"
         f"{low[OURS] / low[LOOP]:7.2f}{memory[OURS]:9.0f}{memory[LOOP]:6.0f} MB{memory[OURS] / memory[LOOP]:7.2f}",
         flush=True,
     )
@@ -135,17 +146,21 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--micro-size", type=int, help="instead of the network's own")
     parser.add_argument("--repeat", type=int, help="windows of each, in turns; default: 20, of the tiny one 200")
     parser.add_argument("--children", type=int, default=3, help="processes per figure")
     args = parser.parse_args()
     for name in args.networks:
         case = NETWORKS[name]
-        print(f"{name}: {case.layers} x (Dense({case.width}), GELU), {case.batch} rows, micro_size {case.micro_size}")
+        mlp = f"{case.layers} x (Dense({case.width}), GELU), {case.batch} rows"
+        network = str(WORKLOADS[case.workload]) if case.workload else mlp
+        print(f"{name}: {network}, micro_size {args.micro_size or case.micro_size}")
     print(versions())
-    print(f"{'':24}{'ours':>9}{'loop':>9}{'time':>10}{'5 %':>7}{'ours':>9}{'loop':>6}{'memory':>10}")
+    print(f"{'':28}{'ours':>9}{'loop':>9}{'time':>10}{'5 %':>7}{'ours':>9}{'loop':>6}{'memory':>10}")
     for name in args.networks:
         for settings in ({}, {"clips": True}, {"optimizer": "Adam"}):
-            measure(name, NETWORKS[name]._replace(**settings), args)
+            sizes = {"micro_size": args.micro_size} if args.micro_size else {}
+            measure(name, NETWORKS[name]._replace(**settings, **sizes), args)
 
 
 if __name__ == "__main__":
