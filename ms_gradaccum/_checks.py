@@ -276,19 +276,22 @@ def first_line(error: Exception) -> str:
     return next((line for line in lines if line.strip("-")), type(error).__name__)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, as in "1 batch" and "2 batches"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
 def warn_of_dropped(owner: str, batches: int) -> None:
     """Warn if the failure of a batch drops earlier batches of its window."""
     if batches:
-        warn(
-            f"For '{owner}', the batch failed in mid-window: the {batches} batches before it are dropped with it.",
-        )
+        warn(f"For '{owner}', the batch failed in mid-window, which also drops {counted(batches, 'batch')} before it.")
 
 
 def warn_of_open(owner: str, batches: int, when: str) -> None:
     """Warn of a window that nobody has finished."""
     warn(
-        f"For '{owner}', a window of {batches} batches was still open {when}, but no update was made with it. Call "
-        f"flush() after the loop, or drop() to throw it away."
+        f"For '{owner}', a window of {counted(batches, 'batch')} was still open {when}, but no update was made with it."
+        " Call flush() after the loop, or drop() to throw it away."
     )
 
 

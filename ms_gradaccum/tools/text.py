@@ -12,11 +12,6 @@ def aligned(rows: Iterable[tuple[str, ...]], indent: str = "") -> Iterator[str]:
         yield (indent + "  ".join(cells)).rstrip()
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, as in "1 batch" and "2 batches"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
 def size_text(count: int) -> str:
     """Return a number of bytes with its unit."""
     if count < 2**20:

@@ -20,7 +20,7 @@ from mindspore.experimental.optim.lr_scheduler import StepLR
 from ms_gradaccum import Accumulator, Model, TrainOneStepCell
 
 pytestmark = pytest.mark.usefixtures("eager")
-OPEN = "For 'Accumulator', a window of {} batches was still open {}, but no update was made with it. Call flush()"
+OPEN = "For 'Accumulator', a window of {} was still open {}, but no update was made with it. Call flush()"
 
 
 def own_loop(steps):
@@ -32,7 +32,7 @@ def test_a_window_that_is_left_open_is_named_when_the_next_pass_begins():
     _, accumulator = toy_loop(4)
     prepared = accumulator.prepare(FOUR)
     updates_of(accumulator, itertools.islice(prepared, 3))
-    rule = OPEN.format(3, "when the next pass over its data began").replace("()", r"\(\)")
+    rule = OPEN.format("3 batches", "when the next pass over its data began").replace("()", r"\(\)")
     with pytest.warns(UserWarning, match=rule) as told:
         updates_of(accumulator, itertools.islice(prepared, 2))
         updates_of(accumulator, itertools.islice(prepared, 2))
@@ -42,7 +42,9 @@ def test_a_window_that_is_left_open_is_named_when_the_next_pass_begins():
 def test_a_window_that_is_left_open_is_named_at_the_end_of_its_accumulator():
     _, accumulator = own_loop(3)
     updates_of(accumulator, FOUR)
-    with pytest.warns(UserWarning, match=OPEN.format(1, "at the end of its Accumulator").replace("()", r"\(\)")):
+    with pytest.warns(
+        UserWarning, match=OPEN.format("1 batch", "at the end of its Accumulator").replace("()", r"\(\)")
+    ):
         del accumulator
         gc.collect()
 
@@ -61,7 +63,7 @@ for _ in range(4):
 """
 
 
-OF_STEP = OPEN.replace("Accumulator", "TrainOneStepCell").format(1, "at the end of its step")
+OF_STEP = OPEN.replace("Accumulator", "TrainOneStepCell").format("1 batch", "at the end of its step")
 
 
 def own_step(end=None):
@@ -110,7 +112,7 @@ def test_a_window_of_a_step_that_nobody_finishes_is_named_at_the_end_of_the_prog
 
 def test_a_window_that_is_left_open_is_named_at_the_end_of_the_program():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
-    assert OPEN.format(1, "at the end of its Accumulator") in done.stderr
+    assert OPEN.format("1 batch", "at the end of its Accumulator") in done.stderr
 
 
 @pytest.mark.parametrize("end", ["flush", "drop", "carried", "held open", "evaluated"])

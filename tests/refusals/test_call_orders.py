@@ -125,7 +125,7 @@ def test_an_exception_inside_a_batch_does_not_shift_the_boundary(place):
     assert updates_of(accumulator, FOUR) == [False, False, False, True]
 
 
-DROPPED = "^For 'Accumulator', the batch failed in mid-window: the 1 batches before it are dropped with it.$"
+DROPPED = "^For 'Accumulator', the batch failed in mid-window, which also drops 1 batch before it.$"
 
 
 def test_a_batch_that_fails_op_by_op_leaves_its_window_as_it_was():

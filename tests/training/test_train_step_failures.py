@@ -10,7 +10,7 @@ from step_probe import LABELS, changed, number, tensors, values_of, with_a_bad_l
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
 WINDOW = {"accu_grads.weight", "accu_grads.bias", "accu_grads.weight.window_loss", "accu_grads.weight.window_weight"}
-DROPPED = "^For 'TrainOneStepCell', the batch failed in mid-window: the 1 batches before it are dropped with it.$"
+DROPPED = "^For 'TrainOneStepCell', the batch failed in mid-window, which also drops 1 batch before it.$"
 
 
 def classifier_step(accumulation_steps, micro_size=4):

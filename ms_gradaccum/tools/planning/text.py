@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ms_gradaccum._checks import counted
 from ms_gradaccum.parallel.layout import Message
-from ms_gradaccum.tools.text import counted
 
 
 def describe(plan: Any) -> str:

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from mindspore import nn
 
-from ms_gradaccum._checks import argument_error, check_positive_float, check_positive_int, typed
+from ms_gradaccum._checks import argument_error, check_positive_float, check_positive_int, counted, typed
 from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.parallel.world import current_world, gather_values
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.probing.child import IN_CHILD, OWNER
 from ms_gradaccum.tools.probing.measurement import Measured, measure
 from ms_gradaccum.tools.processes import error_of, refuse_inside
-from ms_gradaccum.tools.text import counted, size_text
+from ms_gradaccum.tools.text import size_text
 
 # The interval between two messages of the ranks. Unit: seconds.
 _MOMENT = 1.0

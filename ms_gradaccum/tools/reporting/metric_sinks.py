@@ -6,8 +6,7 @@ import os
 import time
 from typing import Any
 
-from ms_gradaccum._checks import argument_error, check_path, warn
-from ms_gradaccum.tools.text import counted
+from ms_gradaccum._checks import argument_error, check_path, counted, warn
 
 _OWNER = "MetricsLogger"
 

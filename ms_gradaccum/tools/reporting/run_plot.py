@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_gradaccum._checks import warn
-from ms_gradaccum.tools.text import counted
+from ms_gradaccum._checks import counted, warn
 
 _PANELS = {
     "loss": ("loss",),
