@@ -351,6 +351,18 @@ def test_sums_and_weights_must_add_up(kind, text, eager):
     assert [text in each for each in said] == [True] * (text is not None)
 
 
+def test_a_weight_that_is_never_0_is_seen(mode):
+    """Batches that end with padding show it in their halves alone."""
+
+    def padded(self, x, y, mask):
+        each = (self.net(x) - y).square().mean(-1)
+        return (each * mask).sum(), ops.maximum(mask.sum(), Tensor(1.0))
+
+    step, mask = step_of(Of(padded), weighted=True), Tensor((np.arange(len(X)) < len(X) // 2).astype(np.float32))
+    said = [said_by(lambda: step(Tensor(X), Tensor(Y), mask)) for _ in range(4)]
+    assert said[:3] == [[], [], []] and ["miss the weight by up to" in each for each in said[3]] == [True]
+
+
 def test_a_token_mean_is_right(eager):
     labels = np.where(MASK == 1, LABELS, -100).astype(np.int32)
     assert said_by(lambda: step_of(TokenMeanLoss(net()))(Tensor(X), Tensor(labels))) == []
