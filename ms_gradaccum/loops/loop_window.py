@@ -104,7 +104,7 @@ class LoopWindow(PreparedDatasets):
         counts = [trained.count_on_host() for trained in self.networks]
         if counts != [trained.counted for trained in self.networks]:
             for trained, count in zip(self.networks, counts):
-                trained.set_count(count)
+                trained.counted = count
             self.counter.go_on_at(max(counts))
             self.ends = False
 
