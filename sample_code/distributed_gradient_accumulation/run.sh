@@ -220,7 +220,7 @@ fi
 choose_port
 first_log=$logs/worker_$((node * local_workers)).log
 show_live_bar_on_terminal
-trap 'end_all_processes; kill -KILL "$watcher" 2>/dev/null; wait 2>/dev/null' EXIT
+trap '{ end_all_processes; kill -KILL "$watcher"; wait; } 2>/dev/null' EXIT
 trap 'exit 129' HUP
 trap 'exit 130' INT
 trap stop_workers TERM
@@ -228,8 +228,8 @@ watch_this_shell
 start_workers
 status=0
 wait_for_workers || status=$?
-end_all_processes
-wait "$msrun" "$viewer" 2>/dev/null || true
+# Bash reports a killed job as soon as it sees it, which may be before the wait.
+{ end_all_processes; wait "$msrun" "$viewer" || true; } 2>/dev/null
 if [[ -n ${MS_GRADACCUM_LIVE_BAR-} ]]; then
   sed -i 's/.*\r//' "$first_log" # the bar was for the terminal, the log keeps the lines
 fi

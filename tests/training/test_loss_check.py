@@ -359,8 +359,8 @@ def test_a_weight_that_is_never_0_is_seen(mode):
         return (each * mask).sum(), ops.maximum(mask.sum(), Tensor(1.0))
 
     step, mask = step_of(Of(padded), weighted=True), Tensor((np.arange(len(X)) < len(X) // 2).astype(np.float32))
-    said = [said_by(lambda: step(Tensor(X), Tensor(Y), mask)) for _ in range(4)]
-    assert said[:3] == [[], [], []] and ["miss the weight by up to" in each for each in said[3]] == [True]
+    said = [said_by(lambda: step(Tensor(X), Tensor(Y), mask)) for _ in range(2)]
+    assert said[0] == [] and ["miss the weight by up to" in each for each in said[1]] == [True]
 
 
 def test_a_token_mean_is_right(eager):
