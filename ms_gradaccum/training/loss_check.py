@@ -139,7 +139,7 @@ class LossCheck:
     def measure(self, rows: Rows, parts: int) -> Finding | None:
         """Return why the loss cannot be trained in so many parts, as far as these rows show it."""
         # Half of no weight hides a mean among sums, and shows a weight that is never 0.
-        mixed = self.network.weighted != (self.batches in (2, 8, 32))
+        mixed = self.batches not in (2, 8, 32) if self.network.weighted else self.batches in (4, 16)
         most = max(-(-rows.size // parts), 2)
         return self.measure_cuts([rows.cut(most, self.batches - 1, mixed)], parts)
 
