@@ -33,15 +33,18 @@ class KeptTensors:
         # The copies, by the index of their tensor.
         self.values = {i: as_array(each).copy() for i, each in enumerate(self.tensors) if copied(each)}
 
-    def changed(self) -> list[int]:
-        """Return the indices of the tensors whose values have changed."""
-        pairs = enumerate(zip(self.tensors, self.marks))
-        return [i for i, (tensor, mark) in pairs if _fingerprint(as_array(tensor)) != mark]
+    def changed(self, places: Iterable[int] | None = None) -> list[int]:
+        """Return the indices of the tensors whose values have changed, of all or of those in these places."""
+        looked_at = range(len(self.tensors)) if places is None else places
+        return [i for i in looked_at if _fingerprint(as_array(self.tensors[i])) != self.marks[i]]
 
-    def put_back(self) -> None:
-        """Restore the values of the tensors in place. Raise RuntimeError if there is no copy of one that changed."""
+    def put_back(self, places: Iterable[int] | None = None) -> None:
+        """Restore the values of the tensors, or of those in these places, in place.
+
+        Raise RuntimeError if there is no copy of one that changed.
+        """
         lost = []
-        for i in self.changed():
+        for i in self.changed(places):
             tensor = self.tensors[i]
             if i not in self.values:
                 lost.append(tensor)

@@ -85,6 +85,7 @@ class LossCheck:
         self.moved: set[int] | None = None
         self.runs: dict[Hashable, Any] = {}
         self.evaluated: tuple[str, ...] = _AS_IN_TRAINING
+        # True as long as the measurement runs op by op.
         self.eager = True
 
     @property
@@ -149,10 +150,10 @@ class LossCheck:
         A loss that is right op by op is right in a graph, and needs no compilation. Anything else is measured as the
         training runs the network. Several processes do that at once: an error of one would leave the others alone.
         """
-        runs_as_it_trains = runs_eagerly(self.settings.compiles)
-        self.eager = runs_as_it_trains or not self.several
+        trains_eagerly = runs_eagerly(self.settings.compiles)
+        self.eager = trains_eagerly or not self.several
         finding = self._first_finding(cuts, parts)
-        if finding is None or runs_as_it_trains == self.eager:
+        if finding is None or self.eager == trains_eagerly:
             return finding
         self.eager = False
         return self._first_finding(cuts, parts)
@@ -226,12 +227,13 @@ class LossCheck:
 
     def _loss(self, state: KeptState, rows: Rows) -> Loss:
         if self.moved != set():
-            state.tensors.put_back()
+            # The others, which may be large, are looked at once, at the end.
+            state.tensors.put_back(state.tensors.values)
         value, weight = (float(number.asnumpy()) for number in self._run(rows, "loss", LossOfRows)(*rows.tensors))
         return Loss(value, weight if self.network.weighted else rows.size)
 
     def _run(self, rows: Rows, kind: str, make: Callable[[WeightedLoss], nn.Cell]) -> Callable[..., Any]:
-        """Return what runs a cell around the loss as the training runs the network: compiled, or op by op."""
+        """Return what runs a cell around the loss, op by op or compiled."""
         key = (kind, self.eager, self.evaluated, rows.structure)
         if key not in self.runs:
             build = partial(_built, make, self.network, rows.structure)
