@@ -269,7 +269,7 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error message, or the name of the error's type."""
     lines = (line.strip() for line in str(error).splitlines())
     # MindSpore frames its headings with lines of dashes.

@@ -28,6 +28,8 @@ _JOB_VARIABLES = frozenset(
     "MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT RANK_ID RANK_SIZE RANK_TABLE_FILE".split()
 )
 _PR_SET_PDEATHSIG = 1
+# It is loaded here because a process that has forked from several threads cannot load it.
+_LIBC = ctypes.CDLL(None)
 # The polling interval of a folder. Unit: seconds.
 _MOMENT = 0.2
 # The number of characters of a log in an error.
@@ -42,10 +44,10 @@ class ChildError(Exception):
 
 
 class RankError(Exception):
-    """The error of a rank of a job."""
+    """The error of a rank of a job. Its own text has the first line of that."""
 
-    def __init__(self, rank: int, kind: str, text: str, traceback: str) -> None:
-        super().__init__(f"{kind}: {text}")
+    def __init__(self, rank: int, kind: str, text: str, line: str, traceback: str) -> None:
+        super().__init__(f"{kind}: {line}")
         self.rank, self.kind, self.text, self.traceback = rank, kind, text, traceback
 
 
@@ -76,10 +78,10 @@ def environment_outside_jobs() -> dict[str, str]:
 
 
 def import_path() -> list[str]:
-    """Return the module search path of this process without folders inside MindSpore."""
+    """Return the module search path of this process, without relative folders and those inside MindSpore."""
     # amp.auto_mixed_precision adds folders of MindSpore's layers, whose math.py would hide Python's in a new process.
     inside = str(Path(mindspore.__file__).parent)
-    return [place for place in sys.path if not place.startswith(inside)]
+    return [os.path.abspath(place) for place in sys.path if not place.startswith(inside)]
 
 
 def free_port() -> int:
@@ -91,7 +93,7 @@ def free_port() -> int:
 
 def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
     """Make the system send this process a signal when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, how)
 
 
 def depend_on(parent: int) -> None:
@@ -179,10 +181,10 @@ class Job:
             finally:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def wait(self, timeout: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    def wait(self, timeout: float, tell: Callable[[str], None], moment: float = _MOMENT) -> list[dict[str, Any]]:
         """Return the reports of all ranks. Raise the first RankError, an EndedError or, after so long, a TimeoutError.
 
-        Meanwhile ``tell`` is called with the current phase.
+        Meanwhile ``tell`` is called with the current phase, every ``moment`` seconds.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -201,7 +203,7 @@ class Job:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.count - len(reports)} of {self.count} processes")
             tell(self.phase())
-            time.sleep(_MOMENT)
+            time.sleep(moment)
 
     def phase(self) -> str:
         """Return the phase of the first rank that is not done. The first ranks have more to do than the others."""
@@ -251,29 +253,31 @@ class Meeting:
     def join(self, rank: int, size: int) -> None:
         """Enter as this rank, once it is known."""
         self.rank, self.size = rank, size
-        self._write(f"process_{rank}", str(os.getpid()))
+        self.write(f"process_{rank}", str(os.getpid()))
 
     def phase(self, text: str) -> None:
         """Report the current phase of this rank."""
-        self._write(f"phase_{self.rank}", text)
+        self.write(f"phase_{self.rank}", text)
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Report the results of this rank, which is then done."""
         self.phase(_DONE)
-        self._write(f"report_{self.rank}", pickle.dumps(values))
+        self.write(f"report_{self.rank}", pickle.dumps(values))
 
-    def error(self, error: Exception) -> None:
+    def error(self, error: BaseException) -> None:
         """Report an error of this rank."""
-        facts = {"kind": type(error).__name__, "text": first_line(error), "traceback": traceback.format_exc()}
-        self._write(f"error_{self.rank}.json", json.dumps({"rank": self.rank, **facts}))
+        facts = {"kind": type(error).__name__, "text": str(error), "line": first_line(error)}
+        self.write(
+            f"error_{self.rank}.json", json.dumps({**facts, "rank": self.rank, "traceback": traceback.format_exc()})
+        )
 
     def wait_for(self, name: str) -> None:
         """Wait until all ranks have reached this point."""
-        self._write(f"at_{name}_{self.rank}", "")
+        self.write(f"at_{name}_{self.rank}", "")
         while len(list(self.folder.glob(f"at_{name}_*"))) < self.size:
             time.sleep(_MOMENT)
 
-    def _write(self, name: str, content: str | bytes) -> None:
+    def write(self, name: str, content: str | bytes) -> None:
         """Write a file atomically."""
         partial = self.folder / f"partial_{self.rank}"
         partial.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -287,7 +291,7 @@ def serve(folder: str, function: str, task: str) -> None:
     module, _, name = function.partition(":")
     try:
         meeting.report(getattr(importlib.import_module(module), name)(meeting, **json.loads(task)))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         meeting.error(error)
     # msrun takes long to end the others if one ends by itself, and without its GPU MindSpore would end with an error.
     while True:

@@ -22,9 +22,8 @@ from refusal import raises, typed
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, find_micro_size
 from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.probing import child, micro_size_finder
-from ms_gradaccum.tools.probing.child import Training
-from ms_gradaccum.tools.probing.measurement import Measured
+from ms_gradaccum.tools.probing import micro_size_finder
+from ms_gradaccum.tools.probing.child import Measured, Training, is_out_of_memory
 from ms_gradaccum.tools.text import size_text
 
 
@@ -147,7 +146,7 @@ def test_a_wrong_argument_is_refused_at_once_in_one_sentence(name, value, error,
 
 
 def test_a_child_measures_nothing_in_turn(monkeypatch):
-    monkeypatch.setenv(child.IN_CHILD, "1")
+    monkeypatch.setenv(micro_size_finder.IN_CHILD, "1")
     with raises(
         RuntimeError,
         "For 'find_micro_size', the program must not call it when a new process imports the program, but it does. Put "
@@ -259,7 +258,7 @@ def test_what_a_function_returns_is_checked(place, value, error, text):
     made = [*nothing(), {}]
     made[place] = value
     with pytest.raises(error, match=rf"^For '\w+', the argument {re.escape(text)}"):
-        Training.of(tuple(made), 1)
+        Training(tuple(made), 1)
 
 
 @pytest.mark.parametrize("made, got", [(None, "NoneType"), ([1, 2, 3], "list"), ((1, 2), "tuple of 2")])
@@ -267,27 +266,26 @@ def test_a_function_must_return_a_tuple_of_three_or_four(made, got):
     with pytest.raises(
         TypeError, match=rf"the argument 'build' must be {re.escape(RETURNS)}, but got {got}\. The dict"
     ):
-        Training.of(made, 1)
+        Training(made, 1)
 
 
 def test_a_batch_that_the_network_does_not_take_is_refused():
     network, optimizer, batch = nothing()
     with pytest.raises(TypeError, match="^For 'GradAccumulation', the inputs must fit the network's construct"):
-        Training.of((network, optimizer, (batch, batch)), 1)
-    training = Training.of((network, optimizer, Tensor(np.ones((0, 2), np.float32))), 1)
+        Training((network, optimizer, (batch, batch)), 1)
     with pytest.raises(ValueError, match="^For 'GradAccumulation', a batch must have at least one row"):
-        training.rows()
+        Training((network, optimizer, Tensor(np.ones((0, 2), np.float32))), 1)
 
 
 def test_few_micro_batches_stand_for_all_and_have_all_shapes():
     batch = Tensor(np.arange(22, dtype=np.float32).reshape(11, 2))
     for micro_size, rows in ((1, [11]), (3, [4, 4, 3]), (4, [3, 3, 3, 2]), (9, [2, 2, 1, 1]), (11, [1] * 4)):
         network, optimizer, _ = nothing()
-        training = Training.of((GradAccumulation(network, 1), optimizer, batch), micro_size)
-        assert training.rows() == 11
+        training = Training((GradAccumulation(network, 1), optimizer, batch), micro_size)
+        assert training.rows == 11
         assert [part.rows for part in training.step.network.split(batch).micro_batches] == rows
     network, optimizer, _ = nothing()
-    last = Training.of((network, optimizer, batch), 5).step.network.split(batch).micro_batches[-1]
+    last = Training((network, optimizer, batch), 5).step.network.split(batch).micro_batches[-1]
     np.testing.assert_array_equal(last.tensors[0].asnumpy(), batch.asnumpy()[9:])
 
 
@@ -307,7 +305,7 @@ def test_the_settings_of_a_training_are_kept_also_in_half_precision(eager):
     # The loss scale begins so high that some windows are skipped before there are two updates.
     half = MixedPrecision("fp16", "O2", init_scale=2.0**24)
     settings = {"mixed_precision": half, "clip": ClipByGlobalNorm(1.0), "accumulation_steps": 2}
-    training = Training.of((outer, optimizer, batch, settings), 6)
+    training = Training((outer, optimizer, batch, settings), 6)
     parts = training.step.network
     assert (parts.micro_size, parts.weighted, parts.batch_axis) == (6, True, (1, 0))
     training.run()
@@ -316,27 +314,31 @@ def test_the_settings_of_a_training_are_kept_also_in_half_precision(eager):
 
 def test_a_long_window_is_measured_by_two_of_its_batches(eager):
     network, optimizer, batch = nothing()
-    training = Training.of((network, optimizer, batch, {"accumulation_steps": 10_000}), 1)
+    training = Training((network, optimizer, batch, {"accumulation_steps": 10_000}), 1)
     training.run()
     assert optimizer.global_step.asnumpy().item() == 2
 
 
 def test_training_stops_if_no_update_is_ever_made(eager):
     network, optimizer, _ = nothing()
-    Training.of((network, optimizer, Tensor(np.full((2, 2), np.nan, np.float32))), 1).run()
+    Training((network, optimizer, Tensor(np.full((2, 2), np.nan, np.float32))), 1).run()
     assert optimizer.global_step.asnumpy().item() == 0
 
 
 def test_cells_are_measured_in_training_mode_unless_the_function_has_set_it():
     network, optimizer, batch = nothing()
     assert not network.dense.training
-    Training.of((network, optimizer, batch), 1)
+    Training((network, optimizer, batch), 1)
     assert network.training and network.dense.training
     network, optimizer, batch = nothing()
     network.set_train()
     network.dense.set_train(False)
-    Training.of((network, optimizer, batch), 1)
+    Training((network, optimizer, batch), 1)
     assert network.training and not network.dense.training
+
+
+def is_missing_memory(error):
+    return is_out_of_memory(type(error).__name__, str(error))
 
 
 @pytest.mark.parametrize(
@@ -352,7 +354,7 @@ def test_cells_are_measured_in_training_mode_unless_the_function_has_set_it():
     ],
 )
 def test_missing_memory_is_told_from_other_errors(error, expected):
-    assert child.is_out_of_memory(error) is expected
+    assert is_missing_memory(error) is expected
 
 
 def test_memory_that_this_device_lacks_is_told_from_other_errors():
@@ -360,12 +362,12 @@ def test_memory_that_this_device_lacks_is_told_from_other_errors():
         np.ones(2**45)
     with pytest.raises(RuntimeError) as mindspores:
         ops.ones((2**40,), ms.float32).sum().asnumpy()
-    assert child.is_out_of_memory(numpys.value) and child.is_out_of_memory(mindspores.value)
+    assert is_missing_memory(numpys.value) and is_missing_memory(mindspores.value)
 
 
 def test_the_toy_for_the_measurements_trains(eager):
     network, optimizer, _ = wide(ms.PYNATIVE_MODE)
     batch = Tensor(np.ones((2, 4, 256), np.float32))
     before = network.dense.weight.asnumpy().copy()
-    Training.of((network, optimizer, batch), 2).run()
+    Training((network, optimizer, batch), 2).run()
     assert np.any(network.dense.weight.asnumpy() != before)

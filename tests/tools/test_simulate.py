@@ -119,6 +119,23 @@ def test_a_step_that_nothing_partitions_is_refused(tmp_path):
         wait_for_reports(job, 60.0, str)
 
 
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (ValueError("For 'GradAccumulation', one.\nAnd a hint."), "For 'GradAccumulation', one.\nAnd a hint."),
+        (
+            RuntimeError("one\n----\ntwo"),
+            "For 'simulate', what 'build' returns must compile and run, but rank 0 got RuntimeError: one",
+        ),
+    ],
+)
+def test_an_error_of_ours_comes_whole_and_of_any_other_the_first_line(error, text, tmp_path):
+    Meeting(str(tmp_path)).error(error)
+    with job_of(tmp_path, 1) as job, pytest.raises(type(error)) as raised:
+        wait_for_reports(job, 60.0, str)
+    assert str(raised.value) == text
+
+
 @contextmanager
 def job_of(folder, count):
     """A job whose files are in a folder, and whose process does nothing."""

@@ -1,11 +1,9 @@
-"""The child process: it builds a training, trains two windows and writes what it has measured into a file."""
+"""The child process of a measurement: it builds a training and trains two windows."""
 
 import json
 import os
 import re
 import resource
-import sys
-import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +15,15 @@ from ms_gradaccum.batch.nested_inputs import as_call
 from ms_gradaccum.batch.split import SplitBatch, split_batch
 from ms_gradaccum.parallel.semi_auto import is_semi_auto
 from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.processes import depend_on
+from ms_gradaccum.tools.processes import Meeting
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, as_grad_accumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 OWNER = "find_micro_size"
-# Set in the environment of each child, which must not measure in turn.
-IN_CHILD = "MS_GRADACCUM_PROBE"
-
+# The file with what is known before the first window.
+_BEGUN = "begun"
+# How far beyond the limit single rows may go, so that an error can say how much they take.
+_LEAST_EXCESS = 2**30
 # After the second update the optimizer has all its state. A loss scale that starts too high skips some windows.
 _UPDATES, _MOST_WINDOWS = 2, 20
 # How many micro batches stand for all at either end: the second one reuses the memory of the first one.
@@ -36,37 +35,39 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
-def main() -> None:
-    """Measure the training of the arguments: a Builder as JSON, micro_size, a folder for the facts, the parent."""
-    text, micro_size, place, parent = sys.argv[1:]
-    builder, folder = Builder(*json.loads(text)), Path(place)
-    depend_on(int(parent))
-    # The system ends this process first when it has no memory, and no image of it stays behind.
+class Measured(NamedTuple):
+    """The memory of a training, in bytes. An item is None if its process ended before it was known."""
+
+    rows: int | None = None
+    # In use before the first window, and the most in use from then on.
+    loaded: int | None = None
+    peak: int | None = None
+    # The process is killed if it takes more than this. None if the memory is that of a device.
+    cap: int | None = None
+    is_killed: bool = False
+
+
+def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home: str) -> dict[str, int]:
+    """Train in ``micro_size`` micro batches what the function of a Builder returns, in the folder ``home``."""
+    os.chdir(home)
+    # When memory runs out, the system kills this process first, without a core dump.
     Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    facts: dict[str, Any] = {}
+    training, on_host = Training(Builder(*builder).call(), micro_size), ms.get_context("device_target") == "CPU"
+    # Building has left gaps, which the training would fill first.
+    return_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # The peak starts from the memory of now.
+    loaded = memory_of("self", "VmRSS") if on_host else ms.runtime.memory_allocated()
+    cap = limit + (max(limit, _LEAST_EXCESS) if training.rows <= micro_size else 0)
+    meeting.write(_BEGUN, json.dumps(Measured(training.rows, loaded, None, cap if on_host else None)))
+    training.run()
+    return {"peak": memory_of("self", "VmHWM") if on_host else ms.runtime.max_memory_allocated()}
 
-    def tell(**more: Any) -> None:
-        facts.update(more)
-        (folder / "partial").write_text(json.dumps(facts))
-        (folder / "partial").rename(folder / "facts")
 
-    try:
-        training = Training.of(builder.call(), int(micro_size))
-        on_host = ms.get_context("device_target") == "CPU"
-        # Building has left gaps, which the training would fill first.
-        return_memory()
-        Path("/proc/self/clear_refs").write_text("5")  # The peak starts from the memory of now.
-        loaded = memory_of("self", "VmRSS") if on_host else ms.runtime.memory_allocated()
-        tell(rows=training.rows(), loaded=loaded, on_host=on_host)
-        training.run()
-        tell(peak=memory_of("self", "VmHWM") if on_host else ms.runtime.max_memory_allocated())
-    except BaseException as error:
-        report = {"error": [type(error).__name__, str(error)], "traceback": traceback.format_exc()}
-        tell(**report, out_of_memory=is_out_of_memory(error))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # Nothing is left to clean up.
+def begun(folder: Path) -> Measured:
+    """Return what a child has written before its first window."""
+    file = folder / _BEGUN
+    return Measured(*json.loads(file.read_text())) if file.exists() else Measured()
 
 
 def memory_of(process: int | str, key: str) -> int:
@@ -78,25 +79,21 @@ def memory_of(process: int | str, key: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory was missing. MindSpore words it differently for each device."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and died_of_memory(str(error)))
+def is_out_of_memory(kind: str, text: str) -> bool:
+    """Return whether an error means that memory ran out. MindSpore words it differently for each device."""
+    return "MemoryError" in kind or (kind == "RuntimeError" and _OUT_OF_MEMORY.search(text) is not None)
 
 
-def died_of_memory(last_words: str) -> bool:
-    """Return whether the last output of a process says that memory was missing."""
-    return _OUT_OF_MEMORY.search(last_words) is not None
+class Training:
+    """The training that a function has built, with so many micro batches.
 
+    Attributes:
+        step: The training step.
+        inputs: Its batch.
+        rows: The rows of the batch.
+    """
 
-class Training(NamedTuple):
-    """A training step and its batch."""
-
-    step: TrainOneStepCell
-    inputs: tuple[Any, ...]
-
-    @staticmethod
-    def of(made: Any, micro_size: int) -> "Training":
-        """Return the training of what a function has built, with so many micro batches, or raise."""
+    def __init__(self, made: Any, micro_size: int) -> None:
         if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance((*made, {})[3], dict):
             rule = "a function that returns (network, optimizer, batch) or (network, optimizer, batch, dict)"
             got = f"{type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple) else "")
@@ -108,19 +105,17 @@ class Training(NamedTuple):
                 "one that the compiler partitions, which one process cannot measure",
             )
             raise ValueError(argument_error(OWNER, "network", rule, got, "Give the cell inside."))
-        network = as_grad_accumulation(OWNER, network)
+        whole = as_grad_accumulation(OWNER, network)
         args, kwargs = as_call(OWNER, batch)
-        inputs = network.positional(args, kwargs)
-        network.bind(inputs, {})
-        step = TrainOneStepCell(FewMicroBatches.like(network, micro_size), optimizer, **settings)
+        self.inputs = whole.positional(args, kwargs)
+        whole.bind(self.inputs, {})
+        network, axis = whole.network, whole.batch_axis
+        few = FewMicroBatches(network, micro_size, weighted=whole.weighted, batch_axis=axis, losses=whole.losses)
+        self.step = TrainOneStepCell(few, optimizer, **settings)
+        self.rows = split_batch(self.inputs, 1, axis).micro_batches[0].rows
         # In evaluation mode, in which cells are made, Dropout and BatchNorm take less memory than in training.
-        if not any(cell.training for _, cell in network.network.cells_and_names()):
-            step.set_train()
-        return Training(step, inputs)
-
-    def rows(self) -> int:
-        """Return the rows of the batch."""
-        return split_batch(self.inputs, 1, self.step.network.batch_axis).micro_batches[0].rows
+        if not any(cell.training for _, cell in network.cells_and_names()):
+            self.step.set_train()
 
     def run(self) -> None:
         """Train windows of one batch until the optimizer has run twice."""
@@ -140,13 +135,7 @@ class FewMicroBatches(GradAccumulation):
     copied, that takes as much as the batch.
     """
 
-    @staticmethod
-    def like(whole: GradAccumulation, micro_size: int) -> GradAccumulation:
-        """Return a cell with the settings of another one, but for its number of micro batches."""
-        settings: dict[str, Any] = {"weighted": whole.weighted, "losses": whole.losses}
-        return FewMicroBatches(whole.network, micro_size, batch_axis=whole.batch_axis, **settings)
-
-    def split(self, *args: Any, **kwargs: Any) -> SplitBatch:
+    def split(self, *args: object, **kwargs: object) -> SplitBatch:
         """Return a few of the micro batches of one batch; the larger ones come first, the smaller ones last."""
         batch = self.whole = super().split(*args, **kwargs)
         # A loss of the whole batch takes the memory of all its rows.

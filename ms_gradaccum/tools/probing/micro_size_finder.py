@@ -1,12 +1,14 @@
 """The smallest number of micro batches whose training fits into a given memory."""
 
+import os
 import re
+import signal
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mindspore import nn
 
@@ -14,11 +16,14 @@ from ms_gradaccum._checks import argument_error, check_positive_float, check_pos
 from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.parallel.world import current_world, gather_values
 from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.probing.child import IN_CHILD, OWNER
-from ms_gradaccum.tools.probing.measurement import Measured, measure
-from ms_gradaccum.tools.processes import error_of, refuse_inside
+from ms_gradaccum.tools.probing.child import OWNER, Measured, begun, is_out_of_memory, memory_of, work
+from ms_gradaccum.tools.processes import ChildError, EndedError, Job, RankError, error_of, refuse_inside
 from ms_gradaccum.tools.text import size_text
 
+# The environment variable that marks the child processes, which must not measure in turn.
+IN_CHILD = "MS_GRADACCUM_PROBE"
+# The interval between two looks at the memory of a child: a process takes a second to fill 1 to 3 GB.
+_LOOK = 0.01
 # The interval between two messages of the ranks. Unit: seconds.
 _MOMENT = 1.0
 _TEXT = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
@@ -108,9 +113,7 @@ def find_micro_size(
     return search(Event()) if current_world(OWNER).size == 1 else _agreed(search)
 
 
-def _first_that_fits(
-    measured: Callable[[int], Measured], limit: int, report: Callable[[Probe], object] | None = None
-) -> int:
+def _first_that_fits(measured: Callable[[int], Measured], limit: int, report: Callable[[Probe], object] | None) -> int:
     """Return the smallest micro_size that fits, or raise."""
     last = Measured()
 
@@ -141,47 +144,89 @@ def _first_that_fits(
 
 def _too_little(single: Measured, limit: int) -> str:
     """Return the error message for a limit that is too small, from the measurement of single rows."""
-    rows, loaded, peak, passed = single
-    if rows is None or loaded is None or peak is passed is None:
+    rows, loaded, peak, cap, is_killed = single
+    if rows is None or not (peak or is_killed):
         what = "network, optimizer and batch" if rows is None else f"single rows (micro_size={rows})"
         return f"For '{OWNER}', {what} must fit into this machine, but got no memory for them. Make them smaller."
-    takes = f"at least the {size_text(peak)}" if peak is not None else f"more than the {size_text(passed or 0)}"
+    takes = f"at least the {size_text(peak)}" if peak else f"more than the {size_text(cap or 0)}"
     rule = f"{takes} that single rows (micro_size={rows}) take"
-    remedy = f"{size_text(loaded)} of it are in use before the first row: shrink network, optimizer or batch."
+    remedy = f"{size_text(loaded or 0)} of it are in use before the first row: shrink network, optimizer or batch."
     return argument_error(OWNER, "memory_limit", rule, size_text(limit), remedy)
+
+
+class _Exceeded(Exception):
+    """A child process takes too much memory."""
+
+
+def measure(builder: Builder, micro_size: int, limit: int, timeout: float, stop: Event) -> Measured:
+    """Train in ``micro_size`` micro batches in a new process. Raise if it fails for another reason than memory."""
+    task = {"builder": builder, "micro_size": micro_size, "limit": limit, "home": os.getcwd()}
+    with Job(OWNER, 1, IN_CHILD, f"{work.__module__}:{work.__name__}", task) as job:
+
+        def watch(phase: str) -> None:
+            if stop.is_set():
+                raise InterruptedError
+            cap = begun(job.folder).cap
+            if cap is not None and memory_of(job.process.pid, "VmHWM") > cap:
+                raise _Exceeded
+
+        try:
+            (report,) = job.wait(timeout, watch, _LOOK)
+            return begun(job.folder)._replace(peak=report["peak"])
+        except _Exceeded:
+            return begun(job.folder)._replace(is_killed=True)
+        except TimeoutError:
+            rule = f"more than what two windows of micro_size={micro_size} take"
+            raise TimeoutError(argument_error(OWNER, "timeout", rule, f"{timeout:g} s", "Give it more time.")) from None
+        except (RankError, EndedError) as error:
+            _check_end(error, job, micro_size)
+            return begun(job.folder)
+
+
+def _check_end(error: RankError | EndedError, job: Job, micro_size: int) -> None:
+    """Raise unless a child has failed because memory ran out."""
+    must_run = f"For '{OWNER}', the training must run, but with micro_size={micro_size}"
+    if isinstance(error, EndedError):
+        status, said = job.process.returncode, job.last_words()
+        # Only the system sends SIGKILL, when memory runs out.
+        if status != -signal.SIGKILL and not is_out_of_memory("RuntimeError", said):
+            how = signal.Signals(-status).name if status < 0 else f"status {status}"
+            raise RuntimeError(f"{must_run} its process ended with {how}. Its last words: {said or 'none'}") from None
+    elif not is_out_of_memory(error.kind, error.text):
+        kind, text = error.kind, error.text
+        if begun(job.folder).rows is not None:
+            kind, text = "RuntimeError", f"{must_run} got {kind}: {text}"
+        elif not text.startswith("For '"):  # Else it says which argument is wrong.
+            rule = "the function that builds the training must run in a new process"
+            kind, text = "RuntimeError", f"For '{OWNER}', {rule}, but got {kind}: {text}"
+        raise error_of(kind, text) from ChildError(error.traceback)
 
 
 def _agreed(search: Callable[[Event], int]) -> int:
     """Return the largest of the ranks' answers, or raise on all of them the error of one. Collective."""
     stop = Event()
+    # The answer of each rank, a list of the type and the text of its error, or None while it searches.
+    states: list[int | list[str] | None] = [None]
     with ThreadPoolExecutor(1) as pool:
-        # The ranks talk meanwhile: a message that one of them waits for too long (30 s on CPU) would fail.
         answer = pool.submit(search, stop)
-        answers: list[Any] = [None]
         try:
-            while None in answers and not any(isinstance(each, list) for each in answers):
-                answers = gather_values(_state(answer))
+            # The ranks talk meanwhile: a message that one of them waits for too long (30 s on CPU) would fail.
+            while None in states and not any(isinstance(each, list) for each in states):
+                is_done = bool(wait([answer], _MOMENT).done)
+                error = answer.exception() if is_done else None
+                own = [type(error).__name__, str(error)] if error else answer.result() if is_done else None
+                states = gather_values(own)
         finally:
             stop.set()
-    failed = next((rank for rank, each in enumerate(answers) if isinstance(each, list)), None)
-    if failed is None:
-        largest: int = max(answers)
-        return largest
-    if isinstance(answers[current_world(OWNER).rank], list):
-        answer.result()  # Raises the error of this rank.
-    kind, text = answers[failed]
-    raise error_of(kind, f"Rank {failed} has failed. {text}")
+    for rank, failed in enumerate(states):
+        if isinstance(failed, list):
+            if isinstance(states[current_world(OWNER).rank], list):
+                answer.result()  # Raises the error of this rank.
+            raise error_of(failed[0], f"Rank {rank} has failed. {failed[1]}")
+    return max(each for each in states if isinstance(each, int))
 
 
-def _state(answer: "Future[int]") -> Any:
-    """Return the message of this rank to the others after a moment: None, its answer, or a list of its error."""
-    if not wait([answer], timeout=_MOMENT).done:
-        return None
-    error = answer.exception()
-    return answer.result() if error is None else [type(error).__name__, str(error)]
-
-
-def _check_memory_limit(limit: Any) -> int:
+def _check_memory_limit(limit: int | str) -> int:
     """Return a number of bytes, given as an int or a text such as '4GiB' (of 1024) or '500MB' (of 1000)."""
     rule, remedy = "a number of bytes, as an int or a text", "For example 4 * 2**30, '4GiB' or '500MB'."
     if isinstance(limit, str):

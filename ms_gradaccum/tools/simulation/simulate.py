@@ -101,7 +101,7 @@ def wait_for_reports(job: Job, timeout: float, tell: Callable[[str], None]) -> l
         kind, text = error.kind, error.text
         if not text.startswith("For '"):
             rule = "what 'build' returns must compile and run"
-            kind, text = "RuntimeError", f"For '{_OWNER}', {rule}, but rank {error.rank} got {kind}: {text}"
+            kind, text = "RuntimeError", f"For '{_OWNER}', {rule}, but rank {error.rank} got {error}"
         raise error_of(kind, text) from ChildError(error.traceback)
     except EndedError as error:
         who = "all" if error.rank is None else f"that of rank {error.rank} of {job.count}"
