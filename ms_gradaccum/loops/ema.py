@@ -1,9 +1,7 @@
 """Exponential averages of the parameters, which are parameters of the training step."""
 
-import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -13,7 +11,7 @@ from mindspore.train import Callback, RunContext
 from ms_gradaccum._checks import Settled, argument_error, check_bool, check_number, typed
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.kernels import add_in_place
-from ms_gradaccum.backend.tensors import chunk_of, chunks_of, copy_after
+from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, copy_after
 from ms_gradaccum.gradients.buffer import zeros
 from ms_gradaccum.training.events import StatefulCallback, StepEvent, check_told
 
@@ -47,9 +45,14 @@ class Averages(nn.Cell):
         self.kept: tuple[Tensor, ...] = ()
         self.run = Compiled(lambda: self, _OWNER, "the averages")
 
-    def construct(self, share: Tensor) -> Tensor:
-        """Move the averages by ``share`` of their distance to the parameters, and count the update."""
-        done: Any = ops.assign_add(self.updates, Tensor(1, ms.int32))
+    def construct(self, least: Tensor, growth: Tensor, rate: Tensor) -> Tensor:
+        """Count an update, and move the averages by a share of their distance to the parameters.
+
+        The share of update t is `least + growth * exp(-rate * t)`, which is 1 - decay without its rounding.
+        """
+        count = ops.assign_add(self.updates, Tensor(1, ms.int32))
+        share = least + growth * ops.exp(-rate * ops.cast(count, ms.float32))
+        done: Done = ()
         for begin, end in self.chunks:
             move = ops.partial(_move, copy_after(share, done))
             done = self.map(move, chunk_of(self.values, begin, end), chunk_of(self.parameters, begin, end))
@@ -145,12 +148,15 @@ class EMA(Settled, Callback, StatefulCallback):
             raise ValueError(argument_error(_OWNER, "decay", rule, decay, remedy))
         self.decay = float(decay)
         remedy = "0 is for a decay that is constant."
-        self.warmup_updates = check_number(_OWNER, "warmup_updates", warmup_updates, remedy)
+        self.warmup_updates = warmup = check_number(_OWNER, "warmup_updates", warmup_updates, remedy)
+        # 1 - decay of a float32 decay would be off by 1e-4 of itself.
+        shares = (1.0 - self.decay, self.decay if warmup else 0.0, 1.0 / warmup if warmup else 0.0)
+        self._shares = [Tensor(share, ms.float32) for share in shares]
         self.trainable_only = check_bool(_OWNER, "trainable_only", trainable_only, "The default is True.")
         self.evaluate = check_bool(_OWNER, "evaluate", evaluate, "The default is True.")
         self._averages: Averages | None = None
-        # True if an evaluation has put the averages into the network.
-        self._is_evaluating = False
+        # Restores the weights after an evaluation.
+        self._evaluation = ExitStack()
         self._is_built = True
 
     def attach(self, step: nn.Cell) -> None:
@@ -158,25 +164,20 @@ class EMA(Settled, Callback, StatefulCallback):
         own, there, windows = self._averages, averages_of(step), step.windows
         if own is not None and there is own:
             return
-        if there is not None:
-            remedy = "Two would have the same names: give the step the EMA that it has, or build another step."
-            raise _refusal("the only EMA of its training step", "a second one", remedy)
-        if own is not None:
-            got, remedy = "one that averages another's weights", "Build an EMA for each step."
-            raise _refusal("an EMA of this training step", got, remedy)
-        if len(windows) > 1:
-            got, remedy = f"{len(windows)} networks", "Build an Accumulator for the network that is averaged."
-            raise _refusal("one for an Accumulator of one network", got, remedy)
-        if not windows[0].reducers:
-            got, remedy = "AutoParallel, which cuts the weights", "Use DataParallel() or HSDP()."
-            raise _refusal("one for a step that has whole weights", got, remedy)
         network = windows[0].network
-        network.init_parameters_data()
         candidates = network.trainable_params() if self.trainable_only else network.get_parameters()
         parameters = [parameter for parameter in candidates if parameter.dtype in mstype.float_type]
-        if not parameters:
-            remedy = "Set requires_grad of some, or trainable_only=False."
-            raise _refusal("one for a network with parameters to average", 0, remedy)
+        remedy = "Two would have the same names: give the step the EMA that it has, or build another step."
+        _check(there is None, "the only EMA of its training step", "a second one", remedy)
+        got = "one that averages another's weights"
+        _check(own is None, "an EMA of this training step", got, "Build an EMA for each step.")
+        got, remedy = f"{len(windows)} networks", "Build an Accumulator for the network that is averaged."
+        _check(len(windows) == 1, "one for an Accumulator of one network", got, remedy)
+        got, remedy = "AutoParallel, which cuts the weights", "Use DataParallel() or HSDP()."
+        _check(bool(windows[0].reducers), "one for a step that has whole weights", got, remedy)
+        remedy = "Set requires_grad of some, or trainable_only=False."
+        _check(bool(parameters), "one for a network with parameters to average", "0", remedy)
+        network.init_parameters_data()
         self._averages = step.ema_averages = Averages(parameters)
         self._averages.begin()
 
@@ -243,13 +244,8 @@ class EMA(Settled, Callback, StatefulCallback):
         self._attached().begin()
 
     def on_update_end(self, event: StepEvent) -> None:
-        if event.output is None or not event.output.is_updated:
-            return
-        averages, decay = self._attached(), self.decay
-        if self.warmup_updates > 0:
-            decay *= -math.expm1(-(averages.count() + 1) / self.warmup_updates)
-        # The share of the weight as it is: 1 - decay of a float32 decay is off by 1e-4 of itself.
-        averages.run(Tensor(1.0 - decay, ms.float32))
+        if event.output is not None and event.output.is_updated:
+            self._attached().run(*self._shares)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         params = run_context.original_args()
@@ -264,24 +260,21 @@ class EMA(Settled, Callback, StatefulCallback):
         if not self.evaluate:
             return
         averages = self._attached()
-        evaluated = {id(parameter) for parameter in run_context.original_args().eval_network.get_parameters()}
-        if not any(id(parameter) in evaluated for parameter in averages.parameters):
+        evaluated = set(map(id, run_context.original_args().eval_network.get_parameters()))
+        if evaluated.isdisjoint(map(id, averages.parameters)):
             raise ValueError(
                 f"For '{_OWNER}', the evaluated network must be the one whose weights are averaged, but got another. "
                 f"Evaluate the Model that trains it, or leave this callback out."
             )
         if not averages.kept:
-            self.swap()
-            self._is_evaluating = True
+            self._evaluation.enter_context(self.swapped())
 
     def on_eval_end(self, run_context: RunContext) -> None:
-        self.__exit__()
+        self._evaluation.close()
 
     def __exit__(self, *error: object) -> None:
         # After an error in the evaluation, on_eval_end is not called.
-        if self._is_evaluating:
-            self._is_evaluating = False
-            self.restore()
+        self._evaluation.close()
 
     def _attached(self) -> Averages:
         if self._averages is None:
@@ -292,14 +285,15 @@ class EMA(Settled, Callback, StatefulCallback):
         return self._averages
 
 
-def averages_of(step: Any) -> Averages | None:
+def averages_of(step: object) -> Averages | None:
     """Return the averages of a training step with an EMA, else None."""
     averages: Averages | None = getattr(step, "ema_averages", None)
     return averages
 
 
-def _refusal(rule: str, got: object, remedy: str) -> ValueError:
-    return ValueError(argument_error(_OWNER, "callback", rule, got, remedy))
+def _check(is_right: bool, rule: str, got: str, remedy: str) -> None:
+    if not is_right:
+        raise ValueError(argument_error(_OWNER, "callback", rule, got, remedy))
 
 
 def _assign(targets: Sequence[Parameter], values: Sequence[Tensor]) -> None:

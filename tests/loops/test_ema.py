@@ -105,6 +105,16 @@ def test_an_update_takes_one_run_of_tensors_after_the_other(mode, monkeypatch):
         np.testing.assert_allclose(average.asnumpy(), expected, 2e-6, 1e-7)
 
 
+def test_an_update_waits_for_the_device_once(eager, monkeypatch):
+    step = new_step(accumulation_steps=1)
+    step.add_callback(EMA())
+    read, asnumpy = [], Tensor.asnumpy
+    monkeypatch.setattr(Parameter, "asnumpy", lambda parameter: read.append(parameter.name) or asnumpy(parameter))
+    for batch in BATCHES[:3]:
+        step(*batch)
+    assert [name for name in read if name.startswith("ema.")] == ["ema.updates"] * 3
+
+
 class HalfLine(nn.Cell):
     """A line with a float16 weight."""
 
