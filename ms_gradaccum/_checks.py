@@ -281,6 +281,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first names, at most so many, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def warn_of_dropped(owner: str, batches: int) -> None:
     """Warn if the failure of a batch drops earlier batches of its window."""
     if batches:

@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.whole_batch import MeanLoss
 
-Values = dict[str, np.ndarray[Any, Any]]
+Values = dict[str, Array]
 
 
 class LossOnly(nn.Cell):
@@ -20,7 +21,7 @@ class LossOnly(nn.Cell):
         super().__init__(auto_prefix=False)
         self.mean_loss = MeanLoss(network.whole_loss_of())
 
-    def construct(self, *inputs: Any) -> Tensor:
+    def construct(self, *inputs: object) -> Tensor:
         return self.mean_loss(*inputs)[0]
 
 
@@ -32,7 +33,7 @@ class ClippedOptimizer(nn.Cell):
         self.optimizer, self.parameters = optimizer, optimizer.parameters
         self.max_norm, self.limit = max_norm, limit
 
-    def construct(self, grads: tuple[Tensor, ...]) -> Any:
+    def construct(self, grads: tuple[Tensor, ...]) -> Tensor:
         if self.limit is not None:
             grads = ops.clip_by_value(grads, -self.limit, self.limit)
         elif self.max_norm is not None:
@@ -54,7 +55,7 @@ def values_of(network: nn.Cell) -> Values:
 
 
 def train_whole(
-    loss_cell: nn.Cell, optimizer: nn.Cell, batches: Iterable[Sequence[Any]], norms: bool = True
+    loss_cell: nn.Cell, optimizer: nn.Cell, batches: Iterable[Sequence[object]], norms: bool = True
 ) -> list[tuple[float, float]]:
     """Train with MindSpore's own step in this process alone. Return the loss and the gradient's norm of each batch.
 
@@ -75,7 +76,7 @@ def compare(values: Values, whole: Values, start: Values) -> Difference:
     return Difference(apart[worst(apart)], max(moved.values()), worst(apart))
 
 
-def largest(array: Any) -> float:
+def largest(array: Array) -> float:
     """Return the largest absolute value of an array."""
     return float(np.abs(array).max(initial=0.0))
 

@@ -18,7 +18,7 @@ class MeanLoss(nn.Cell):
         super().__init__(auto_prefix=False)
         self.weighted_loss = weighted_loss
 
-    def construct(self, *tensors: Any) -> tuple[Tensor, Tensor]:
+    def construct(self, *tensors: object) -> tuple[Tensor, Tensor]:
         sums = self.weighted_loss(ONE, *tensors)
         return sums[0] * reciprocal(sums[1]), sums[1]
 
@@ -32,7 +32,7 @@ class WholeBatch(nn.Cell):
         self.map = ops.HyperMap()
         self._get_attr_from_cell(weighted_loss.network)
 
-    def construct(self, *tensors: Any) -> tuple[Any, ...]:
+    def construct(self, *tensors: object) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         (loss, weight), grads = self.loss_and_grads(*tensors)
         return loss, weight, self.map(_dense, grads)
 

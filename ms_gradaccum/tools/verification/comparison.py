@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from ms_gradaccum.backend.tensors import Array
 
 # The least scale of a parameter's gradient, relative to the whole gradient. The gradient of a bias before a
 # normalisation, for example, is 0 except for the rounding of larger numbers.
@@ -16,8 +18,8 @@ class Run(NamedTuple):
 
     loss: float
     weight: float  # The number that the loss is a mean over: rows, or what the network counts.
-    grads: list[Any]  # The mean gradient, one array per trainable parameter.
-    state: dict[int, Any]  # The parameters that the run itself has changed, by their indices in the network.
+    grads: list[Array]  # The mean gradient, one array per trainable parameter.
+    state: dict[int, Array]  # The parameters that the run itself has changed, by their indices in the network.
 
 
 def combine(factors: Sequence[float], runs: Sequence[Run]) -> Run:
@@ -28,18 +30,12 @@ def combine(factors: Sequence[float], runs: Sequence[Run]) -> Run:
     return Run(loss, math.fsum(run.weight for run in runs), grads, {})
 
 
-def mean(runs: Sequence[Run]) -> Run:
-    """Return the mean of the runs by their weights."""
-    total = math.fsum(run.weight for run in runs)
-    return combine([run.weight / total for run in runs], runs)
-
-
 def norm(run: Run) -> float:
     """Return the L2 norm of the gradient as one vector."""
     return math.hypot(*map(norm_of, run.grads))
 
 
-def norm_of(array: Any) -> float:
+def norm_of(array: Array) -> float:
     """Return the L2 norm of an array."""
     return float(np.linalg.norm(array.astype(np.float64).reshape(-1)))
 

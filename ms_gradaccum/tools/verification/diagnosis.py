@@ -1,67 +1,21 @@
 """The causes of a difference between a window and the whole batch, each confirmed by an experiment."""
 
-from collections.abc import Iterable
+import math
 from dataclasses import replace
 
 from mindspore import nn
 
+from ms_gradaccum._checks import listed
 from ms_gradaccum.batch.ambiguous_inputs import ambiguous_inputs
-from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, mean, misfit, misfits, norm
+from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, misfit, misfits, norm
 from ms_gradaccum.tools.verification.experiment import Experiment
 from ms_gradaccum.training.network_modes import takes_batch_statistics
 
 _SHOWN = 5
-
-_BATCH_NORM = (
-    "BatchNorm ({names}): each micro batch is normalised by its own statistics, and the moving averages move {count} "
-    "times instead of once. {evidence}Use GroupNorm or LayerNorm, freeze it (use_batch_statistics=False), or take "
-    "larger micro batches."
-)
-_DROPOUT = (
-    "Dropout ({names}): two runs of the same batch differ, and no more once it is turned off. Each micro batch draws "
-    "masks of its own, which changes nothing on average. Set p=0 to compare the rest parameter by parameter."
-)
-_RANDOM = (
-    "A random operator that is no Dropout layer, or state that is no parameter: two runs of the same batch "
-    "differ{although}. Nothing else could be tested. Turn it off to compare the rest."
-)
-_STATE = (
-    "State of the network ({names}): each forward pass changes it, so a window does {count} times and the whole batch "
-    "once. Change it once per update, outside of the network, or keep it constant."
-)
-_LEFT_BEHIND = (
-    "State of the network: the micro batches, each from where the network was before them, give the whole batch, and "
-    "one after the other they do not. What a forward pass leaves to the next, such as a queue, must change once per "
-    "update, outside of the network."
-)
-_DIVIDED_TWICE = (
-    "A division by K = {count} done twice: the whole batch in network has 1/{count} of the gradient that it has in "
-    "reference. Remove the division from the loss: the window divides by its weight itself."
-)
-_RATIO = (
-    "A factor: the whole batch in network has {ratio:.6g} times the gradient that it has in reference. Take the "
-    "factor out of the loss; if it is 1 / accumulation_steps, the window divides by its weight itself."
-)
-_OTHER_LOSS = (
-    "Another loss: the whole batch in network differs from that in reference by {size:.1e} of the gradient, and by no "
-    "constant factor. Give the loss cell that network stands for."
-)
-_NOT_FINITE = (
-    "An Inf or NaN in {where}: nothing can be compared. A mean over no tokens is one, as is an overflow of 16 bits."
-)
-_NO_BATCH = (
-    "An input that is no batch and is split like one: with {name} of shape {shape} whole in each micro batch, the "
-    "gradients are equal. Give it None in batch_axis."
-)
-_ORDER = (
-    "Rounding, or a loss that depends on the order of its rows: the same batch with its rows reversed differs by "
-    "{noise:.1e} of the gradient. Compute in float32, or give rtol."
-)
 _GRADIENTS = (
     "Gradients that do not add up, and losses that do: a bprop or a hook that looks at more than one row, as clipping "
     "does, or rounding, if the difference is small. Let it treat each row alone, or give rtol."
 )
-_UNKNOWN = "No cause was found. If the difference is small, it may be rounding: give rtol."
 
 
 class Diagnosis:
@@ -83,17 +37,17 @@ class Diagnosis:
             if self._all_finite():
                 self._look_at_loss(has_state)
                 self._look_at_reference()
-        return tuple(self.causes) or (_UNKNOWN,)
+        return tuple(self.causes) or ("No cause was found. If the difference is small, it may be rounding: give rtol.",)
 
     def _same_gradient(self) -> bool:
         return max(misfits(self.window, self.whole)) <= self.rtol
 
-    def _without(self, layers: dict[str, nn.Cell]) -> Experiment:
-        """Return the same experiment with these cells in evaluation mode, too."""
-        return replace(self.experiment, frozen=[*self.experiment.frozen, *layers.values()])
+    def _without(self, word: str) -> Experiment:
+        """Return the same experiment with the cells of these classes in evaluation mode, too."""
+        return replace(self.experiment, frozen=(*self.experiment.frozen, word))
 
-    def _freeze(self, layers: dict[str, nn.Cell]) -> None:
-        self.experiment = self._without(layers)
+    def _freeze(self, word: str) -> None:
+        self.experiment = self._without(word)
         self.window, self.whole = self.experiment.window(), self.experiment.whole()
 
     def _all_finite(self) -> bool:
@@ -104,7 +58,10 @@ class Diagnosis:
             found = [str(i) for i in range(self.count) if not is_finite(self.experiment.micro_batch(i))]
             where[0] += f", in micro batch {', '.join(found)} counted from 0" if found else ""
         if where:
-            self.causes.append(_NOT_FINITE.format(where=" and ".join(where)))
+            self.causes.append(
+                f"An Inf or NaN in {' and '.join(where)}: nothing can be compared. A mean over no tokens is one, as is "
+                f"an overflow of 16 bits."
+            )
         return not where
 
     def _is_random(self) -> bool:
@@ -112,50 +69,81 @@ class Diagnosis:
         if _repeats_itself(self.experiment, self.rtol):
             return False
         layers = self._layers("Dropout")
-        if layers and _repeats_itself(self._without(layers), self.rtol):
-            self.causes.append(_DROPOUT.format(names=_listed(layers)))
-            self._freeze(layers)
+        names = listed([*layers], _SHOWN)
+        if layers and _repeats_itself(self._without("Dropout"), self.rtol):
+            self.causes.append(
+                f"Dropout ({names}): two runs of the same batch differ, and no more once it is turned off. "
+                f"Each micro batch draws masks of its own, which changes nothing on average. Set p=0 to compare the "
+                f"rest parameter by parameter."
+            )
+            self._freeze("Dropout")
             return False
-        although = f", even with {_listed(layers)} turned off" if layers else ""
-        self.causes.append(_RANDOM.format(although=although))
+        although = f", even with {names} turned off" if layers else ""
+        self.causes.append(
+            f"A random operator that is no Dropout layer, or state that is no parameter: two runs of the same batch "
+            f"differ{although}. Nothing else could be tested. Turn it off to compare the rest."
+        )
         return True
 
     def _look_at_state(self, moved: set[str]) -> bool:
         """Name the state that the forward pass changes, and freeze BatchNorm. Return True if there is other state."""
         layers = self._layers("BatchNorm")
         owned = {id(parameter) for layer in layers.values() for parameter in layer.get_parameters()}
-        parameters = self.experiment.start.parameters
+        parameters = self.experiment.start.parameters()
         others = [each.name for each in parameters if each.name in moved and id(each) not in owned]
         if others:
-            self.causes.append(_STATE.format(names=_listed(others), count=self.count))
+            self.causes.append(
+                f"State of the network ({listed(others, _SHOWN)}): each forward pass changes it, so a window does "
+                f"{self.count} times and the whole batch once. Change it once per update, outside of the network, or "
+                f"keep it constant."
+            )
         if layers:
             differed = not self._same_gradient()
-            self._freeze(layers)
+            self._freeze("BatchNorm")
             vanished = differed and is_finite(self.window) and is_finite(self.whole) and self._same_gradient()
             if vanished or len(moved) > len(others):
+                names = listed([*layers], _SHOWN)
                 evidence = "With it frozen, the gradients are equal. " if vanished else ""
-                self.causes.append(_BATCH_NORM.format(names=_listed(layers), count=self.count, evidence=evidence))
+                self.causes.append(
+                    f"BatchNorm ({names}): each micro batch is normalised by its own statistics, and the moving "
+                    f"averages move {self.count} times instead of once. {evidence}Use GroupNorm or LayerNorm, freeze "
+                    f"it (use_batch_statistics=False), or take larger micro batches."
+                )
         return bool(others)
 
     def _layers(self, word: str) -> dict[str, nn.Cell]:
-        """Return the Dropouts that draw masks, or the BatchNorms that use the statistics of their batch."""
-        layers = layers_of(self.experiment.network.network, word)
-        off = {
-            name for name, cell in layers.items() if getattr(cell, "p", 1) == 0 or getattr(cell, "keep_prob", 0) == 1
+        """Return the outermost Dropouts that draw masks, or BatchNorms that use the statistics of their batch."""
+        found: dict[str, nn.Cell] = {}
+        for name, cell in self.experiment.network.network.cells_and_names():
+            is_one = any(word in base.__name__ for base in type(cell).__mro__)
+            if is_one and not any(name.startswith(f"{outer}.") for outer in found):
+                found[name] = cell
+        return {
+            name or "the network": cell
+            for name, cell in found.items()
+            if getattr(cell, "p", 1) != 0 and getattr(cell, "keep_prob", 0) != 1 and takes_batch_statistics(cell)
         }
-        return {name: cell for name, cell in layers.items() if name not in off and takes_batch_statistics(cell)}
 
     def _look_at_loss(self, has_state: bool) -> None:
         if self._same_gradient() or self._is_input_split():
             return
         runs = [self.experiment.micro_batch(i) for i in range(self.count)]
+        total = math.fsum(run.weight for run in runs)
         # Each runs from the start, so it does not see the state that the micro batches before it have left.
-        if misfit(mean(runs), self.whole, *runs) <= self.rtol:
-            self.causes += [] if has_state else [_LEFT_BEHIND]
+        if misfit(combine([run.weight / total for run in runs], runs), self.whole, *runs) <= self.rtol:
+            if not has_state:
+                self.causes.append(
+                    "State of the network: the micro batches, each from where the network was before them, give the "
+                    "whole batch, and one after the other they do not. What a forward pass leaves to the next, such as "
+                    "a queue, must change once per update, outside of the network."
+                )
             return
         noise = misfit(self.experiment.whole(range(self.experiment.bounds[-1])[::-1]), self.whole)
         if noise > self.rtol and noise > misfit(self.window, self.whole) / 10:
-            self.causes.append(_ORDER.format(noise=noise))
+            self.causes.append(
+                f"Rounding, or a loss that depends on the order of its rows: the same batch with its rows reversed "
+                f"differs by {noise:.1e} of the gradient. Compute in float32, or give rtol."
+            )
         elif not self.experiment.network.is_cached:
             finding = self.experiment.measure()
             self.is_no_mean = finding is not None and finding.miss > 0
@@ -173,7 +161,10 @@ class Diagnosis:
                 continue  # It has rows, and the network cannot do without their split.
             if is_finite(window) and max(misfits(window, self.whole)) <= self.rtol:
                 name, shape = experiment.network.name_of_input(place), tuple(experiment.inputs[place].shape)
-                self.causes.append(_NO_BATCH.format(name=name, shape=shape))
+                self.causes.append(
+                    f"An input that is no batch and is split like one: with {name} of shape {shape} whole in each "
+                    f"micro batch, the gradients are equal. Give it None in batch_axis."
+                )
                 return True
         return False
 
@@ -186,31 +177,26 @@ class Diagnosis:
         ratio = norm(self.whole) / norm(reference) if norm(reference) else 0.0
         counts = [n for n in (self.count, self.experiment.network.micro_size) if abs(ratio * n - 1) <= self.rtol]
         if misfit(self.whole, combine([ratio], [reference])) > self.rtol:
-            self.causes.append(_OTHER_LOSS.format(size=max(misfits(self.whole, reference))))
+            size = max(misfits(self.whole, reference))
+            self.causes.append(
+                f"Another loss: the whole batch in network differs from that in reference by {size:.1e} of the "
+                f"gradient, and by no constant factor. Give the loss cell that network stands for."
+            )
         elif counts:
-            self.causes.append(_DIVIDED_TWICE.format(count=counts[0]))
-        elif not self.is_no_mean:
-            # A loss that is a sum, or a mean in place of one, has a factor too, and has been named.
-            self.causes.append(_RATIO.format(ratio=ratio))
-
-
-def layers_of(network: nn.Cell, word: str) -> dict[str, nn.Cell]:
-    """Return the outermost cells of a class whose name, or that of a base, has this word, by their names."""
-    found: dict[str, nn.Cell] = {}
-    for name, cell in network.cells_and_names():
-        is_one = any(word in base.__name__ for base in type(cell).__mro__)
-        if is_one and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = cell
-    return found
+            self.causes.append(
+                f"A division by K = {counts[0]} done twice: the whole batch in network has 1/{counts[0]} of the "
+                f"gradient that it has in reference. Remove the division from the loss: the window divides by its "
+                f"weight itself."
+            )
+        elif not self.is_no_mean:  # Else it is a sum, or a mean in place of one, which has been named.
+            self.causes.append(
+                f"A factor: the whole batch in network has {ratio:.6g} times the gradient that it has in reference. "
+                f"Take the factor out of the loss; if it is 1 / accumulation_steps, the window divides by its weight "
+                f"itself."
+            )
 
 
 def _repeats_itself(experiment: Experiment, rtol: float) -> bool:
     """Return whether the same batch gives the same loss and gradient again with any random state."""
     first = experiment.whole()
     return all(misfit(first, experiment.whole(same_random=False)) <= rtol for _ in range(2))
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = [name or "the network" for name in names]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

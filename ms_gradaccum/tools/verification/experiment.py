@@ -1,15 +1,15 @@
 """Windows and whole batches, run from one start as often as a diagnosis needs them."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, nn
+from mindspore import Parameter, ParameterTuple, nn
 
 from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
-from ms_gradaccum.backend.kept_state import STATISTICS, KeptState, as_array, set_mode
+from ms_gradaccum.backend.kept_state import STATISTICS, Array, KeptState, as_array, set_mode
 from ms_gradaccum.batch.loss_parts import Finding
 from ms_gradaccum.batch.rows import Cut, Rows
 from ms_gradaccum.batch.split import split_batch
@@ -28,58 +28,56 @@ from ms_gradaccum.training.whole_batch import Eager, WholeBatch
 _OWNER = "verify"
 
 
-class Start:
+class Start(KeptState):
     """The parameters, modes and random state of a network and its reference, to restore before each run."""
 
     def __init__(self, network: nn.Cell, reference: nn.Cell | None) -> None:
         networks = [network] if reference is None else [network, reference]
         for each in networks:
             each.init_parameters_data()
-        self.kept = KeptState(*networks)
-        self.tensors, self.cells = self.kept.tensors, self.kept.cells
-        self.parameters = [tensor for tensor in self.tensors.tensors if isinstance(tensor, Parameter)]
+        super().__init__(*networks)
         # In a network in training mode the other cells were frozen. Otherwise no training has begun.
         inside = {id(inner) for _, inner in network.cells_and_names()} if network.training else set()
         self.trained = [cell.training or id(cell) not in inside for cell in self.cells]
+        self.is_16_bit = computes_in_16_bits(self.parameters(), self.cells)
 
-    @property
-    def is_16_bit(self) -> bool:
-        """True if something computes in 16 bits."""
-        return computes_in_16_bits(self.parameters, self.cells)
+    def parameters(self) -> list[Parameter]:
+        """Return the parameters of both."""
+        return [tensor for tensor in self.tensors.tensors if isinstance(tensor, Parameter)]
 
-    def changed(self) -> dict[int, Any]:
+    def changed(self) -> dict[int, Array]:
         """Return the values of the parameters that have changed, by their indices among the tensors."""
         tensors = self.tensors.tensors
         return {i: as_array(tensors[i]).copy() for i in self.tensors.changed() if isinstance(tensors[i], Parameter)}
 
-    def begin(self, frozen: Sequence[nn.Cell], same_random: bool = True) -> None:
+    def begin(self, frozen: tuple[str, ...], same_random: bool = True) -> None:
         """Restore all and set training mode, except for cells that were frozen before and the ``frozen`` ones.
 
-        Generators inside kernels cannot be restored, and attributes are left, so that their changes show.
+        These have one of the words in the names of their classes. Generators inside kernels cannot be restored, and
+        attributes are left, so that their changes show.
         """
         self.tensors.put_back()
         if same_random:
-            self.kept.put_back_random()
-        for cell, training, attributes in zip(self.cells, self.trained, self.kept.attributes):
+            self.put_back_random()
+        for cell, training, attributes in zip(self.cells, self.trained, self.attributes):
             set_mode(cell, training, attributes.get(STATISTICS))
-        for outer in frozen:
-            for _, cell in outer.cells_and_names():
-                set_mode(cell, False, False)
+        self.evaluate(frozen)
 
 
 @dataclass
 class Experiment:
     """One batch of one network: its window, and any of its rows in one piece, each from the same start.
 
-    ``reference`` is another loss cell of the same parameters, which returns the mean loss of its batch. The ``frozen``
-    cells are in evaluation mode. With ``compiles`` the network is compiled in PYNATIVE mode, too.
+    ``reference`` is another loss cell of the same parameters, which returns the mean loss of its batch. Cells with a
+    word of ``frozen`` in the names of their classes are in evaluation mode. With ``compiles`` the network is compiled
+    in PYNATIVE mode, too.
     """
 
     network: GradAccumulation
     inputs: tuple[Any, ...]
     reference: nn.Cell | None
     start: Start
-    frozen: Sequence[nn.Cell] = ()
+    frozen: tuple[str, ...] = ()
     compiles: bool = False
 
     def __post_init__(self) -> None:
@@ -95,7 +93,7 @@ class Experiment:
         self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER))
         # The report takes the place of the warnings about the network and the split.
         self.micro_steps.has_begun = self.micro_steps.has_split = True
-        self._whole_steps: dict[Any, Any] = {}
+        self._whole_steps: dict[Hashable, Eager | Compiled] = {}
 
     def window(self) -> Run:
         """Run the window, as a training step does."""
@@ -103,9 +101,9 @@ class Experiment:
         buffer = self.reducer.buffer
         buffer.clear()
         self.micro_steps.run(self.inputs, {})
-        factor = np.float32(_number(buffer.reciprocal_weight()))
-        grads = [(total.asnumpy() * factor).astype(np.float32) for total in buffer.sums]
-        return Run(_number(buffer.mean_loss()), _number(buffer.weight), grads, self.start.changed())
+        factor, loss, weight = map(float, (buffer.reciprocal_weight(), buffer.mean_loss(), buffer.weight))
+        grads = [(total.asnumpy() * np.float32(factor)).astype(np.float32) for total in buffer.sums]
+        return Run(loss, weight, grads, self.start.changed())
 
     def whole(self, rows: range | None = None, *, by_reference: bool = False, same_random: bool = True) -> Run:
         """Run the whole batch or some rows of it in one piece, compiled or op by op as the training would."""
@@ -115,15 +113,15 @@ class Experiment:
         # A graph for each shape: it is known beforehand that none of them changes.
         key = (by_reference, eager, () if eager else tuple(tensor.shape for tensor in tensors))
         if key not in self._whole_steps:
+            loss = network.whole_loss_of(batch.structure)
             if by_reference:
                 loss = RowWeight(self.reference, batch.structure, network.losses)
-            else:
-                loss = network.whole_loss_of(batch.structure)
             cell, code = WholeBatch(loss, self.parameters), network.network
             self._whole_steps[key] = Eager(cell) if eager else Compiled(lambda: cell, _OWNER, "the network", code)
         loss, weight, grads = self._whole_steps[key](*tensors)
-        weight = _number(weight) if network.weighted and not by_reference else float(batch.size)
-        return Run(_number(loss), weight, [grad.asnumpy().astype(np.float32) for grad in grads], self.start.changed())
+        weight = weight if network.weighted and not by_reference else batch.size
+        arrays = [grad.asnumpy().astype(np.float32) for grad in grads]
+        return Run(float(loss), float(weight), arrays, self.start.changed())
 
     def micro_batch(self, index: int) -> Run:
         """Run the rows of one of the micro batches in one piece."""
@@ -146,7 +144,3 @@ class Experiment:
         pairs = (bounds[0], bounds[-1]), (bounds[0], bounds[place]), (bounds[place], bounds[-1])
         whole, first, second = (self.batch.take(range(*pair)) for pair in pairs)
         return [(whole, first, second), *self._cuts(bounds[: place + 1]), *self._cuts(bounds[place:])]
-
-
-def _number(tensor: Tensor) -> float:
-    return float(tensor.asnumpy())

@@ -4,10 +4,10 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.tools.text import aligned
 from ms_gradaccum.tools.verification.comparison import Run, misfits, norm_of, relative
 from ms_gradaccum.tools.verification.experiment import Experiment
@@ -119,7 +119,7 @@ def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) ->
     return sorted(entries, key=lambda entry: (not entry.differs, -entry.relative_difference))
 
 
-def _entry(name: str, kind: str, window: Any, whole: Any, miss: float, rtol: float) -> ParameterDifference:
+def _entry(name: str, kind: str, window: Array, whole: Array, miss: float, rtol: float) -> ParameterDifference:
     ratio = 1.0 if norm_of(window) == norm_of(whole) else relative(norm_of(window), norm_of(whole))
     # A NaN differs.
     return ParameterDifference(name, kind, largest(window.astype(float) - whole), miss, ratio, not miss <= rtol)

@@ -3,7 +3,6 @@
 import os
 import time
 from dataclasses import replace
-from typing import Any
 
 import mindspore as ms
 from mindspore import nn
@@ -21,7 +20,7 @@ from ms_gradaccum.backend.compiled import check_compile, execution_mode
 from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.tools.verification.comparison import Run, is_finite, misfit
-from ms_gradaccum.tools.verification.diagnosis import Diagnosis, layers_of
+from ms_gradaccum.tools.verification.diagnosis import Diagnosis
 from ms_gradaccum.tools.verification.experiment import Experiment, Start
 from ms_gradaccum.tools.verification.report import CompileReport, VerifyReport, differences
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
@@ -139,11 +138,11 @@ def verify(
         compiled = _compare_compiled(grad_accumulation, inputs, start, rtol) if compiles else None
         return replace(report, compiled=compiled)
     finally:
-        start.kept.put_back()
+        start.put_back()
 
 
 def _as_grad_accumulation(
-    network: Any, micro_size: int | None, weighted: bool, batch_axis: BatchAxis
+    network: nn.Cell, micro_size: int | None, weighted: bool, batch_axis: BatchAxis
 ) -> GradAccumulation:
     network = check_cell(_OWNER, "network", network, "Give a GradAccumulation or a loss cell.")
     if isinstance(network, AutoParallel):
@@ -171,7 +170,7 @@ def _as_grad_accumulation(
     return network
 
 
-def _check_reference(reference: Any, loss_cell: nn.Cell) -> None:
+def _check_reference(reference: nn.Cell | None, loss_cell: nn.Cell) -> None:
     if reference is None:
         return
     check_cell(_OWNER, "reference", reference, "Give the loss cell of the whole batch.")
@@ -194,20 +193,20 @@ def _report(experiment: Experiment, rtol: float) -> VerifyReport:
     return VerifyReport(equal, tuple(entries), window.loss, whole.loss, experiment.rows, rtol, causes)
 
 
-def _compare_compiled(network: GradAccumulation, inputs: tuple[Any, ...], start: Start, rtol: float) -> CompileReport:
+def _compare_compiled(
+    network: GradAccumulation, inputs: tuple[object, ...], start: Start, rtol: float
+) -> CompileReport:
     """Run the window op by op and compiled, without dropout, whose masks cannot be repeated, and compare."""
-    dropouts = list(layers_of(network.network, "Dropout").values())
-    eager = Experiment(network, inputs, None, start, dropouts)
-    with execution_mode(ms.PYNATIVE_MODE):
-        try:
+    eager, how = Experiment(network, inputs, None, start, ("Dropout",)), "run op by op"
+    try:
+        with execution_mode(ms.PYNATIVE_MODE):
             first, again, slow = _run_twice(eager)
-        except Exception as error:
-            return CompileReport(False, causes=(f"The network cannot be run op by op: {first_line(error)}",))
-        try:
+            how = "compiled"
             other, _, fast = _run_twice(replace(eager, compiles=True))
-        except Exception as error:
-            reason = _LEFT_TO_PYTHON if _NO_TENSOR in first_line(error) else first_line(error)
-            return CompileReport(False, causes=(f"The network cannot be compiled: {reason}",))
+    except Exception as error:
+        is_left = how == "compiled" and _NO_TENSOR in first_line(error)
+        reason = _LEFT_TO_PYTHON if is_left else first_line(error)
+        return CompileReport(False, causes=(f"The network cannot be {how}: {reason}",))
     if not is_finite(first) or misfit(first, again) > rtol:
         cause = _RANDOM if is_finite(first) else _NOT_FINITE
         return CompileReport(False, causes=(cause,), speedup=slow / fast)
@@ -218,8 +217,8 @@ def _compare_compiled(network: GradAccumulation, inputs: tuple[Any, ...], start:
 
 def _run_twice(experiment: Experiment) -> tuple[Run, Run, float]:
     """Run the window twice from the start. Return both with the seconds of the second, since the first may compile."""
-    experiment.start.kept.put_back()
+    experiment.start.put_back()
     first = experiment.window()
-    experiment.start.kept.put_back()
+    experiment.start.put_back()
     begin = time.perf_counter()
     return first, experiment.window(), time.perf_counter() - begin
