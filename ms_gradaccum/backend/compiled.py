@@ -3,11 +3,12 @@
 import ctypes
 import inspect
 import itertools
+import operator
 import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import mindspore as ms
@@ -43,6 +44,7 @@ _numbered: "weakref.WeakValueDictionary[int, nn.Cell]" = weakref.WeakValueDictio
 _numbers = itertools.count(1)
 
 Shapes = tuple[tuple[int, ...], ...]
+_shape_of = operator.attrgetter("shape")
 
 # Patterns of compiler errors: an operator without a kernel on this device, and a place in a program.
 _NO_KERNEL = re.compile(r"Unsupported op \[\w+\] on \w+|The kernel \w+ unregistered")
@@ -116,7 +118,7 @@ class Compiled:
         if os.getenv("MS_JIT") == "0":
             with op_by_op():
                 return self.cell(*tensors)
-        shapes = tuple([tuple(tensor.shape) for tensor in tensors])
+        shapes = tuple(map(tuple, map(_shape_of, tensors)))
         self.has_run = False
         if _get_mode() == ms.PYNATIVE_MODE:
             self._refuse_hooks()
@@ -128,8 +130,12 @@ class Compiled:
             raise compile_error(error, self.owner, self.what, self.code) from error
         self.has_run = True
         try:
-            with graph_mode():
-                return _run(cell, name, tensors)
+            with nullcontext() if _get_mode() == ms.GRAPH_MODE else graph_mode():
+                for tensor in tensors:
+                    if tensor.const_arg or tensor.has_init:
+                        return cell(*tensors)
+                _cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
+                return _cell_graph_executor._exec_pip(cell, *tensors, phase=name)
         except BaseException:
             # A graph that has failed at run time, for example at a label out of range, cannot run again.
             cell.compile_cache.clear()
@@ -226,15 +232,6 @@ class Method(nn.Cell):
 
     def construct(self, *tensors: Tensor) -> Any:
         return self.method(*self.constants, *tensors)
-
-
-def _run(cell: nn.Cell, name: str, tensors: tuple[Tensor, ...]) -> Any:
-    """Run a graph by its name."""
-    for tensor in tensors:
-        if tensor.const_arg or tensor.has_init:
-            return cell(*tensors)
-    _cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
-    return _cell_graph_executor._exec_pip(cell, *tensors, phase=name)
 
 
 @contextmanager

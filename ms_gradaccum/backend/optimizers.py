@@ -3,9 +3,9 @@
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -21,7 +21,7 @@ from ms_gradaccum.backend.tensors import scalar
 _OWN_REMEDY = "Build it from network.trainable_params()."
 
 # The window of each optimizer. Both references are weak, so that neither keeps the other alive.
-_windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
+_windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[OptimizerOwner]]" = weakref.WeakKeyDictionary()
 # The numbers of optimizers that run in an update, and of those of which a warning has told.
 _running: set[int] = set()
 _told: set[int] = set()
@@ -49,9 +49,23 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
         raise ValueError(argument_error(owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY))
 
 
-def claim_optimizers(windows: Iterable[Any]) -> None:
+class OptimizerOwner(Protocol):
+    """The window of a training step, to which its optimizers belong until another step is built with one of them."""
+
+    owner: str
+    optimizers: list[nn.Cell]
+    watches_calls: bool
+    has_claims: bool
+
+
+def claim_optimizers(windows: Sequence[OptimizerOwner]) -> None:
     """Let the optimizers of ``windows`` belong to these, and no longer to those of a step that was built before."""
+    for optimizer in (optimizer for window in windows for optimizer in window.optimizers):
+        holder = _windows[optimizer]() if optimizer in _windows else None
+        if holder is not None:
+            holder.has_claims = False
     for window in windows:
+        window.has_claims = True
         _windows.update(dict.fromkeys(window.optimizers, weakref.ref(window)))
         for optimizer in window.optimizers if window.watches_calls else []:
             if not _hooks_of(optimizer):
@@ -110,21 +124,18 @@ def running(optimizer: nn.Cell) -> Iterator[None]:
         _running.discard(number)
 
 
-def check_claims(owner: str, windows: Sequence[object]) -> None:
+def check_claims(owner: str, windows: Sequence[OptimizerOwner]) -> None:
     """Raise unless the optimizers of ``windows`` belong to these: two steps would divide their windows between them."""
-    if not _has_claims(windows):
-        gc.collect()  # A deleted step lives on in reference cycles.
-        if not _has_claims(windows, or_free=True):
-            raise RuntimeError(
-                f"For '{owner}', the step must be the last one that was built for its optimizer, but its optimizer "
-                f"belongs to a step that was built later. Use that one, or build this one anew."
-            )
-        claim_optimizers(windows)
-
-
-def _has_claims(windows: Sequence[Any], or_free: bool = False) -> bool:
-    claims = [(_windows[optimizer](), window) for window in windows for optimizer in window.optimizers]
-    return all(holder is window or (or_free and holder is None) for holder, window in claims)
+    if all(window.has_claims for window in windows):
+        return
+    gc.collect()  # A deleted step lives on in reference cycles.
+    holders = [(_windows[optimizer](), window) for window in windows for optimizer in window.optimizers]
+    if not all(holder is None or holder is window for holder, window in holders):
+        raise RuntimeError(
+            f"For '{owner}', the step must be the last one that was built for its optimizer, but its optimizer "
+            f"belongs to a step that was built later. Use that one, or build this one anew."
+        )
+    claim_optimizers(windows)
 
 
 def keeps_absent_rows(optimizer: nn.Cell) -> bool:
@@ -263,11 +274,8 @@ class LearningRate(nn.Cell):
         return rate
 
     @contextmanager
-    def recording(self, known: Tensor, eager: bool) -> Iterator[Callable[[], Tensor]]:
-        """Yield a function that returns the learning rate of the update inside: the recorded one, else ``known``."""
-        if not (eager and self.is_recorded):
-            yield lambda: known
-            return
+    def recording(self) -> Iterator[Callable[[], Tensor]]:
+        """Yield a function that returns the learning rate with which the update inside has run."""
         rates: list[Tensor] = []
         get_lr = self.optimizer.get_lr
 
@@ -293,7 +301,7 @@ def settable_rates(optimizer: nn.Cell) -> list[float]:
     return [float(rate.asnumpy()) if isinstance(rate, Tensor) else float(rate) for rate in found]
 
 
-def _as_rate(rates: list[Any]) -> Tensor:
+def _as_rate(rates: list[Tensor | tuple[Tensor, ...]]) -> Tensor:
     """Return the last recorded result of an optimizer's ``get_lr`` as a tensor from the host."""
     last = rates[-1] if rates else math.nan
     each = [last] if not isinstance(last, (tuple, list)) else last

@@ -118,7 +118,7 @@ class Contents:
 
     def present(self) -> list[tuple[str, Held]]:
         """Return all tensors but the sums of windows that have no batch."""
-        is_open = [window.count() > 0 for window in self.windows]
+        is_open = [window.count.read() > 0 for window in self.windows]
         return [(name, held) for name, held in self.held.items() if held.window is None or is_open[held.window]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,15 +129,17 @@ class Contents:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the state outside of tensors. After an error, objects that come earlier are already changed."""
-        if isinstance(self.step, Accumulator):
-            if "loop" not in saved:
-                raise another_program("is of a TrainOneStepCell or a Model, not of an Accumulator")
-            self.step.window.load_state_dict(saved["loop"])
-        elif "loop" in saved:
+        is_loop = isinstance(self.step, Accumulator)
+        if is_loop and "loop" not in saved:
+            raise another_program("is of a TrainOneStepCell or a Model, not of an Accumulator")
+        if "loop" in saved and not is_loop:
             raise another_program("is of an Accumulator")
         self.step.events.load_state_dict(saved.get("events"))
         for window, its in zip(self.windows, check_saved_list(saved.get("windows"), "windows", len(self.windows))):
             window.load_state_dict(its)
+        if isinstance(self.step, Accumulator):
+            # After its windows, which have most of its batches.
+            self.step.window.load_state_dict(saved["loop"])
 
     def described(self, path: Path, places: Sequence[PassPlace], extra: dict[str, Json]) -> SavedState:
         """Return the description of a state that has the current counts of the step."""

@@ -1,6 +1,5 @@
 """Sums of gradients and losses in float32, or float64 for float64 parameters, and their weight."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,10 +44,8 @@ class GradientBuffer(nn.Cell):
     With ``dense_only``, gradients of sparse lookups raise.
     """
 
-    # The number of batches as the host knows it, so that none waits for a read; None once a checkpoint may change it.
-    known_batches: int | None = 0
-    # True if the host has not written it yet; counts_in_graph: if a graph counts, so that the host has to read.
-    is_ahead = counts_in_graph = False
+    # True if a graph counts the batches of the window.
+    counts_in_graph = False
 
     def __init__(
         self,
@@ -73,8 +70,6 @@ class GradientBuffer(nn.Cell):
         # The number of batches in the open window: 0 from an update to the next batch.
         self.batches = zeros(f"{window}_batches", (), ms.int32)
         self.number = number_of(self)
-        for name in ("set_data", "assign_value"):
-            vars(self.batches)[name] = _Forgetting(self, name)
         # The number of micro batches that were left out, in the dtype of the other scalars that are reduced.
         self.dropped: Parameter | None = zeros(f"{window}_dropped", (), dtype) if totals.counts_dropped else None
         # For each reported loss the sum (first row) and the weight (second row).
@@ -112,30 +107,6 @@ class GradientBuffer(nn.Cell):
         grads: tuple[Tensor, ...] = self.map(ops.partial(_spread, zero_after(done, self.weight)), parameters)
         return grads
 
-    def count(self) -> int:
-        """Read the number of batches in the window. Called by the host."""
-        if self.is_ahead and self.known_batches is not None:
-            self.set_count(self.known_batches)
-        self.known_batches = int(self.batches.asnumpy())
-        return self.known_batches
-
-    def count_on_host(self) -> int:
-        """Return the number of batches in the window, without a read unless a graph or a checkpoint writes it."""
-        if self.known_batches is None or self.counts_in_graph:
-            return self.count()
-        return self.known_batches
-
-    def set_count(self, batches: int) -> None:
-        """Write the number of batches in the window. Called by the host."""
-        if batches != self.known_batches or self.is_ahead or self.counts_in_graph:
-            self.batches.set_data(Tensor(batches, ms.int32))
-            self.know_count(batches)
-
-    def know_count(self, batches: int, is_ahead: bool = False) -> None:
-        """Know the number of batches without writing it. It is ahead of what is written until `set_count`."""
-        # Past Cell.__setattr__, which takes as long as the rest of a window's counting.
-        self.__dict__.update(known_batches=batches, is_ahead=is_ahead)
-
     def count_batch(self) -> Tensor:
         """Count one batch as part of a graph, and return the number of batches in the window."""
         _count_in_graph(self.number)
@@ -171,20 +142,6 @@ class GradientBuffer(nn.Cell):
         if self.other_losses is not None:
             done = done, _assign_zero(self.other_losses)
         return done, _assign_zero(self.batches)
-
-
-class _Forgetting:
-    """A method that writes the number of batches of a buffer, after which the host has to read it."""
-
-    def __init__(self, buffer: GradientBuffer, method: str) -> None:
-        # Weak, since it is an attribute of the parameter.
-        self.buffer, self.parameter, self.method = weakref.ref(buffer), weakref.ref(buffer.batches), method
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        buffer, parameter = self.buffer(), self.parameter()
-        if buffer is not None:
-            buffer.known_batches, buffer.is_ahead = None, False
-        return getattr(type(parameter), self.method)(parameter, *args, **kwargs)
 
 
 @_primexpr

@@ -2,10 +2,10 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
+from typing import Literal, NoReturn, TypeVar, overload
 
 from mindspore import Tensor, nn
 
@@ -24,9 +24,9 @@ from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.loops.dataloader import prepare
-from ms_gradaccum.loops.external_gradients import GraphWindow, NoGraphWindow
+from ms_gradaccum.loops.external_gradients import GraphWindow, refuse_graph
 from ms_gradaccum.loops.loop_window import LoopWindow
-from ms_gradaccum.loops.network_trainer import TrainedNetwork, pair_networks
+from ms_gradaccum.loops.network_trainer import TrainedNetwork, chosen_of, only_of, pair_networks
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
@@ -43,23 +43,6 @@ _A = TypeVar("_A")
 _B = TypeVar("_B")
 _C = TypeVar("_C")
 _D = TypeVar("_D")
-_P = ParamSpec("_P")
-
-
-def _alone(name: str, call: str) -> Callable[[Callable[_P, _A]], Callable[_P, _A]]:
-    """Return a decorator of a method that refuses all of Accelerate's arguments but the one called ``name``."""
-
-    def decorated(method: Callable[_P, _A]) -> Callable[_P, _A]:
-        @functools.wraps(method)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _A:
-            count = len(args) - 1 + len(kwargs.keys() - {"network"})
-            if count > 1:
-                raise TypeError(argument_error(_OWNER, name, "given alone", f"{count} arguments", f"Call {call}."))
-            return method(*args, **kwargs)
-
-        return checked
-
-    return decorated
 
 
 class Accumulator(Settled, Uncopied, nn.Cell, Observed):
@@ -185,15 +168,15 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         claim_optimizers(self.windows)
         self.window = LoopWindow(self.config, self.windows, self.events)
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
-        self.in_graph: Callable[..., tuple[Tensor, ...]] = self._window_in_graph()
+        self.in_graph = self._window_in_graph()
         self._is_built = True
 
-    def _window_in_graph(self) -> GraphWindow | NoGraphWindow:
+    def _window_in_graph(self) -> GraphWindow | None:
         """Return the cell of this loop inside a larger graph, which supports one network with one optimizer."""
-        first, steps = self.windows[0], self.config.accumulation_steps
-        if len(self.windows) == len(first.ends) == 1 and self.config.schedule is None:
-            return GraphWindow(first.add_grads_cell, first.ends[0], steps)
-        return NoGraphWindow(_OWNER)
+        first = self.windows[0]
+        if len(self.windows) > 1 or len(first.ends) > 1 or self.config.schedule is not None:
+            return None
+        return GraphWindow(first.add_grads_cell, first.ends[0], self.config.accumulation_steps)
 
     def set_train(self, mode: bool = True) -> "Accumulator":
         """Set the mode of the networks and all cells in them, see ``nn.Cell.set_train``."""
@@ -282,7 +265,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             network (Cell, optional): The network, of several. Default: ``None``, the only one.
         """
         loss = check_tensor(_OWNER, "loss", loss, "Give what is differentiated.")
-        return loss * self.window.only(network).loss_scale.value()
+        return loss * only_of(self.windows, network).loss_scale.value()
 
     def backward(self, *args: object, network: nn.Cell | None = None, **kwargs: object) -> Tensor:
         """Run forward and backward of one batch, add its gradients, and return its mean loss, a float32 scalar.
@@ -293,7 +276,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             args: The batch, as the network takes it; keywords are allowed.
             network (Cell, optional): The network, of several. Default: ``None``, the only one.
         """
-        trained = self.window.only(network)
+        trained = only_of(self.windows, network)
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].ndim == 0:
             remedy = "Call backward(*batch), which computes the loss and returns it."
             raise TypeError(argument_error(_OWNER, "args", "a batch, as the network takes it", "one number", remedy))
@@ -312,7 +295,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     ) -> StepOutput:
         weight = self.window.checked_weight(weight)
         check_choice(_OWNER, "reduction", reduction, ("mean", "sum"), "It says what the loss has done with its rows.")
-        trained = self.window.only(network)
+        trained = only_of(self.windows, network)
         if trained.reducers[0].accumulates and not self.window.in_batch:
             raise RuntimeError(UNKNOWN_LAST.format(owner=_OWNER, got="gradients that were taken outside accumulate()"))
         with self.window.batch_of(trained):
@@ -335,7 +318,11 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
         The graph counts its batches itself, and does not know the end of the data: call `flush` there.
         """
-        items: tuple[Tensor | None, ...] = self.in_graph(grads, weight, loss, reduction)
+        items: tuple[Tensor | None, ...] = ()
+        if self.in_graph is None:
+            refuse_graph(_OWNER)
+        else:
+            items = self.in_graph(grads, weight, loss, reduction)
         if loss is None:
             items = (None, *items[1:])
         return items
@@ -352,7 +339,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         self._check_all(parameters)
         return self.clip_grad_value(clip_value)
 
-    def _check_all(self, parameters: Any) -> None:
+    def _check_all(self, parameters: object) -> None:
         rule = "all that are trained"
         if not isinstance(parameters, (Tensor, Iterable)):
             remedy = "Give network.trainable_params(), or leave parameters and the last underscore out."
@@ -364,7 +351,6 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             got, remedy = f"none of {missing[0]!r}", "The norm is that of the whole gradient: see ClipByGroupNorm."
             raise ValueError(argument_error(_OWNER, "parameters", rule, got, remedy))
 
-    @_alone("max_norm", "clip_grad_norm(1.0), or clip_grad_norm_(parameters, 1.0)")
     def clip_grad_norm(self, max_norm: float, *, network: nn.Cell | None = None) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.
 
@@ -378,13 +364,12 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """
         return self._clip(ClipByGlobalNorm(max_norm), network)
 
-    @_alone("limit", "clip_grad_value(1.0), or clip_grad_value_(parameters, 1.0)")
     def clip_grad_value(self, limit: float, *, network: nn.Cell | None = None) -> Tensor | None:
         """Clip each element of the window's mean gradient in the coming `step`, see :class:`ClipByValue`."""
         return self._clip(ClipByValue(limit), network)
 
     def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
-        chosen = self.window.chosen(network)
+        chosen = chosen_of(self.windows, network)
         full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
         for trained in full:
             trained.check_clip_with(clip)
@@ -408,7 +393,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         Returns:
             :class:`StepOutput` of the window, a tuple of them for several networks; None inside a window.
         """
-        chosen = self.window.chosen(network)
+        chosen = chosen_of(self.windows, network)
         check_claims(_OWNER, chosen)
         if not self.sync_gradients:
             return None
@@ -418,7 +403,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """Discard a full window that has not been stepped. After `step` and inside a window, it does nothing, nor
         before `backward`, where loops for PyTorch often call it.
         """
-        for trained in self.window.chosen(network):
+        for trained in chosen_of(self.windows, network):
             if self.sync_gradients and trained.is_open and (trained.has_batch or not self.window.in_batch):
                 trained.discard()
 
@@ -428,8 +413,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         All processes must call it.
         """
         check_claims(_OWNER, self.windows)
-        found = self.window.is_open or any(trained.count() for trained in self.windows)
-        if self.windows[0].reducers[0].most(found):
+        if self.windows[0].reducers[0].most(max(trained.count.read() for trained in self.windows)):
             return _one_or_all(self.window.flush())
         return None
 

@@ -7,7 +7,7 @@ of Python and NumPy. Both are noted when a pass begins; a resumed pass begins wi
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mindspore.dataset as ds
 from mindspore.dataset import Dataset
@@ -15,7 +15,7 @@ from mindspore.dataset.core.config import _config
 from mindspore.dataset.engine.datasets import ShuffleDataset
 from mindspore.dataset.transforms.py_transforms_util import Implementation
 
-from ms_gradaccum._checks import DamagedState, is_count, warn
+from ms_gradaccum._checks import DamagedState, State, is_count, warn
 from ms_gradaccum.backend import random_state
 
 # The seed that MindSpore takes for "not set".
@@ -32,7 +32,7 @@ class Sources(NamedTuple):
     """
 
     seed: int
-    random: dict[str, Any]
+    random: State
 
     @staticmethod
     def now(ranks: int) -> "Sources":
@@ -47,7 +47,7 @@ class Sources(NamedTuple):
             seed = secrets.randbelow(2**31)
         return Sources(seed, random_state.hosts())
 
-    def check_known(self, data: Any, ranks: int) -> None:
+    def check_known(self, data: object, ranks: int) -> None:
         """Warn if a resumed pass will have another order."""
         if self.seed == _UNSET and ranks > 1 and isinstance(data, Dataset) and not _is_repeated(data):
             warn(
@@ -66,7 +66,7 @@ class Sources(NamedTuple):
             _config.set_seed(before)
 
     @contextmanager
-    def begun(self, data: Any, random_now: dict[str, Any] | None) -> Iterator[None]:
+    def begun(self, data: object, random_now: State | None) -> Iterator[None]:
         """Return the context in which the first batch of a pass over ``data`` is taken.
 
         A resumed pass begins with these sources, and the program has ``random_now`` after it; unless the data draws
@@ -80,14 +80,14 @@ class Sources(NamedTuple):
             random_state.put_hosts(random_now)
 
 
-def _is_repeated(dataset: Any) -> bool:
+def _is_repeated(dataset: Dataset) -> bool:
     """Return whether a pipeline has the same order without a seed: in the order of its data, or dealt among ranks."""
     if dataset.children and not isinstance(dataset, ShuffleDataset):
         return all(map(_is_repeated, dataset.children))
     return isinstance(getattr(dataset, "sampler", None), (ds.DistributedSampler, ds.SequentialSampler))
 
 
-def _draws_in_python(dataset: Any) -> bool:
+def _draws_in_python(dataset: object) -> bool:
     """Return whether a pipeline calls Python functions, from threads of its own, which may draw random numbers."""
     if not isinstance(dataset, Dataset):
         return False
@@ -115,7 +115,9 @@ def skipping(dataset: Dataset, batches: int) -> Iterator[None]:
         ds.config.set_fast_recovery(before)
 
 
-def rest_of(data: Any, batches: int, passed: Callable[[Dataset], Iterable[Any]]) -> Iterable[Any]:
+def rest_of(
+    data: Dataset | Iterable[object], batches: int, passed: Callable[[Dataset], Iterable[object]]
+) -> Iterable[object]:
     """Return the rest of a pass over ``data`` after so many batches; ``passed`` makes a pass over a pipeline."""
     if isinstance(data, Dataset):
         if batches == 0:
@@ -124,7 +126,7 @@ def rest_of(data: Any, batches: int, passed: Callable[[Dataset], Iterable[Any]])
             return ()
         with skipping(data, batches):
             return passed(data)
-    iterator: Iterator[Any] = iter(data)
+    iterator: Iterator[object] = iter(data)
     for _ in range(batches):
         next(iterator, None)
     return iterator
@@ -148,16 +150,16 @@ class PassPlace(NamedTuple):
     length: int | None
     sources: Sources | None
     ranks: int = 1
-    random_now: dict[str, Any] | None = None
+    random_now: State | None = None
     first_epoch: int = 0
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> State:
         """Return the place as JSON."""
         names = ("epoch", "batches", "length", "first_epoch")
         return {name: getattr(self, name) for name in names} | {"sources": self.sources and self.sources._asdict()}
 
     @staticmethod
-    def of_json(saved: Any, ranks: int) -> "PassPlace":
+    def of_json(saved: object, ranks: int) -> "PassPlace":
         """Return the place in a state that so many ranks have saved. Raise if it is invalid."""
         what = "the state"
         if not isinstance(saved, dict) or not is_count(saved.get("epoch"), least=-1):

@@ -4,22 +4,62 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from typing import Any
 
 from mindspore import nn
 from mindspore.dataset import Dataset
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from ms_gradaccum._checks import argument_error, check_saved, is_flag, typed, warn
+from ms_gradaccum._checks import State, argument_error, check_saved, is_flag, typed, warn
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of
-from ms_gradaccum.loops.handed_batches import Handed, HandedBatches
+from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, HandedBatches
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
 _OWNER = "Accumulator"
 _END = object()
 _ITERATORS = ("create_tuple_iterator", "create_dict_iterator")
+
+# Takes the batches of one epoch from a pipeline of MindSpore.
+Iterate = Callable[[Dataset], Iterable[object]]
+
+
+class PreparedData:
+    """The prepared datasets and schedulers of a loop. Its `LoopWindow` is one.
+
+    Attributes:
+        in_batch: True if the program is inside a batch.
+        passes: Passes over the datasets.
+        places: Positions in a loaded state at which the datasets go on, by the number of the dataset.
+        schedulers: Learning rate schedulers.
+    """
+
+    in_batch = False
+
+    def __init__(self) -> None:
+        # Weak references, since a program may prepare anew for each pass.
+        self._datasets: list[weakref.ref[PreparedDataset]] = []
+        self.passes = ActivePasses()
+        self.places: dict[int, PassPlace] = {}
+        self.schedulers: list[PreparedScheduler] = []
+
+    def enroll(self, dataset: "PreparedDataset") -> int:
+        """Add a prepared dataset and return its number."""
+        self._datasets.append(weakref.ref(dataset))
+        return len(self._datasets) - 1
+
+    def datasets(self) -> "list[PreparedDataset]":
+        """Return the prepared datasets that are in use."""
+        return [each for each in (reference() for reference in self._datasets) if each is not None]
+
+    def begin_pass(self, handed: HandedBatches, goes_on: bool) -> None:
+        """Begin a pass, or go on with one."""
+        raise NotImplementedError
+
+    def join_others(self, missing: int, epoch: int) -> None:
+        """Join the collectives of the last batches of an epoch, of which this process has ``missing`` fewer."""
+        raise NotImplementedError
 
 
 class PreparedDataset:
@@ -29,7 +69,7 @@ class PreparedDataset:
     collectives of the others' last ones.
     """
 
-    def __init__(self, dataset: Any, window: Any) -> None:
+    def __init__(self, dataset: Dataset | Iterable[object], window: PreparedData) -> None:
         self.dataset = dataset
         self.window = window
         self.number = window.enroll(self)
@@ -46,7 +86,7 @@ class PreparedDataset:
     def __len__(self) -> int:
         if isinstance(self.dataset, Dataset):
             return int(self.dataset.get_dataset_size())
-        if hasattr(self.dataset, "__len__"):
+        if isinstance(self.dataset, Sized):
             return len(self.dataset)
         got, remedy = type(self.dataset).__name__, "The ranks must know who has batches left: give it a __len__."
         raise TypeError(argument_error(_OWNER, "dataset", "one with a length", got, remedy))
@@ -63,22 +103,22 @@ class PreparedDataset:
             return value
         return functools.partial(self._call, name) if callable(value) else value
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, *args: object, **kwargs: object) -> object:
         """Call a method of the pipeline. Its iterators are prepared; a new pipeline would not be."""
         method = getattr(self.dataset, name)
         if name in _ITERATORS:
             settings = inspect.signature(method).bind(*args, **kwargs).arguments | {"num_epochs": 1}
             return PreparedIterator(self, lambda data: getattr(data, name)(**settings))
-        result = method(*args, **kwargs)
+        result: object = method(*args, **kwargs)
         if isinstance(result, Dataset):
             got, remedy = f"{name}() of a prepared one", "Prepare the whole pipeline, as the last step."
             raise TypeError(argument_error(_OWNER, "dataset", "prepared when it is complete", got, remedy))
         return result
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self.passed(lambda data: data.create_tuple_iterator(num_epochs=1))
 
-    def passed(self, iterate: Callable[[Dataset], Iterable[Any]]) -> Generator[Any, None, None]:
+    def passed(self, iterate: Iterate) -> Generator[object, None, None]:
         """Yield the batches of one epoch, which ``iterate`` takes from a pipeline of MindSpore."""
         begin = self._begin()
         passes = self.window.passes
@@ -106,7 +146,7 @@ class PreparedDataset:
             self.at_end, self.sources = False, None
             passes.leave(self.handed)
 
-    def _begin(self) -> tuple[Sources, dict[str, Any] | None]:
+    def _begin(self) -> tuple[Sources, State | None]:
         """Begin or resume a pass. Return its sources, and the random states after its beginning if it is resumed."""
         place, random_now = self.window.places.pop(self.number, None), None
         is_resumed, self.batches, self.sources = place is not None, 0, None
@@ -128,9 +168,7 @@ class PreparedDataset:
             )
         return self.sources, random_now
 
-    def _batches(
-        self, sources: Sources, random_now: dict[str, Any] | None, iterate: Callable[[Dataset], Iterable[Any]]
-    ) -> Iterator[Any]:
+    def _batches(self, sources: Sources, random_now: State | None, iterate: Iterate) -> Iterator[object]:
         with sources.begun(self.dataset, random_now):
             batches = iter(rest_of(self.dataset, self.batches, iterate))
             first = list(itertools.islice(batches, 1))
@@ -139,12 +177,10 @@ class PreparedDataset:
 
     def place(self) -> PassPlace:
         """Return the position of this process in its data, between two batches."""
-        known = isinstance(self.dataset, Dataset) or hasattr(self.dataset, "__len__")
-        length = len(self) if known else None
+        length = len(self) if isinstance(self.dataset, (Dataset, Sized)) else None
         if self.number in self.window.places:
             # No batch was taken since a state was loaded.
-            ahead: PassPlace = self.window.places[self.number].among(length, self.ranks)
-            return ahead._replace(ranks=self.ranks)
+            return self.window.places[self.number].among(length, self.ranks)._replace(ranks=self.ranks)
         if self.handed.is_ahead and self.handed.waiting:
             # Batches that were fetched and not trained are still to come.
             first = self.handed.waiting[0]
@@ -160,28 +196,6 @@ class PreparedDataset:
         return PassPlace(self.epoch, self.batches, length, self.sources, self.ranks)
 
 
-class PreparedDatasets:
-    """The prepared datasets of a loop.
-
-    Attributes:
-        places: Positions in a loaded state at which the datasets go on, by the number of the dataset.
-    """
-
-    def __init__(self) -> None:
-        # Weak references, since a program may prepare anew for each pass.
-        self._datasets: list[weakref.ref[PreparedDataset]] = []
-        self.places: dict[int, PassPlace] = {}
-
-    def enroll(self, dataset: PreparedDataset) -> int:
-        """Add a prepared dataset and return its number."""
-        self._datasets.append(weakref.ref(dataset))
-        return len(self._datasets) - 1
-
-    def datasets(self) -> list[PreparedDataset]:
-        """Return the prepared datasets that are in use."""
-        return [each for each in (reference() for reference in self._datasets) if each is not None]
-
-
 class PreparedIterator:
     """An iterator over a prepared dataset. Each loop over it is an epoch, as for an iterator of MindSpore.
 
@@ -190,19 +204,19 @@ class PreparedIterator:
         iterate: Function that yields the batches of one epoch of a MindSpore pipeline.
     """
 
-    def __init__(self, dataset: PreparedDataset, iterate: Callable[[Dataset], Iterable[Any]]) -> None:
+    def __init__(self, dataset: PreparedDataset, iterate: Iterate) -> None:
         self.dataset = dataset
         self.iterate = iterate
-        self.current: Generator[Any, None, None] | None = None
+        self.current: Generator[object, None, None] | None = None
         self.is_stopped = False
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self.is_stopped:
             raise RuntimeError(f"For '{_OWNER}', an iterator must not be used after stop(). Create another one.")
         if self.dataset.number in self.dataset.window.places:
@@ -218,7 +232,8 @@ class PreparedIterator:
 
     def get_col_names(self) -> list[str]:
         """Return the names of the columns."""
-        names: list[str] = self.dataset.dataset.get_col_names()
+        pipeline: Dataset = self.dataset.dataset
+        names: list[str] = pipeline.get_col_names()
         return names
 
     def stop(self) -> None:
@@ -240,7 +255,7 @@ class PreparedScheduler:
     If it is called once per epoch, outside the loop over the batches, it steps if there was an update in between.
     """
 
-    def __init__(self, scheduler: Any, window: Any) -> None:
+    def __init__(self, scheduler: LRScheduler | ReduceLROnPlateau | SequentialLR, window: PreparedData) -> None:
         self.scheduler = scheduler
         self.window = window
         # True if it is called in each batch; then it also steps when this process joins an update.
@@ -253,19 +268,19 @@ class PreparedScheduler:
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the state of the scheduler and of its position in the loop, as JSON."""
         state = plain_state.take(self.scheduler)
         return {"is_due": self.is_due, "follows_updates": self.follows_updates, "scheduler": state}
 
-    def load_state_dict(self, saved: Any) -> None:
+    def load_state_dict(self, saved: State) -> None:
         """Load the result of `state_dict`."""
         rules = dict.fromkeys(("is_due", "follows_updates"), is_flag)
         flags = check_saved(saved, "where its schedulers stand", rules)
         plain_state.put(self.scheduler, saved.get("scheduler"))
         vars(self).update(flags)
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """Call the scheduler's ``step`` if there was an update since the last time."""
         self.follows_updates = self.follows_updates or self.window.in_batch
         if self.is_due:
@@ -273,14 +288,14 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
 
 
-def prepare(item: Any, window: Any) -> Any:
+def prepare(item: object, window: PreparedData) -> object:
     """Return ``item`` prepared for ``window``; a Cell is returned unchanged."""
     if isinstance(item, (LRScheduler, ReduceLROnPlateau, SequentialLR)):
         window.schedulers.append(PreparedScheduler(item, window))
         return window.schedulers[-1]
     if isinstance(item, nn.Cell):
         return item
-    if hasattr(item, "__iter__") and not isinstance(item, type):
+    if isinstance(item, Iterable) and not isinstance(item, type):
         return PreparedDataset(item, window)
     rule, remedy = "a dataset, a learning rate scheduler or a Cell", "Give what the loop iterates over."
     raise TypeError(argument_error(_OWNER, "objects", rule, typed(item), remedy))

@@ -2,30 +2,40 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import mindspore as ms
 import numpy as np
-from mindspore.train.callback import Callback, LossMonitor
+from mindspore.dataset import Dataset
+from mindspore.train.callback import Callback, LossMonitor, RunContext, _CallbackManager, _InternalCallbackParam
 
-from ms_gradaccum._checks import argument_error
+from ms_gradaccum._checks import LastWindow, argument_error
 from ms_gradaccum.backend import random_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "Model"
 _PASSES_ONLY = "A state knows passes over the data, and no sinks."
+
+
+class TrainedModel(Protocol):
+    """What the steps of a training need of their `Model`."""
+
+    train_network: TrainOneStepCell
+    last_window: LastWindow
+    resumed_place: PassPlace | None
 
 
 @runtime_checkable
 class ResumingCallback(Protocol):
     """A callback that saves the states of a training. It runs after all others, since it saves their changes."""
 
-    def watching(self, model: Any) -> AbstractContextManager[None]:
+    def watching(self, model: TrainedModel) -> AbstractContextManager[None]:
         """Return the context of a training of ``model``."""
 
-    def resume_into(self, model: Any) -> None:
+    def resume_into(self, model: TrainedModel) -> None:
         """Give ``model`` the last state that was kept, if there is one. Collective."""
 
 
@@ -36,7 +46,7 @@ class PassSteps(Callback):
     join the others in it, and their callbacks are called.
     """
 
-    def __init__(self, model: Any, callbacks: Sequence[Any], dataset: Any, first_epoch: int) -> None:
+    def __init__(self, model: TrainedModel, callbacks: Sequence[Callback], dataset: Dataset, first_epoch: int) -> None:
         super().__init__()
         self.model = model
         self.train_step = model.train_network
@@ -56,12 +66,12 @@ class PassSteps(Callback):
         self.in_pass = False
         # True if an epoch of MindSpore's has the batches of a sink instead of those of a pass.
         self.in_sinks = False
-        self.run_context: Any = None
+        self.run_context: RunContext = None
         self.sources: Sources | None = None
         self.resumed: PassPlace | None = None
         self._until_first_batch = ExitStack()
 
-    def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, Any]) -> bool:
+    def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
         """Load the last state and let the training go on there. Return False if it has ended already."""
         if self.model.resumed_place is None:
             if not checkpoints:
@@ -112,7 +122,7 @@ class PassSteps(Callback):
         epoch, taken = self.first_epoch + passes - (batches == 0), batches or None
         return PassPlace(epoch, taken, self.length, self.sources, self.world.size, first_epoch=self.first_epoch)
 
-    def on_train_begin(self, run_context: Any) -> None:
+    def on_train_begin(self, run_context: RunContext) -> None:
         self.run_context = run_context
         self.train_step.body.is_carried = self.model.last_window == "carry"
         params = run_context.original_args()
@@ -136,17 +146,17 @@ class PassSteps(Callback):
             got = f"{sink_size} with {self.length} batches in a pass"
             raise ValueError(argument_error(_OWNER, "sink_size", rule, got, remedy))
 
-    def on_train_epoch_begin(self, run_context: Any) -> None:
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self.in_pass = True
 
-    def on_train_step_begin(self, run_context: Any) -> None:
+    def on_train_step_begin(self, run_context: RunContext) -> None:
         # The first batch is there.
         self._until_first_batch.close()
         if self.resumed is not None and self.resumed.random_now is not None:
             random_state.put_device(self.resumed.random_now)
             self.resumed = None
 
-    def on_train_step_end(self, run_context: Any) -> None:
+    def on_train_step_end(self, run_context: RunContext) -> None:
         params, events = run_context.original_args(), self.train_step.events
         self.done = params.cur_step_num
         if not isinstance(params.net_outputs, StepOutput):
@@ -161,7 +171,7 @@ class PassSteps(Callback):
         if self.stop_at_invalid_loss:
             self._check_loss(params)
 
-    def end_epoch(self, params: Any, callbacks: Any) -> None:
+    def end_epoch(self, params: _InternalCallbackParam, callbacks: _CallbackManager) -> None:
         """Take part in the steps that only other processes have batches for, once this one has no more."""
         stops = self.run_context.get_stop_requested
         if self.in_sinks and not stops() and params.cur_epoch_num < self.first_epoch + params.epoch_num:
@@ -175,7 +185,7 @@ class PassSteps(Callback):
             # A callback or the last sink has ended the pass before the end of its data.
             self._finish_pass(params)
 
-    def _finish_pass(self, params: Any) -> None:
+    def _finish_pass(self, params: _InternalCallbackParam) -> None:
         """Apply, drop or carry an unfinished window, see `last_window`."""
         self.in_pass = False
         if self.model.last_window == "drop":
@@ -184,7 +194,7 @@ class PassSteps(Callback):
             output = self.train_step.flush()
             params.net_outputs = params.net_outputs if output is None else output
 
-    def _check_loss(self, params: Any) -> None:
+    def _check_loss(self, params: _InternalCallbackParam) -> None:
         """Stop at a NaN or Inf loss, as LossMonitor does only for a loss outside of a tuple."""
         value = float(params.net_outputs.loss.asnumpy())
         if not np.isfinite(value):

@@ -73,20 +73,9 @@ class GraphWindow(nn.Cell):
         return output
 
 
-class NoGraphWindow(nn.Cell):
-    """Stands for a GraphWindow where there can be none."""
-
-    def __init__(self, owner: str) -> None:
-        super().__init__(auto_prefix=False)
-        self.owner = owner
-
-    def construct(self, *inputs: object) -> None:
-        """Refuse to be compiled."""
-        _refuse_graph(self.owner)
-
-
 @_primexpr
-def _refuse_graph(owner: str) -> None:
+def refuse_graph(owner: str) -> None:
+    """Raise for a loop that no graph can hold."""
     raise ValueError(
         f"For '{owner}', a call inside a compiled function must be one of a single network and optimizer without a "
         f"schedule, but got more. Call it from Python."

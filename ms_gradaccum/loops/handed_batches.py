@@ -5,11 +5,15 @@ batches ahead, cut them into pieces, skip some, or draw from other prepared data
 """
 
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from mindspore import Tensor
+
+from ms_gradaccum.loops.data_position import Sources
+
+TensorOrArray: TypeAlias = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 class Handed:
@@ -28,7 +32,15 @@ class Handed:
         rows_trained: Number of rows of the pieces that were trained; None if it is not known.
     """
 
-    def __init__(self, source: "HandedBatches", batch: Any, epoch: int, place: int, is_last: bool, origin: Any) -> None:
+    def __init__(
+        self,
+        source: "HandedBatches",
+        batch: object,
+        epoch: int,
+        place: int,
+        is_last: bool,
+        origin: Sources | None,
+    ) -> None:
         self.source, self.epoch, self.place, self.is_last, self.origin = source, epoch, place, is_last, origin
         arrays = list(arrays_in(batch))
         # Weak references, so that a batch that the loop skips does not stay in memory.
@@ -37,7 +49,7 @@ class Handed:
         self.pieces = 0
         self.rows_trained: float | None = 0.0
 
-    def arrays_among(self, arrays: list[Any]) -> int:
+    def arrays_among(self, arrays: Sequence[TensorOrArray]) -> int:
         """Return the number of ``arrays`` that belong to this batch."""
         parts = [part() for part in self._parts]
         return sum(any(part is each for part in parts) for each in arrays)
@@ -138,7 +150,7 @@ class HandedBatches:
         goes_on = self.is_open or (self.current is not None and self.current.pieces < self.pieces_before)
         return self.current if goes_on else None
 
-    def find(self, arrays: list[Any]) -> Handed | None:
+    def find(self, arrays: Sequence[TensorOrArray]) -> Handed | None:
         """Return the batch to which most of ``arrays`` belong; in doubt the one that is expected."""
         best, most = None, 0
         known = self.waiting if self.is_ahead or not self.is_open else self.waiting[::-1]
@@ -217,7 +229,7 @@ class ActivePasses:
             found = [each.coming() for each in self._recent if each.are_fetched][-1:]
         return [batch for batch in found if batch is not None]
 
-    def find(self, arrays: list[Any]) -> list[Handed]:
+    def find(self, arrays: Sequence[TensorOrArray]) -> list[Handed]:
         """Return the batches to which ``arrays`` belong: one of each dataset that has some of them."""
         found: list[Handed] = []
         for each in dict.fromkeys([*self.trained, *reversed(self._open), *reversed(self._recent)]):
@@ -228,7 +240,7 @@ class ActivePasses:
         return found
 
 
-def arrays_in(batch: Any, depth: int = 8) -> Iterator[Any]:
+def arrays_in(batch: object, depth: int = 8) -> Iterator[TensorOrArray]:
     """Yield the tensors and arrays of a batch, down to a depth, since a list can contain itself."""
     if isinstance(batch, (Tensor, np.ndarray)):
         yield batch
@@ -237,6 +249,6 @@ def arrays_in(batch: Any, depth: int = 8) -> Iterator[Any]:
             yield from arrays_in(each, depth - 1)
 
 
-def rows_of(arrays: list[Any]) -> int | None:
+def rows_of(arrays: Sequence[TensorOrArray]) -> int | None:
     """Return the number of rows of a batch or a piece of one: the length of its first array."""
     return next((int(each.shape[0]) for each in arrays if each.shape), None)

@@ -1,6 +1,6 @@
 """``mindspore.train.Model`` that trains with gradient accumulation."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NoReturn
@@ -11,6 +11,7 @@ from mindspore.dataset import Dataset
 from mindspore.parallel._utils import _clear_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.train import Callback, Metric
+from mindspore.train.callback import _CallbackManager, _InternalCallbackParam
 
 from ms_gradaccum._checks import (
     LastWindow,
@@ -155,7 +156,7 @@ class Model(Settled, ms.Model):
         self._init_stock(adopted(network), loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
         self._is_built = True
 
-    def _init_stock(self, network: nn.Cell, loss_fn: Any, optimizer: Any, *args: Any) -> None:
+    def _init_stock(self, network: nn.Cell, loss_fn: nn.Cell | None, optimizer: nn.Cell | None, *args: object) -> None:
         settings = self._step_settings
         if isinstance(network, AutoParallel) and device_target() == "CPU":
             # Its settings are taken over here. If they were set, the compiler would look for another device.
@@ -187,7 +188,9 @@ class Model(Settled, ms.Model):
         check_optimizer(_OWNER, self._optimizer, loss_cell)
         return TrainOneStepCell(loss_cell, self._optimizer, **self._step_settings)
 
-    def _build_eval_network(self, metrics: Any, eval_network: Any, eval_indexes: Any) -> None:
+    def _build_eval_network(
+        self, metrics: object, eval_network: nn.Cell | None, eval_indexes: list[int] | None
+    ) -> None:
         if metrics and eval_network is None and self._loss_fn is None:
             eval_network, eval_indexes = self._evaluation(), [0, 1, 2]
         super()._build_eval_network(metrics, eval_network, eval_indexes)
@@ -218,7 +221,7 @@ class Model(Settled, ms.Model):
             remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
             raise ValueError(argument_error(_OWNER, "network", "a loss cell", got, remedy))
         # Callbacks that change the learning rate look for it here.
-        self._optimizer: Any = train_step.optimizer
+        self._optimizer: nn.Cell = train_step.optimizer
         return train_step
 
     def train(
@@ -273,7 +276,7 @@ class Model(Settled, ms.Model):
             )
 
     @contextmanager
-    def _resuming(self, resume: bool, initial_epoch: int, dataset: Any) -> Iterator[None]:
+    def _resuming(self, resume: bool, initial_epoch: int, dataset: Dataset) -> Iterator[None]:
         check_dataset(_OWNER, "train_dataset", dataset, "An Accumulator loops over anything.")
         check_bool(_OWNER, "resume", resume, "True goes on from the last state.")
         if resume and initial_epoch != 0:
@@ -285,7 +288,9 @@ class Model(Settled, ms.Model):
         finally:
             self._resume = False
 
-    def _train(self, epoch: int, train_dataset: Any, callbacks: Any = None, **kwargs: Any) -> Any:
+    def _train(
+        self, epoch: int, train_dataset: Dataset, callbacks: Sequence[Callback] | None = None, **kwargs: Any
+    ) -> object:
         callbacks = self._transform_callbacks(callbacks)
         if not isinstance(self._train_network, TrainOneStepCell):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
@@ -341,7 +346,9 @@ class Model(Settled, ms.Model):
             forget_accumulation()
         return super()._check_network_mode(network, is_train)
 
-    def _eval_during_train(self, valid_infos: Any, cb_params: Any, list_callback: Any) -> None:
+    def _eval_during_train(
+        self, valid_infos: object, cb_params: _InternalCallbackParam, list_callback: _CallbackManager
+    ) -> None:
         # Called at the end of each pass, whether there is something to evaluate or not.
         if self._steps is not None:
             self._steps.end_epoch(cb_params, list_callback)
@@ -357,7 +364,7 @@ def _warn_of_frozen(network: nn.Cell) -> None:
         )
 
 
-def _check_cells(network: Any, loss_fn: Any, eval_network: Any) -> None:
+def _check_cells(network: object, loss_fn: object, eval_network: object) -> None:
     check_cell(_OWNER, "network", network, "Give a GradAccumulation, a loss cell, or a network and a loss_fn.")
     if loss_fn is not None:
         check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")

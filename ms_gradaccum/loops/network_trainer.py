@@ -20,7 +20,6 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window
 
 _OWNER = "Accumulator"
@@ -43,10 +42,6 @@ class TrainedNetwork(Window):
     """
 
     last_clip: nn.Cell | None = None
-    # The number of batches in the buffers as the loop has counted them: a checkpoint or a graph can write another one.
-    counted = 0
-    # True if gradients of the window came without a loss.
-    _lacks_loss = False
 
     def __init__(
         self,
@@ -80,10 +75,9 @@ class TrainedNetwork(Window):
         try:
             outputs = self.add(args, kwargs, is_last)
         except BaseException as error:
-            if self.goes_on(error):
-                self._open()  # To the other ranks it is a batch.
+            self.has_batch = self.goes_on(error)  # To the other ranks it is a batch.
             raise
-        self._open()
+        self.has_batch = True
         loss: Tensor = self.run_mean_loss(*(output[i] for i in (0, 1) for output in outputs))
         return loss
 
@@ -100,24 +94,12 @@ class TrainedNetwork(Window):
             grads = _check_grads(grads, parameters)
             reducer.end_micro_batch(factor)
             self.run_add_grads(*numbers, *grads)
-        self._open()
-        self._lacks_loss = self._lacks_loss or loss is None
+        self.has_batch = True
+        self.has_loss = self.has_loss and loss is not None
 
     def join(self) -> None:
         super().join()
-        self._open()
-
-    @property
-    def is_open(self) -> bool:
-        """True if there is something in the buffers."""
-        return self.count_on_host() > 0
-
-    def _open(self) -> None:
-        """Know that the current batch is in the buffers. The loop writes its number when the batch ends."""
         self.has_batch = True
-        if not self.is_open:
-            for reducer in self.reducers:
-                reducer.buffer.know_count(1, is_ahead=True)
 
     def check_clip_with(self, clip: nn.Cell) -> None:
         """Raise if ``clip`` cannot clip in the coming step, because something else does."""
@@ -126,25 +108,6 @@ class TrainedNetwork(Window):
                 f"For '{_OWNER}', an update must be clipped by its norm or by value, but got both. Call one of "
                 f"clip_grad_norm() and clip_grad_value()."
             )
-
-    def partial_output(self) -> StepOutput:
-        return self._told(super().partial_output(), self._lacks_loss)
-
-    def close(self) -> StepOutput:
-        lacks_loss = self._lacks_loss
-        return self._told(super().close(), lacks_loss)
-
-    @staticmethod
-    def _told(output: StepOutput, lacks_loss: bool) -> StepOutput:
-        return output._replace(loss=None) if lacks_loss else output
-
-    def set_count(self, batches: int) -> None:
-        super().set_count(batches)
-        self.counted = batches
-
-    def reset(self) -> None:
-        super().reset()
-        self._lacks_loss, self.counted = False, 0
 
 
 class BatchMeanLoss(nn.Cell):
@@ -237,3 +200,21 @@ def pair_networks(network: object, optimizer: object) -> list[tuple[nn.Cell, lis
         got, remedy = "one of them twice", "Put losses that train the same weights into one cell."
         raise ValueError(argument_error(_OWNER, "optimizer", "different optimizers", got, remedy))
     return list(zip(networks, groups))
+
+
+def chosen_of(networks: Sequence[TrainedNetwork], network: nn.Cell | None) -> Sequence[TrainedNetwork]:
+    """Return the one that trains ``network``, or all of them for None."""
+    chosen = [each for each in networks if network is None or any(network is name for name in each.names)]
+    if not chosen:
+        got, remedy = type(network).__name__, "Give a network that the Accumulator was built with."
+        raise ValueError(argument_error(_OWNER, "network", "one of its networks", got, remedy))
+    return chosen
+
+
+def only_of(networks: Sequence[TrainedNetwork], network: nn.Cell | None) -> TrainedNetwork:
+    """Return the one that trains ``network``, or the only one for None."""
+    chosen = chosen_of(networks, network)
+    if len(chosen) > 1:
+        remedy = "Say which one: backward(*batch, network=loss_cell)."
+        raise ValueError(argument_error(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
+    return chosen[0]

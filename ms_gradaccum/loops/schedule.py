@@ -10,9 +10,6 @@ from ms_gradaccum._checks import (
     check_bool,
     check_choice,
     check_positive_int,
-    check_saved,
-    is_count,
-    is_number,
     typed,
 )
 from ms_gradaccum.backend.compiled import check_compile
@@ -175,59 +172,3 @@ def merge_config(owner: str, accumulation_steps: Any, config: Any) -> Accumulati
         rule, got = "the same as that of config", f"{accumulation_steps} and a config with {theirs}"
         raise ValueError(argument_error(owner, "accumulation_steps", rule, got, "Give it in one place."))
     return replace(config, accumulation_steps=accumulation_steps)
-
-
-class WindowCounter:
-    """Counter of the batches of the open window, and of the updates before it.
-
-    Attributes:
-        batches: Batches in the open window, the current one included.
-        updates: Updates made.
-        tokens: Weight of the windows of these updates.
-        steps: Batches that the window shall have.
-    """
-
-    _RULES = {"batches": is_count, "updates": is_count, "tokens": is_number, "steps": is_count}
-
-    def __init__(self, config: AccumulationConfig) -> None:
-        self.config = config
-        self.batches = 0
-        self.updates = 0
-        self.tokens = 0.0
-        self.steps = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts, as JSON."""
-        return {name: getattr(self, name) for name in self._RULES}
-
-    def load_state_dict(self, saved: Any) -> None:
-        """Go on from the counts that `state_dict` has returned."""
-        vars(self).update(check_saved(saved, "how many batches, updates and tokens its loop had", self._RULES))
-
-    def begin_batch(self, end_of_data: bool, epoch: int | None) -> bool:
-        """Count one batch and return whether it fills the window."""
-        if self.batches == 0 or self.steps == 0:
-            self.steps = self.config.steps_for(epoch, self.updates, self.tokens)
-        self.batches += 1
-        return self.is_full(end_of_data)
-
-    def is_full(self, end_of_data: bool) -> bool:
-        """Return whether the window has all of its batches."""
-        return self.batches >= self.steps or (end_of_data and self.config.sync_with_dataloader)
-
-    def go_on_at(self, batches: int) -> None:
-        """Go on in a window that has so many batches, and is as long as one that would begin now."""
-        self.batches, self.steps = batches, 0
-
-    def take_back_batch(self) -> None:
-        """Forget the current batch, of which nothing was added."""
-        self.batches -= 1
-
-    def end_window(self) -> None:
-        """Begin anew with the next batch."""
-        self.batches = 0
-
-    def count_update(self, weight: float) -> None:
-        """Count an update."""
-        self.updates += 1
-        self.tokens += weight

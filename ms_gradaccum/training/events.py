@@ -84,6 +84,8 @@ class Events:
         self.batches = self.micro_batches = self.window_micro_batches = self.updates = self.skipped_updates = 0
         self._before_window = 0
         self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
+        # True if there are listeners.
+        self.heard = False
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts, as JSON."""
@@ -93,11 +95,6 @@ class Events:
         """Go on from the counts that `state_dict` has returned."""
         rules = dict.fromkeys(self._COUNTS, is_count)
         vars(self).update(check_saved(saved, "how many batches and updates there were", rules))
-
-    @property
-    def heard(self) -> bool:
-        """True if there are listeners."""
-        return any(self._listeners.values())
 
     def hears(self, callback: object) -> bool:
         """Return whether ``callback`` listens."""
@@ -113,6 +110,7 @@ class Events:
         for name in NAMES:
             if callable(getattr(callback, name, None)):
                 self._listeners[name].append(getattr(callback, name))
+                self.heard = True
 
     @contextmanager
     def listening(self, callbacks: Sequence[object]) -> Iterator[None]:
@@ -124,7 +122,7 @@ class Events:
         try:
             yield
         finally:
-            self._listeners = before
+            self._listeners, self.heard = before, any(before.values())
 
     def micro_batch_begin(self, index: int, rows: int | None) -> None:
         """Tell that a micro batch begins."""
@@ -137,7 +135,8 @@ class Events:
 
     def update_begin(self) -> None:
         """Tell that a window ends."""
-        self._tell("on_update_begin")
+        if self.heard:
+            self._tell("on_update_begin")
 
     def update_end(self, output: StepOutput) -> None:
         """Count the end of a window and tell how it ended."""
@@ -147,7 +146,8 @@ class Events:
             self.updates += 1
         else:
             self.skipped_updates += 1
-        self._tell("on_update_end", output=output)
+        if self.heard:
+            self._tell("on_update_end", output=output)
 
     def _tell(
         self, name: str, index: int | None = None, rows: int | None = None, output: StepOutput | None = None

@@ -1,4 +1,4 @@
-"""The pass before the micro steps of a batch, which finds the gradient of a `GradCacheLoss`; none for other losses."""
+"""The pass before the micro steps of a batch, which finds the gradient of a `GradCacheLoss`."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -23,25 +23,7 @@ _DRAWS = re.compile("(Dropout|Random|Rand|Randn|Randperm|Uniform|Normal|Laplace|
 _LOSS_REMEDY = "Its loss_fn returns one number: put what else there is to see into a callback."
 
 
-class NoFirstPass:
-    """Stand-in for losses that are sums over rows, and the interface of the other one."""
-
-    def compiled_cells(self) -> list[Any]:
-        """Return what has a mode and settings of its own."""
-        return []
-
-    def run(self, batch: SplitBatch, eager: bool) -> tuple[SplitBatch, int]:
-        """Return the micro batches for the micro steps, and the rows that their shares are shares of."""
-        return batch, sum(part.rows for part in batch.micro_batches)
-
-    def join(self) -> None:
-        """Take part in a batch of the other processes without one."""
-
-    def check(self, outputs: Sequence[Any]) -> None:
-        """Raise if what the micro steps have returned shows that they are not those of this pass."""
-
-
-class FirstPass(NoFirstPass):
+class FirstPass:
     """The pass over a batch before the micro steps of a `GradCacheLoss`.
 
     Args:
@@ -78,10 +60,12 @@ class FirstPass(NoFirstPass):
             rule, got = "a loss that is the same on all processes", f"one that draws random numbers: {drawn}"
             raise ValueError(argument_error("GradCacheLoss", "loss_fn", rule, got, "Draw them in the backbone."))
 
-    def compiled_cells(self) -> list[Any]:
+    def compiled_cells(self) -> list[Compiled]:
+        """Return what has a mode and settings of its own."""
         return [*self.forwards.values(), *self.losses.values()]
 
     def run(self, batch: SplitBatch, eager: bool) -> tuple[SplitBatch, int]:
+        """Return the micro batches for the micro steps, and the number of rows of all processes."""
         structure: Any = batch.structure
         inputs = [unflatten(structure, part.tensors) for part in batch.micro_batches]
         end = len(inputs[0]) - self.network.labels
@@ -116,9 +100,11 @@ class FirstPass(NoFirstPass):
         return SplitBatch(structure, parts), rows
 
     def join(self) -> None:
+        """Take part in a batch of the other processes without one."""
         self.reducer.gather_rows(0, [])
 
-    def check(self, outputs: Sequence[Any]) -> None:
+    def check(self, outputs: Sequence[tuple[Tensor, ...]]) -> None:
+        """Raise if the outputs of the micro steps show that they have not computed what this pass has."""
         for part in (each for output in outputs for each in output[3].asnumpy()):
             if not part <= self.tolerance:  # A NaN is no small difference.
                 cells = random_cells(self.network.backbone)
@@ -307,10 +293,3 @@ def _rows_first(axis: int, tensor: Tensor) -> Tensor:
 
 def _rows_to(axis: int | None, tensor: Tensor) -> Tensor:
     return tensor if axis in (0, None) else ops.movedim(tensor, 0, axis)
-
-
-def first_pass_of(
-    owner: str, network: Any, like: nn.Cell, updated: Sequence[Parameter], reducer: GradientReducer, half: bool
-) -> NoFirstPass:
-    """Return what comes before the micro steps of a network."""
-    return FirstPass(owner, network, like, updated, reducer, half) if network.is_cached else NoFirstPass()

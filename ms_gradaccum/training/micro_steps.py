@@ -1,6 +1,7 @@
 """The micro steps of a network's batches, compiled or op by op, depending on MindSpore's mode."""
 
 import logging
+import operator
 from collections.abc import Hashable, Sequence
 
 from mindspore import ParameterTuple, Tensor, nn
@@ -16,7 +17,7 @@ from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.parallel.reduced import check_hooks_run
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
-from ms_gradaccum.training.first_pass import first_pass_of
+from ms_gradaccum.training.first_pass import FirstPass
 from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.micro_step import (
     AddMicroBatch,
@@ -33,6 +34,7 @@ from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_mo
 from ms_gradaccum.training.settings import StepSettings
 
 _MANY_STRUCTURES = 8
+_rows_of = operator.itemgetter(0)
 _LOGGER = logging.getLogger("ms_gradaccum")
 
 
@@ -54,19 +56,24 @@ class MicroSteps:
         self.parameters = [ParameterTuple(reducer.replicas()) for reducer in reducers]
         # The micro step as part of a larger graph, which takes nested inputs.
         self.cell = self._build(network.weighted_loss)
+        half = self.cell.micro_loss.half
         # The pass before the micro steps, for a loss over the whole batch.
-        self.first_pass = first_pass_of(
-            owner, network, self.cell, self.cell.parameters, reducers[0], self.cell.micro_loss.half
+        self.first_pass = (
+            FirstPass(owner, network, self.cell, self.cell.parameters, reducers[0], half) if network.is_cached else None
         )
         # The keys are the structure of the inputs, nearly always a single one, and whether the sums are reduced.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         # The keys say whether the sums are reduced.
         self.eager: dict[bool, EagerMicroStep] = {}
+        # The first inputs of a micro step by the backward start, its rows and those of its batch.
+        self.starts: dict[tuple[BackwardStart, int, int], tuple[Tensor, Tensor]] = {}
+        self.comes_reduced = reducers[0].comes_reduced
+        # True if other ranks can have more micro batches in a batch.
+        self.waits_for_others = reducers[0].several or self.comes_reduced
         # Ranks share their cores, and their messages must keep one order.
         self.may_use_thread_pool = not reducers[0].several
         self.empty_step = EmptyStep(reducers)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
-        half = self.cell.micro_loss.half
         self.loss_check = LossCheck(network, self.cell.parameters, settings, half, reducers[0].several)
         # The forward passes of rows would communicate, too.
         self.loss_check.is_done |= reducers[0].comes_reduced
@@ -79,19 +86,26 @@ class MicroSteps:
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         """Return the compiled cells, which have a mode and settings of their own."""
-        return [self.cell, self.empty_step, *self.by_structure.values(), *self.first_pass.compiled_cells()]
+        first_pass = [] if self.first_pass is None else self.first_pass.compiled_cells()
+        return [self.cell, self.empty_step, *self.by_structure.values(), *first_pass]
 
     def run(
         self, args: tuple[object, ...], kwargs: dict[str, object], reduces: bool = False
     ) -> list[tuple[Tensor, ...]]:
         """Add one batch and return the outputs of its micro steps. The last one may also reduce the sums."""
         self.has_added, self.rounds = False, None
-        eager = self._runs_eagerly()
-        (structure, micro_batches), batch_rows = self.first_pass.run(self._split(args, kwargs, eager), eager)
+        eager = runs_eagerly(self.settings.compiles)
+        if self.comes_reduced:
+            check_hooks_run(self.owner, eager)
+        split = self.network.split(*args, **kwargs) if self.has_split else self._first_split(args, kwargs, eager)
+        batch_rows = sum(map(_rows_of, split.micro_batches))
+        if self.first_pass is not None:
+            split, batch_rows = self.first_pass.run(split, eager)
+        structure, micro_batches = split
         step, start = self._micro_step(structure, micro_batches, eager)
-        starts = {rows: start.tensors(rows, batch_rows) for rows in {part.rows for part in micro_batches}}
         # This comes first, because all ranks must send their messages in the same order.
-        self.rounds = self.reducers[0].max_micro_batches(len(micro_batches))
+        count = len(micro_batches)
+        self.rounds = self.reducers[0].max_micro_batches(count) if self.waits_for_others else count
         last = self._micro_step(structure, micro_batches, eager, True)[0] if reduces else step
         outputs: list[Outputs] = []
         done, heard, is_measured = self.events.micro_batches, self.events.heard, not self.loss_check.is_done
@@ -104,14 +118,18 @@ class MicroSteps:
             for index, (step, (rows, tensors)) in enumerate(zip(steps, micro_batches)):
                 if heard:
                     self.events.micro_batch_begin(index, rows)
-                outputs.append(step(*starts[rows], *tensors))
+                key = start, rows, batch_rows
+                if key not in self.starts:
+                    self.starts[key] = start.tensors(rows, batch_rows)
+                outputs.append(step(*self.starts[key], *tensors))
                 self.rounds -= 1
                 if is_measured:
                     self.loss_check.after_micro_batch()
                 if heard:
                     self.events.micro_batch_end(index, rows)
             self.events.micro_batches = done + len(micro_batches)
-            self.first_pass.check(outputs)
+            if self.first_pass is not None:
+                self.first_pass.check(outputs)
             if is_measured:
                 self.loss_check.after_batch(len(micro_batches), args, kwargs)
         except BaseException as error:
@@ -120,10 +138,11 @@ class MicroSteps:
             if isinstance(error, Exception):
                 self.network.explain_split(error, args, kwargs)
             raise
-        self._add_nothing(self.rounds)
+        if self.rounds:
+            self._add_nothing(self.rounds)
         return outputs
 
-    def _split(self, args: tuple[object, ...], kwargs: dict[str, object], eager: bool) -> SplitBatch:
+    def _first_split(self, args: tuple[object, ...], kwargs: dict[str, object], eager: bool) -> SplitBatch:
         """Split a batch, and warn of what the first ones show."""
         is_first, self.has_begun = not self.has_begun, True
         if is_first:
@@ -159,7 +178,8 @@ class MicroSteps:
 
     def join(self) -> None:
         """Join the collectives of a batch with no local data."""
-        self.first_pass.join()
+        if self.first_pass is not None:
+            self.first_pass.join()
         self._add_nothing(self.reducers[0].max_micro_batches(0))
 
     def _add_nothing(self, micro_batches: int) -> None:
@@ -171,19 +191,13 @@ class MicroSteps:
     ) -> tuple[Compiled | EagerMicroStep, BackwardStart]:
         """Return the callable that runs a micro batch of this structure, and its backward start."""
         if not eager:
-            compiled = self._compiled(structure, micro_batches, reduces)
+            compiled = self.by_structure.get((structure, reduces)) or self._compiled(structure, micro_batches, reduces)
             return compiled, compiled.cell.backward_start
         if reduces not in self.eager:
             self.eager[reduces] = self._build_eager(reduces)
         step = self.eager[reduces]
         step.structure = structure
         return step, step.backward_start
-
-    def _runs_eagerly(self) -> bool:
-        eager = runs_eagerly(self.settings.compiles)
-        if self.reducers[0].comes_reduced:
-            check_hooks_run(self.owner, eager)
-        return eager
 
     def _build_eager(self, is_last: bool) -> EagerMicroStep:
         lookup = sparse_lookup(self.network)
@@ -213,28 +227,26 @@ class MicroSteps:
         return thread_pool_is_faster(self.cell.parameters, positions, self.cell.jit_config_dict)
 
     def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool) -> Compiled:
-        """Return the micro step for a structure. Its first batch decides whether the thread pool runs it."""
-        key = (structure, reduces)
-        if key not in self.by_structure:
-            why_not = why_no_graph(structure)
-            if why_not:
-                remedy = "Give a tuple or a dict, or leave compile out."
-                raise ValueError(
-                    argument_error(self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
-                )
-            pooled = self._is_for_thread_pool(micro_batches)
-            self.by_structure[key] = Compiled(
-                lambda: self._build(self.network.loss_of(structure), pooled, reduces),
-                self.owner,
-                "the network",
-                self.network.network,
+        """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
+        why_not = why_no_graph(structure)
+        if why_not:
+            remedy = "Give a tuple or a dict, or leave compile out."
+            raise ValueError(
+                argument_error(self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
             )
-            if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
-                warn(
-                    f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
-                    f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors.",
-                )
-        return self.by_structure[key]
+        pooled = self._is_for_thread_pool(micro_batches)
+        compiled = self.by_structure[structure, reduces] = Compiled(
+            lambda: self._build(self.network.loss_of(structure), pooled, reduces),
+            self.owner,
+            "the network",
+            self.network.network,
+        )
+        if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
+            warn(
+                f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
+                f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors.",
+            )
+        return compiled
 
     def _build(self, loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
         micro_loss, adding, start = self._parts(loss, False, reduces)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
@@ -10,6 +9,7 @@ from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.window import Window
 
 
 class Step(nn.Cell):
@@ -18,16 +18,19 @@ class Step(nn.Cell):
     accumulation_steps = 1
     # True if a Model leaves windows open at the end of its data.
     is_carried = False
+    # True if the optimizer belongs to no step that was built later.
+    has_claims = True
     # True as long as a loss that should be measured has not been.
     is_unmeasured = False
 
     def __init__(self, network: nn.Cell, settings: StepSettings, events: Events) -> None:
         super().__init__(auto_prefix=False)
+        self.owner = settings.owner
         self.network = network
         self.events = events
         self.loss_scale = settings.precision.loss_scale
 
-    def as_window(self) -> Any:
+    def as_window(self) -> "Window | Step":
         """Return what has the optimizers, the reducers and the loss scale."""
         return self
 

@@ -1,5 +1,6 @@
 """The report of a training step."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -146,17 +147,16 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     @property
     def is_updated(self) -> bool:
         """True if this call ran the optimizer: `updated`, read once."""
-        return self._decided("updated")
+        if "updated" not in self._decisions:
+            self._decisions["updated"] = bool(self._further[0].asnumpy())
+        return self._decisions["updated"]
 
     @property
     def has_overflow(self) -> bool:
         """True if the window's gradient had an Inf or a NaN: `overflow`, read once."""
-        return self._decided("overflow")
-
-    def _decided(self, name: str) -> bool:
-        if name not in self._decisions:
-            self._decisions[name] = bool(getattr(self, name).asnumpy())
-        return self._decisions[name]
+        if "overflow" not in self._decisions:
+            self._decisions["overflow"] = bool(self[1].asnumpy())
+        return self._decisions["overflow"]
 
     @property
     def ends_window(self) -> bool:
@@ -166,12 +166,14 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def _asdict(self) -> dict[str, Tensor | None]:
         """Return all fields by name, as of a NamedTuple; not `other_losses`, which are no scalar."""
-        return {name: getattr(self, name) for name in self._fields}
+        return dict(zip(self._fields, (*self, *self._further)))
 
     def _replace(self, **fields: object) -> "StepOutput":
         """Return a copy with other values for some fields, as of a NamedTuple."""
         other = type(self)(**{**self._asdict(), "other_losses": self._others, **fields})
-        other._decisions = {name: known for name, known in self._decisions.items() if name not in fields}
+        for name, known in self._decisions.items():
+            if name not in fields:
+                other._decisions[name] = known
         return other
 
     def __reduce__(self) -> tuple[type["StepOutput"], tuple[object, ...]]:
@@ -226,6 +228,29 @@ def _number(value: object) -> Any:
     if isinstance(value, StepOutput):
         return float(value)
     return value.asnumpy() if isinstance(value, Tensor) else value
+
+
+def with_one_norm(outputs: list[StepOutput]) -> list[StepOutput]:
+    """Return the reports of several optimizers with one norm and one decision."""
+    norm = _total_norm([output.grad_norm for output in outputs])
+    updated = all([output.is_updated for output in outputs])
+    # The overflow of an update is that of its norm.
+    overflow = not (math.isfinite(float(norm)) if updated else not any([o.has_overflow for o in outputs]))
+    common = {"overflow": Tensor(overflow), "updated": Tensor(updated), "grad_norm": norm, "clipped_grad_norm": norm}
+    return [output._replace(**common) for output in outputs]
+
+
+def with_all_rates(outputs: list[StepOutput], has_own_norms: bool) -> StepOutput:
+    """Return the reports of several optimizers as one. After a clip by value each has a norm of its own."""
+    rates = np.concatenate([output.learning_rate.asnumpy().reshape(-1) for output in outputs])
+    clipped = outputs[0].clipped_grad_norm
+    if has_own_norms and outputs[0].is_updated:
+        clipped = _total_norm([output.clipped_grad_norm for output in outputs])
+    return outputs[0]._replace(learning_rate=Tensor(rates), clipped_grad_norm=clipped)
+
+
+def _total_norm(norms: list[Tensor]) -> Tensor:
+    return Tensor(math.hypot(*(float(norm.asnumpy()) for norm in norms)), ms.float32)
 
 
 def loss_of(output: StepOutput) -> float | None:

@@ -67,8 +67,9 @@ class HostDrivenStep(Step):
     def run(
         self, args: tuple[object, ...], kwargs: dict[str, object], as_graph: Callable[..., tuple[Tensor, ...]]
     ) -> StepOutput:
-        batches = self._batches_before()
-        self.is_unmeasured = False
+        batches = self.window.count.get() if self.accumulation_steps > 1 else 0
+        if self.is_unmeasured:
+            self.is_unmeasured = False
         try:
             self.window.add(args, kwargs, is_last=batches + 1 >= self.accumulation_steps)
         except BaseException as error:
@@ -80,25 +81,23 @@ class HostDrivenStep(Step):
         return self._end_batch(batches)
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
-        self.window.note_batch(batch)
-        self.window.compare_ranks()
+        if self.window.several:
+            self.window.note_batch(batch)
+            self.window.compare_ranks()
         if self.is_unmeasured:
             self.is_unmeasured = False
             self.window.micro_steps.measure_loss(batch, {})
 
     def join(self) -> StepOutput:
         self.window.join()
-        return self._end_batch(self._batches_before())
-
-    def _batches_before(self) -> int:
-        return 0 if self.accumulation_steps == 1 else self.window.count_on_host()
+        return self._end_batch(self.window.count.get())
 
     def _end_batch(self, batches: int) -> StepOutput:
         """Count a batch of a window that had ``batches``, and end the window if it is the last one."""
         # A checkpoint may have come with more than this step collects.
         if batches + 1 >= self.accumulation_steps:
             return self._close()
-        self.window.set_count(batches + 1)
+        self.window.count.set(batches + 1)
         return self.window.partial_output()
 
     def _close(self) -> StepOutput:
@@ -117,7 +116,7 @@ class HostDrivenStep(Step):
         return output
 
     def open_batches(self) -> int:
-        return 0 if self.accumulation_steps == 1 else self.window.count()
+        return 0 if self.accumulation_steps == 1 else self.window.count.read()
 
     def flush(self) -> StepOutput | None:
         batches = self.open_batches()
@@ -285,13 +284,10 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         self.body = _body_of(self.network, optimizer, kind, settings, self.events)
         self.body.attach_to(self)
         self._shows_whole = True
+        # The windows of the networks, with their sums, optimizers and loss scales; here there is one.
+        self.windows = [self.body.as_window()]
         claim_optimizers(self.windows)
         self._is_built = True
-
-    @property
-    def windows(self) -> list[Window | Step]:
-        """The windows of the networks, with their sums, optimizers and loss scales; here there is one."""
-        return [self.body.as_window()]
 
     @property
     def accumulation_steps(self) -> int:
@@ -344,7 +340,8 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         check_claims(_OWNER, self.windows)
 
     def __call__(self, *args: object, **kwargs: object) -> StepOutput:
-        self.check_claims()
+        if not self.windows[0].has_claims:
+            self.check_claims()
         self.events.batches += 1
         return self.body.run(args, kwargs, super().__call__)
 

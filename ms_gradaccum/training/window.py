@@ -14,16 +14,16 @@ from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import hash_of
 from ms_gradaccum.gradients.buffer import GradientBuffer
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, ClipCell
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue
 from ms_gradaccum.gradients.non_finite import large_norm, why_not_finite
 from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import warn_of_same_data
+from ms_gradaccum.training.batch_count import BatchCount
 from ms_gradaccum.training.events import Events
-from ms_gradaccum.training.micro_step import Outputs
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.step_output import StepOutput
+from ms_gradaccum.training.step_output import StepOutput, with_all_rates, with_one_norm
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gradient
 
 # The number of windows in which the learning rate, which is read from the device, is checked for changes.
@@ -37,12 +37,14 @@ class Window:
     not be in the next update.
     """
 
-    # True if the optimizers report calls by somebody else.
-    watches_calls = True
+    # True if the optimizers report calls by somebody else; has_claims: if they belong to no step that was built later.
+    watches_calls = has_claims = True
     # True if the sums are those of all ranks already.
     is_reduced = False
     # The report of each optimizer on the full window, before the update.
     outputs: list[StepOutput] | None = None
+    # False if gradients of the window came without a loss.
+    has_loss = True
     # A clip for this window alone.
     clip: ClipByGlobalNorm | ClipByValue | None = None
     # The number of windows in which the learning rate was checked.
@@ -67,6 +69,9 @@ class Window:
         self.loss_scale = settings.precision.loss_scale
         self.reducers = list(reducers)
         self.several = self.reducers[0].several
+        self.comes_reduced = self.reducers[0].comes_reduced
+        # Of several buffers the first one has the number of batches.
+        self.count = BatchCount(self.reducers[0].buffer)
         self.micro_steps = MicroSteps(network, self.reducers, settings, events)
         self.ends = [
             WindowEnd(self.owner, optimizer, settings.clip, each, self.loss_scale, settings.compiles)
@@ -82,22 +87,14 @@ class Window:
         """Return the compiled cells, which have a mode and settings of their own."""
         return [*self.micro_steps.compiled_cells(), *(cell for end in self.ends for cell in end.compiled_cells())]
 
-    def count(self) -> int:
-        """Return the number of batches in the buffers, where graphs and checkpoints write it, too."""
-        return self.reducers[0].buffer.count()
-
-    def count_on_host(self) -> int:
-        """Return the same without a read, unless a graph or a checkpoint writes it."""
-        return self.reducers[0].buffer.count_on_host()
-
-    def set_count(self, batches: int) -> None:
-        """Write the number of batches into the buffers."""
-        for reducer in self.reducers:
-            reducer.buffer.set_count(batches)
+    @property
+    def is_open(self) -> bool:
+        """True if there is a batch in the buffers."""
+        return self.count.get() > 0
 
     def state_dict(self) -> dict[str, object]:
         """Return the state of the window outside of its sums, as JSON. The sums are parameters of the buffers."""
-        batches = self.count()
+        batches = self.count.read()
         if batches and self.reducers[0].accumulates:
             raise RuntimeError(UNSAVED.format(owner=self.owner))
         return {
@@ -111,7 +108,7 @@ class Window:
         rules = {"batches": lambda value: is_count(value) and value <= MAX_INT, "overflows_in_a_row": is_count}
         counts = check_saved(saved, "how many batches and overflows its windows had", rules)
         self.loss_scale.load_numbers(saved.get("loss_scale"))
-        self.set_count(counts["batches"])
+        self.count.set(counts["batches"])
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
     def add(
@@ -119,45 +116,45 @@ class Window:
     ) -> list[tuple[Tensor, ...]]:
         """Add one batch and return the outputs of its micro steps. Those of the last batch may also reduce the sums."""
         reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
+        if self._watched < WATCHED_WINDOWS:
+            self._rates.append([rate for optimizer in self.optimizers for rate in settable_rates(optimizer)])
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 f"For '{self.owner}', a training must be that of one thread, but got a batch while another one is "
                 f"under way. Hold a lock around each batch, or give each thread a step and a network of its own."
             )
         try:
-            return self._add(args, kwargs, reduces)
-        finally:
-            self._in_use.release()
-
-    def _add(self, args: tuple[object, ...], kwargs: dict[str, object], reduces: bool) -> list[Outputs]:
-        """Add one batch as :meth:`add` does, which has locked the window."""
-        if self._watched < WATCHED_WINDOWS:
-            self._rates.append([rate for optimizer in self.optimizers for rate in settable_rates(optimizer)])
-        try:
             outputs = self.micro_steps.run(args, kwargs, reduces)
         except BaseException as error:
-            self.network.head(error)
-            # The other ranks may have reduced the sums already.
-            self.is_reduced = reduces and self.reducers[0].overlaps and self.micro_steps.rounds == 0
-            if self.micro_steps.has_added and not (self.is_reduced and self.goes_on(error)):
-                batches = self.count()
-                self.discard(for_all=True)
-                warn_of_dropped(self.owner, batches)
-            if self.goes_on(error):
-                self.micro_steps.take_part()
+            self._end_failed(error, reduces)
             raise
+        finally:
+            self._in_use.release()
         self.is_reduced = reduces and self.reducers[0].overlaps
-        self.note_batch((args, kwargs))
+        if self.several:
+            self.note_batch((args, kwargs))
         return outputs
 
+    def _end_failed(self, error: BaseException, reduces: bool) -> None:
+        """Discard the window if the failed batch was added in part, and join its collectives."""
+        self.network.head(error)
+        # The other ranks may have reduced the sums already.
+        self.is_reduced = reduces and self.reducers[0].overlaps and self.micro_steps.rounds == 0
+        if self.micro_steps.has_added and not (self.is_reduced and self.goes_on(error)):
+            batches = self.count.read()
+            self.discard(for_all=True)
+            warn_of_dropped(self.owner, batches)
+        if self.goes_on(error):
+            self.micro_steps.take_part()
+
     def note_batch(self, inputs: object) -> None:
-        """Note the first batch of this rank, if there are several."""
-        if self.several and self.first_batch is None:
+        """Note the first batch of this rank, of several."""
+        if self.first_batch is None:
             self.first_batch = hash_of(inputs)
 
     def compare_ranks(self) -> None:
         """Warn, once, if ranks have begun with the same batch. Collective: also for those without a batch."""
-        if self.several and not self.has_compared:
+        if not self.has_compared:
             self.has_compared = True
             warn_of_same_data(self.owner, self.first_batch or b"")
 
@@ -172,14 +169,18 @@ class Window:
 
     def partial_output(self) -> StepOutput:
         """Return the report on the open window."""
-        return self.ends[0].partial_output()
+        output = self.ends[0].partial_output()
+        return output if self.has_loss else output._replace(loss=None)
 
     def measure(self) -> StepOutput:
         """Return the report on the full window, before clipping and update."""
         if self.outputs is None:
             try:
-                self.reducers[0].check_window(self.owner)
-                outputs = _as_one_gradient([end.measure(self.is_reduced) for end in self.ends])
+                if self.comes_reduced:
+                    self.reducers[0].check_window(self.owner)
+                outputs = [end.measure(self.is_reduced) for end in self.ends]
+                if len(outputs) > 1:
+                    outputs = with_one_norm(outputs)
                 self.outputs = outputs if outputs[0].is_updated else self._with_large_norm(outputs)
             except BaseException:
                 self.discard()
@@ -188,17 +189,21 @@ class Window:
 
     def close(self) -> StepOutput:
         """Update, empty the buffers and return the report; the decision whether to update is made in Python."""
-        self.measure()
-        self._check_rates()
-        clip, outputs = self.clip, []
+        updated = self.measure().is_updated
+        if self._watched < WATCHED_WINDOWS:
+            self._check_rates()
+        measured, clip, outputs = self.outputs or [], self.clip, []
         try:
-            measured = self.outputs or []
-            if not measured[0].is_updated:
+            if not updated:
                 measured = self._skipped(measured)
             for end, output in zip(self.ends, measured):
-                outputs.append(end.finish(output, clip))
-            self.ends[0].adjust(outputs[0], several=len(outputs) > 1)
-            self._count_overflow(outputs[0])
+                outputs.append(end.finish(output, clip) if updated else end.skip(output))
+            if self.loss_scale.searches:
+                self.ends[0].adjust(outputs[0], several=len(outputs) > 1)
+            if updated:
+                self.overflows_in_a_row = 0
+            elif outputs[0].has_overflow:
+                self._count_overflow()
         except BaseException:
             self.discard()
             if 0 < len(outputs) < len(self.ends):
@@ -207,9 +212,14 @@ class Window:
                     f"those before it have updated already, and the window is gone. Load a state from before it."
                 )
             raise
+        by_value = isinstance(self.ends[0].clip if clip is None else clip, ClipByValue)
+        report = outputs[0] if len(outputs) == 1 else with_all_rates(outputs, by_value)
+        if not self.has_loss:
+            report = report._replace(loss=None)
         self.reset()
-        self.compare_ranks()
-        return _as_one_report(outputs, self.ends[0].clip_or(clip))
+        if self.several:
+            self.compare_ranks()
+        return report
 
     def _check_rates(self) -> None:
         """Warn if the learning rate of an update differs from that in the window's first batches."""
@@ -235,7 +245,7 @@ class Window:
     def _with_large_norm(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Return the reports, with the norm of a finite gradient if only its squares are not finite in float32."""
         # Ranks may have shards, a loss scale wants to know of it, and norms of groups are computed in the update.
-        by_group = isinstance(self.ends[0].clip_or(None), ClipByGroupNorm)
+        by_group = isinstance(self.ends[0].clip, ClipByGroupNorm)
         leaves_it = self.several or self.loss_scale.scales or by_group
         weight = 0.0 if leaves_it or not outputs[0].has_overflow else float(outputs[0].weight.asnumpy())
         norm = large_norm(self._buffers()) / weight if weight > 0 else 0.0
@@ -275,43 +285,17 @@ class Window:
 
     def reset(self) -> None:
         """Reset the report and the clip of the window that has ended."""
-        self.is_reduced, self.outputs, self.clip, self._rates = False, None, None, []
-        for reducer in self.reducers:
-            reducer.buffer.know_count(0)
-            reducer.restart()
+        self.is_reduced, self.outputs, self.clip, self.has_loss, self._rates = False, None, None, True, []
+        if self.comes_reduced:
+            for reducer in self.reducers:
+                reducer.restart()
+        # Not in windows of one batch, which nobody counts.
+        if self.count.known or self.count.is_stale:
+            self.count.was_cleared()
 
-    def _count_overflow(self, output: StepOutput) -> None:
+    def _count_overflow(self) -> None:
         """Raise if a training skips all updates: no loss scale helps against a broken gradient."""
-        if output.is_updated:
-            self.overflows_in_a_row = 0
-        elif output.has_overflow:
-            self.overflows_in_a_row += 1
+        self.overflows_in_a_row += 1
         if self.overflows_in_a_row >= MAX_OVERFLOWS:
             self.overflows_in_a_row = 0
             raise RuntimeError(broken_gradient(self.owner))
-
-
-def _total_norm(norms: list[Tensor]) -> Tensor:
-    return Tensor(math.hypot(*(float(norm.asnumpy()) for norm in norms)), ms.float32)
-
-
-def _as_one_gradient(outputs: list[StepOutput]) -> list[StepOutput]:
-    """Combine the reports of several optimizers, so that they have one norm and one decision."""
-    if len(outputs) == 1:
-        return outputs
-    norm = _total_norm([output.grad_norm for output in outputs])
-    updated = all([output.is_updated for output in outputs])
-    # The overflow of an update is that of its norm.
-    overflow = not (math.isfinite(float(norm)) if updated else not any([o.has_overflow for o in outputs]))
-    common = {"overflow": Tensor(overflow), "updated": Tensor(updated), "grad_norm": norm, "clipped_grad_norm": norm}
-    return [output._replace(**common) for output in outputs]
-
-
-def _as_one_report(outputs: list[StepOutput], clip: ClipCell) -> StepOutput:
-    if len(outputs) == 1:
-        return outputs[0]
-    rates = np.concatenate([output.learning_rate.asnumpy().reshape(-1) for output in outputs])
-    clipped = outputs[0].clipped_grad_norm
-    if isinstance(clip, ClipByValue) and outputs[0].is_updated:
-        clipped = _total_norm([output.clipped_grad_norm for output in outputs])
-    return outputs[0]._replace(learning_rate=Tensor(rates), clipped_grad_norm=clipped)

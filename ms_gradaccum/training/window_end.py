@@ -49,6 +49,9 @@ class WindowEnd(nn.Cell):
         self.compiles = compiles or compiles_itself(optimizer)
         self.handed_scale = scale_for(owner, optimizer, loss_scale)
         self.learning_rate = LearningRate(optimizer)
+        self.clip = clip
+        # True if the optimizer runs op by op in the current window.
+        self.eager = False
         self.update = Update(optimizer, MeanGradients(clip, reducer, loss_scale, self.handed_scale))
         self.run_partial_report = Compiled(
             lambda: Method(self, "partial_report"), owner, "the report on an open window"
@@ -130,11 +133,6 @@ class WindowEnd(nn.Cell):
         compiled = [each for each in self.updates.values() if isinstance(each, Compiled)]
         return [self, self.update, self.run_partial_report, *self.reports.values(), *compiled]
 
-    def clip_or(self, clip: ClipCell | None) -> ClipCell:
-        """Return the clip of an update: ``clip`` if given, else the window's own."""
-        own: ClipCell = self.update.gradients.clip
-        return clip or own
-
     def partial_output(self) -> StepOutput:
         """Return the report on the open window."""
         return StepOutput(*self.run_partial_report(NOTHING))
@@ -145,25 +143,37 @@ class WindowEnd(nn.Cell):
         if count != known:
             got, remedy = f"{count} where it had {known}", "Build a new step after add_param_group()."
             raise ValueError(argument_error(self.owner, "optimizer", "one whose parameters stay the same", got, remedy))
-        eager = runs_eagerly(self.compiles)
-        key = not is_reduced, not eager
+        self.eager = runs_eagerly(self.compiles)
+        key = not is_reduced, not self.eager
         if key not in self.reports:
             self.reports[key] = Compiled(lambda: Method(self, "report", *key), self.owner, "the report")
         self.is_bad, *items = self.reports[key](NOTHING)
-        output = StepOutput(*items)
-        return output._replace(learning_rate=self.learning_rate.before_update()) if eager else output
+        if self.eager:
+            items[6] = self.learning_rate.before_update()
+        return StepOutput(*items)
 
     def finish(self, output: StepOutput, clip: ClipByGlobalNorm | ClipByValue | None = None) -> StepOutput:
-        """Run the second half, with the norm and the decision in ``output``. A ``clip`` replaces the window's own."""
-        if not output.is_updated:
-            self.buffer.clear()
-            return output
+        """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
+        # The limit of a clip is an input, so that a new one needs no new graph.
         limit = () if clip is None else (clip.as_tensor(),)
-        eager = runs_eagerly(self.compiles)
-        with self.learning_rate.recording(output.learning_rate, eager) as rate:
-            clipped_norm = self._update(clip, eager)(output.grad_norm, *limit)
-        self.reducer.check_replicas()
-        return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate())
+        key = None if clip is None else type(clip), self.eager
+        if key not in self.updates:
+            self.updates[key] = self._build_update(clip)
+        rate = output.learning_rate
+        if self.eager and self.learning_rate.is_recorded:
+            with self.learning_rate.recording() as recorded:
+                clipped_norm = self.updates[key](output.grad_norm, *limit)
+            rate = recorded()
+        else:
+            clipped_norm = self.updates[key](output.grad_norm, *limit)
+        if self.reducer.several:
+            self.reducer.check_replicas()
+        return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
+
+    def skip(self, output: StepOutput) -> StepOutput:
+        """End a window without an update, and return its report."""
+        self.buffer.clear()
+        return output
 
     def adjust(self, output: StepOutput, several: bool = False) -> None:
         """Choose the loss scale of the next window from the ``output`` of this one, of one optimizer or ``several``."""
@@ -173,16 +183,13 @@ class WindowEnd(nn.Cell):
             bad = Tensor(output.has_overflow or bool(bad.asnumpy()))
         self.loss_scale.adjust(output.is_updated, bad)
 
-    def _update(self, clip: ClipByGlobalNorm | ClipByValue | None, eager: bool) -> Callable[..., Tensor]:
-        """Return the update with a clip whose limit is an input, so that a new limit needs no new graph."""
-        key = None if clip is None else type(clip), eager
-        if key not in self.updates:
-            update = self.update
-            if clip is not None:
-                gradients = MeanGradients(clip, self.reducer, self.loss_scale, self.handed_scale)
-                update = Update(self.update.optimizer, gradients, like=self.update)
-            self.updates[key] = build_update(self.owner, update, eager)
-        return self.updates[key]
+    def _build_update(self, clip: ClipByGlobalNorm | ClipByValue | None) -> Callable[..., Tensor]:
+        """Return the update with another clip, or with the window's own."""
+        update = self.update
+        if clip is not None:
+            gradients = MeanGradients(clip, self.reducer, self.loss_scale, self.handed_scale)
+            update = Update(self.update.optimizer, gradients, like=self.update)
+        return build_update(self.owner, update, self.eager)
 
 
 def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,6 @@ def train_causal(parts):
     network, accumulator = causal_loop()
     network.weight.set_data(Tensor(START))
     for ids, labels in parts:
-        accumulator.window.counter.end_window()  # the window is as long as its parts
         with accumulator.no_sync(), accumulator.accumulate():
             loss = accumulator.backward(Tensor(ids), Tensor(labels))
             loss_sum, tokens, _ = by_hand(ids, labels)

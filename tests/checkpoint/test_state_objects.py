@@ -11,12 +11,11 @@ from linear_toy import line, sgd
 from mindspore import Parameter, Tensor, nn
 from mindspore.experimental import optim
 
-from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, TrainOneStepCell
+from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 from ms_gradaccum._checks import DamagedState, all_or_nothing
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.gradients.loss_scaler import ForeignLossScale, NoLossScale
 from ms_gradaccum.loops.dataloader import PreparedScheduler
-from ms_gradaccum.loops.schedule import WindowCounter
 from ms_gradaccum.training.events import Events
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -44,13 +43,6 @@ def used_events(events):
         events.micro_batch_end(0, 2)
         events.update_end(output)
     events.micro_batch_end(0, 2)
-
-
-def used_counter(counter):
-    for _ in range(5):
-        if counter.begin_batch(False, None):
-            counter.count_update(2.5)
-            counter.end_window()
 
 
 def new_scheduler():
@@ -84,7 +76,7 @@ def new_window():
 
 def used_window(window):
     window.add((X, X), {})
-    window.set_count(2)
+    window.count.set(2)
     window.loss_scale.adjust(Tensor(False), Tensor(True))
     window.overflows_in_a_row = 5
 
@@ -109,12 +101,11 @@ def used_loop(loop):
 
 def used_network(network):
     network.backward((X, X), {})
-    network.set_count(1)
+    network.count.set(1)
 
 
 OBJECTS = {
     "events": (lambda: Events("it"), used_events),
-    "counter": (lambda: WindowCounter(AccumulationConfig(2)), used_counter),
     "scheduler": (new_scheduler, used_scheduler),
     "loss scale": (lambda: ForeignLossScale(OwnScale()), used_scale),
     "window": (new_window, used_window),
@@ -190,9 +181,10 @@ def test_a_count_is_a_whole_number(count):
 
 @pytest.mark.parametrize("tokens", [2**62, True, "1"])
 def test_tokens_are_a_number(tokens):
-    counter = WindowCounter(AccumulationConfig())
+    loop = new_loop("loop")
+    saved = loop.state_dict()
     with pytest.raises(DamagedState, match="^the state does not say how many batches, updates and tokens its loop had"):
-        counter.load_state_dict({**counter.state_dict(), "tokens": tokens})
+        loop.load_state_dict({**saved, "counter": {**saved["counter"], "tokens": tokens}})
 
 
 def test_more_batches_than_a_buffer_counts_are_refused():

@@ -224,7 +224,7 @@ def loop_on_after_an_error(kind, place):
                     accumulator.step()
             except Failure as error:
                 errors.append(str(error))
-    results[key] = [weights_of(network), accumulator.window.counter.updates]
+    results[key] = [weights_of(network), accumulator.window.updates]
 
 
 def read_the_same_data(key, number, **settings):

@@ -26,7 +26,7 @@ def windows_of(accumulator, dataset, epochs):
         for _ in dataset:
             with accumulator.accumulate():
                 if accumulator.sync_gradients:
-                    sizes.append(accumulator.window.counter.batches)
+                    sizes.append(accumulator.window.batches)
         diary.append(sizes)
     return diary
 
@@ -219,8 +219,8 @@ def make_schedule():
 def test_counters_per_call():
     # After Keras's test_gradient_accumulation: iterations and accumulator at each call, three steps per update.
     _, accumulator = toy_loop(3)
-    counter, table = accumulator.window.counter, []
+    window, table = accumulator.window, []
     for _ in train(accumulator, [batch(1)] * 4):
-        table.append((counter.batches, counter.updates, counter.tokens, accumulator.updated))
-    assert table == [(1, 0, 0, False), (2, 0, 0, False), (3, 1, 3, True), (1, 1, 3, False)]
+        table.append((window.batches, window.updates, window.tokens, accumulator.updated))
+    assert table == [(1, 0, 0, False), (2, 0, 0, False), (0, 1, 3, True), (1, 1, 3, False)]
     assert number(accumulator.windows[0].reducers[0].buffer.weight) == 1

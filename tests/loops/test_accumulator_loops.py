@@ -12,8 +12,7 @@ from mindspore import Tensor
 from mindspore.dataset import NumpySlicesDataset
 from step_probe import compilations, number
 
-from ms_gradaccum import AccumulationConfig, load_state, save_state
-from ms_gradaccum.loops.schedule import WindowCounter
+from ms_gradaccum import load_state, save_state
 
 # What the compiler makes of it is tested where a test asks for a mode.
 pytestmark = pytest.mark.usefixtures("eager")
@@ -183,7 +182,7 @@ def test_breaking_out_of_a_loop_keeps_the_window():
     dataset = accumulator.prepare(FOUR)
     for _ in itertools.islice(train(accumulator, dataset), 2):
         pass
-    assert accumulator.window.counter.batches == 2 and accumulator.window.passes._open == []
+    assert accumulator.window.batches == 2 and accumulator.window.passes._open == []
     # The next pass is from the beginning; its first two batches fill the window, its last two are one of their own.
     assert updates_of(accumulator, dataset) == [False, True, False, True]
     assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4) * 2, (5, 6, 7, 8)), rel=1e-5)
@@ -256,7 +255,7 @@ def test_validation_in_mid_window_changes_nothing_and_compiles_nothing_anew():
                 loss_cell.set_train(False)
                 losses = [number(loss_cell(*each)) for each in validation]
                 loss_cell.set_train(True)
-                assert losses == [10, 50, 122, 226] and accumulator.window.counter.batches == index + 1
+                assert losses == [10, 50, 122, 226] and accumulator.window.batches == index + 1
                 del compiled[before:]  # what the user's own call compiles
     assert compiled == [] and weight_of(network) == pytest.approx(2.04, rel=1e-6)
 
@@ -292,18 +291,19 @@ def test_a_thousand_samples_in_batches_of_eight():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 7), max_size=5), st.integers(1, 9), st.booleans())
 def test_windows_partition_any_passes(passes, steps, apply):
-    counter = WindowCounter(AccumulationConfig(steps, apply))
+    _, accumulator = toy_loop(steps, sync_with_dataloader=apply)
     sizes = []
     for length in passes:
-        for index in range(length):
-            if counter.begin_batch(index == length - 1, 0):
-                sizes.append(counter.batches)
-                counter.end_window()
+        for _ in accumulator.prepare(range(length)):
+            with accumulator.accumulate():
+                if accumulator.sync_gradients:
+                    sizes.append(accumulator.window.batches)
+    open_batches = 0 if accumulator.sync_gradients else accumulator.window.batches
     if not apply:
-        assert sizes == [steps] * (sum(passes) // steps) and counter.batches == sum(passes) % steps
+        assert sizes == [steps] * (sum(passes) // steps) and open_batches == sum(passes) % steps
         return
     expected = [min(steps, length - begin) for length in passes for begin in range(0, length, steps)]
-    assert sizes == expected and counter.batches == 0
+    assert sizes == expected and open_batches == 0
 
 
 @settings(max_examples=12, deadline=None)

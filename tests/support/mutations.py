@@ -121,7 +121,7 @@ MUTATIONS = (
     Mutation(
         "the number of batches of an open window is not restored",
         "training/window.py",
-        '        self.set_count(counts["batches"])\n',
+        '        self.count.set(counts["batches"])\n',
         "",
         STATES,
     ),
@@ -256,9 +256,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a loop goes on with its own count after a checkpoint was loaded",
-        "loops/loop_window.py",
-        "        if counts != [trained.counted for trained in self.networks]:\n",
-        "        if not counts:\n",
+        "training/batch_count.py",
+        "            count.is_ahead, count.is_stale = False, True\n",
+        "            count.is_ahead = False\n",
         ("loops/test_accumulator.py",),
     ),
     Mutation(

@@ -77,8 +77,8 @@ def train_loop(accumulator, data, scheduler, epochs, first_epoch=0, save_after=N
 def bits_of(step):
     """All that a training step holds, to compare exactly."""
     if isinstance(step, Accumulator):
-        counter = step.window.counter
-        counts = [counter.batches, counter.updates, counter.tokens, step.sync_gradients, step.window.is_open]
+        window = step.window
+        counts = [window.batches, window.updates, window.tokens, step.sync_gradients, window.is_open]
     else:
         counts = [step.open_batches()]
     events = step.events

@@ -10,6 +10,7 @@ from ms_gradaccum._checks import Settled, argument_error, check_bool, check_posi
 from ms_gradaccum.backend.compiled import NOTHING
 from ms_gradaccum.backend.optimizers import inner_optimizer
 from ms_gradaccum.loops.accumulator import Accumulator
+from ms_gradaccum.loops.network_trainer import chosen_of
 from ms_gradaccum.tools.reporting.step_costs import CommunicationTime, WeightNorm, compiled, peak_memory
 from ms_gradaccum.training.step_output import StepOutput, check_output, loss_of
 from ms_gradaccum.training.train_step import TrainOneStepCell
@@ -203,7 +204,7 @@ def _window_of(train_step: Any, network: nn.Cell | None) -> Any:
     if not isinstance(train_step, Accumulator):
         rule, remedy = "a TrainOneStepCell or an Accumulator", "For a Model, give model.train_network."
         raise TypeError(argument_error(_OWNER, "train_step", rule, typed(train_step), remedy))
-    chosen = train_step.window.chosen(network)
+    chosen = chosen_of(train_step.windows, network)
     if len(chosen) > 1:
         remedy = "Build a reporter for each: StepReporter(accumulator, network=loss_cell)."
         raise ValueError(argument_error(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
