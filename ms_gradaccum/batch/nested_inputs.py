@@ -111,6 +111,12 @@ def unflatten(structure: Any, leaves: tuple[Tensor, ...]) -> Any:
     return structure[1](*children) if hasattr(structure[1], "_fields") else structure[1](children)
 
 
+def first_inputs(structure: Any, count: int) -> Hashable:
+    """Return the structure of the first of several inputs."""
+    kind, container, children = structure
+    return kind, container, children[:count]
+
+
 def is_flat(structure: Any) -> bool:
     """Return whether the inputs of ``structure`` are a plain tuple of tensors, which needs no rebuilding."""
     return bool(structure[:2] == ("sequence", tuple) and all(child[0] == "leaf" for child in structure[2]))

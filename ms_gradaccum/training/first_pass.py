@@ -1,7 +1,7 @@
 """The pass before the micro steps of a batch, which finds the gradient of a `GradCacheLoss`."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -11,10 +11,11 @@ from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, op_by_op
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
-from ms_gradaccum.batch.nested_inputs import flatten, unflatten, unflattener
+from ms_gradaccum.batch.nested_inputs import first_inputs, flatten, unflatten, unflattener
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch, cut, leaf_axes
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 # How much the second pass may differ from the first one, by the largest of a row: what rounding makes, in 16 bits too.
 _ROUNDING, _ROUNDING_16_BIT = 1e-4, 2e-2
@@ -38,7 +39,7 @@ class FirstPass:
     def __init__(
         self,
         owner: str,
-        network: Any,
+        network: GradAccumulation,
         like: nn.Cell,
         updated: Sequence[Parameter],
         reducer: GradientReducer,
@@ -53,8 +54,8 @@ class FirstPass:
         self.keep = Compiled(lambda: _Keep(state), owner, "the state of the network") if state else None
         self.put_back = Compiled(lambda: _PutBack(state), owner, "the state of the network")
         # By the structure of what they are given.
-        self.forwards: dict[Any, Compiled] = {}
-        self.losses: dict[Any, Compiled] = {}
+        self.forwards: dict[Hashable, Compiled] = {}
+        self.losses: dict[Hashable, Compiled] = {}
         drawn = random_cells(self.network.loss_fn)
         if drawn and reducer.several:
             rule, got = "a loss that is the same on all processes", f"one that draws random numbers: {drawn}"
@@ -66,14 +67,13 @@ class FirstPass:
 
     def run(self, batch: SplitBatch, eager: bool) -> tuple[SplitBatch, int]:
         """Return the micro batches for the micro steps, and the number of rows of all processes."""
-        structure: Any = batch.structure
-        inputs = [unflatten(structure, part.tensors) for part in batch.micro_batches]
+        inputs = [unflatten(batch.structure, part.tensors) for part in batch.micro_batches]
         end = len(inputs[0]) - self.network.labels
         if end < 1:
             self.network(*inputs[0])  # It says so.
         counts = [part.rows for part in batch.micro_batches]
         labels, leaves, axes = self._labels(inputs, end)
-        firsts = self._outputs((structure[0], structure[1], structure[2][:end]), batch.micro_batches, eager)
+        firsts = self._outputs(first_inputs(batch.structure, end), batch.micro_batches, eager)
         outputs = [_joined(parts) for parts in zip(*firsts)]
         floats = [i for i, output in enumerate(outputs) if output.dtype in mstype.float_type]
         if not floats:
@@ -91,7 +91,7 @@ class FirstPass:
         ends = [begin + sum(counts[: i + 1]) for i in range(len(counts))]
         bounds = list(zip([begin, *ends[:-1]], ends))
         caches = zip(*(cut(grad, 0, bounds) for grad in cache))
-        parts = []
+        parts, structure = [], batch.structure
         for count, first, start, given in zip(counts, firsts, caches, inputs):
             tensors: list[Tensor] = []
             items = (loss, tuple(own), tuple(first[i] for i in floats), tuple(start), *given[:end])
@@ -116,10 +116,10 @@ class FirstPass:
                     f"what the forward pass changes in parameters."
                 )
 
-    def _labels(self, inputs: list[Any], end: int) -> tuple[Any, list[Tensor], list[int | None]]:
+    def _labels(self, inputs: list[Sequence[object]], end: int) -> tuple[Hashable, list[Tensor], list[int | None]]:
         """Return the structure of the labels, those of all rows of this process, and where their rows are."""
         columns: list[list[Tensor]] = []
-        structure: Any = None
+        structure: Hashable = None
         for given in inputs:
             tensors: list[Tensor] = []
             structure = flatten(tuple(given[end:]), tensors)
@@ -132,7 +132,9 @@ class FirstPass:
         ]
         return structure, leaves, axes
 
-    def _outputs(self, structure: Any, micro_batches: Sequence[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
+    def _outputs(
+        self, structure: Hashable, micro_batches: Sequence[MicroBatch], eager: bool
+    ) -> list[tuple[Tensor, ...]]:
         """Return what the network returns for each micro batch. What that changes is then as it was before."""
         run = self._compiled(
             self.forwards, structure, lambda: Forward(self.network, structure), "the network", self.network.backbone
@@ -150,7 +152,7 @@ class FirstPass:
         return outputs
 
     def _loss(
-        self, labels: Any, outputs: list[Tensor], floats: list[int], leaves: list[Tensor], eager: bool
+        self, labels: Hashable, outputs: list[Tensor], floats: list[int], leaves: list[Tensor], eager: bool
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the loss of all rows and its gradients, with respect to the outputs and to its own parameters."""
         places = tuple(floats)
@@ -174,8 +176,8 @@ class FirstPass:
 
     def _compiled(
         self,
-        known: dict[Any, Compiled],
-        structure: Any,
+        known: dict[Hashable, Compiled],
+        structure: Hashable,
         make: Callable[[], nn.Cell],
         what: str,
         code: nn.Cell,
@@ -195,12 +197,12 @@ class FirstPass:
 class Forward(nn.Cell):
     """Forward pass of a network for a micro batch."""
 
-    def __init__(self, network: GradCacheLoss, structure: Any) -> None:
+    def __init__(self, network: GradCacheLoss, structure: Hashable) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
         self.rebuild = unflattener(structure)
 
-    def construct(self, *tensors: Any) -> tuple[Tensor, ...]:
+    def construct(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.network.outputs(self.rebuild(tensors))
         return outputs
 
@@ -215,7 +217,7 @@ class LossAndCache(nn.Cell):
         floats: The places of the outputs that have gradients.
     """
 
-    def __init__(self, loss_fn: nn.Cell, count: int, labels: Any, floats: tuple[int, ...]) -> None:
+    def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable, floats: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
         own = ParameterTuple(loss_fn.trainable_params())
         self.has_own = len(own) > 0
@@ -223,17 +225,18 @@ class LossAndCache(nn.Cell):
             _WholeLoss(loss_fn, count, labels), floats, own if self.has_own else None
         )
 
-    def construct(self, *tensors: Any) -> Any:
-        return self.loss_and_grads(*tensors)
+    def construct(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        found: tuple[Tensor, tuple[Tensor, ...]] = self.loss_and_grads(*tensors)
+        return found
 
 
 class _WholeLoss(RowWeight):
-    def __init__(self, loss_fn: nn.Cell, count: int, labels: Any) -> None:
+    def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable) -> None:
         super().__init__(loss_fn)
         self.count = count
         self.rebuild = unflattener(labels)
 
-    def construct(self, *tensors: Any) -> Tensor:
+    def construct(self, *tensors: Tensor) -> Tensor:
         returned = self.network(*tensors[: self.count], *self.rebuild(tensors[self.count :]))
         loss = self.first(returned, "its loss", _LOSS_REMEDY) * ONE
         self.other_losses(returned, 1, _LOSS_REMEDY)

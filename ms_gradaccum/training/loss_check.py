@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -18,6 +17,7 @@ from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gra
 from ms_gradaccum.batch.rows import Cut, Rows
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
+from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.whole_batch import Eager, WholeBatch
 
@@ -68,7 +68,7 @@ class LossCheck:
     """
 
     def __init__(
-        self, network: Any, updated: Sequence[Parameter], settings: StepSettings, half: bool, several: bool
+        self, network: GradAccumulation, updated: Sequence[Parameter], settings: StepSettings, half: bool, several: bool
     ) -> None:
         self.network, self.settings, self.several = network, settings, several
         self.updated = {id(parameter) for parameter in updated}
@@ -83,7 +83,7 @@ class LossCheck:
         # The network's tensors before the first micro batch, and those that it has changed; None if that is not known.
         self.state: KeptTensors | None = None
         self.moved: set[int] | None = None
-        self.runs: dict[Hashable, Any] = {}
+        self.runs: dict[Hashable, Eager | Compiled] = {}
         self.evaluated: tuple[str, ...] = _AS_IN_TRAINING
         # True as long as the measurement runs op by op.
         self.eager = True
@@ -115,7 +115,7 @@ class LossCheck:
         """Return whether a tensor can be put back: a copy of all that a forward pass leaves alone would be large."""
         return self.moved is None or id(tensor) in self.moved or tensor.size <= _SMALL
 
-    def after_batch(self, parts: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after_batch(self, parts: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Count a batch of which so many micro batches have run, and measure if it is time."""
         if self.is_done or not self.adds_parts:
             return
@@ -129,7 +129,7 @@ class LossCheck:
             warn(self.network.headed(finding.text))
         self.is_done = self.batches >= _LAST or (self.has_warned and not self.several)
 
-    def _rows(self, inputs: tuple[Any, ...]) -> Rows | None:
+    def _rows(self, inputs: tuple[object, ...]) -> Rows | None:
         """Return the rows of a batch, with that of the batch before if it is the only one."""
         rows = Rows.of(inputs, self.network.batch_axis)
         if rows.size > 1:
@@ -232,7 +232,7 @@ class LossCheck:
         value, weight = (float(number.asnumpy()) for number in self._run(rows, "loss", LossOfRows)(*rows.tensors))
         return Loss(value, weight if self.network.weighted else rows.size)
 
-    def _run(self, rows: Rows, kind: str, make: Callable[[WeightedLoss], nn.Cell]) -> Callable[..., Any]:
+    def _run(self, rows: Rows, kind: str, make: Callable[[WeightedLoss], nn.Cell]) -> Eager | Compiled:
         """Return what runs a cell around the loss, op by op or compiled."""
         key = (kind, self.eager, self.evaluated, rows.structure)
         if key not in self.runs:
@@ -241,8 +241,7 @@ class LossCheck:
             self.runs[key] = (
                 Eager(build()) if self.eager else Compiled(build, _OWNER, "the network", code, open_axes=axes)
             )
-        run: Callable[..., Any] = self.runs[key]
-        return run
+        return self.runs[key]
 
 
 class LossOfRows(nn.Cell):
@@ -252,7 +251,7 @@ class LossOfRows(nn.Cell):
         super().__init__(auto_prefix=False)
         self.loss = loss
 
-    def construct(self, *tensors: Any) -> tuple[Tensor, Tensor]:
+    def construct(self, *tensors: object) -> tuple[Tensor, Tensor]:
         sums = self.loss(ONE, *tensors)
         return sums[0], sums[1]
 
@@ -268,7 +267,7 @@ def warn_of_larger_graph() -> None:
     warn(not_measured("the step is part of a larger graph").text)
 
 
-def _built(make: Callable[[WeightedLoss], nn.Cell], network: Any, structure: Hashable) -> nn.Cell:
+def _built(make: Callable[[WeightedLoss], nn.Cell], network: GradAccumulation, structure: Hashable) -> nn.Cell:
     cell = make(network.loss_of(structure))
     cell.phase = "predict"
     return cell

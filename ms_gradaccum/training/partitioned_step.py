@@ -8,7 +8,6 @@ activations alive. `construct` is written for the whole batch of all devices.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -20,7 +19,7 @@ from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.kernels import scale
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
 from ms_gradaccum.backend.tensors import Done
-from ms_gradaccum.batch.split import BatchAxis, split_shapes
+from ms_gradaccum.batch.split import BatchAxis, Shape, split_shapes
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByValue
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -251,11 +250,11 @@ def _accumulator_of(weight: Parameter) -> Parameter:
 
 
 @_primexpr
-def _cut_bounds(shapes: tuple[Any, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[int, tuple[object, ...]]:
+def _cut_bounds(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[int, tuple[object, ...]]:
     """Return the rows of a micro batch, and for each the begin, end and step of each input (None: not cut)."""
     axes, rows = split_shapes(shapes, batch_axis, micro_size)
     for axis, shape in zip(axes, shapes):
-        if axis is not None and axis % len(shape) != 0:
+        if axis is not None and shape is not None and axis % len(shape) != 0:
             raise ValueError(
                 f"For 'GradAccumulation', the argument 'batch_axis' must be 0 or None for each input in "
                 f"semi-auto-parallel, but got {axis}. Transpose that input."
@@ -272,8 +271,8 @@ def _cut_bounds(shapes: tuple[Any, ...], batch_axis: BatchAxis, micro_size: int)
     return count // micro_size, bounds
 
 
-def _bound(shape: tuple[int, ...], axis: int | None, begin: int, end: int, micro_size: int) -> object:
-    if axis is None or micro_size == 1:
+def _bound(shape: Shape, axis: int | None, begin: int, end: int, micro_size: int) -> object:
+    if axis is None or shape is None or micro_size == 1:
         return None
     rest = tuple(shape[1:])
     return (begin, *[0] * len(rest)), (end, *rest), (1,) * len(shape)

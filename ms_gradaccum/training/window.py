@@ -3,13 +3,12 @@
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import MAX_INT, check_saved, is_count, warn, warn_of_dropped
+from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import hash_of
@@ -103,7 +102,7 @@ class Window:
             "loss_scale": self.loss_scale.numbers(),
         }
 
-    def load_state_dict(self, saved: Any) -> None:
+    def load_state_dict(self, saved: State) -> None:
         """Load the result of `state_dict`."""
         rules = {"batches": lambda value: is_count(value) and value <= MAX_INT, "overflows_in_a_row": is_count}
         counts = check_saved(saved, "how many batches and overflows its windows had", rules)

@@ -135,8 +135,8 @@ MUTATIONS = (
     Mutation(
         "the buffer is not cleared after an overflow",
         "training/window_end.py",
-        "            self.buffer.clear()\n            return output\n",
-        "            return output\n",
+        "        self.buffer.clear()\n        return output\n",
+        "        return output\n",
         CLIPS,
     ),
     Mutation(
@@ -156,11 +156,11 @@ MUTATIONS = (
     Mutation(
         "the schedule moves on when an update is skipped",
         "training/window_end.py",
-        "            self.buffer.clear()\n            return output\n",
-        "            self.buffer.clear()\n"
-        "            count = self.update.optimizer.global_step\n"
-        "            count.set_data(count + 1)\n"
-        "            return output\n",
+        "        self.buffer.clear()\n        return output\n",
+        "        self.buffer.clear()\n"
+        "        count = self.update.optimizer.global_step\n"
+        "        count.set_data(count + 1)\n"
+        "        return output\n",
         CLIPS,
     ),
     Mutation(
@@ -180,8 +180,8 @@ MUTATIONS = (
     Mutation(
         "what fails in mid-batch leaves its rows in the window",
         "training/window.py",
-        "                self.discard(for_all=True)\n                warn_of_dropped(self.owner, batches)\n",
-        "                warn_of_dropped(self.owner, batches)\n",
+        "            self.discard(for_all=True)\n            warn_of_dropped(self.owner, batches)\n",
+        "            warn_of_dropped(self.owner, batches)\n",
         ("training/test_train_step_failures.py", "refusals/test_call_orders.py"),
     ),
     Mutation(
