@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import mindspore as ms
 import numpy as np
+from mindspore import nn
 from mindspore.dataset import Dataset
 from mindspore.train.callback import Callback, LossMonitor, RunContext, _CallbackManager, _InternalCallbackParam
 
@@ -14,7 +15,6 @@ from ms_gradaccum.backend import random_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "Model"
 _PASSES_ONLY = "A state knows passes over the data, and no sinks."
@@ -23,7 +23,7 @@ _PASSES_ONLY = "A state knows passes over the data, and no sinks."
 class TrainedModel(Protocol):
     """What the steps of a training need of their `Model`."""
 
-    train_network: TrainOneStepCell
+    train_network: nn.Cell
     last_window: LastWindow
     resumed_place: PassPlace | None
 

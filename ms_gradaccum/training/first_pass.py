@@ -15,7 +15,6 @@ from ms_gradaccum.batch.nested_inputs import first_inputs, flatten, unflatten, u
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch, cut, leaf_axes
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 # How much the second pass may differ from the first one, by the largest of a row: what rounding makes, in 16 bits too.
 _ROUNDING, _ROUNDING_16_BIT = 1e-4, 2e-2
@@ -39,7 +38,7 @@ class FirstPass:
     def __init__(
         self,
         owner: str,
-        network: GradAccumulation,
+        network: nn.Cell,
         like: nn.Cell,
         updated: Sequence[Parameter],
         reducer: GradientReducer,

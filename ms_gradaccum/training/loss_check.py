@@ -17,7 +17,6 @@ from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gra
 from ms_gradaccum.batch.rows import Cut, Rows
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
-from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.whole_batch import Eager, WholeBatch
 
@@ -68,7 +67,7 @@ class LossCheck:
     """
 
     def __init__(
-        self, network: GradAccumulation, updated: Sequence[Parameter], settings: StepSettings, half: bool, several: bool
+        self, network: nn.Cell, updated: Sequence[Parameter], settings: StepSettings, half: bool, several: bool
     ) -> None:
         self.network, self.settings, self.several = network, settings, several
         self.updated = {id(parameter) for parameter in updated}
@@ -267,7 +266,7 @@ def warn_of_larger_graph() -> None:
     warn(not_measured("the step is part of a larger graph").text)
 
 
-def _built(make: Callable[[WeightedLoss], nn.Cell], network: GradAccumulation, structure: Hashable) -> nn.Cell:
+def _built(make: Callable[[WeightedLoss], nn.Cell], network: nn.Cell, structure: Hashable) -> nn.Cell:
     cell = make(network.loss_of(structure))
     cell.phase = "predict"
     return cell

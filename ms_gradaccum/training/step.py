@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
@@ -9,7 +10,6 @@ from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.window import Window
 
 
 class Step(nn.Cell):
@@ -30,7 +30,7 @@ class Step(nn.Cell):
         self.events = events
         self.loss_scale = settings.precision.loss_scale
 
-    def as_window(self) -> "Window | Step":
+    def as_window(self) -> Any:
         """Return what has the optimizers, the reducers and the loss scale."""
         return self
 

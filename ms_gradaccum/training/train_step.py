@@ -285,7 +285,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         self.body.attach_to(self)
         self._shows_whole = True
         # The windows of the networks, with their sums, optimizers and loss scales; here there is one.
-        self.windows = [self.body.as_window()]
+        self.windows: list[Window | Step] = [self.body.as_window()]
         claim_optimizers(self.windows)
         self._is_built = True
 

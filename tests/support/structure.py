@@ -6,6 +6,7 @@
 import argparse
 import ast
 import io
+import itertools
 import os
 import sys
 import tokenize
@@ -91,47 +92,61 @@ def loaded_with(name: str, imports: dict[str, list[str]]) -> set[str]:
 
 
 @contextmanager
-def seen() -> Iterator[set[str]]:
-    """Give the files of the package whose functions run inside this context."""
-    files: set[str] = set()
+def seen() -> Iterator[list[tuple[str, str]]]:
+    """Give the file and the name of each function of the package that is called inside this context."""
+    calls: list[tuple[str, str]] = []
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
-            files.add(frame.f_code.co_filename)
+            calls.append((frame.f_code.co_filename, frame.f_code.co_qualname))
 
     sys.setprofile(look)
     try:
-        yield files
+        yield calls
     finally:
         sys.setprofile(None)
 
 
-def files_of_a_batch() -> tuple[int, int, int]:
-    """Return the files that one batch goes through on the host, with those inside graphs, and with building."""
+def files_in(calls: list[tuple[str, str]]) -> set[str]:
+    """Return the files of these calls."""
+    return {file for file, _ in calls}
+
+
+def way_of_a_batch() -> tuple[str, str]:
+    """Return the files that one batch goes through, and what one of 4 micro batches does later on the host.
+
+    The first are those on the host while its loss is measured, with those inside graphs, and with building. The second
+    are the files, the functions, the calls and the changes of file.
+    """
     import mindspore as ms
     from mindspore import nn, ops
 
     from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
 
-    def windows(mode: int) -> tuple[set[str], set[str]]:
+    def windows(mode: int, micro_size: int = 2, check_loss: bool = True) -> tuple[list[tuple[str, str]], ...]:
         ms.set_context(mode=mode)
         network = nn.Dense(4, 1)
-        loss = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
+        loss = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), micro_size)
         optimizer = nn.SGD(network.trainable_params(), 0.1)
         with seen() as building:
-            step = TrainOneStepCell(loss, optimizer, clip=ClipByGlobalNorm(1.0))
+            step = TrainOneStepCell(loss, optimizer, clip=ClipByGlobalNorm(1.0), check_loss=check_loss)
         batch = ops.ones((4, 4)), ops.ones((4, 1))
-        step(*batch)
+        for _ in range(1 if check_loss else 5):
+            step(*batch)
         with seen() as running:
             step(*batch)
         return building, running
 
-    built, on_the_host = windows(ms.GRAPH_MODE)
+    _, later = windows(ms.GRAPH_MODE, 4, check_loss=False)
+    files = [file for file, _ in later]
+    counts = len(set(files)), len(set(later)), len(later), sum(a != b for a, b in itertools.pairwise(files))
+    built, on_the_host = map(files_in, windows(ms.GRAPH_MODE))
     # Op by op, Python goes through what is inside a graph otherwise.
     with mock.patch.dict(os.environ, MS_JIT="0"):
-        built_too, in_graphs = windows(ms.PYNATIVE_MODE)
+        built_too, in_graphs = map(files_in, windows(ms.PYNATIVE_MODE))
     running = on_the_host | in_graphs
-    return len(on_the_host), len(running), len(running | built | built_too)
+    whole = running | built | built_too
+    return f"{len(on_the_host)} / {len(running)} / {len(whole)}", " / ".join(map(str, counts))
 
 
 def main() -> None:
@@ -141,14 +156,15 @@ def main() -> None:
     heights = floors(imports)
     model = loaded_with("loops.model", imports)
     step = [file for file in FILES if file.relative_to(PACKAGE).parts[0] in STEP_ROOMS]
-    host, running, whole = files_of_a_batch()
+    measured, later = way_of_a_batch()
     figures = {
         "entries of the package": f"{len({file.relative_to(PACKAGE).parts[0] for file in FILES})}",
         "files": f"{len(FILES)}",
         "lines, docstrings included / of code": _lines(FILES),
         "of these in the rooms of a step": _lines(step),
         "files to load Model": f"{len(model)}",
-        "files of one batch: host / with graphs / with building": f"{host} / {running} / {whole}",
+        "files of one batch: host / with graphs / with building": measured,
+        "a later one: files / functions / calls / changes of file": later,
         "floors of imports: up to Model / in all": f"{heights['loops.model']} / {max(heights.values())}",
     }
     for name, value in figures.items():
