@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ms_gradaccum._checks import (
     argument_error,
@@ -157,9 +157,9 @@ class AccumulationConfig:
         return schedule.steps_at(updates if schedule.unit == "update" else tokens)
 
 
-def merge_config(owner: str, accumulation_steps: Any, config: Any) -> AccumulationConfig:
+def merge_config(owner: str, accumulation_steps: object, config: object) -> AccumulationConfig:
     """Return the settings that a number and a config give together."""
-    check_accumulation_steps(owner, accumulation_steps)
+    accumulation_steps = check_accumulation_steps(owner, accumulation_steps)
     if config is None:
         return AccumulationConfig(accumulation_steps)
     if not isinstance(config, AccumulationConfig):

@@ -40,15 +40,9 @@ class BackwardStart(Enum):
     MEAN = "mean"
     BATCH = "batch"
 
-    def share_and_factor(self, rows: float, batch_rows: float) -> tuple[float, float]:
-        """Return the share of the loss and the factor of the gradients."""
-        if self is BackwardStart.SUM:
-            return rows, 1.0
-        return (1.0, rows) if self is BackwardStart.MEAN else (rows / batch_rows, batch_rows)
-
     def tensors(self, rows: int, batch_rows: int) -> tuple[Tensor, Tensor]:
-        """Return the same as tensors, the first inputs of a micro step."""
-        share, factor = self.share_and_factor(rows, batch_rows)
+        """Return the first inputs of a micro step: the share of the loss, and the factor of the gradients."""
+        share, factor = {"sum": (rows, 1.0), "mean": (1.0, rows), "batch": (rows / batch_rows, batch_rows)}[self.value]
         return Tensor(share, ms.float32), Tensor(factor, ms.float32)
 
 
@@ -266,13 +260,15 @@ class EagerMicroStep:
         self.inputs = (share, *unflatten(self.structure, tensors))
         if self.forgets_passes:
             forget_passes()
-        self.reducer.begin_micro_batch(self.is_last)
+        if self.reducer.comes_reduced:
+            self.reducer.begin_micro_batch(self.is_last)
         try:
             with op_by_op():
                 (_, *values), grads = ops.value_and_grad(self._forward, None, self.parameters, has_aux=True)()
         finally:
             self.inputs = ()
-        self.reducer.end_micro_batch()
+        if self.reducer.comes_reduced:
+            self.reducer.end_micro_batch()
         try:
             outputs: tuple[Tensor, ...] = self.adding(factor, *values, *(grads if self.adds_grads else ()))
             return outputs

@@ -3,7 +3,7 @@
 from typing import Any
 
 import mindspore as ms
-from mindspore import ParameterTuple, RowTensor, Tensor, nn, ops
+from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.backend.compiled import forget_passes, op_by_op
 from ms_gradaccum.backend.kernels import ONE
@@ -46,7 +46,7 @@ def _keep(grad: Tensor) -> Tensor:
 
 
 @_dense.register("RowTensor")
-def _scatter(grad: RowTensor) -> Tensor:
+def _scatter(grad: Any) -> Tensor:
     # The gradient of a sparse lookup has the rows that were read; a row can occur more than once.
     return ops.unsorted_segment_sum(ops.cast(grad.values, ms.float32), grad.indices, grad.dense_shape[0])
 
