@@ -98,7 +98,7 @@ def seen() -> Iterator[list[tuple[str, str]]]:
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
-            calls.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+            calls.append((frame.f_code.co_filename, f"{frame.f_code.co_name}:{frame.f_code.co_firstlineno}"))
 
     sys.setprofile(look)
     try:
@@ -110,6 +110,12 @@ def seen() -> Iterator[list[tuple[str, str]]]:
 def files_in(calls: list[tuple[str, str]]) -> set[str]:
     """Return the files of these calls."""
     return {file for file, _ in calls}
+
+
+def counts_of(calls: list[tuple[str, str]]) -> tuple[int, int, int, int]:
+    """Return the numbers of files, functions and calls, and how often a call is in another file than the one before."""
+    changes = sum(one[0] != other[0] for one, other in itertools.pairwise(calls))
+    return len(files_in(calls)), len(set(calls)), len(calls), changes
 
 
 def way_of_a_batch() -> tuple[str, str]:
@@ -138,15 +144,13 @@ def way_of_a_batch() -> tuple[str, str]:
         return building, running
 
     _, later = windows(ms.GRAPH_MODE, 4, check_loss=False)
-    files = [file for file, _ in later]
-    counts = len(set(files)), len(set(later)), len(later), sum(a != b for a, b in itertools.pairwise(files))
     built, on_the_host = map(files_in, windows(ms.GRAPH_MODE))
     # Op by op, Python goes through what is inside a graph otherwise.
     with mock.patch.dict(os.environ, MS_JIT="0"):
         built_too, in_graphs = map(files_in, windows(ms.PYNATIVE_MODE))
     running = on_the_host | in_graphs
     whole = running | built | built_too
-    return f"{len(on_the_host)} / {len(running)} / {len(whole)}", " / ".join(map(str, counts))
+    return f"{len(on_the_host)} / {len(running)} / {len(whole)}", " / ".join(map(str, counts_of(later)))
 
 
 def main() -> None:

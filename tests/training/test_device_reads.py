@@ -1,4 +1,4 @@
-"""How often a training reads the device: for the decision of an update, and never between two updates."""
+"""What a batch costs on the host: reads of the device, for the decision of an update alone, and calls of Python."""
 
 from contextlib import contextmanager
 
@@ -7,6 +7,7 @@ import pytest
 from linear_toy import X, line, sgd
 from mindspore import Tensor, nn
 from step_probe import Around, tensors
+from structure import counts_of, seen
 
 from ms_gradaccum import Accumulator, GradAccumulation, MixedPrecision, TrainOneStepCell
 from ms_gradaccum.training.window import WATCHED_WINDOWS
@@ -112,3 +113,18 @@ def test_the_number_of_batches_is_that_of_whoever_wrote_it_last(how, tmp_path):
     assert step(*rows[3]).updated and step.open_batches() == 0
     if how != "graph":
         assert network.weight.asnumpy().item() == pytest.approx(2.04, rel=1e-6)
+
+
+def test_a_batch_in_graph_mode_takes_few_calls_in_few_files():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    network = line()
+    loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
+    step = TrainOneStepCell(loss_cell, sgd(network), check_loss=False)
+    for _ in range(WATCHED_WINDOWS):
+        step(*BATCH)
+    with seen() as calls:
+        step(*BATCH)
+    files, functions, number_of_calls, changes = counts_of(calls)
+    assert files <= 10 and functions <= 45 and changes <= 30
+    # At least one for each graph: four micro steps, the report and the update.
+    assert 6 < number_of_calls <= 120
