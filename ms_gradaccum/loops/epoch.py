@@ -21,7 +21,7 @@ _PASSES_ONLY = "A state knows passes over the data, and no sinks."
 
 
 class TrainedModel(Protocol):
-    """What the steps of a training need of their `Model`."""
+    """The part of a `Model` that `PassSteps` uses."""
 
     train_network: nn.Cell
     last_window: LastWindow

@@ -53,7 +53,7 @@ class AddGrads(AddMicroBatch):
 
 
 class GraphWindow(nn.Cell):
-    """The same as part of a larger graph, and the update after so many batches."""
+    """Add gradients as part of a larger graph, and update after so many batches."""
 
     def __init__(self, add_grads: AddGrads, end: WindowEnd, steps: int) -> None:
         super().__init__(auto_prefix=False)

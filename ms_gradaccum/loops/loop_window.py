@@ -175,7 +175,7 @@ class LoopWindow(PreparedData):
 
     @contextmanager
     def batch_of(self, trained: TrainedNetwork) -> Iterator[None]:
-        """Enclose what adds a batch of one network, inside `batch` or without it."""
+        """Context in which one network adds its batch. Outside `batch` it begins one."""
         if not self.in_batch and len(self.networks) > 1:
             remedy = "They share their batches: write 'with accumulator.accumulate():' around what belongs to one."
             raise _disorder("several networks must be trained in accumulate()", "a call outside it", remedy)
@@ -208,7 +208,7 @@ class LoopWindow(PreparedData):
 
     @contextmanager
     def withheld(self) -> Iterator[None]:
-        """Let no batch that begins here end the window."""
+        """Context in which no batch ends the window."""
         self._withheld += 1
         try:
             yield

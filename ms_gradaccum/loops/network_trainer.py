@@ -31,8 +31,8 @@ class TrainedNetwork(Window):
     Args:
         network: A loss cell, or a GradAccumulation.
         optimizers: The optimizers of its parameters.
-        settings: What the Accumulator was told.
-        config: What it was told of windows and ranks.
+        settings: Options of its training.
+        config: Options of the Accumulator for windows and ranks.
         events: Event dispatcher.
 
     Attributes:
@@ -102,7 +102,7 @@ class TrainedNetwork(Window):
         self.has_batch = True
 
     def check_clip_with(self, clip: nn.Cell) -> None:
-        """Raise if ``clip`` cannot clip in the coming step, because something else does."""
+        """Raise if the coming update is clipped in another way already."""
         if self.clip is not None and type(self.clip) is not type(clip):
             raise RuntimeError(
                 f"For '{_OWNER}', an update must be clipped by its norm or by value, but got both. Call one of "
