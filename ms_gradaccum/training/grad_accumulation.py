@@ -38,7 +38,6 @@ from ms_gradaccum.gradients.convert_network import in_precision
 from ms_gradaccum.gradients.mixed_precision import Precision
 
 _OWNER = "GradAccumulation"
-# How errors begin that have said what is wrong.
 # Cells of MindSpore that split a batch themselves, and what to do with each.
 _OF_MINDSPORE = ("GradAccumulation", "GradAccumulationCell")
 _SPLIT_THEMSELVES = {
@@ -46,6 +45,7 @@ _SPLIT_THEMSELVES = {
     "PipelineCell": "Give the cell inside it: pipelines are trained by MindSpore's own step alone.",
     "MicroBatchInterleaved": "Give the cell inside it, and a larger micro_size for less memory.",
 }
+# The beginnings of errors that need no hint about the split.
 _SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
 # The treatment of several losses that a network returns.
 _Losses = Literal["sum", "first"]
