@@ -1,6 +1,6 @@
 """``mindspore.train.Model`` that trains with gradient accumulation."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NoReturn
@@ -288,9 +288,7 @@ class Model(Settled, ms.Model):
         finally:
             self._resume = False
 
-    def _train(
-        self, epoch: int, train_dataset: Dataset, callbacks: Sequence[Callback] | None = None, **kwargs: Any
-    ) -> object:
+    def _train(self, epoch: int, train_dataset: Dataset, callbacks: Any = None, **kwargs: Any) -> object:
         callbacks = self._transform_callbacks(callbacks)
         if not isinstance(self._train_network, TrainOneStepCell):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)

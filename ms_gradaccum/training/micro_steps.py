@@ -41,6 +41,13 @@ _LOGGER = logging.getLogger("ms_gradaccum")
 class MicroSteps:
     """The micro steps of the batches of a network."""
 
+    # True once the network, and a batch that is split, have been checked in this training.
+    has_begun = has_split = False
+    # True if the last batch may have added something before it failed.
+    has_added = False
+    # The micro batches of the last batch whose collectives other ranks may still wait in; -1 before the count.
+    rounds = -1
+
     def __init__(
         self, network: nn.Cell, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
     ) -> None:
@@ -77,12 +84,6 @@ class MicroSteps:
         self.loss_check = LossCheck(network, self.cell.parameters, settings, half, reducers[0].several)
         # The forward passes of rows would communicate, too.
         self.loss_check.is_done |= reducers[0].comes_reduced
-        # True once the network, and a batch that is split, have been checked in this training.
-        self.has_begun = self.has_split = False
-        # True if the last batch may have added something before it failed.
-        self.has_added = False
-        # The micro batches of the last batch whose collectives other ranks may still wait in; None before the count.
-        self.rounds: int | None = None
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         """Return the compiled cells, which have a mode and settings of their own."""
@@ -93,7 +94,7 @@ class MicroSteps:
         self, args: tuple[object, ...], kwargs: dict[str, object], reduces: bool = False
     ) -> list[tuple[Tensor, ...]]:
         """Add one batch and return the outputs of its micro steps. The last one may also reduce the sums."""
-        self.has_added, self.rounds = False, None
+        self.has_added, self.rounds = False, -1
         eager = runs_eagerly(self.settings.compiles)
         if self.comes_reduced:
             check_hooks_run(self.owner, eager)
@@ -107,31 +108,43 @@ class MicroSteps:
         count = len(micro_batches)
         self.rounds = self.reducers[0].max_micro_batches(count) if self.waits_for_others else count
         last = self._micro_step(structure, micro_batches, eager, True)[0] if reduces else step
+        inputs = []
+        for rows, tensors in micro_batches:
+            key = start, rows, batch_rows
+            if key not in self.starts:
+                self.starts[key] = start.tensors(rows, batch_rows)
+            inputs.append((rows, (*self.starts[key], *tensors)))
+        return self._run_all([step] * (count - 1) + [last], inputs, args, kwargs)
+
+    def _run_all(
+        self,
+        steps: Sequence[Compiled | EagerMicroStep],
+        inputs: Sequence[tuple[int, tuple[Tensor, ...]]],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> list[Outputs]:
+        """Run the micro steps of a batch, with the rows and the inputs of each, and return their outputs."""
         outputs: list[Outputs] = []
         done, heard, is_measured = self.events.micro_batches, self.events.heard, not self.loss_check.is_done
         if is_measured:
             self.loss_check.before_batch()
-        steps = [step] * (len(micro_batches) - 1) + [last]
         # A callback may raise before its first run.
         steps[0].has_run = False
         try:
-            for index, (step, (rows, tensors)) in enumerate(zip(steps, micro_batches)):
+            for index, (step, (rows, tensors)) in enumerate(zip(steps, inputs)):
                 if heard:
                     self.events.micro_batch_begin(index, rows)
-                key = start, rows, batch_rows
-                if key not in self.starts:
-                    self.starts[key] = start.tensors(rows, batch_rows)
-                outputs.append(step(*self.starts[key], *tensors))
+                outputs.append(step(*tensors))
                 self.rounds -= 1
                 if is_measured:
                     self.loss_check.after_micro_batch()
                 if heard:
                     self.events.micro_batch_end(index, rows)
-            self.events.micro_batches = done + len(micro_batches)
+            self.events.micro_batches = done + len(steps)
             if self.first_pass is not None:
                 self.first_pass.check(outputs)
             if is_measured:
-                self.loss_check.after_batch(len(micro_batches), args, kwargs)
+                self.loss_check.after_batch(len(steps), args, kwargs)
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
@@ -167,7 +180,7 @@ class MicroSteps:
 
     def take_part(self) -> None:
         """Join the remaining collectives of a batch that has failed on this rank."""
-        if self.rounds is None:
+        if self.rounds < 0:
             self.join()
         else:
             self._add_nothing(self.rounds)

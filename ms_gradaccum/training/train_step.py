@@ -283,11 +283,10 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         self.events = Events(_OWNER)
         self.body = _body_of(self.network, optimizer, kind, settings, self.events)
         self.body.attach_to(self)
-        self._shows_whole = True
         # The windows of the networks, with their sums, optimizers and loss scales; here there is one.
         self.windows: list[Window | Step] = [self.body.as_window()]
         claim_optimizers(self.windows)
-        self._is_built = True
+        self._shows_whole = self._is_built = True
 
     @property
     def accumulation_steps(self) -> int:
