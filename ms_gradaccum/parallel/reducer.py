@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.backend.tensors import Done
@@ -103,13 +102,6 @@ class GradientReducer(nn.Cell):
         """Distribute the updated parameters to the network."""
         return updated
 
-    def send_again(self, done: Done) -> Done:
-        """Send the messages of an update, for one norm, without the update. The buffer must be empty.
-
-        Sums of zeros stay zeros, and gathered parameters are unchanged.
-        """
-        return done
-
     def check_replicas(self) -> None:
         """With `check_weights`, raise if the ranks' parameters differ. Called by the host after each update."""
 
@@ -139,7 +131,6 @@ class DataParallelReducer(GradientReducer):
         self.bucketed_all_reduce = BucketedAllReduce(buffer, layout.all_reduced, rank)
         self.check_weights = settings.check_weights
         self.overlaps = isinstance(settings, DataParallel) and settings.overlap
-        self.no_squares = Tensor([0.0] * len(self.parameters), ms.float32)
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         return self.layout.messages(norm_passes)
@@ -153,12 +144,6 @@ class DataParallelReducer(GradientReducer):
 
     def reduce(self, added: Done = ()) -> Done:
         return self.bucketed_all_reduce(added)
-
-    def send_again(self, done: Done) -> Done:
-        reduced = ops.depend(self.reduce(), done)
-        squares = self.all_reduce_squares(ops.depend(self.no_squares, reduced))
-        grads = self.for_optimizer(ops.depend(tuple(self.sums), squares))
-        return self.after_update(ops.depend(grads, self.before_update()))
 
     def check_replicas(self) -> None:
         if self.check_weights:

@@ -48,7 +48,6 @@ from ms_gradaccum import (  # noqa: E402
 )
 from ms_gradaccum.gradients.clipping import check_clip  # noqa: E402
 from ms_gradaccum.parallel import world  # noqa: E402
-from ms_gradaccum.tools.reporting.step_costs import UpdateMessages  # noqa: E402
 
 init()
 rank, size = get_rank(), get_group_size()
@@ -187,16 +186,10 @@ def messages_of(kind, micro_size, clip=None):
     sent = count_in(step)
     kept = {total.name: total.nbytes for total in (*step.body.buffer.sums, *step.body.reducer.sums)}
     traffic = step.body.reducer.messages(check_clip("test", clip).norm_passes)
-    again = []
-    for counter in counters_of(step):
-        counter.sent = again
-    UpdateMessages([step.body.reducer])(Tensor(0.0))
     return {
         "sent": sent,
         "planned": plan.window_messages,
         "described": traffic.of_window(1, micro_size),
-        "sent again": again,
-        "of an update": step.body.reducer.messages().per_update,
         "kept": sum(kept.values()),
         "planned to keep": plan.buffer_bytes,
         "kept by description": step.body.reducer.layout.sum_bytes,
@@ -241,11 +234,6 @@ def count_in(step):
     with mock.patch.object(world, "_gather_words", counted_gather):
         step(*inputs)
     return sent
-
-
-def counters_of(step):
-    found = [vars(cell).values() for _, cell in step.body.reducer.cells_and_names()]
-    return [value for values in found for value in values if isinstance(value, Counter)]
 
 
 def start_from_different_weights():

@@ -59,7 +59,7 @@ for name, kind in KINDS.items():
     if name.endswith("compiled"):
         del os.environ["MS_JIT"]
     updates, printed = Updates(), StringIO()
-    logger = MetricsLogger(path, weight_norm=True, communication_time=True)
+    logger = MetricsLogger(path, weight_norm=True)
     with redirect_stdout(printed):
         network, *observed = train(kind, logger, updates, ProgressBar(live=False))
     weights = [weight.asnumpy().astype("float64") for weight in network.trainable_params()]

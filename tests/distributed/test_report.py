@@ -23,7 +23,6 @@ def test_rank_0_writes_each_update_also_those_that_another_rank_ends(name, two, 
     assert [line["update"] for line in lines] == [1, 2]
     assert [report[name]["updates"] for report in two] == [[1, 2]] * 2
     np.testing.assert_allclose(lines[-1]["weight_norm"], two[0][name]["norm"], 1e-6)
-    assert all(0 < line["communication_seconds"] < 60 for line in lines)
 
 
 def test_rank_0_alone_shows_progress(two):

@@ -338,7 +338,7 @@ def test_what_is_reported():
     for make in ODD:
         assert make() is None or refusal(StepReporter(step).report, make())
         assert make() is None or refusal(ProgressBar(live=False).update, make())
-        for name in ("train_step", "every", "weight_norm", "communication_time", "peak_memory"):
+        for name in ("train_step", "every", "weight_norm", "peak_memory"):
             reporter, _ = attempt(StepReporter, **{"train_step": step, name: make()})
             if reporter is not None:
                 report = reporter.report(output)

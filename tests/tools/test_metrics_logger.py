@@ -251,12 +251,8 @@ def test_a_place_that_cannot_be_written_is_an_error_at_once(name, tmp_path):
     (tmp_path / "file").write_text("no folder")
     place = tmp_path / "file" / "deeper" / "still"
     places = {"path": tmp_path / "run.jsonl", name: place}
-    with pytest.raises(NotADirectoryError) as raised:
+    with pytest.raises(NotADirectoryError, match=f"Not a directory: '{place.parent}"):
         MetricsLogger(**places)
-    assert str(raised.value) == (
-        f"For 'MetricsLogger', the argument '{name}' must be writable, but got {place} (Not a directory). "
-        "Give another one."
-    )
 
 
 @contextmanager

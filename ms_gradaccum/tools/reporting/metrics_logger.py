@@ -1,15 +1,19 @@
 """Reports into files, and to other programs that watch a training."""
 
+import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any, SupportsFloat
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, argument_error, check_bool, typed
+from ms_gradaccum._checks import Settled, argument_error, check_bool, check_path, counted, typed, warn
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.world import current_world
-from ms_gradaccum.tools.reporting.metric_sinks import EventFile, JsonLines
 from ms_gradaccum.tools.reporting.step_report import StepReport, StepReporter
 from ms_gradaccum.training.events import StepEvent, check_told
 from ms_gradaccum.training.step_output import StepOutput
@@ -39,7 +43,7 @@ class MetricsLogger(Settled, Callback):
             Default: ``None``.
         append (bool): True goes on in a file that has lines, of a training that is resumed; False refuses it.
             Default: ``False``.
-        every (int), weight_norm (bool), communication_time (bool), peak_memory (bool): As of :class:`StepReporter`.
+        every (int), weight_norm (bool), peak_memory (bool): As of :class:`StepReporter`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -71,7 +75,6 @@ class MetricsLogger(Settled, Callback):
         append: bool = False,
         every: int = 1,
         weight_norm: bool = False,
-        communication_time: bool = False,
         peak_memory: bool = False,
     ) -> None:
         super().__init__()
@@ -79,19 +82,20 @@ class MetricsLogger(Settled, Callback):
             rule = "a function of a dict and a step, or None"
             raise TypeError(argument_error(_OWNER, "log", rule, typed(log), "Give wandb.log."))
         check_bool(_OWNER, "append", append, "True goes on in a file that has lines.")
-        self._costs = {"weight_norm": weight_norm, "communication_time": communication_time}
-        for name, value in self._costs.items():
-            check_bool(_OWNER, name, value, "The default is False.")
-        self._settings: dict[str, Any] = {"every": every, "peak_memory": peak_memory}
-        self._train_step = train_step
+        self._weight_norm = check_bool(_OWNER, "weight_norm", weight_norm, "The default is False.")
+        self._make_reporter = partial(StepReporter, every=every, peak_memory=peak_memory)
         # The step of a Model comes when the training begins.
-        self._reporter = StepReporter(train_step, **self._settings, **(self._costs if train_step is not None else {}))
+        self._train_step: object = train_step
+        self._reporter = self._make_reporter(train_step, weight_norm=weight_norm and train_step is not None)
         self._epoch: dict[str, float] = {}
         self._update = 0
-        writes = current_world(_OWNER).rank == 0
-        self._lines = JsonLines(path, append) if writes else None
-        self._events = EventFile(tensorboard_dir) if writes and tensorboard_dir is not None else None
-        self._log = log if writes else None
+        self._files: list[_JsonLines | _EventFile] = []
+        self._log = None
+        if current_world(_OWNER).rank == 0:
+            self._log = log
+            self._files.append(_JsonLines(path, append))
+            if tensorboard_dir is not None:
+                self._files.append(_EventFile(tensorboard_dir))
         self._is_built = True
 
     def log(self, output: StepOutput | StepReport | None, **extra: SupportsFloat) -> StepReport | None:
@@ -104,30 +108,26 @@ class MetricsLogger(Settled, Callback):
 
         Raises:
             TypeError: If something in `extra` is not a number.
-            ValueError: If `train_step` is missing for a requested item.
+            ValueError: If `train_step` is missing for `weight_norm`.
         """
-        asked = [name for name, value in self._costs.items() if value]
-        if isinstance(output, StepOutput) and self._train_step is None and asked:
+        if isinstance(output, StepOutput) and self._weight_norm and self._train_step is None:
             remedy = "Give the Accumulator or the TrainOneStepCell."
-            raise ValueError(argument_error(_OWNER, "train_step", f"given for {' and '.join(asked)}", None, remedy))
+            raise ValueError(argument_error(_OWNER, "train_step", "given for weight_norm", None, remedy))
         report = output if isinstance(output, StepReport) else self._reporter.report(output)
         if report is None:
             return None
-        for name, value in extra.items():
-            if not _is_number(value):
-                remedy = "Metrics of several values take a name for each."
-                raise TypeError(argument_error(_OWNER, name, "a number", typed(value), remedy))
-        numbers = {name: value if isinstance(value, int) else float(value) for name, value in extra.items()}
+        numbers = _numbers(extra)
+        for name in filter(lambda name: name not in numbers, extra):
+            remedy = "Metrics of several values take a name for each."
+            raise TypeError(argument_error(_OWNER, name, "a number", typed(extra[name]), remedy))
         self._update = report.update
         self._write({**report.as_dict(), **numbers}, {**self._epoch, **report.scalars(), **numbers})
         return report
 
     def close(self) -> None:
         """Close the files. What is logged after it opens them again."""
-        if self._lines is not None:
-            self._lines.close()
-        if self._events is not None:
-            self._events.close()
+        for file in self._files:
+            file.close()
 
     def on_update_end(self, event: StepEvent) -> None:
         """Log an update that a Model or an Accumulator has made."""
@@ -138,7 +138,7 @@ class MetricsLogger(Settled, Callback):
         check_told(_OWNER, "logger", train_step, self)
         if train_step is not self._train_step:
             self._train_step = train_step
-            self._reporter = StepReporter(train_step, **self._settings, **self._costs)
+            self._reporter = self._make_reporter(train_step, weight_norm=self._weight_norm)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self._epoch = {"epoch": run_context.original_args().cur_epoch_num}
@@ -146,12 +146,11 @@ class MetricsLogger(Settled, Callback):
 
     def on_eval_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
-        results = params.get("eval_results") or params.get("metrics") or {}
         # The names are those of fit's own loss and of the user's metrics, some of which are no single numbers.
-        numbers = {name: float(value) for name, value in results.items() if _is_number(value)}
-        numbers = {name if name.startswith("eval_") else f"eval_{name}": value for name, value in numbers.items()}
-        if numbers:
-            self._write({"update": self._update, **numbers}, numbers)
+        results = _numbers(params.get("eval_results") or params.get("metrics") or {})
+        results = {f"eval_{name.removeprefix('eval_')}": value for name, value in results.items()}
+        if results:
+            self._write({"update": self._update, **results}, results)
 
     def on_train_end(self, run_context: RunContext) -> None:
         self._epoch = {}
@@ -163,18 +162,122 @@ class MetricsLogger(Settled, Callback):
             self._epoch = {}
             self.close()
 
-    def _write(self, record: dict[str, Any], scalars: dict[str, float]) -> None:
-        if self._lines is not None:
-            self._lines.write({**self._epoch, **record})
-        if self._events is not None:
-            self._events.write(scalars, self._update)
+    def _write(self, record: Mapping[str, object], scalars: dict[str, float]) -> None:
+        for file in self._files:
+            file.write({**self._epoch, **record}, scalars, self._update)
         if self._log is not None:
             self._log(scalars, self._update)
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return not isinstance(value, str)
+class _JsonLines:
+    """A file with one JSON object per line, opened for each of them. Lines that a full disk refuses are kept."""
+
+    def __init__(self, path: object, append: bool) -> None:
+        # Absolute, since the program may change its folder.
+        self.path = Path(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")).absolute()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.open("ab").close()
+        self.unwritten, self.has_failed = b"", False
+        if self.path.stat().st_size:  # A pipe has none.
+            if not append:
+                remedy = "Give another one, delete it, or go on in it with append=True."
+                got = f"{self.path} with lines in it"
+                raise ValueError(argument_error(_OWNER, "path", "a new or empty file", got, remedy))
+            with self.path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                # A program that was killed can leave the start of a line.
+                self.unwritten = b"" if file.read() == b"\n" else b"\n"
+
+    def write(self, record: Mapping[str, object], scalars: Mapping[str, float], step: int) -> None:
+        """Write a line, preceded by lines that could not be written before."""
+        # JSON has no Inf and no NaN.
+        plain = json.loads(json.dumps({"time": round(time.time(), 3), **record}), parse_constant=lambda name: None)
+        self.unwritten += json.dumps(plain).encode() + b"\n"
+        error = self._try()
+        if error is not None and not self.has_failed:
+            self.has_failed = True
+            warn(
+                f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). The training goes on; the "
+                f"lines are kept and tried again with the next one."
+            )
+
+    def close(self) -> None:
+        """Try to write the lines that could not be written before, or warn of them."""
+        if self._try() is not None:
+            lines = counted(self.unwritten.count(b"\n"), "line")
+            warn(f"For '{_OWNER}', {lines} could not be written to {self.path}.")
+            self.unwritten = b""
+
+    def _try(self) -> OSError | None:
+        try:
+            while self.unwritten:
+                # Unbuffered, so that it is known what is in the file.
+                with self.path.open("ab", buffering=0) as file:
+                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
+        except OSError as error:
+            return error
+        return None
+
+
+class _EventFile:
+    """A TensorBoard event file.
+
+    It is not written by tensorboardX's SummaryWriter, whose thread ends silently on a full disk: training would hang.
+    """
+
+    def __init__(self, folder: object) -> None:
+        try:
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event
+        except ImportError as error:
+            raise ImportError(
+                f"For '{_OWNER}', the argument 'tensorboard_dir' takes the package tensorboardX, but got: {error}. "
+                f"Install it with: pip install 'ms_gradaccum[tensorboard]'."
+            ) from None
+        self.folder = Path(check_path(_OWNER, "tensorboard_dir", folder, "For example 'log_output/events'.")).absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.make_event, self.make_writer = Event, partial(EventsWriter, str(self.folder / "events"))
+        self.writer: Any = None
+        self.has_failed = False
+        self._open()
+
+    def write(self, record: Mapping[str, object], scalars: Mapping[str, float], step: int) -> None:
+        """Write numbers by name. After an error nothing more is written."""
+        if self.has_failed:
+            return
+        event = self.make_event(wall_time=time.time(), step=step)
+        for name, value in scalars.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        try:
+            if self.writer is None:
+                self._open()
+            self.writer.write_event(event)
+            self.writer.flush()
+        except OSError as error:
+            self.has_failed = True
+            warn(
+                f"For '{_OWNER}', the event file in {self.folder} cannot be written ({error.strerror}). The training "
+                f"goes on without it."
+            )
+
+    def close(self) -> None:
+        """Close the file. `write` opens another one."""
+        if self.writer is not None and not self.has_failed:
+            self.writer.close()
+        self.writer = None
+
+    def _open(self) -> None:
+        # The name has the time in seconds: without the suffix, a file of the same second would be overwritten.
+        self.writer = self.make_writer(f".{os.getpid()}.{time.time_ns()}")
+        self.writer.flush()
+
+
+def _numbers(values: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    """Return those values that are single numbers."""
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        with suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
+            if not isinstance(value, str):
+                numbers[name] = value if isinstance(value, int) else number
+    return numbers

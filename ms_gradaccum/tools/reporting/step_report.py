@@ -1,19 +1,26 @@
 """The report of an update in plain numbers."""
 
+import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mindspore import nn
+import mindspore as ms
+from mindspore import ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import Settled, argument_error, check_bool, check_positive_int, typed
-from ms_gradaccum.backend.compiled import NOTHING
+from ms_gradaccum.backend.compiled import NOTHING, Compiled
 from ms_gradaccum.backend.optimizers import inner_optimizer
+from ms_gradaccum.backend.tensors import chunks_of
+from ms_gradaccum.gradients.clipping import global_norm
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.network_trainer import chosen_of
-from ms_gradaccum.tools.reporting.step_costs import CommunicationTime, WeightNorm, compiled, peak_memory
-from ms_gradaccum.training.step_output import StepOutput, check_output, loss_of
+from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.step import Step
+from ms_gradaccum.training.step_output import StepOutput, check_output
 from ms_gradaccum.training.train_step import TrainOneStepCell
+from ms_gradaccum.training.window import Window
 
 _OWNER = "StepReporter"
 
@@ -44,7 +51,6 @@ class StepReport:
     rows_per_second: float | None = None
     tokens_per_second: float | None = None
     weight_norm: float | None = None
-    communication_seconds: float | None = None
     peak_memory_bytes: int | None = None
 
     def as_dict(self) -> dict[str, float | tuple[float, ...]]:
@@ -72,10 +78,8 @@ class StepReporter(Settled):
     Keyword Args:
         every (int): Number of windows for one report, whose rate covers all of them. Default: ``1``.
         weight_norm (bool): True computes the norm of the weights: a pass over them. Default: ``False``.
-        communication_time (bool): True measures the time of the messages by sending them again, with zeros, after the
-            update. All processes must ask for it and report the same updates. Waiting for a late process is not
-            included. Default: ``False``.
-        peak_memory (bool): True reports the peak of the memory. Default: ``False``.
+        peak_memory (bool): True reports the peak of the device memory of tensors, on CPU that of the process.
+            Default: ``False``.
         network (Cell, optional): The network to report on if an Accumulator has several. Default: ``None``.
 
     Raises:
@@ -104,25 +108,25 @@ class StepReporter(Settled):
         *,
         every: int = 1,
         weight_norm: bool = False,
-        communication_time: bool = False,
         peak_memory: bool = False,
         network: nn.Cell | None = None,
     ) -> None:
         self.every = check_positive_int(_OWNER, "every", every, "1 means a report for each window.")
-        for name, value in (("weight_norm", weight_norm), ("communication_time", communication_time)):
-            check_bool(_OWNER, name, value, "The default is False.")
+        check_bool(_OWNER, "weight_norm", weight_norm, "The default is False.")
         self._peak_memory = check_bool(_OWNER, "peak_memory", peak_memory, "The default is False.")
-        self._train_step: Any = train_step
         self._window = None if train_step is None else _window_of(train_step, network)
+        self._events = None if train_step is None else train_step.events
         # There are none where the compiler has partitioned the step.
-        reducers = [] if self._window is None else self._window.reducers
-        if (weight_norm or communication_time) and not reducers:
-            name = "weight_norm" if weight_norm else "communication_time"
+        reducers = self._window.reducers if self._window is not None else []
+        if weight_norm and not reducers:
             got = "no train_step" if train_step is None else "one that the compiler partitions"
-            rule, remedy = f"one whose parts are known for {name}", f"Leave {name} out, or give the training step."
-            raise ValueError(argument_error(_OWNER, "train_step", rule, got, remedy))
-        self._weight_norm = compiled(WeightNorm(reducers), "the norm of the weights") if weight_norm else None
-        self._communication_time = CommunicationTime(reducers) if communication_time else None
+            remedy = "Leave weight_norm out, or give the training step."
+            raise ValueError(
+                argument_error(_OWNER, "train_step", "one whose parts are known for weight_norm", got, remedy)
+            )
+        self._weight_norm = None
+        if weight_norm:
+            self._weight_norm = Compiled(lambda: _WeightNorm(reducers), _OWNER, "the norm of the weights")
         self._updates = self._skipped_updates = 0
         # The time and the weight since the last report, and the updates that the optimizer has made unseen until then.
         self._since: float | None = None
@@ -137,7 +141,6 @@ class StepReporter(Settled):
 
         Raises:
             TypeError: If `output` is something else.
-            RuntimeError: If the time of the messages is to be measured, but the next window has begun.
         """
         check_output(_OWNER, output)
         if output is None or not output.ends_window:
@@ -157,47 +160,52 @@ class StepReporter(Settled):
             self._since, self._weight = time.perf_counter(), 0.0
 
     def _make(self, output: StepOutput) -> StepReport:
-        now, window = time.perf_counter(), self._window
-        rates = tuple(float(rate) for rate in output.learning_rate.asnumpy().reshape(-1))
-        items: dict[str, Any] = {}
+        now, window, events = time.perf_counter(), self._window, self._events
+        items: dict[str, Any] = {name: _plain(value) for name, value in output._asdict().items()}
         step = None if window is None else getattr(inner_optimizer(window.optimizers[0]), "global_step", None)
         update = self._updates if step is None else int(step.asnumpy().item())
         unseen, self._unseen = self._unseen, update - self._updates
         if self._since is not None and unseen == self._unseen:
             unit = "tokens" if window is not None and window.network.weighted else "rows"
             items[f"{unit}_per_second"] = self._weight / max(now - self._since, 1e-9)
-        if window is not None and self._train_step.events.batches:
-            events = self._train_step.events
+        if events is not None and events.batches:
             items.update(batches=events.batches, micro_batches=events.micro_batches)
-        for name in ("grad_norm", "clipped_grad_norm", "loss_scale", "weight"):
-            items[name] = float(getattr(output, name).asnumpy())
-        return StepReport(
-            update=update,
-            updated=output.is_updated,
-            skipped_updates=self._skipped_updates,
-            overflow=bool(output.overflow.asnumpy()),
-            loss=loss_of(output),
-            learning_rate=rates[0] if len(rates) == 1 else rates,
-            other_losses=tuple(float(loss.asnumpy()) for loss in output.other_losses) or None,
-            **items,
-            weight_norm=None if self._weight_norm is None else float(self._weight_norm(NOTHING).asnumpy()),
-            communication_seconds=self._communication_seconds(),
-            peak_memory_bytes=peak_memory() if self._peak_memory else None,
-        )
-
-    def _communication_seconds(self) -> float | None:
-        step = self._train_step
-        if self._window is None or self._communication_time is None:
-            return None
-        if self._window.is_open if isinstance(step, Accumulator) else step.open_batches():
-            raise RuntimeError(
-                f"For '{_OWNER}', the time of the messages must be measured between two windows, but the next one "
-                f"has begun. Call report() right after the update."
-            )
-        return self._communication_time.seconds(step.events.window_micro_batches)
+        if self._weight_norm is not None:
+            items["weight_norm"] = _plain(self._weight_norm(NOTHING))
+        if self._peak_memory:
+            items["peak_memory_bytes"] = peak_memory()
+        others = tuple(float(loss.asnumpy()) for loss in output.other_losses) or None
+        return StepReport(update=update, skipped_updates=self._skipped_updates, other_losses=others, **items)
 
 
-def _window_of(train_step: Any, network: nn.Cell | None) -> Any:
+class _WeightNorm(nn.Cell):
+    """The L2 norm of all trained parameters, taken as one vector. They are whole on each rank."""
+
+    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
+        super().__init__(auto_prefix=False)
+        self.parameters = ParameterTuple(parameter for reducer in reducers for parameter in reducer.replicas())
+        self.chunks = chunks_of([parameter.size for parameter in self.parameters])
+
+    def construct(self, nothing: Tensor) -> Tensor:
+        return global_norm(tuple(self.parameters), self.chunks) + nothing
+
+
+def peak_memory() -> int:
+    """Return the peak in bytes of the device memory of tensors; on CPU that of the process's resident memory."""
+    if ms.get_context("device_target") == "CPU":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(ms.runtime.max_memory_allocated())
+
+
+def _plain(tensor: Tensor | None) -> float | tuple[float, ...] | None:
+    """Return a tensor of one element as a number, another one as a tuple."""
+    if tensor is None:
+        return None
+    values = tuple(tensor.asnumpy().reshape(-1).tolist())
+    return values[0] if len(values) == 1 else values
+
+
+def _window_of(train_step: object, network: nn.Cell | None) -> Window | Step:
     """Return the window of the network to report on."""
     if isinstance(train_step, TrainOneStepCell):
         return train_step.windows[0]
