@@ -7,8 +7,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ def _sentence(owner: str, got: str, remedy: str = _REMEDY, rule: str = _RULE) ->
 
 
 def check_build(owner: str, build: str) -> None:
-    """Raise at once if the file, module or function of 'train.py:build' does not exist. No file is run."""
+    """Raise at once if the file, module or function of 'train.py:build' does not exist. The file is not run."""
     place, _, name = build.rpartition(":")
     if not place or not name:
         return
@@ -48,16 +47,12 @@ def check_build(owner: str, build: str) -> None:
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """Find a module as `import` does, without importing the packages that it is in."""
-    first, *others = module.split(".")
     try:
-        spec = importlib.util.find_spec(first)
-    except ValueError:  # An imported module that does not say where it comes from.
+        return importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # A package that it should be in.
+        return None
+    except ValueError:  # An imported module that does not say where it comes from, such as __main__.
         return ModuleSpec(module, None)
-    for part in others:
-        inside = spec.submodule_search_locations if spec else None
-        spec = PathFinder.find_spec(f"{first}.{part}", inside) if inside else None
-    return spec
 
 
 class Builder(NamedTuple):
@@ -68,12 +63,12 @@ class Builder(NamedTuple):
     name: str
     argv: list[str]
     mode: int
-    device: list[Any]
+    device: list[str | int]
     # The class name used in error messages.
     owner: str
 
     @staticmethod
-    def of(owner: str, build: Any) -> "Builder":
+    def of(owner: str, build: object) -> "Builder":
         """Return the Builder of ``build``, a function or a string such as 'train.py:build', or raise."""
         import mindspore as ms
 
@@ -103,7 +98,7 @@ class Builder(NamedTuple):
         return build()
 
 
-def _device() -> list[Any]:
+def _device() -> list[str | int]:
     """Return the arguments of `set_device` for the device of this process."""
     import mindspore as ms
 
@@ -119,13 +114,13 @@ def _parse(owner: str, text: str) -> tuple[str, str]:
     return (str(Path(place).resolve()) if place.endswith(".py") else place), name
 
 
-def _locate(owner: str, build: Any) -> tuple[str, str]:
+def _locate(owner: str, build: object) -> tuple[str, str]:
     """Return the file or module of a function and its name there. Raise unless this leads to the same function."""
     if not callable(build):
         raise TypeError(_sentence(owner, f"{build!r} of type {type(build).__name__}"))
-    place, name = getattr(build, "__module__", None), getattr(build, "__qualname__", None)
-    module = sys.modules.get(place or "")
-    if module is None or name is None or _attribute(module, name) is not build:
+    place, name = str(getattr(build, "__module__", "")), str(getattr(build, "__qualname__", ""))
+    module = sys.modules.get(place)
+    if module is None or _attribute(module, name) is not build:
         raise ValueError(_sentence(owner, repr(build)))
     if place == "__main__":
         # Only `python -m package.program` has a spec; a program that is started by its path, or a notebook, has none.
@@ -133,14 +128,13 @@ def _locate(owner: str, build: Any) -> tuple[str, str]:
         place = spec.name if spec is not None else str(Path(getattr(module, "__file__", "")).resolve())
         if spec is None and not Path(place).is_file():
             raise ValueError(_sentence(owner, f"{name} of a program that is in no file"))
-    return str(place), name
+    return place, name
 
 
-def _attribute(module: ModuleType, name: str) -> Callable[..., Any] | None:
-    found: Any = module
+def _attribute(found: object, name: str) -> object:
     for part in name.split("."):
         found = getattr(found, part, None)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _import_file(path: str) -> ModuleType:

@@ -15,6 +15,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,10 +118,10 @@ class Job:
         count: int,
         variable: str,
         function: str,
-        task: Mapping[str, Any],
+        task: Mapping[str, object],
         extra: Callable[[Path], Mapping[str, str]] = lambda folder: {},
     ) -> None:
-        self.count, self.mark = count, f"{variable}={uuid.uuid4().hex}"
+        self.count, self.variable, self.mark = count, variable, uuid.uuid4().hex
         self.folder = Path(tempfile.mkdtemp(prefix="ms_gradaccum_"))
         try:
             arguments = ", ".join(map(repr, (str(self.folder), function, json.dumps(task))))
@@ -139,9 +140,14 @@ class Job:
         )
         script.write_text("\n".join(lines))
         path = os.pathsep.join([str(Path(sys.executable).parent), os.getenv("PATH", "")])
-        variable, _, mark = self.mark.partition("=")
         # The processes are killed in the end, so their temporary files are removed together with the folder.
-        settings = {**environment_outside_jobs(), **extra, variable: mark, "PATH": path, "TMPDIR": str(self.folder)}
+        settings = {
+            **environment_outside_jobs(),
+            **extra,
+            self.variable: self.mark,
+            "PATH": path,
+            "TMPDIR": str(self.folder),
+        }
         command = [sys.executable]
         if self.count > 1:
             msrun = shutil.which("msrun", path=path)
@@ -222,12 +228,10 @@ class Job:
     def _kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if self.mark.encode() in path.read_bytes():
-                    os.kill(int(path.parent.name), signal.SIGKILL)
-            except OSError:
-                continue
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(self.variable) == self.mark:
+                    process.kill()
 
 
 _DONE = "done"
@@ -259,7 +263,7 @@ class Meeting:
         """Report the current phase of this rank."""
         self.write(f"phase_{self.rank}", text)
 
-    def report(self, values: Mapping[str, Any]) -> None:
+    def report(self, values: Mapping[str, object]) -> None:
         """Report the results of this rank, which is then done."""
         self.phase(_DONE)
         self.write(f"report_{self.rank}", pickle.dumps(values))

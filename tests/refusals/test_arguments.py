@@ -405,18 +405,6 @@ WRONG = {
         ("TrainingPlan", "ranks"),
         "a positive int of at most 1000000, but got 1000000000. It counts the processes; 1 is a single one.",
     ),
-    "a rate that is no number": (
-        ValueError,
-        lambda: plan(learning_rate=[float("nan")] * 13),
-        ("TrainingPlan", "learning_rate[0]"),
-        "a number of at least 0, but got nan. It is the rate of an update.",
-    ),
-    "a function that returns no rate": (
-        TypeError,
-        lambda: print(plan(learning_rate=lambda update: None).learning_rates),
-        ("TrainingPlan", "learning_rate(0)"),
-        "a number, but got None of type NoneType. It is the rate of an update.",
-    ),
     "outputs of several networks": (
         TypeError,
         lambda: ProgressBar().update((None, None)),

@@ -30,7 +30,6 @@ COUNTS = {
     "dataset_size": "It counts the rows of the data; give one number per rank if they are distributed unevenly.",
 }
 WINDOW = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
-RATE = "a number, a list of numbers, a LearningRateSchedule or a function of the update's number"
 MULTIPLE = "a multiple of batch_size * ranks = 32"
 # The settings, whose last one is refused, and what is said: the rule, the value, the way out.
 REFUSED = [
@@ -70,14 +69,6 @@ REFUSED = [
         "'all'",
         "'auto' looks at the number of processes.",
     ),
-    (
-        {"learning_rate": [0.1] * 12},
-        "as long as the 13 updates",
-        "12 rates",
-        "An optimizer takes one entry per update, not per batch.",
-    ),
-    ({"learning_rate": "0.1"}, RATE, "'0.1' of type str", "Give that of the optimizer."),
-    ({"learning_rate": True}, RATE, "True of type bool", "Give that of the optimizer."),
     ({"parameters": nn.Dense(1, 1)}, "a list of parameters", "Dense", "Give network.trainable_params()."),
     *[({name: 0}, "a positive int", "0", remedy) for name, remedy in COUNTS.items()],
     *[({name: "8"}, "a positive int", "'8' of type str", remedy) for name, remedy in COUNTS.items()],
@@ -121,7 +112,6 @@ def test_the_text_of_a_plan():
         micro_size=2,
         accumulation_steps=5,
         last_window="drop",
-        learning_rate=nn.WarmUpLR(0.1, 10),
         parameters=network.trainable_params(),
         parallel=HSDP(2, optimizer_level="level2"),
     )
@@ -133,10 +123,9 @@ def test_the_text_of_a_plan():
             "updates        18: 6 per epoch, of 160 rows",
             "left over      3 rows of an epoch twice, so that all ranks have the same number; the last batch of an "
             "epoch has 12 rows; an epoch has 2 batches more than whole windows: dropped; 6 batches in no update",
-            "learning rate  0 at update 0, 0.09 at update 9, 0.1 at update 17",
-            "gradient sums  825.4 KB on each rank",
-            "messages       28 collectives and 25.71 MB per window: 2 (2.408 MB) per micro batch, 1 (4 bytes) per "
-            "batch, 3 (1.628 MB) per update",
+            "gradient sums  825384 bytes on each rank",
+            "messages       28 collectives and 24.5 MiB per window: 2 (2.3 MiB) per micro batch, 1 (4 bytes) per "
+            "batch, 3 (1.6 MiB) per update",
         ]
     )
 

@@ -1,47 +1,44 @@
 """Plan of a training, computed before it runs."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
-from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+from mindspore import Parameter
 
 from ms_gradaccum import _checks as check
-from ms_gradaccum._checks import LastWindow, argument_error, typed
-from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum._checks import LastWindow, argument_error, counted
+from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.gradients.clipping import Clip, check_clip
 from ms_gradaccum.parallel.factory import reducer_layout
 from ms_gradaccum.parallel.kinds import ParallelChoice, choose_kind
 from ms_gradaccum.parallel.layout import Message, Ranks, Traffic
-from ms_gradaccum.tools.planning.text import describe
+from ms_gradaccum.tools.text import aligned, size_text
 
 _OWNER = "TrainingPlan"
-LearningRate: TypeAlias = float | Sequence[float] | Tensor | LearningRateSchedule | Callable[[int], float]
-# The limits of a plan, which counts batch by batch.
+# A plan counts batch by batch, so their number is limited.
 _MOST_BATCHES, _MOST_ROWS = 10**8, 10**15
-_MOST = {"ranks": 10**6, "global_batch": _MOST_ROWS}
+# What each setting counts, and its limit.
 _COUNTS = {
-    "batch_size": "It counts the rows of one batch on one rank.",
-    "ranks": "It counts the processes; 1 is a single one.",
-    "micro_size": "It counts the micro batches of one batch; 1 means no split.",
-    "global_batch": "It counts the rows of one update on all ranks together.",
-    "epochs": "It counts the passes over the data.",
-    "steps": "It counts the batches to train on.",
+    "batch_size": ("It counts the rows of one batch on one rank.", check.MAX_INT),
+    "ranks": ("It counts the processes; 1 is a single one.", 10**6),
+    "micro_size": ("It counts the micro batches of one batch; 1 means no split.", check.MAX_INT),
+    "accumulation_steps": ("It counts the batches of one update; 1 means an update per batch.", check.MAX_INT),
+    "global_batch": ("It counts the rows of one update on all ranks together.", _MOST_ROWS),
+    "epochs": ("It counts the passes over the data.", check.MAX_INT),
+    "steps": ("It counts the batches to train on.", check.MAX_INT),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """Plan of a training with :class:`Model` or :class:`TrainOneStepCell`: updates, rows, learning rates, costs.
+    """Plan of a training with :class:`Model` or :class:`TrainOneStepCell`: updates, rows, memory, messages.
 
-    ``print(plan)`` shows it; ``dataclasses.replace(plan, learning_rate=...)`` makes another one, for example with the
-    schedule that needed `updates` from the first. Skipped updates (gradients with an Inf or NaN) are not counted, nor
-    what `reduce_dtype`, ``bad_micro_batch="drop"``, hooks of the network and the compiler change in the messages.
+    ``print(plan)`` shows it. Skipped updates (gradients with an Inf or NaN) are not counted, nor what `reduce_dtype`,
+    ``bad_micro_batch="drop"``, hooks of the network and the compiler change in the messages.
 
     Keyword Args:
         dataset_size (Union[int, Sequence[int]]): Rows of the data, of which each rank gets `ceil(dataset_size / ranks)`
@@ -58,8 +55,6 @@ class TrainingPlan:
             Default: ``False``.
         micro_size, last_window, clip, parallel (optional): As in :class:`GradAccumulation` and :class:`Model`.
             ``parallel="auto"`` is ``DataParallel()`` for several ranks.
-        learning_rate (Union[float, Sequence, Tensor, LearningRateSchedule, Callable], optional): The optimizer's
-            argument, or a function of the number of earlier updates. Default: ``None``.
         parameters (Sequence[Parameter], optional): The trained parameters, for the costs. Default: ``None``.
         device_target (str, optional): ``"CPU"``, ``"GPU"`` or ``"Ascend"``, which selects the operators of a
             message. Default: that of the context.
@@ -80,8 +75,7 @@ class TrainingPlan:
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, `global_batch` cannot be reached, a rank has no batch, or
-            `learning_rate` has fewer entries than there are updates.
+        ValueError: If an argument is out of range, `global_batch` cannot be reached, or a rank has no batch.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -108,7 +102,6 @@ class TrainingPlan:
     last_window: LastWindow = "apply"
     clip: Clip = None
     parallel: ParallelChoice = "auto"
-    learning_rate: LearningRate | None = field(default=None, repr=False, compare=False)
     parameters: Sequence[Parameter] | None = field(default=None, repr=False)
     device_target: str | None = None
 
@@ -129,57 +122,45 @@ class TrainingPlan:
 
     def __post_init__(self) -> None:
         _check_settings(self)
-        norm_passes = check_clip(_OWNER, self.clip).norm_passes
-        kind = choose_kind(_OWNER, self.parallel, self.ranks)
-        target = ms.get_context("device_target") if self.device_target is None else self.device_target
-        check.check_choice(_OWNER, "device_target", target, ("CPU", "GPU", "Ascend"), "None is that of the context.")
-        rank_rows, window = _check_dataset_size(self), _window_batches(self)
-        kept = [each - each % self.batch_size if self.drop_remainder else each for each in rank_rows]
-        batch_rows = _rows_of_batches(kept, self.batch_size)
-        per_epoch = len(batch_rows)
+        rank_rows, window, batch_size = _rows_of_ranks(self), _window_batches(self), self.batch_size
+        kept = [rows - rows % batch_size if self.drop_remainder else rows for rows in rank_rows]
+        begins = np.arange(0, max(kept), batch_size)
+        # A rank without data adds no rows to a batch of the others.
+        batch_rows = sum(np.clip(rows - begins, 0, batch_size) * ranks for rows, ranks in Counter(kept).items())
+        per_epoch = len(begins)
         batches = self.steps or per_epoch * (self.epochs or 0)
-        begins, ends = _updates_of(batches, per_epoch, window, self.last_window)
+        first, end = _updates_of(batches, per_epoch, window, self.last_window)
         before = np.concatenate([[0], np.cumsum(batch_rows)])
-        first, behind = (each // per_epoch * before[-1] + before[each % per_epoch] for each in (begins, ends))
+        rows_before, rows_until = (at // per_epoch * before[-1] + before[at % per_epoch] for at in (first, end))
         given = self.dataset_size if isinstance(self.dataset_size, int) else tuple(self.dataset_size)
         # The class is frozen.
         vars(self).update(
             dataset_size=given,
             accumulation_steps=window,
-            update_rows=(behind - first).tolist(),
+            update_rows=(rows_until - rows_before).tolist(),
             batches_per_epoch=per_epoch,
             batches=batches,
-            updates=len(ends),
-            updates_per_epoch=int(np.bincount((ends - 1) // per_epoch).max(initial=0)),
-            rows_per_update=window * self.batch_size * self.ranks,
-            micro_batches_per_update=window * min(self.micro_size, self.batch_size),
+            updates=len(end),
+            updates_per_epoch=int(np.bincount((end - 1) // per_epoch).max(initial=0)),
+            rows_per_update=window * batch_size * self.ranks,
+            micro_batches_per_update=window * min(self.micro_size, batch_size),
             last_window_batches=per_epoch % window,
-            unused_batches=batches - int((ends - begins).sum()),
-            repeated_rows=sum(rank_rows) - (given if isinstance(given, int) else sum(given)),
+            unused_batches=batches - int((end - first).sum()),
+            repeated_rows=sum(rank_rows) - int(np.sum(given)),
             dropped_rows=sum(rank_rows) - sum(kept),
-            last_batch_rows=int(batch_rows[-1]),
-            learning_rate=_check_learning_rate(self.learning_rate, len(ends)),
+            last_batch_rows=int(before[-1] - before[-2]),
         )
+        self._plan_costs()
+
+    def _plan_costs(self) -> None:
+        norm_passes = check_clip(_OWNER, self.clip).norm_passes
+        kind = choose_kind(_OWNER, self.parallel, self.ranks)
+        target = ms.get_context("device_target") if self.device_target is None else self.device_target
+        check.check_choice(_OWNER, "device_target", target, ("CPU", "GPU", "Ascend"), "None is that of the context.")
         if self.parameters is not None:
             shapes = _shapes_of(self.parameters)
             layout = reducer_layout(kind, shapes, Ranks(self.ranks, self.ranks, target))
             vars(self).update(parameters=shapes, buffer_bytes=layout.sum_bytes, traffic=layout.messages(norm_passes))
-
-    @cached_property
-    def learning_rates(self) -> list[float] | None:
-        """The learning rate of each update. None without `learning_rate`."""
-        return None if self.learning_rate is None else self.rates_at(range(self.updates))
-
-    def rates_at(self, updates: Iterable[int]) -> list[float]:
-        """Return the learning rates of these updates, counted from 0."""
-        given: Any = self.learning_rate
-        if isinstance(given, LearningRateSchedule):
-            # An optimizer calls it with the number of earlier updates in a tensor of shape (1,).
-            schedule = Compiled(lambda: given, _OWNER, "the learning rate")
-            return [float(schedule(Tensor([update], ms.int32)).asnumpy().item()) for update in updates]
-        if callable(given):
-            return [_rate(f"learning_rate({update})", given(update)) for update in updates]
-        return [given[update] if isinstance(given, tuple) else given for update in updates]
 
     @property
     def window_messages(self) -> tuple[Message, ...] | None:
@@ -189,7 +170,51 @@ class TrainingPlan:
         return self.traffic.of_window(self.accumulation_steps, self.micro_batches_per_update)
 
     def __str__(self) -> str:
-        return describe(self)
+        given, per_epoch = self.dataset_size, counted(self.batches_per_epoch, "batch")
+        data = (
+            f"{given} rows" if isinstance(given, int) else f"{sum(given)} rows, {min(given)} to {max(given)} per rank,"
+        )
+        is_rounded = self.global_batch not in (None, self.rows_per_update)
+        rounded = f" ({self.global_batch} were wanted, rounded up)" if is_rounded else ""
+        window = f"{counted(self.accumulation_steps or 1, 'batch')}, "
+        window += f"{counted(self.micro_batches_per_update, 'micro batch')} on each rank: {self.rows_per_update} rows"
+        sizes = " to ".join(map(str, sorted({min(self.update_rows, default=0), max(self.update_rows, default=0)})))
+        updates = f"{self.updates}: {self.updates_per_epoch} per epoch, of {sizes} rows"
+        epochs = f"{self.batches / self.batches_per_epoch:.4g} of {per_epoch} on each rank"
+        lines = [
+            ("data", f"{data} for {counted(self.ranks, 'rank')} in batches of {self.batch_size}"),
+            ("epochs", f"{epochs}: {counted(self.batches, 'batch')}"),
+            ("window", window + rounded),
+            ("updates", updates if self.updates else "none: no window is ever whole"),
+            ("left over", "; ".join(self._left_over()) or "nothing"),
+        ]
+        if self.traffic is not None:
+            lines += [
+                ("gradient sums", f"{size_text(self.buffer_bytes or 0)} on each rank"),
+                ("messages", self._messages()),
+            ]
+        return "\n".join(aligned(lines))
+
+    def _left_over(self) -> Iterator[str]:
+        if self.repeated_rows:
+            yield f"{counted(self.repeated_rows, 'row')} of an epoch twice, so that all ranks have the same number"
+        if self.dropped_rows:
+            yield f"{counted(self.dropped_rows, 'row')} of an epoch dropped with its last batch"
+        if self.last_batch_rows < self.batch_size * self.ranks:
+            yield f"the last batch of an epoch has {counted(self.last_batch_rows, 'row')}"
+        if self.last_window_batches:
+            fate = {"apply": "one more update", "drop": "dropped", "carry": "to the next epoch"}[self.last_window]
+            yield f"an epoch has {counted(self.last_window_batches, 'batch')} more than whole windows: {fate}"
+        if self.unused_batches:
+            yield f"{counted(self.unused_batches, 'batch')} in no update"
+
+    def _messages(self) -> str:
+        traffic, total = self.traffic or Traffic(), self.window_messages
+        if not total:
+            return "none"
+        per = {"micro batch": traffic.per_micro_batch, "batch": traffic.per_batch, "update": traffic.per_update}
+        parts = [f"{len(each)} ({_bytes(each)}) per {name}" for name, each in per.items() if each]
+        return f"{counted(len(total), 'collective')} and {_bytes(total)} per window: {', '.join(parts)}"
 
 
 class _Shape(NamedTuple):
@@ -199,37 +224,35 @@ class _Shape(NamedTuple):
     itemsize: int
 
 
-def _shapes_of(parameters: Any) -> tuple[_Shape, ...]:
-    is_list = isinstance(parameters, (list, tuple))
-    if not is_list or not all(isinstance(each, (Parameter, _Shape)) for each in parameters):
+def _shapes_of(parameters: object) -> tuple[_Shape, ...]:
+    if not isinstance(parameters, (list, tuple)) or not all(
+        isinstance(each, (Parameter, _Shape)) for each in parameters
+    ):
         rule, got = "a list of parameters", type(parameters).__name__
         raise TypeError(argument_error(_OWNER, "parameters", rule, got, "Give network.trainable_params()."))
     return tuple(_Shape(tuple(each.shape), each.itemsize) for each in parameters)
 
 
-def _rows_of_batches(rank_rows: Sequence[int], batch_size: int) -> Any:
-    """Return the rows of each batch of an epoch, over all ranks. A rank without data adds none."""
-    begins = np.arange(0, max(rank_rows), batch_size)
-    return sum(np.clip(rows - begins, 0, batch_size) * count for rows, count in Counter(rank_rows).items())
+def _bytes(messages: Sequence[Message]) -> str:
+    return size_text(sum(message.nbytes for message in messages))
 
 
-def _updates_of(batches: int, per_epoch: int, window: int, last_window: str) -> Any:
-    """Return the number of the first batch of each update and that of the batch after its last one, in two rows."""
+def _updates_of(batches: int, per_epoch: int, window: int, last_window: str) -> tuple[Array, Array]:
+    """Return the number of the first batch of each update, and of the batch after its last one."""
     # With "carry", all epochs count as one.
     length = batches if last_window == "carry" else per_epoch
     starts = np.arange(0, batches, length)
-    begins = (starts[:, None] + np.arange(0, length, window)).ravel()
-    ends = np.minimum(begins + window, np.repeat(starts + length, len(begins) // len(starts)).clip(max=batches))
+    first = (starts[:, None] + np.arange(0, length, window)).ravel()
+    end = np.minimum(first + window, np.repeat(starts + length, len(first) // len(starts)).clip(max=batches))
     # Windows behind the last batch are empty; an incomplete window is an update if it is applied.
-    kept = ends - begins >= (1 if last_window == "apply" else window)
-    return np.stack([begins[kept], ends[kept]])
+    kept = end - first >= (1 if last_window == "apply" else window)
+    return first[kept], end[kept]
 
 
-def _check_settings(plan: Any) -> None:
-    for name, remedy in _COUNTS.items():
-        value = getattr(plan, name)
-        if value is not None or name in ("batch_size", "ranks", "micro_size"):
-            check.check_positive_int(_OWNER, name, value, remedy, _MOST.get(name, check.MAX_INT))
+def _check_settings(plan: TrainingPlan) -> None:
+    for name, (remedy, most) in _COUNTS.items():
+        if getattr(plan, name) is not None or name in ("batch_size", "ranks", "micro_size"):
+            check.check_positive_int(_OWNER, name, getattr(plan, name), remedy, most)
     if (plan.epochs is None) == (plan.steps is None):
         got = "neither" if plan.epochs is None else f"epochs={plan.epochs} and steps={plan.steps}"
         raise ValueError(
@@ -240,20 +263,19 @@ def _check_settings(plan: Any) -> None:
     check.check_last_window(_OWNER, plan.last_window)
 
 
-def _check_dataset_size(plan: Any) -> list[int]:
-    """Return the rows of each rank."""
-    remedy = "It counts the rows of the data; give one number per rank if they are distributed unevenly."
+def _rows_of_ranks(plan: TrainingPlan) -> list[int]:
     given, ranks, batch_size = plan.dataset_size, plan.ranks, plan.batch_size
-    is_uneven = isinstance(given, Sequence) and not isinstance(given, str)
-    for each in given if is_uneven else [given]:
-        check.check_positive_int(_OWNER, "dataset_size", each, remedy, _MOST_ROWS)
-    if is_uneven and len(given) != ranks:
+    of_ranks = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    remedy = "It counts the rows of the data; give one number per rank if they are distributed unevenly."
+    rank_rows = [check.check_positive_int(_OWNER, "dataset_size", each, remedy, _MOST_ROWS) for each in of_ranks]
+    if of_ranks is not given:
+        # A dataset gives all ranks the same number of rows and repeats the first rows at the end if necessary.
+        rank_rows = [-(-rank_rows[0] // ranks)] * ranks
+    if len(rank_rows) != ranks:
         rule = f"one number, or one for each of the {ranks} ranks"
-        raise ValueError(argument_error(_OWNER, "dataset_size", rule, f"{len(given)} numbers", "Give ranks, too."))
-    # A dataset gives all ranks the same number of rows and repeats the first rows at the end if necessary.
-    rank_rows = list(given) if is_uneven else [-(-given // ranks)] * ranks
+        raise ValueError(argument_error(_OWNER, "dataset_size", rule, f"{len(rank_rows)} numbers", "Give ranks, too."))
     per_epoch = -(-max(rank_rows) // batch_size)
-    batches = max(per_epoch, plan.steps or per_epoch * plan.epochs)
+    batches = max(per_epoch, plan.steps or per_epoch * (plan.epochs or 0))
     if batches > _MOST_BATCHES:
         rule, remedy = f"at most {_MOST_BATCHES} batches on each rank", "Plan fewer epochs, or larger batches."
         raise ValueError(f"For '{_OWNER}', a training must have {rule}, but got {batches}. {remedy}")
@@ -264,14 +286,12 @@ def _check_dataset_size(plan: Any) -> list[int]:
     return rank_rows
 
 
-def _window_batches(plan: Any) -> int:
+def _window_batches(plan: TrainingPlan) -> int:
     """Return the number of batches of a window."""
     given, wanted, rows = plan.accumulation_steps, plan.global_batch, plan.batch_size * plan.ranks
-    if given is not None:
-        check.check_accumulation_steps(_OWNER, given)
     if wanted is None:
         return given or 1
-    steps: int = -(-wanted // rows)
+    steps = -(-wanted // rows)
     if wanted % rows and not plan.round_global_batch:
         nearest = " or ".join(f"{rows * count} (accumulation_steps={count})" for count in (steps - 1, steps) if count)
         rule, remedy = f"a multiple of batch_size * ranks = {rows}", "round_global_batch=True rounds up."
@@ -280,26 +300,3 @@ def _window_batches(plan: Any) -> int:
         rule = f"{steps} for a global_batch of {wanted}"
         raise ValueError(argument_error(_OWNER, "accumulation_steps", rule, given, "Give one of the two."))
     return steps
-
-
-def _check_learning_rate(value: Any, updates: int) -> Any:
-    """Return a learning rate, several ones as a tuple of floats."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        value = np.asarray(value.asnumpy() if isinstance(value, Tensor) else value).tolist()
-    is_function = callable(value) and (isinstance(value, LearningRateSchedule) or not isinstance(value, nn.Cell))
-    if value is None or is_function:
-        return value
-    rates = value if isinstance(value, (list, tuple)) else [value]
-    if not all(isinstance(rate, (int, float)) and not isinstance(rate, bool) for rate in rates):
-        rule = "a number, a list of numbers, a LearningRateSchedule or a function of the update's number"
-        raise TypeError(argument_error(_OWNER, "learning_rate", rule, typed(value), "Give that of the optimizer."))
-    if rates is not value:
-        return _rate("learning_rate", value)
-    if len(rates) < updates:
-        rule, remedy = f"as long as the {updates} updates", "An optimizer takes one entry per update, not per batch."
-        raise ValueError(argument_error(_OWNER, "learning_rate", rule, f"{len(rates)} rates", remedy))
-    return tuple(_rate(f"learning_rate[{i}]", rate) for i, rate in enumerate(rates))
-
-
-def _rate(name: str, rate: Any) -> float:
-    return check.check_number(_OWNER, name, rate, "It is the rate of an update.")

@@ -11,7 +11,7 @@ from typing import Any, SupportsFloat
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, argument_error, check_bool, check_path, counted, typed, warn
+from ms_gradaccum._checks import Settled, argument_error, check_bool, check_path, typed, warn
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.reporting.step_report import StepReport, StepReporter
@@ -164,20 +164,31 @@ class MetricsLogger(Settled, Callback):
 
     def _write(self, record: Mapping[str, object], scalars: dict[str, float]) -> None:
         for file in self._files:
-            file.write({**self._epoch, **record}, scalars, self._update)
+            try:
+                file.write({**self._epoch, **record}, scalars, self._update)
+            except OSError as error:
+                if not file.has_failed:
+                    warn(
+                        f"For '{_OWNER}', {file.path} cannot be written now ({error.strerror}). The training goes on, "
+                        f"and each further report tries it again."
+                    )
+                file.has_failed = True
         if self._log is not None:
             self._log(scalars, self._update)
 
 
 class _JsonLines:
-    """A file with one JSON object per line, opened for each of them. Lines that a full disk refuses are kept."""
+    """A file with one JSON object per line. It is opened for each line, and has it afterwards."""
+
+    has_failed = False
 
     def __init__(self, path: object, append: bool) -> None:
         # Absolute, since the program may change its folder.
         self.path = Path(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
-        self.unwritten, self.has_failed = b"", False
+        # Lines that a full disk has refused.
+        self.unwritten = b""
         if self.path.stat().st_size:  # A pipe has none.
             if not append:
                 remedy = "Give another one, delete it, or go on in it with append=True."
@@ -193,37 +204,22 @@ class _JsonLines:
         # JSON has no Inf and no NaN.
         plain = json.loads(json.dumps({"time": round(time.time(), 3), **record}), parse_constant=lambda name: None)
         self.unwritten += json.dumps(plain).encode() + b"\n"
-        error = self._try()
-        if error is not None and not self.has_failed:
-            self.has_failed = True
-            warn(
-                f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). The training goes on; the "
-                f"lines are kept and tried again with the next one."
-            )
+        while self.unwritten:
+            # Unbuffered, so that it is known what is in the file.
+            with self.path.open("ab", buffering=0) as file:
+                self.unwritten = self.unwritten[file.write(self.unwritten) :]
 
     def close(self) -> None:
-        """Try to write the lines that could not be written before, or warn of them."""
-        if self._try() is not None:
-            lines = counted(self.unwritten.count(b"\n"), "line")
-            warn(f"For '{_OWNER}', {lines} could not be written to {self.path}.")
-            self.unwritten = b""
-
-    def _try(self) -> OSError | None:
-        try:
-            while self.unwritten:
-                # Unbuffered, so that it is known what is in the file.
-                with self.path.open("ab", buffering=0) as file:
-                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
-        except OSError as error:
-            return error
-        return None
+        """Do nothing: no file is open between two lines."""
 
 
 class _EventFile:
-    """A TensorBoard event file.
+    """TensorBoard event files in a folder: another one after an error, or once the first is closed.
 
-    It is not written by tensorboardX's SummaryWriter, whose thread ends silently on a full disk: training would hang.
+    tensorboardX's SummaryWriter does not write them: its thread ends silently on a full disk, and training would hang.
     """
+
+    has_failed = False
 
     def __init__(self, folder: object) -> None:
         try:
@@ -234,42 +230,28 @@ class _EventFile:
                 f"For '{_OWNER}', the argument 'tensorboard_dir' takes the package tensorboardX, but got: {error}. "
                 f"Install it with: pip install 'ms_gradaccum[tensorboard]'."
             ) from None
-        self.folder = Path(check_path(_OWNER, "tensorboard_dir", folder, "For example 'log_output/events'.")).absolute()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.make_event, self.make_writer = Event, partial(EventsWriter, str(self.folder / "events"))
+        self.path = Path(check_path(_OWNER, "tensorboard_dir", folder, "For example 'log_output/events'.")).absolute()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.make_event, self.make_writer = Event, partial(EventsWriter, str(self.path / "events"))
         self.writer: Any = None
-        self.has_failed = False
-        self._open()
+        self.write({}, {}, 0)
 
     def write(self, record: Mapping[str, object], scalars: Mapping[str, float], step: int) -> None:
-        """Write numbers by name. After an error nothing more is written."""
-        if self.has_failed:
-            return
+        """Write numbers by name."""
         event = self.make_event(wall_time=time.time(), step=step)
         for name, value in scalars.items():
             event.summary.value.add(tag=name, simple_value=value)
-        try:
-            if self.writer is None:
-                self._open()
-            self.writer.write_event(event)
-            self.writer.flush()
-        except OSError as error:
-            self.has_failed = True
-            warn(
-                f"For '{_OWNER}', the event file in {self.folder} cannot be written ({error.strerror}). The training "
-                f"goes on without it."
-            )
+        # The name has the time in seconds: without the suffix, a file of the same second would be overwritten.
+        writer, self.writer = self.writer or self.make_writer(f".{os.getpid()}.{time.time_ns()}"), None
+        writer.write_event(event)
+        writer.flush()
+        self.writer = writer
 
     def close(self) -> None:
         """Close the file. `write` opens another one."""
-        if self.writer is not None and not self.has_failed:
+        if self.writer is not None:
             self.writer.close()
         self.writer = None
-
-    def _open(self) -> None:
-        # The name has the time in seconds: without the suffix, a file of the same second would be overwritten.
-        self.writer = self.make_writer(f".{os.getpid()}.{time.time_ns()}")
-        self.writer.flush()
 
 
 def _numbers(values: Mapping[str, SupportsFloat]) -> dict[str, float]:
