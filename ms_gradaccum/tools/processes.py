@@ -121,7 +121,7 @@ class Job:
         task: Mapping[str, object],
         extra: Callable[[Path], Mapping[str, str]] = lambda folder: {},
     ) -> None:
-        self.count, self.variable, self.mark = count, variable, uuid.uuid4().hex
+        self.count, self.mark = count, {variable: uuid.uuid4().hex}
         self.folder = Path(tempfile.mkdtemp(prefix="ms_gradaccum_"))
         try:
             arguments = ", ".join(map(repr, (str(self.folder), function, json.dumps(task))))
@@ -141,13 +141,7 @@ class Job:
         script.write_text("\n".join(lines))
         path = os.pathsep.join([str(Path(sys.executable).parent), os.getenv("PATH", "")])
         # The processes are killed in the end, so their temporary files are removed together with the folder.
-        settings = {
-            **environment_outside_jobs(),
-            **extra,
-            self.variable: self.mark,
-            "PATH": path,
-            "TMPDIR": str(self.folder),
-        }
+        settings = {**environment_outside_jobs(), **extra, **self.mark, "PATH": path, "TMPDIR": str(self.folder)}
         command = [sys.executable]
         if self.count > 1:
             msrun = shutil.which("msrun", path=path)
@@ -230,7 +224,7 @@ class Job:
         self.process.wait()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(self.variable) == self.mark:
+                if self.mark.items() <= process.environ().items():
                     process.kill()
 
 
