@@ -10,7 +10,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import first_line, warn
-from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
+from ms_gradaccum.backend.compiled import Compiled, op_by_op, runs_eagerly
 from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept, tensors_of
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient, relative
@@ -236,10 +236,12 @@ class LossCheck:
         key = (kind, self.eager, self.evaluated, rows.structure)
         if key not in self.runs:
             build = partial(_built, make, self.network, rows.structure)
-            code, axes = self.network.network, rows.axes if kind == "loss" else None
-            self.runs[key] = (
-                Eager(build()) if self.eager else Compiled(build, _OWNER, "the network", code, open_axes=axes)
-            )
+            if self.eager:
+                with op_by_op():  # A gradient function that is built in GRAPH mode is compiled.
+                    self.runs[key] = Eager(build())
+            else:
+                code, axes = self.network.network, rows.axes if kind == "loss" else None
+                self.runs[key] = Compiled(build, _OWNER, "the network", code, open_axes=axes)
         return self.runs[key]
 
 

@@ -173,7 +173,9 @@ def accumulate(make_network, make_optimizer, micro_size, modes, data=None, compi
     start = values_of(parameters)
     step = accumulated_step(network, optimizer, micro_size)
     results = {}
-    with nullcontext() if compiled else compiling("the network", "the optimizer"):
+    # The one layer is compiled with one optimizer of all.
+    parts = ("the optimizer",) if make_network is one_layer else ("the network", "the optimizer")
+    with nullcontext() if compiled else compiling(*parts):
         for mode in modes:
             is_compiled = compiled or mode == ms.GRAPH_MODE or needs_graph(optimizer)
             for key, begin in {mode: restore, ("loaded", mode): load}.items():

@@ -3,8 +3,8 @@
 The samples, which run in processes of their own, do without: they are what a user runs.
 """
 
+import ast
 import gc
-import inspect
 import os
 import sys
 from contextlib import contextmanager
@@ -18,32 +18,37 @@ from mindspore.device_context.cpu.op_tuning import threads_num
 
 try:
     from mindspore.graph import api
-    from mindspore.graph._parse import parser
+    from mindspore.graph._parse import namespace, parser
 except ImportError:  # before MindSpore 2.9
-    from mindspore._extends.parse import parser
+    from mindspore._extends.parse import namespace, parser
     from mindspore.common import api
 
-_read = inspect.getsourcelines
-_lines = {}
-_comments = parser.Parser.get_jit_comments
+_parse, _location = parser.Parser.parse, parser.Parser.get_location
+_parsed = {}
 # The module: its package has a function of the same name.
 _seed = sys.modules["mindspore.common.seed"]
 
 
-def _read_once(thing):
-    code = getattr(thing, "__code__", None)
+def _parse_once(self):
+    code = getattr(self.fn, "__code__", None)
     if code is None:
-        return _read(thing)
-    if code not in _lines:
-        _lines[code] = _read(thing)
-    return _lines[code]
+        return _parse(self)
+    if code not in _parsed:
+        _parsed[code] = _parse(self), self.lines, self.line_offset, self.col_offset
+    tree, self.lines, self.line_offset, self.col_offset = _parsed[code]
+    return tree
 
 
-def _comments_if_any(self, first, last):
-    """Look at the lines of each node of a function only where one of them can be such a comment."""
-    if not hasattr(self, "may_comment"):
-        self.may_comment = any("@jit" in line for line in self.lines)
-    return _comments(self, first, last) if self.may_comment else []
+def _location_once(self, node):
+    places = vars(node).setdefault("places", {}) if isinstance(node, ast.AST) else {}
+    place = self.filename, self.line_offset
+    if place not in places:
+        places[place] = _location(self, node)
+    return places[place]
+
+
+def _import_once(name, fromlist):
+    return sys.modules.get(name) or __import__(name, fromlist=fromlist)
 
 
 def install():
@@ -55,9 +60,10 @@ def install():
     # Each operator would try whether two threads are faster, and the second one looks for work all the time between.
     if not RuntimeConf.get_instance().is_op_threads_num_configured():
         threads_num(1)
-    # The compiler reads the source of a function once, not in each compilation: an eighth of its time.
-    inspect.getsourcelines = _read_once
-    parser.Parser.get_jit_comments = _comments_if_any
+    # The compiler reads a function once, and its places, and writes down nothing that is not read.
+    parser.Parser.parse, parser.Parser.get_location = _parse_once, _location_once
+    parser.logger = SimpleNamespace(**{**vars(parser.logger), "debug": lambda *args: None})
+    namespace.__import__ = _import_once
     # Each compilation collects garbage. What is young is enough; Python itself looks at the rest now and then, but not
     # at what is imported.
     api.gc = SimpleNamespace(collect=lambda: gc.collect(1))
@@ -86,7 +92,9 @@ def compiling(*parts):
     def call_or_run(compiled, *tensors):
         if compiled.what in parts:
             return call(compiled, *tensors)
-        with op_by_op():
+        # A gradient function that was built in GRAPH mode is compiled otherwise.
+        jit = {"MS_JIT": "0"} if compiled.what == "the network" else {}
+        with op_by_op(), mock.patch.dict(os.environ, jit):
             return compiled.cell(*tensors)
 
     with mock.patch.object(Compiled, "__call__", call_or_run):

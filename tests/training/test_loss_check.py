@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from losses_as_written import LABELS, MASK, WRONG, X, Y, build, net
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.api import _JitExecutor
 from random_losses import KINDS, RandomLoss
 from step_probe import Around
 
@@ -209,6 +210,19 @@ def test_a_loss_that_is_right_op_by_op_is_not_compiled_to_be_measured(monkeypatc
     assert compilations_of(nn.WithLossCell(net(), nn.MSELoss()), monkeypatch) == (False, [])
     is_compiled, (said,) = compilations_of(nn.WithLossCell(net(), nn.MSELoss(reduction="sum")), monkeypatch)
     assert is_compiled and "it adds up its rows" in said
+
+
+def test_a_gradient_is_measured_op_by_op_as_well(monkeypatch):
+    compiled = []
+    compile_jit = _JitExecutor.compile
+    monkeypatch.setattr(_JitExecutor, "compile", lambda *args, **kw: (compiled.append(1), compile_jit(*args, **kw))[1])
+    gradients = []
+    measured = LossCheck._gradient
+    monkeypatch.setattr(LossCheck, "_gradient", lambda *args: (gradients.append(1), measured(*args))[1])
+    ms.set_context(mode=ms.GRAPH_MODE)
+    # The losses of rows that are all alike tell nothing.
+    assert said_by(lambda: step_of(nn.WithLossCell(net(), nn.MSELoss()))(ops.ones((8, 6)), ops.ones((8, 3)))) == []
+    assert (len(gradients), compiled) == (3, [])
 
 
 def test_what_only_op_by_op_is_random_is_measured_as_a_graph(monkeypatch):
