@@ -384,8 +384,8 @@ def rows(programs: dict[str, Program]) -> list[Any]:
 
 def outside_of(program: Program) -> tuple[Any, ...]:
     """Return what of a program is in the graphs that the package compiles beside the network."""
-    changes = program.prepare, program.built, program.between
-    return program.optimizer, *changes, repr(program.step), program.nature
+    # What is frozen beforehand, or set to a mode, is in the graph of the network.
+    return program.optimizer, program.between, repr(program.step), program.nature
 
 
 def runs_of(program: Program, mode: str, turn: int) -> list[tuple[str, str]]:
