@@ -1,16 +1,17 @@
 """The state of a training step: its tensors by name, and the numbers of its objects as JSON."""
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
-from ms_gradaccum._checks import another_program, argument_error, check_path, check_saved_list
+from ms_gradaccum._checks import State, another_program, argument_error, check_path, check_saved_list
 from ms_gradaccum.backend.optimizers import all_parameters
 from ms_gradaccum.backend.plain_state import Json
+from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.loops.ema import averages_of
@@ -58,9 +59,10 @@ class Held(NamedTuple):
     gather: Callable[[Parameter], Tensor] | None
     window: int | None
 
-    def value(self) -> Any:
+    def value(self) -> Array:
         """Return the whole tensor as an array."""
-        return (self.source if self.gather is None else self.gather(self.source)).asnumpy()
+        array: Array = (self.source if self.gather is None else self.gather(self.source)).asnumpy()
+        return array
 
 
 class Contents:
@@ -78,68 +80,42 @@ class Contents:
         self.is_partitioned = not step.windows[0].reducers
         # A partitioned step has an open window only during a call, so there are tensors but no numbers to save.
         self.windows = [] if self.is_partitioned else step.windows
-        self.has_shards = any(reducer.has_shards for window in self.windows for reducer in window.reducers)
+        self.reducers = [reducer for window in self.windows for reducer in window.reducers]
+        self.has_shards = any(reducer.has_shards for reducer in self.reducers)
         self.held: dict[str, Held] = {}
-        self._seen: set[int] = set()
-        for i, window in enumerate(step.windows):
-            prefix = f"network{i}." if i else ""
-            for cell in (window.network, *window.optimizers):
-                cell.init_parameters_data()
-            self._add(prefix, window.network.get_parameters())
-            for j, (optimizer, reducer) in enumerate(itertools.zip_longest(window.optimizers, window.reducers)):
-                own = f"{prefix}optimizer{j}." if j else prefix
-                self._add(own, all_parameters(optimizer), reducer)
-                if reducer is not None:
-                    self._add(own, reducer.buffer.all_totals(), reducer, i)
-            self._add(prefix, window.loss_scale.get_parameters())
-        averages = averages_of(step)
-        self._add("", () if averages is None else (*averages.values, averages.updates))
+        seen: set[int] = set()
+        for prefix, parameters, reducer, window in _groups(step):
+            for parameter in parameters:
+                target = parameter if reducer is None else reducer.saved(parameter)
+                if target is None or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                name = f"{prefix}{parameter.name}"
+                if name in self.held:
+                    raise ValueError(
+                        f"For 'save_state', the parameters of a network must have names of their own, but got two "
+                        f"{name!r}. Rename one: parameter.name = '...'."
+                    )
+                gather = None if reducer is None else reducer.gathers.get(parameter.name)
+                self.held[name] = Held(target, parameter, gather, window)
 
-    def _add(
-        self,
-        prefix: str,
-        parameters: Iterable[Parameter],
-        reducer: GradientReducer | None = None,
-        window: int | None = None,
-    ) -> None:
-        for parameter in parameters:
-            saved = parameter if reducer is None else reducer.saved(parameter)
-            if saved is None or id(parameter) in self._seen:
-                continue
-            self._seen.add(id(parameter))
-            name = f"{prefix}{parameter.name}"
-            if name in self.held:
-                raise ValueError(
-                    f"For 'save_state', the parameters of a network must have names of their own, but got two "
-                    f"{name!r}. Rename one: parameter.name = '...'."
-                )
-            gather = None if reducer is None else reducer.gathers.get(parameter.name)
-            self.held[name] = Held(saved, parameter, gather, window)
-
-    def present(self) -> list[tuple[str, Held]]:
-        """Return all tensors but the sums of windows that have no batch."""
-        is_open = [window.count.read() > 0 for window in self.windows]
-        return [(name, held) for name, held in self.held.items() if held.window is None or is_open[held.window]]
-
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the state of the step outside of tensors, as JSON."""
+        loop = {"loop": self.step.window.state_dict()} if isinstance(self.step, Accumulator) else {}
         windows = [window.state_dict() for window in self.windows]
-        numbers = {"events": self.step.events.state_dict(), "windows": windows}
-        return numbers | ({"loop": self.step.window.state_dict()} if isinstance(self.step, Accumulator) else {})
+        return {"events": self.step.events.state_dict(), "windows": windows, **loop}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: State) -> None:
         """Load the state outside of tensors. After an error, objects that come earlier are already changed."""
-        is_loop = isinstance(self.step, Accumulator)
-        if is_loop and "loop" not in saved:
-            raise another_program("is of a TrainOneStepCell or a Model, not of an Accumulator")
-        if "loop" in saved and not is_loop:
+        if isinstance(self.step, Accumulator):
+            if "loop" not in saved:
+                raise another_program("is of a TrainOneStepCell or a Model, not of an Accumulator")
+            self.step.window.load_state_dict(saved["loop"])
+        elif "loop" in saved:
             raise another_program("is of an Accumulator")
         self.step.events.load_state_dict(saved.get("events"))
         for window, its in zip(self.windows, check_saved_list(saved.get("windows"), "windows", len(self.windows))):
             window.load_state_dict(its)
-        if isinstance(self.step, Accumulator):
-            # After its windows, which have most of its batches.
-            self.step.window.load_state_dict(saved["loop"])
 
     def described(self, path: Path, places: Sequence[PassPlace], extra: dict[str, Json]) -> SavedState:
         """Return the description of a state that has the current counts of the step."""
@@ -147,7 +123,28 @@ class Contents:
         return SavedState(path, self.step.events.batches, self.step.events.updates, epoch, extra)
 
 
-def check_arguments(owner: str, step: Any, directory: Any) -> tuple[TrainOneStepCell | Accumulator, Path]:
+_Group = tuple[str, Iterable[Parameter], GradientReducer | None, int | None]
+
+
+def _groups(step: TrainOneStepCell | Accumulator) -> Iterator[_Group]:
+    """Yield parameters with the prefix of their names, the reducer that may shard them, and the window of sums."""
+    for i, window in enumerate(step.windows):
+        prefix = f"network{i}." if i else ""
+        for cell in (window.network, *window.optimizers):
+            cell.init_parameters_data()
+        yield prefix, window.network.get_parameters(), None, None
+        for j, (optimizer, reducer) in enumerate(zip_longest(window.optimizers, window.reducers)):
+            own = f"{prefix}optimizer{j}." if j else prefix
+            yield own, all_parameters(optimizer), reducer, None
+            if reducer is not None:
+                yield own, reducer.buffer.all_totals(), reducer, i
+        yield prefix, window.loss_scale.get_parameters(), None, None
+    averages = averages_of(step)
+    if averages is not None:
+        yield "", (*averages.values, averages.updates), None, None
+
+
+def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainOneStepCell | Accumulator, Path]:
     """Return the training step of an argument `step`, and the folder of the states as a path."""
     trained = step.train_network if isinstance(step, ms.Model) else step
     if not isinstance(trained, (TrainOneStepCell, Accumulator)):
@@ -161,7 +158,7 @@ def check_arguments(owner: str, step: Any, directory: Any) -> tuple[TrainOneStep
     return trained, Path(check_path(owner, "directory", directory, STATES))
 
 
-def exchange(ranks: int, make: Callable[[], Any]) -> list[Any]:
+def exchange(ranks: int, make: Callable[[], object]) -> list[Any]:
     """Call ``make`` on each rank and return all results, as JSON. If one rank fails, raise on all. Collective."""
     if ranks == 1:
         return [make()]

@@ -13,14 +13,14 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors
 from mindspore.common import np_dtype
 from safetensors.numpy import save as to_bytes
 
-from ms_gradaccum._checks import DamagedState, warn
+from ms_gradaccum._checks import DamagedState, State, warn
+from ms_gradaccum.backend.tensors import Array
 
 # States of version 1 have no checksum of their manifest.
 FORMAT, VERSION, UNSIGNED = "ms_gradaccum", 2, 1
@@ -29,15 +29,19 @@ MANIFEST = "manifest.json"
 CHUNK = 256 * 2**20
 _STATE, _PARTIAL = re.compile(r"state-(\d{6,})"), ".partial-"
 _FILE = re.compile(r"(rank_\d+/)?parameters-\d{5}\.safetensors")
+_OTHER_CONTENT = "has another checksum than what was written"
 _CODES = "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8".split()
-_DTYPES: dict[str, Any] = {f"{code[0].upper()}{8 * int(code[1])}": np.dtype(code) for code in _CODES}
+_DTYPES = {f"{code[0].upper()}{8 * int(code[1])}": np.dtype(code) for code in _CODES}
 _DTYPES |= {"BOOL": np.dtype(bool), "BF16": np.dtype(np_dtype.bfloat16)}
+# The size and the checksum of each file of a state, by its name; and arrays by their names.
+_Facts = dict[str, int | str]
+Files = dict[str, _Facts]
+Arrays = dict[str, Array]
 
 
 def states_in(directory: Path) -> list[Path]:
     """Return the complete states in a folder, the oldest first."""
-    found = [path for path in directory.glob("state-*") if _STATE.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=number_of)
+    return sorted((path for path in directory.glob("state-*") if number_of(path) and path.is_dir()), key=number_of)
 
 
 def number_of(state: Path) -> int:
@@ -75,8 +79,7 @@ def begin(directory: Path) -> str:
     """Create the temporary folder of a new state and return the name of the state."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_partial(directory)
-    states = states_in(directory)
-    name = f"state-{number_of(states[-1]) + 1 if states else 1:06d}"
+    name = f"state-{max(map(number_of, states_in(directory)), default=0) + 1:06d}"
     partial_of(directory, name).mkdir()
     return name
 
@@ -87,9 +90,9 @@ def remove_partial(directory: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def write_tensors(folder: Path, prefix: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Write named arrays into files below ``folder`` and return the size and checksum of each file by its name."""
-    written: dict[str, dict[str, Any]] = {}
+def write_tensors(folder: Path, prefix: str, tensors: Iterable[tuple[str, Array]]) -> Files:
+    """Write named arrays into files below ``folder``, whose names begin with ``prefix``."""
+    written: Files = {}
     for number, chunk in enumerate(_in_chunks(tensors)):
         name = f"{prefix}parameters-{number:05d}.safetensors"
         data = to_bytes(chunk, metadata={"format": "np"})
@@ -99,8 +102,8 @@ def write_tensors(folder: Path, prefix: str, tensors: Iterable[tuple[str, Any]])
     return written
 
 
-def _in_chunks(tensors: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
-    chunk: dict[str, Any] = {}
+def _in_chunks(tensors: Iterable[tuple[str, Array]]) -> Iterator[Arrays]:
+    chunk: Arrays = {}
     size = 0
     for name, value in tensors:
         if chunk and size + value.nbytes > CHUNK:
@@ -119,7 +122,7 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def commit(directory: Path, name: str, manifest: dict[str, Any]) -> None:
+def commit(directory: Path, name: str, manifest: State) -> None:
     """Write the manifest and give the state its name, atomically."""
     partial = partial_of(directory, name)
     text = json.dumps(signed({"format": FORMAT, "version": VERSION, **manifest}), indent=1)
@@ -130,9 +133,9 @@ def commit(directory: Path, name: str, manifest: dict[str, Any]) -> None:
     _sync(directory)
 
 
-def signed(manifest: dict[str, Any]) -> dict[str, Any]:
+def signed(manifest: State) -> State:
     """Return a manifest with the checksum of its content."""
-    content: dict[str, Any] = json.loads(json.dumps(manifest))
+    content: State = json.loads(json.dumps(manifest))
     content.pop("sha256", None)
     return {**content, "sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
@@ -155,55 +158,47 @@ def keep_last(directory: Path, number: int) -> None:
         shutil.rmtree(doomed)
 
 
-def read_manifest(state: Path) -> dict[str, Any]:
+def read_manifest(state: Path) -> State:
     """Return the manifest of a state. Raise if it is damaged."""
     path = state / MANIFEST
     data = _read(path)
     try:
-        manifest = json.loads(data)
+        found = json.loads(data)
     except (ValueError, RecursionError):
         raise DamagedState(f"{path} is no JSON") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DamagedState(f"{path} is no manifest of a state")
-    if manifest.get("version") not in (VERSION, UNSIGNED):
-        raise DamagedState(f"{path} has the version {manifest.get('version')!r}, not {VERSION}")
-    if manifest["version"] == UNSIGNED and "sha256" not in manifest:
+    _check(isinstance(found, dict) and found.get("format") == FORMAT, path, "is no manifest of a state")
+    manifest: State = found
+    version = manifest.get("version")
+    files, ranks, extra = (manifest.get(key, ()) for key in ("files", "ranks", "extra"))
+    _check(version in (VERSION, UNSIGNED), path, f"has the version {version!r}, not {VERSION}")
+    if version == UNSIGNED and "sha256" not in manifest:
         warn(
             f"For 'load_state', {path} should have a checksum, but got one of an older version, without. Save it anew."
         )
-    elif manifest.get("sha256") != signed(manifest)["sha256"]:
-        raise DamagedState(f"{path} has another checksum than what was written")
-    _check_entries(path, manifest)
-    return manifest
-
-
-def _check_entries(path: Path, manifest: dict[str, Any]) -> None:
-    files, ranks = manifest.get("files"), manifest.get("ranks")
-    if not isinstance(files, dict):
-        raise DamagedState(f"{path} lists no files")
+    else:
+        _check(manifest.get("sha256") == signed(manifest)["sha256"], path, _OTHER_CONTENT)
+    _check(isinstance(files, dict), path, "lists no files")
     for name, facts in files.items():
         kinds = {key: type(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
         # Valid names do not lead out of the folder.
-        if not _FILE.fullmatch(name) or kinds != {"size": int, "sha256": str}:
-            raise DamagedState(f"{path} lists the file {name!r} in a way that this version does not write")
-    if not isinstance(ranks, list) or not ranks or not all(isinstance(each, dict) for each in ranks):
-        raise DamagedState(f"{path} says nothing of its processes")
-    if not isinstance(manifest.get("extra"), dict):
-        raise DamagedState(f"{path} has no extra values")
+        is_known = _FILE.fullmatch(name) is not None and kinds == {"size": int, "sha256": str}
+        _check(is_known, path, f"lists the file {name!r} in a way that this version does not write")
+    has_ranks = isinstance(ranks, list) and ranks != [] and all(isinstance(each, dict) for each in ranks)
+    _check(has_ranks, path, "says nothing of its processes")
+    _check(isinstance(extra, dict), path, "has no extra values")
+    return manifest
 
 
-def read_tensors(state: Path, files: dict[str, dict[str, Any]], prefix: str) -> dict[str, Any]:
+def read_tensors(state: Path, files: Files, prefix: str) -> Arrays:
     """Return the arrays, by name, in the files of a state that begin with ``prefix``."""
     names = [name for name in sorted(files) if name.startswith(prefix) and name.count("/") == prefix.count("/")]
     return {key: value for name in names for key, value in _read_file(state / name, files[name]).items()}
 
 
-def _read_file(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+def _read_file(path: Path, facts: _Facts) -> Arrays:
     data = b"" if path.is_symlink() else _read(path)
-    if len(data) != facts["size"]:
-        raise DamagedState(f"{path} has not the {facts['size']} bytes that were written")
-    if hashlib.sha256(data).hexdigest() != facts["sha256"]:
-        raise DamagedState(f"{path} has another checksum than what was written")
+    _check(len(data) == facts["size"], path, f"has not the {facts['size']} bytes that were written")
+    _check(hashlib.sha256(data).hexdigest() == facts["sha256"], path, _OTHER_CONTENT)
     try:
         items = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
         return {name: np.frombuffer(it["data"], _DTYPES[it["dtype"]]).reshape(it["shape"]) for name, it in items}
@@ -216,3 +211,8 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DamagedState(f"{path} cannot be read ({os.strerror(error.errno or errno.EIO)})") from None
+
+
+def _check(is_right: bool, path: Path, what: str) -> None:
+    if not is_right:
+        raise DamagedState(f"{path} {what}")

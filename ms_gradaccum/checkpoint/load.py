@@ -1,10 +1,8 @@
 """``load_state``: continue a training from a saved state."""
 
 import os
-from collections.abc import Set
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -12,15 +10,18 @@ from mindspore import Parameter, Tensor
 
 from ms_gradaccum._checks import (
     DamagedState,
+    State,
     all_or_nothing,
     another_program,
     argument_error,
     check_saved,
     check_saved_list,
     is_count,
+    listed,
 )
 from ms_gradaccum.backend import random_state
-from ms_gradaccum.backend.plain_state import assign_in_place
+from ms_gradaccum.backend.plain_state import Json, assign_in_place
+from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.checkpoint import files
 from ms_gradaccum.checkpoint.contents import Contents, SavedState, check_arguments, exchange
 from ms_gradaccum.loops.accumulator import Accumulator
@@ -30,21 +31,22 @@ from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "load_state"
 # Parameters and their new values.
-_Plan = list[tuple[Parameter, Any]]
+_Plan = list[tuple[Parameter, Array]]
+# What is assigned once all ranks have accepted the state: tensors, random states, positions in the data, and `extra`.
+_Found = tuple[_Plan, State, list[PassPlace], dict[str, Json]]
 
 
 def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str | os.PathLike[str]) -> SavedState:
     r"""Load the state that :func:`save_state` has saved into a training step.
 
-    Build the step as before: with the same network, optimizer and settings. The whole state is checked first. If it is
+    Build the step as before: with the same network, optimizer and settings. The whole state is checked first; if it is
     damaged or does not match, an error is raised and the step is unchanged. Nothing in the files is executed.
 
-    With the same number of processes, the training continues bit for bit as it would have. The exception are operators
-    with a random state inside a kernel, such as ``nn.Dropout`` on CPU: MindSpore restarts them from their seed.
-
-    The number of processes may change, and data parallelism can be replaced by HSDP. Sums of an open window are added
-    up, and datasets that are sharded over the processes go on with the samples that are left. States of
-    semi-auto-parallel steps need the same number of processes, or MindSpore's functions for distributed checkpoints.
+    With as many processes as before, the training continues bit for bit, except for operators with a random state
+    inside a kernel, such as ``nn.Dropout`` on CPU, which MindSpore restarts from their seed. The number of processes
+    may change, and data parallelism can be replaced by HSDP: sums of an open window are added up, and sharded datasets
+    go on with the samples that are left. A semi-auto-parallel step needs as many processes as before, or MindSpore's
+    functions for distributed checkpoints.
 
     Args:
         step (Union[TrainOneStepCell, Accumulator, Model]): The training step. The prepared datasets of an Accumulator
@@ -75,11 +77,11 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         )
     contents, world = Contents(trained), current_world(_OWNER)
     state = Path(exchange(world.size, lambda: f"{_choose(folder)}" if world.rank == 0 else "")[0])
-    found: list[tuple[_Plan, dict[str, Any], list[PassPlace], SavedState]] = []
+    found: list[_Found] = []
     # Numbers are restored if this or another rank refuses one. Tensors are too large, so they are checked first.
     with all_or_nothing(contents):
         exchange(world.size, lambda: found.append(_load_numbers(contents, world, state)))
-    plan, random, places, described = found[0]
+    plan, random, places, extra = found[0]
     for parameter, value in plan:
         assign_in_place(parameter, Tensor(value, parameter.dtype))
     if isinstance(trained, Accumulator):
@@ -88,12 +90,10 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         step.resumed_place = places[0]
     if random:
         random_state.put(random)
-    return described
+    return contents.described(state, places, extra)
 
 
-def _load_numbers(
-    contents: Contents, world: World, state: Path
-) -> tuple[_Plan, dict[str, Any], list[PassPlace], SavedState]:
+def _load_numbers(contents: Contents, world: World, state: Path) -> _Found:
     """Check everything, then load the numbers. Return the rest, which is assigned once all ranks have accepted it."""
     try:
         manifest = files.read_manifest(state)
@@ -116,22 +116,21 @@ def _load_numbers(
             f"For '{_OWNER}', the state {state} cannot be used: {error}. Nothing was changed. {remedy}"
         ) from None
     # With the random state of another rank, both would draw the same numbers.
-    own_random = random if world.rank < len(everyone) else {}
-    return plan, own_random, places, contents.described(state, places, manifest["extra"])
+    return plan, random if world.rank < len(everyone) else {}, places, manifest["extra"]
 
 
-def _batches(contents: Contents, everyone: list[dict[str, Any]], ranks: int) -> list[list[int]]:
+def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list[int]]:
     """Return the number of batches in each window of each saving rank."""
-    if contents.has_shards and len(everyone) != ranks:
-        raise another_program(f"has the network's shards of {len(everyone)} processes, not {ranks}. Take as many")
-    if contents.is_partitioned and len(everyone) != ranks:
-        raise another_program(
-            f"has the compiler's partition over {len(everyone)} processes, not {ranks}. MindSpore's "
-            f"transform_checkpoints makes one of the other"
-        )
+    if (contents.has_shards or contents.is_partitioned) and len(everyone) != ranks:
+        what, remedy = "the network's shards of", "Take as many"
+        if contents.is_partitioned:
+            what, remedy = "the compiler's partition over", "MindSpore's transform_checkpoints makes one of the other"
+        raise another_program(f"has {what} {len(everyone)} processes, not {ranks}. {remedy}")
     windows = [check_saved_list(each.get("windows"), "windows", len(contents.windows)) for each in everyone]
-    what = "how many batches its windows had"
-    batches = [[check_saved(its, what, {"batches": is_count})["batches"] for its in each] for each in windows]
+    rule = {"batches": is_count}
+    batches = [
+        [check_saved(its, "how many batches its windows had", rule)["batches"] for its in each] for each in windows
+    ]
     limit = getattr(contents.step, "accumulation_steps", None)
     most = max((count for counts in batches for count in counts), default=0)
     if limit is not None and 0 < most >= limit:
@@ -139,14 +138,14 @@ def _batches(contents: Contents, everyone: list[dict[str, Any]], ranks: int) -> 
     return batches
 
 
-def _plan(contents: Contents, world: World, batches: list[list[int]], state: Path, written: dict[str, Any]) -> _Plan:
+def _plan(contents: Contents, world: World, batches: list[list[int]], state: Path, written: files.Files) -> _Plan:
     """Return the new value of each parameter. Raise if the tensors do not match the step."""
 
     @cache
-    def own_of(rank: int) -> dict[str, Any]:
+    def own_of(rank: int) -> files.Arrays:
         return files.read_tensors(state, written, f"rank_{rank}/")
 
-    def parts_of(name: str, window: int, is_gathered: bool) -> list[Any]:
+    def parts_of(name: str, window: int, is_gathered: bool) -> list[Array]:
         # A window is one sum over the saving ranks: each part goes to one rank, or to all of those that gather it.
         opened = [rank for rank, counts in enumerate(batches) if counts[window] > 0]
         takes = [rank for rank in opened if is_gathered or rank % world.size == world.rank]
@@ -159,29 +158,20 @@ def _plan(contents: Contents, world: World, batches: list[list[int]], state: Pat
     shared = files.read_tensors(state, written, "")
     found = shared | own_of(world.rank % len(batches))
     names = {name for name, held in contents.held.items() if held.window is None}
-    lacking = _listed("lacks", names - found.keys()) + _listed("also has", found.keys() - contents.held.keys())
-    if lacking:
-        raise another_program(" and ".join(lacking))
-    plan = []
-    for name, held in contents.held.items():
-        parts = [found[name]] if held.window is None else parts_of(name, held.window, held.gather is not None)
+    pairs = (("lacks", names - found.keys()), ("also has", found.keys() - contents.held.keys()))
+    wrong = [f"{verb} {listed(sorted(each), 3)}" for verb, each in pairs if each]
+    if wrong:
+        raise another_program(" and ".join(wrong))
+    plan: _Plan = []
+    for name, (target, _, gather, window) in contents.held.items():
+        parts = [found[name]] if window is None else parts_of(name, window, gather is not None)
         for part in parts:
-            _check_kind(name, part, held.target)
-        plan.append((held.target, reduce(np.add, parts) if parts else np.zeros(held.target.shape, np.float32)))
+            theirs = f"{Tensor(np.zeros((), part.dtype)).dtype} {part.shape}"
+            ours = f"{target.dtype} {tuple(target.shape)}"
+            if theirs != ours:
+                raise another_program(f"has {name!r} as {theirs}, where {ours} is wanted")
+        plan.append((target, reduce(np.add, parts) if parts else np.zeros(target.shape, np.float32)))
     return plan
-
-
-def _listed(verb: str, names: Set[str]) -> list[str]:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return [f"{verb} {', '.join(sorted(names)[:3])}{more}"] if names else []
-
-
-def _check_kind(name: str, value: Any, parameter: Parameter) -> None:
-    """Raise unless an array has the shape and the dtype of a parameter."""
-    shape, dtype = tuple(value.shape), Tensor(np.zeros((), value.dtype)).dtype
-    if shape != tuple(parameter.shape) or dtype != parameter.dtype:
-        theirs, ours = f"{dtype} {shape}", f"{parameter.dtype} {tuple(parameter.shape)}"
-        raise another_program(f"has {name!r} as {theirs}, where {ours} is wanted")
 
 
 def _choose(directory: Path) -> Path:

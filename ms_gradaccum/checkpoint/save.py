@@ -8,7 +8,7 @@ from typing import Any
 
 import mindspore as ms
 
-from ms_gradaccum._checks import argument_error, check_positive_int, typed, warn
+from ms_gradaccum._checks import State, argument_error, check_positive_int, typed, warn
 from ms_gradaccum.backend import random_state
 from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.checkpoint import files
@@ -31,15 +31,14 @@ def save_state(
     r"""Save everything that a training needs to continue as if it had not stopped, also in the middle of a window.
 
     This includes all parameters, the averages of an :class:`EMA`, the optimizer's state, the sums of the open window,
-    the counts of batches and updates, the loss scale, learning rate schedulers, the position in the data, the states of
-    the random number generators of Python, NumPy and MindSpore, and `extra`.
+    counts, the loss scale, learning rate schedulers, the position in the data, the states of the random number
+    generators of Python, NumPy and MindSpore, and `extra`.
 
-    A state is a folder ``state-000001``, ``state-000002``, ... in `directory`. Tensors are in safetensors files, which
-    ``mindspore.load_checkpoint`` reads; all other values are in ``manifest.json``. The folder gets its name once all
-    files are on the disk, so a program that is killed at any time leaves the previous state intact.
+    A state is a folder ``state-000001``, ``state-000002``, ... in `directory`, which gets its name once all files are
+    on the disk: a program that is killed at any time leaves the previous state intact. Tensors are in safetensors
+    files, which ``mindspore.load_checkpoint`` reads; all other values are in ``manifest.json``.
 
-    With several processes, all of them must call it at the same time, with one folder that all can access. It fails on
-    all processes or on none.
+    In a job of several processes all of them call it, with a folder that all can access. It fails on all or on none.
 
     Args:
         step (Union[TrainOneStepCell, Accumulator, Model]): The training step.
@@ -85,33 +84,31 @@ def save_state(
     """
     trained, folder = check_arguments(_OWNER, step, directory)
     check_positive_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
-    extra = _check_extra(extra)
+    checked = _check_extra(extra)
     contents, places = Contents(trained), _places(step, trained)
     numbers = {**contents.state_dict(), "random": random_state.take(), "data": [place.as_json() for place in places]}
-    name = _Saving(contents, folder).run(numbers, extra, keep_checkpoint_max)
-    return contents.described(folder / name, places, extra)
+    name = _Saving(contents, folder).run(numbers, checked, keep_checkpoint_max)
+    return contents.described(folder / name, places, checked)
 
 
-def _places(step: Any, trained: TrainOneStepCell | Accumulator) -> list[PassPlace]:
+def _places(step: object, trained: TrainOneStepCell | Accumulator) -> list[PassPlace]:
     """Return the position of this process in its data: for an Accumulator, in each prepared dataset."""
     if isinstance(trained, Accumulator):
         return [dataset.place() for dataset in trained.window.datasets()]
-    place = getattr(step, "data_place", None) if isinstance(step, ms.Model) else None
+    place = getattr(step, "data_place", None)  # Of a Model.
     return [] if place is None else [place]
 
 
 class _Saving:
     def __init__(self, contents: Contents, directory: Path) -> None:
-        self.contents = contents
-        self.directory = directory
-        self.world = current_world(_OWNER)
+        self.contents, self.directory, self.world = contents, directory, current_world(_OWNER)
         self.is_first = self.world.rank == 0
 
-    def run(self, numbers: dict[str, Any], extra: dict[str, Any], keep_checkpoint_max: int) -> str:
+    def run(self, numbers: State, extra: dict[str, Json], keep_checkpoint_max: int) -> str:
         """Write a state on all ranks or on none, and return its name."""
         try:
             name, own_names = self._begin()
-            written = self._exchange(lambda: [self._write(files.partial_of(self.directory, name), own_names), numbers])
+            written = self._exchange(lambda: (self._write(files.partial_of(self.directory, name), own_names), numbers))
             found = {file: facts for each, _ in written for file, facts in each.items()}
             ranks = [each for _, each in written]
             manifest = {"versions": {"mindspore": ms.__version__}, "extra": extra, "files": found, "ranks": ranks}
@@ -127,8 +124,8 @@ class _Saving:
             warn(f"For '{_OWNER}', the state is saved, but an old one cannot be removed ({error}).")
         return name
 
-    def _exchange(self, work: Callable[[], Any]) -> list[Any]:
-        def explained() -> Any:
+    def _exchange(self, work: Callable[[], object]) -> list[Any]:
+        def explained() -> object:
             try:
                 return work()
             except OSError as error:
@@ -141,33 +138,32 @@ class _Saving:
         return exchange(self.world.size, explained)
 
     def _begin(self) -> tuple[str, set[str]]:
-        """Agree on the name of the state, and return it with the names of the tensors that differ between ranks."""
-        held = self.contents.held
-        compares = self.world.size > 1 and not self.contents.is_partitioned
-        compared = [name for name, each in held.items() if compares and each.window is None and not each.gather]
+        """Agree on the name of the state, and return it with the names of the tensors that each rank writes."""
+        held, is_partitioned = self.contents.held, self.contents.is_partitioned
+        sums = {name for name, each in held.items() if each.window is not None and not each.gather}
+        compared = [name for name, each in held.items() if each.window is None and not each.gather]
+        compared = [] if self.world.size == 1 or is_partitioned else compared
 
-        def first_words() -> Any:
-            name = files.begin(self.directory) if self.is_first else ""
-            return name, [digest([held[each].source]) for each in compared]
+        def first_words() -> tuple[str, list[str]]:
+            state = files.begin(self.directory) if self.is_first else ""
+            return state, [digest([held[name].source]) for name in compared]
 
         words = self._exchange(first_words)
-        state = words[0][0]
-        if self.contents.is_partitioned:
-            return state, set(held)
-        differing = {name for i, name in enumerate(compared) if len({digests[i] for _, digests in words}) > 1}
-        reducers = [reducer for window in self.contents.windows for reducer in window.reducers]
-        shared = {id(parameter) for reducer in reducers for parameter in reducer.shared()}
+        digests = zip(*(each for _, each in words))
+        differing = {name for name, each in zip(compared, digests) if len(set(each)) > 1}
+        shared = {id(parameter) for reducer in self.contents.reducers for parameter in reducer.shared()}
         strangers = sorted(name for name in differing if id(held[name].source) in shared)
         if strangers:
             raise RuntimeError(
                 f"For '{_OWNER}', the processes must have the same parameters, but got different ones of "
                 f"{strangers[0]!r}. Look for what changes parameters outside the optimizer, or load the last state."
             )
-        return state, differing | {name for name, each in held.items() if each.window is not None and not each.gather}
+        return words[0][0], set(held) if is_partitioned else differing | sums
 
-    def _write(self, partial: Path, own_names: set[str]) -> dict[str, Any]:
+    def _write(self, partial: Path, own_names: set[str]) -> files.Files:
         """Write the tensors that are this rank's own, and on rank 0 those that the ranks share."""
-        present = self.contents.present()
+        is_open = [window.count.read() > 0 for window in self.contents.windows]
+        present = [pair for pair in self.contents.held.items() if pair[1].window is None or is_open[pair[1].window]]
         own = ((name, held.value()) for name, held in present if name in own_names)
         shared = iter([(name, held) for name, held in present if name not in own_names])
         try:
@@ -181,7 +177,7 @@ class _Saving:
         return written | files.write_tensors(partial, f"rank_{self.world.rank}/", own)
 
 
-def _check_extra(extra: Any) -> dict[str, Any]:
+def _check_extra(extra: Mapping[str, Json] | None) -> dict[str, Json]:
     try:
         held = json.loads(json.dumps({} if extra is None else extra))
     except (TypeError, ValueError, RecursionError):

@@ -115,7 +115,7 @@ MUTATIONS = (
         "the sums of an open window are not restored",
         "checkpoint/load.py",
         "        for part in parts:\n",
-        "        parts = parts if held.window is None else []\n        for part in parts:\n",
+        "        parts = parts if window is None else []\n        for part in parts:\n",
         STATES,
     ),
     Mutation(
