@@ -377,7 +377,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             trained.last_clip = clip
         for trained in full:
             trained.clip = clip
-        norms = [trained.measure().grad_norm for trained in full]
+        norms = [trained.reduce().grad_norm for trained in full]
         return norms[0] if norms else None
 
     @overload

@@ -3,7 +3,7 @@
 import weakref
 
 import mindspore as ms
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 
 from ms_gradaccum.gradients.buffer import GradientBuffer
 
@@ -46,7 +46,7 @@ class BatchCount:
         if batches != self.known or self.is_stale or self.buffer.counts_in_graph:
             self.known, self.is_ahead = batches, True
         if writes and self.is_ahead:
-            self.parameter.set_data(Tensor(batches, ms.int32))
+            Parameter.set_data(self.parameter, Tensor(batches, ms.int32))
             self.is_ahead = False
         self.is_stale = self.is_changed = False
 

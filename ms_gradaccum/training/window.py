@@ -171,13 +171,13 @@ class Window:
         output = self.ends[0].partial_output()
         return output if self.has_loss else output._replace(loss=None)
 
-    def measure(self) -> StepOutput:
+    def reduce(self) -> StepOutput:
         """Return the report on the full window, before clipping and update."""
         if self.outputs is None:
             try:
                 if self.comes_reduced:
                     self.reducers[0].check_window(self.owner)
-                outputs = [end.measure(self.is_reduced) for end in self.ends]
+                outputs = [end.reduce(self.is_reduced) for end in self.ends]
                 if len(outputs) > 1:
                     outputs = with_one_norm(outputs)
                 self.outputs = outputs if outputs[0].is_updated else self._with_large_norm(outputs)
@@ -188,7 +188,7 @@ class Window:
 
     def close(self) -> StepOutput:
         """Update, empty the buffers and return the report; the decision whether to update is made in Python."""
-        updated = self.measure().is_updated
+        updated = self.reduce().is_updated
         if self._watched < WATCHED_WINDOWS:
             self._check_rates()
         measured, clip, outputs = self.outputs or [], self.clip, []

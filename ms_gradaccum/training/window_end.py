@@ -27,7 +27,7 @@ class WindowEnd(nn.Cell):
 
     reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, adjust the scale, report.
 
-    Called by the host, each half is a graph and Python reads the decision in between: `measure`, `finish`, `adjust`.
+    Called by the host, each half is a graph and Python reads the decision in between: `reduce`, `finish`, `adjust`.
     In a larger graph the decision is a branch: `construct`.
     """
 
@@ -137,7 +137,7 @@ class WindowEnd(nn.Cell):
         """Return the report on the open window."""
         return StepOutput(*self.run_partial_report(NOTHING))
 
-    def measure(self, is_reduced: bool = False) -> StepOutput:
+    def reduce(self, is_reduced: bool = False) -> StepOutput:
         """Run the first half from the host. ``is_reduced`` is True if the ranks have reduced the sums already."""
         count, known = len(self.update.optimizer.parameters), len(self.reducer.parameters)
         if count != known:

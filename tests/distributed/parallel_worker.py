@@ -302,7 +302,7 @@ def look_inside_a_window():
     inside = [total.asnumpy().ravel().tolist() for total in step.body.buffer.sums]
     results["inside"] = {"sums": sum(inside, []), "moved": fingerprint(network) != start}
     # What the end of the window does first.
-    step.body.window.measure()
+    step.body.window.reduce()
     results["at the boundary"] = fingerprint(step.body.buffer.sums)
     step.drop()
 
