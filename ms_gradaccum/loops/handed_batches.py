@@ -6,6 +6,7 @@ batches ahead, cut them into pieces, skip some, or draw from other prepared data
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import InitVar, dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -16,38 +17,35 @@ from ms_gradaccum.loops.data_position import Sources
 TensorOrArray: TypeAlias = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
+@dataclass(eq=False)
 class Handed:
     """One batch that a prepared dataset has handed out.
 
-    Args:
+    Attributes:
         source: The batches of its dataset.
         batch: The batch itself, which is recognised by its tensors and arrays.
         epoch: Number of its pass.
         place: Number of the batch in its pass, from 1 on.
         is_last: True if it ends the pass, on all ranks.
         origin: Sources of the order of the samples of its pass.
-
-    Attributes:
         pieces: Number of times that `accumulate()` was entered for it so far.
         rows_trained: Number of rows of the pieces that were trained; None if it is not known.
     """
 
-    def __init__(
-        self,
-        source: "HandedBatches",
-        batch: object,
-        epoch: int,
-        place: int,
-        is_last: bool,
-        origin: Sources | None,
-    ) -> None:
-        self.source, self.epoch, self.place, self.is_last, self.origin = source, epoch, place, is_last, origin
+    source: "HandedBatches"
+    batch: InitVar[object]
+    epoch: int
+    place: int
+    is_last: bool
+    origin: Sources | None
+    pieces: int = 0
+    rows_trained: float | None = 0.0
+
+    def __post_init__(self, batch: object) -> None:
         arrays = list(arrays_in(batch))
         # Weak references, so that a batch that the loop skips does not stay in memory.
         self._parts = [weakref.ref(each) for each in arrays]
         self.rows = rows_of(arrays)
-        self.pieces = 0
-        self.rows_trained: float | None = 0.0
 
     def arrays_among(self, arrays: Sequence[TensorOrArray]) -> int:
         """Return the number of ``arrays`` that belong to this batch."""
