@@ -259,7 +259,7 @@ MUTATIONS = (
         "training/batch_count.py",
         "            count.is_ahead, count.is_stale = False, True\n",
         "            count.is_ahead = False\n",
-        ("loops/test_accumulator.py",),
+        ("training/test_batch_count.py", "loops/test_accumulator.py"),
     ),
     Mutation(
         "a gradient is divided by the rows of an earlier batch",
