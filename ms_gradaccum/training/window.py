@@ -172,7 +172,7 @@ class Window:
         return output if self.has_loss else output._replace(loss=None)
 
     def reduce(self) -> StepOutput:
-        """Return the report on the full window, before clipping and update."""
+        """Reduce the sums over the ranks, and return the report on the full window before clipping and update."""
         if self.outputs is None:
             try:
                 if self.comes_reduced:
