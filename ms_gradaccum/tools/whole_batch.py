@@ -72,13 +72,11 @@ def train_whole(
 
 def compare(values: Values, whole: Values, start: Values) -> Difference:
     """Compare the parameters after a training with those of the whole batch."""
-    apart, moved = ({name: largest(whole[name] - each[name]) for name in whole} for each in (values, start))
+    apart, moved = (
+        {name: float(np.abs(value - each[name]).max(initial=0.0)) for name, value in whole.items()}
+        for each in (values, start)
+    )
     return Difference(apart[worst(apart)], max(moved.values()), worst(apart))
-
-
-def largest(array: Array) -> float:
-    """Return the largest absolute value of an array."""
-    return float(np.abs(array).max(initial=0.0))
 
 
 def worst(differences: dict[str, float]) -> str:

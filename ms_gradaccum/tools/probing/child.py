@@ -26,7 +26,7 @@ _BEGUN = "begun"
 _LEAST_EXCESS = 2**30
 # After the second update the optimizer has all its state. A loss scale that starts too high skips some windows.
 _UPDATES, _MOST_WINDOWS = 2, 20
-# How many micro batches stand for all at either end: the second one reuses the memory of the first one.
+# The micro batches at either end that run in place of all: the second one reuses the memory of the first one.
 _ENDS = 2
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
@@ -48,7 +48,7 @@ class Measured(NamedTuple):
 
 
 def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home: str) -> dict[str, int]:
-    """Train in ``micro_size`` micro batches what the function of a Builder returns, in the folder ``home``."""
+    """Build a training in the folder ``home``, train it in ``micro_size`` micro batches, and return its peak."""
     os.chdir(home)
     # When memory runs out, the system kills this process first, without a core dump.
     Path("/proc/self/oom_score_adj").write_text("1000")

@@ -22,7 +22,7 @@ from ms_gradaccum.tools.text import size_text
 
 # The environment variable that marks the child processes, which must not measure in turn.
 IN_CHILD = "MS_GRADACCUM_PROBE"
-# The interval between two looks at the memory of a child: a process takes a second to fill 1 to 3 GB.
+# The polling interval of a child's memory, of which it fills 1 to 3 GB in a second. Unit: seconds.
 _LOOK = 0.01
 # The interval between two messages of the ranks. Unit: seconds.
 _MOMENT = 1.0

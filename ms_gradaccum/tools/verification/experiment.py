@@ -1,4 +1,4 @@
-"""Windows and whole batches, run from one start as often as a diagnosis needs them."""
+"""Runs of a window, of the whole batch and of parts of it, each from the same start."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
