@@ -51,8 +51,6 @@ class TrainingPlan:
         accumulation_steps (int, optional): Batches of one update. Default: computed from `global_batch`, or 1.
         global_batch (int, optional): Rows of one update on all ranks, instead of `accumulation_steps`.
             Default: ``None``.
-        round_global_batch (bool): True rounds `global_batch` up to a multiple of `batch_size * ranks`.
-            Default: ``False``.
         micro_size, last_window, clip, parallel (optional): As in :class:`GradAccumulation` and :class:`Model`.
             ``parallel="auto"`` is ``DataParallel()`` for several ranks.
         parameters (Sequence[Parameter], optional): The trained parameters, for the costs. Default: ``None``.
@@ -64,11 +62,8 @@ class TrainingPlan:
         updates (int): Calls of the optimizer: the number of steps to give a schedule.
         updates_per_epoch (int): The largest number of updates in a pass.
         rows_per_update, micro_batches_per_update (int): Rows of a whole window on all ranks; micro batches on each.
-        last_window_batches (int): Batches of a pass that are left after its whole windows.
         unused_batches (int): Batches that are part of no update.
-        repeated_rows (int): Rows that are used twice in a pass so that all ranks have the same number.
         dropped_rows (int): Rows of a pass that `drop_remainder` drops.
-        last_batch_rows (int): Rows of the last batch of a pass, over all ranks.
         update_rows (list[int]): Rows of each update, over all ranks.
         buffer_bytes (int): Memory of the sums on each rank in bytes. None without `parameters`.
         traffic (Traffic): The messages per micro batch, per batch and per update. None without `parameters`.
@@ -98,7 +93,6 @@ class TrainingPlan:
     micro_size: int = 1
     accumulation_steps: int | None = None
     global_batch: int | None = None
-    round_global_batch: bool = False
     last_window: LastWindow = "apply"
     clip: Clip = None
     parallel: ParallelChoice = "auto"
@@ -111,11 +105,8 @@ class TrainingPlan:
     updates_per_epoch: int = field(init=False)
     rows_per_update: int = field(init=False)
     micro_batches_per_update: int = field(init=False)
-    last_window_batches: int = field(init=False)
     unused_batches: int = field(init=False)
-    repeated_rows: int = field(init=False)
     dropped_rows: int = field(init=False)
-    last_batch_rows: int = field(init=False)
     update_rows: list[int] = field(init=False, repr=False, compare=False)
     buffer_bytes: int | None = field(init=False, default=None)
     traffic: Traffic | None = field(init=False, default=None)
@@ -144,11 +135,8 @@ class TrainingPlan:
             updates_per_epoch=int(np.bincount((end - 1) // per_epoch).max(initial=0)),
             rows_per_update=window * batch_size * self.ranks,
             micro_batches_per_update=window * min(self.micro_size, batch_size),
-            last_window_batches=per_epoch % window,
             unused_batches=batches - int((end - first).sum()),
-            repeated_rows=sum(rank_rows) - int(np.sum(given)),
             dropped_rows=sum(rank_rows) - sum(kept),
-            last_batch_rows=int(before[-1] - before[-2]),
         )
         self._plan_costs()
 
@@ -174,8 +162,6 @@ class TrainingPlan:
         data = (
             f"{given} rows" if isinstance(given, int) else f"{sum(given)} rows, {min(given)} to {max(given)} per rank,"
         )
-        is_rounded = self.global_batch not in (None, self.rows_per_update)
-        rounded = f" ({self.global_batch} were wanted, rounded up)" if is_rounded else ""
         window = f"{counted(self.accumulation_steps or 1, 'batch')}, "
         window += f"{counted(self.micro_batches_per_update, 'micro batch')} on each rank: {self.rows_per_update} rows"
         sizes = " to ".join(map(str, sorted({min(self.update_rows, default=0), max(self.update_rows, default=0)})))
@@ -184,7 +170,7 @@ class TrainingPlan:
         lines = [
             ("data", f"{data} for {counted(self.ranks, 'rank')} in batches of {self.batch_size}"),
             ("epochs", f"{epochs}: {counted(self.batches, 'batch')}"),
-            ("window", window + rounded),
+            ("window", window),
             ("updates", updates if self.updates else "none: no window is ever whole"),
             ("left over", "; ".join(self._left_over()) or "nothing"),
         ]
@@ -196,15 +182,11 @@ class TrainingPlan:
         return "\n".join(aligned(lines))
 
     def _left_over(self) -> Iterator[str]:
-        if self.repeated_rows:
-            yield f"{counted(self.repeated_rows, 'row')} of an epoch twice, so that all ranks have the same number"
         if self.dropped_rows:
             yield f"{counted(self.dropped_rows, 'row')} of an epoch dropped with its last batch"
-        if self.last_batch_rows < self.batch_size * self.ranks:
-            yield f"the last batch of an epoch has {counted(self.last_batch_rows, 'row')}"
-        if self.last_window_batches:
+        if rest := self.batches_per_epoch % (self.accumulation_steps or 1):
             fate = {"apply": "one more update", "drop": "dropped", "carry": "to the next epoch"}[self.last_window]
-            yield f"an epoch has {counted(self.last_window_batches, 'batch')} more than whole windows: {fate}"
+            yield f"an epoch has {counted(rest, 'batch')} more than whole windows: {fate}"
         if self.unused_batches:
             yield f"{counted(self.unused_batches, 'batch')} in no update"
 
@@ -259,7 +241,6 @@ def _check_settings(plan: TrainingPlan) -> None:
             f"For '{_OWNER}', either epochs or steps must be given, but got {got}. Say how long it trains."
         )
     check.check_bool(_OWNER, "drop_remainder", plan.drop_remainder, "It is the argument of Dataset.batch().")
-    check.check_bool(_OWNER, "round_global_batch", plan.round_global_batch, "True rounds up.")
     check.check_last_window(_OWNER, plan.last_window)
 
 
@@ -291,11 +272,12 @@ def _window_batches(plan: TrainingPlan) -> int:
     given, wanted, rows = plan.accumulation_steps, plan.global_batch, plan.batch_size * plan.ranks
     if wanted is None:
         return given or 1
-    steps = -(-wanted // rows)
-    if wanted % rows and not plan.round_global_batch:
-        nearest = " or ".join(f"{rows * count} (accumulation_steps={count})" for count in (steps - 1, steps) if count)
-        rule, remedy = f"a multiple of batch_size * ranks = {rows}", "round_global_batch=True rounds up."
-        raise ValueError(argument_error(_OWNER, "global_batch", rule, wanted, f"Use {nearest}; {remedy}"))
+    steps = wanted // rows
+    if wanted % rows:
+        counts = filter(None, (steps, steps + 1))
+        nearest = " or ".join(f"{rows * count} (accumulation_steps={count})" for count in counts)
+        rule = f"a multiple of batch_size * ranks = {rows}"
+        raise ValueError(argument_error(_OWNER, "global_batch", rule, wanted, f"Use {nearest}."))
     if given not in (None, steps):
         rule = f"{steps} for a global_batch of {wanted}"
         raise ValueError(argument_error(_OWNER, "accumulation_steps", rule, given, "Give one of the two."))
