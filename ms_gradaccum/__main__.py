@@ -88,15 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _held_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C while MindSpore is imported, which it would end with a traceback or a crash."""
-    held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    """Hold Ctrl-C back while MindSpore is imported: in the midst of it, Python would crash."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if held:
-        raise KeyboardInterrupt
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _env(args: argparse.Namespace) -> int:

@@ -73,18 +73,6 @@ def refuse_inside(owner: str, variable: str) -> None:
         )
 
 
-def environment_outside_jobs() -> dict[str, str]:
-    """Return the environment of this process without the variables of a distributed job."""
-    return {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
-
-
-def import_path() -> list[str]:
-    """Return the module search path of this process, without relative folders and those inside MindSpore."""
-    # amp.auto_mixed_precision adds folders of MindSpore's layers, whose math.py would hide Python's in a new process.
-    inside = str(Path(mindspore.__file__).parent)
-    return [os.path.abspath(place) for place in sys.path if not place.startswith(inside)]
-
-
 def free_port() -> int:
     """Return an unused port of this machine."""
     with socket.socket() as probe:
@@ -95,13 +83,6 @@ def free_port() -> int:
 def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
     """Make the system send this process a signal when its parent ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, how)
-
-
-def depend_on(parent: int) -> None:
-    """End this process with its parent, even if that has ended already."""
-    end_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 class Job:
@@ -131,17 +112,15 @@ class Job:
             raise
 
     def _start(self, owner: str, arguments: str, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        # amp.auto_mixed_precision adds folders of MindSpore's layers to the path; their math.py would hide Python's.
+        inside = str(Path(mindspore.__file__).parent)
+        places = [os.path.abspath(place) for place in sys.path if not place.startswith(inside)]
         script = self.folder / "worker.py"
-        lines = (
-            "import sys",
-            f"sys.path[:] = {import_path()!r}",
-            f"from {__name__} import serve",
-            f"serve({arguments})",
-        )
-        script.write_text("\n".join(lines))
+        script.write_text(f"import sys\nsys.path[:] = {places!r}\nfrom {__name__} import serve\nserve({arguments})\n")
         path = os.pathsep.join([str(Path(sys.executable).parent), os.getenv("PATH", "")])
         # The processes are killed in the end, so their temporary files are removed together with the folder.
-        settings = {**environment_outside_jobs(), **extra, **self.mark, "PATH": path, "TMPDIR": str(self.folder)}
+        outside = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
+        settings = {**outside, **extra, **self.mark, "PATH": path, "TMPDIR": str(self.folder)}
         command = [sys.executable]
         if self.count > 1:
             msrun = shutil.which("msrun", path=path)
@@ -284,7 +263,7 @@ class Meeting:
 
 def serve(folder: str, function: str, task: str) -> None:
     """Call a function in a process of a job, report its result or its error, and wait to be ended."""
-    depend_on(os.getppid())
+    end_with_parent()
     meeting = Meeting(folder)
     module, _, name = function.partition(":")
     try:
