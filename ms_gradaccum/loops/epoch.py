@@ -6,11 +6,10 @@ from typing import Protocol, runtime_checkable
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn
 from mindspore.dataset import Dataset
 from mindspore.train.callback import Callback, LossMonitor, RunContext, _CallbackManager, _InternalCallbackParam
 
-from ms_gradaccum._checks import LastWindow, argument_error
+from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend import random_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
@@ -20,22 +19,14 @@ _OWNER = "Model"
 _PASSES_ONLY = "A state knows passes over the data, and no sinks."
 
 
-class TrainedModel(Protocol):
-    """The part of a `Model` that `PassSteps` uses."""
-
-    train_network: nn.Cell
-    last_window: LastWindow
-    resumed_place: PassPlace | None
-
-
 @runtime_checkable
 class ResumingCallback(Protocol):
     """A callback that saves the states of a training. It runs after all others, since it saves their changes."""
 
-    def watching(self, model: TrainedModel) -> AbstractContextManager[None]:
+    def watching(self, model: ms.Model) -> AbstractContextManager[None]:
         """Return the context of a training of ``model``."""
 
-    def resume_into(self, model: TrainedModel) -> None:
+    def resume_into(self, model: ms.Model) -> None:
         """Give ``model`` the last state that was kept, if there is one. Collective."""
 
 
@@ -46,7 +37,7 @@ class PassSteps(Callback):
     join the others in it, and their callbacks are called.
     """
 
-    def __init__(self, model: TrainedModel, callbacks: Sequence[Callback], dataset: Dataset, first_epoch: int) -> None:
+    def __init__(self, model: ms.Model, callbacks: Sequence[Callback], dataset: Dataset, first_epoch: int) -> None:
         super().__init__()
         self.model = model
         self.train_step = model.train_network
