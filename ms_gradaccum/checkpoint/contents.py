@@ -123,10 +123,9 @@ class Contents:
         return SavedState(path, self.step.events.batches, self.step.events.updates, epoch, extra)
 
 
-_Group = tuple[str, Iterable[Parameter], GradientReducer | None, int | None]
-
-
-def _groups(step: TrainOneStepCell | Accumulator) -> Iterator[_Group]:
+def _groups(
+    step: TrainOneStepCell | Accumulator,
+) -> Iterator[tuple[str, Iterable[Parameter], GradientReducer | None, int | None]]:
     """Yield parameters with the prefix of their names, the reducer that may shard them, and the window of sums."""
     for i, window in enumerate(step.windows):
         prefix = f"network{i}." if i else ""

@@ -46,10 +46,7 @@ class Averages(nn.Cell):
         self.run = Compiled(lambda: self, _OWNER, "the averages")
 
     def construct(self, least: Tensor, growth: Tensor, rate: Tensor) -> Tensor:
-        """Count an update, and move the averages by a share of their distance to the parameters.
-
-        The share of update t is `least + growth * exp(-rate * t)`, which is 1 - decay without its rounding.
-        """
+        """Count update t, and move the averages by `least + growth * exp(-rate * t)` of the way to the parameters."""
         count = ops.assign_add(self.updates, Tensor(1, ms.int32))
         share = least + growth * ops.exp(-rate * ops.cast(count, ms.float32))
         done: Done = ()
@@ -133,12 +130,7 @@ class EMA(Settled, Callback, StatefulCallback):
     """
 
     def __init__(
-        self,
-        decay: float = 0.9999,
-        *,
-        warmup_updates: float = 2000,
-        trainable_only: bool = True,
-        evaluate: bool = True,
+        self, decay: float = 0.9999, *, warmup_updates: float = 2000, trainable_only: bool = True, evaluate: bool = True
     ) -> None:
         super().__init__()
         rule, remedy = "a number between 0 and 1", "0.9999 is usual: an average over some 10000 updates."
@@ -149,7 +141,7 @@ class EMA(Settled, Callback, StatefulCallback):
         self.decay = float(decay)
         remedy = "0 is for a decay that is constant."
         self.warmup_updates = warmup = check_number(_OWNER, "warmup_updates", warmup_updates, remedy)
-        # 1 - decay of a float32 decay would be off by 1e-4 of itself.
+        # The share 1 - d_t, in numbers that float32 holds: 1 - decay of a float32 decay would be off by 1e-4 of itself.
         shares = (1.0 - self.decay, self.decay if warmup else 0.0, 1.0 / warmup if warmup else 0.0)
         self._shares = [Tensor(share, ms.float32) for share in shares]
         self.trainable_only = check_bool(_OWNER, "trainable_only", trainable_only, "The default is True.")
@@ -240,7 +232,7 @@ class EMA(Settled, Callback, StatefulCallback):
         self._attached().check_not_swapped(_OWNER, "the training must go on")
 
     def on_update_begin(self, event: StepEvent) -> None:
-        self._attached().check_not_swapped(_OWNER, "the training must go on")
+        self.on_micro_batch_begin(event)
         self._attached().begin()
 
     def on_update_end(self, event: StepEvent) -> None:
