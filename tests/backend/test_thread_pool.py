@@ -88,7 +88,7 @@ def trained(make_network, **settings):
     network = make_network()
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     step = TrainOneStepCell(GradAccumulation(network, 3), optimizer, **settings)
-    for seed, rows in enumerate((9, 9, 7, 6, 5, 2)):
+    for seed, rows in enumerate((9, 9, 7, 6, 6, 9)):
         batch = columns(rows, seed).asnumpy()
         if seed == 3:
             batch[0, 0] = np.nan

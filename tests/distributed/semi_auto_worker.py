@@ -20,7 +20,7 @@ from ms_gradaccum.tools.whole_batch import compare
 # Where numbers are compared; each names what it adds to the plain path.
 NUMBERS = {
     2: {
-        "plain-1": Variant(1),
+        "plain-1-no_init": Variant(1, no_init=True),
         "plain-2-adam-tokens-clip": Variant(2, optimizer="adam", weighted=True, max_norm=0.3),
         "plain-4-scale": Variant(4, loss_scale=1024.0),
         "level1-1-tokens": Variant(1, "level1", weighted=True),
@@ -28,7 +28,6 @@ NUMBERS = {
         "level1-4-adam-tokens-clip-scale": Variant(
             4, "level1", optimizer="adam", weighted=True, max_norm=0.3, loss_scale=1024.0
         ),
-        "plain-2-no_init": Variant(2, no_init=True),
         "level1-2-overflow": Variant(2, "level1", loss_scale=3e38),
         "level1-2-half": Variant(2, "level1", loss_scale=64.0, half=True, max_norm=0.3),
     },

@@ -16,11 +16,10 @@ from ms_gradaccum.tools.simulation.partition import connect, gpu_target, partiti
 _SMALL = Llama(layers=1)
 
 VARIANTS = {
-    "2x2": Sharded(2, 2, micro_size=4),
     "2x2-level1-clip-scale": Sharded(2, 2, level="level1", max_norm=0.3, loss_scale=1024.0),
     "2x2-one-tokens-clip-adam": Sharded(2, 2, micro_size=1, weighted=True, max_norm=0.3, adam=True),
-    "1x4-tokens-scale": Sharded(1, 4, weighted=True, loss_scale=64.0),
-    "1x4-level1-four-adam": Sharded(1, 4, micro_size=4, level="level1", adam=True),
+    "1x4-four-scale": Sharded(1, 4, micro_size=4, loss_scale=64.0),
+    "1x4-level1-adam": Sharded(1, 4, level="level1", adam=True),
     "2x2-level2-clip": Sharded(2, 2, level="level2", lazy=True, max_norm=0.3),
     "4x1-level3-tokens-adam": Sharded(4, 1, level="level3", lazy=True, weighted=True, adam=True),
     "llama-2x2-recompute": Sharded(2, 2, max_norm=0.3, llama=Llama(layers=1, recompute=True)),

@@ -516,11 +516,12 @@ def alarm(seed, batches=4):
 
 
 def test_right_losses_are_not_named(eager):
-    assert {seed: said for seed in range(200) if (said := alarm(seed))} == {}
+    # All kinds in float32 and in 16 bits.
+    assert {seed: said for seed in range(5 * len(KINDS)) if (said := alarm(seed))} == {}
 
 
 def test_compiled_right_losses_are_not_named(monkeypatch):
-    """One of each kind; ``python tests/training/test_loss_check.py`` compiles all 200."""
+    """One of each kind; ``python tests/training/test_loss_check.py`` compiles 200."""
     monkeypatch.delenv("MS_JIT", raising=False)
     ms.set_context(mode=ms.GRAPH_MODE)
     assert {seed: said for seed in range(len(KINDS)) if (said := alarm(seed, batches=1))} == {}
