@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import mindspore as ms
 import numpy as np
@@ -82,13 +82,22 @@ class Settled:
 
 
 class Uncopied:
-    """Base class of training steps, which cannot be copied: a copy would share the optimizer or have a detached one."""
+    """Base class of training steps. A copy would share the optimizer or detach it, and hooks would not be called."""
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
             f"For '{type(self).__name__}', a training step must be built where it is used, but got a copy or a pickle "
             f"of it. Build another one around a copy of the network, and go on with save_state() and load_state()."
         )
+
+    def _refuse_hook(self, *hooks: object, **settings: object) -> NoReturn:
+        raise TypeError(
+            f"For '{type(self).__name__}', a hook must be one of the network, which each micro batch calls, but got "
+            f"one of the training step. Register it on the loss cell, or write a callback."
+        )
+
+    register_forward_pre_hook = register_forward_hook = _refuse_hook
+    register_backward_pre_hook = register_backward_hook = _refuse_hook
 
 
 def _settings_of(kind: Any) -> frozenset[str]:

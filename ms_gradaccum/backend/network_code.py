@@ -15,7 +15,7 @@ _LIBRARIES = {"mindspore", "ms_gradaccum", "numpy"} | sys.stdlib_module_names
 # Modules of containers, methods, partial functions, caches and namespaces, whose contents may be the user's.
 _HOLDERS = {"builtins", "functools", "collections", "types", "argparse"}
 _BACKWARD_OPERATORS = (ops.InsertGradientOf, ops.HookBackward, ops.Custom)
-_BACKWARD_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
+_HOOK_NAMES = {"InsertGradientOf", "HookBackward", "register_hook"}
 # The number of items of a container that are visited. Vocabularies have more, containers of code have fewer.
 _MANY_ITEMS = 1000
 
@@ -28,14 +28,18 @@ class NetworkCode:
         functions = (value for value in self.reached if is_a(value, FunctionType) and is_user(value))
         self.names = frozenset(name for function in functions for name in _names_in(function.__code__))
 
+    def has_hooks(self) -> bool:
+        """Return whether the backward pass calls hooks of cells or tensors."""
+        names = ("_lazy_backward_hook", "_lazy_backward_pre_hook")
+        cells = (vars(cell) for cell in self.reached if is_a(cell, nn.Cell))
+        return bool(self.names & _HOOK_NAMES) or any(cell.get(name) for cell in cells for name in names)
+
     def has_own_backward(self) -> bool:
         """Return whether there is a `bprop` or a hook in the backward pass, which then need not be linear."""
-        return bool(self.names & _BACKWARD_NAMES) or any(map(_has_own_backward, self.reached))
+        return self.has_hooks() or any(map(_has_own_backward, self.reached))
 
 
 def _has_own_backward(value: object) -> bool:
-    if is_a(value, nn.Cell):
-        return any(vars(value).get(name) for name in ("_lazy_backward_hook", "_lazy_backward_pre_hook"))
     if not is_a(value, type):
         return is_a(value, _BACKWARD_OPERATORS)
     # MindSpore's own ones, such as that of `recompute`, are linear.

@@ -21,6 +21,11 @@ _ROWS = (
     "its rows meet (negatives, statistics of the batch, a root of a mean) or some of it is a sum, so that parts of a "
     "batch miss it by up to {miss}. Train it as a GradCacheLoss, give all of it reduction='mean', or split no batch."
 )
+_GRADIENT = (
+    "the gradients of parts of a batch, whose losses fit, miss it by up to {miss}: some of it is no mean over rows and "
+    "hides from the loss, as what is subtracted again without a gradient or added in a backward pass of its own. Split "
+    "no batch."
+)
 _CONSTANT = "parts of a batch miss the weight by up to {miss}. Return the number that the loss sum is over."
 _MEAN = "it returns a mean where its sum is expected, missed by up to {miss}. Return (loss_sum, weight)."
 _OTHER = (
@@ -147,9 +152,12 @@ def _judge_pairs(split: Split, tolerance: float) -> Finding | None:
     return Finding(miss, f"{_PAIR_BEGIN} {(_MEAN if is_mean else _OTHER).format(miss=_percent(miss))}")
 
 
-def other_gradient(miss: float) -> Finding:
-    """Return the finding for a loss whose parts add up while their gradients do not."""
-    return Finding(miss, f"{_BEGIN} {_WEIGHTS.format(miss=_percent(miss), pair=_PAIR)}")
+def other_gradient(miss: float, shows: bool) -> Finding:
+    """Return the finding for a loss whose parts add up while their gradients do not.
+
+    Parts that have the same loss, so that it shows nothing (``shows``), hide their weights.
+    """
+    return Finding(miss, f"{_BEGIN} {(_GRADIENT if shows else _WEIGHTS).format(miss=_percent(miss), pair=_PAIR)}")
 
 
 def _lies_between(split: Split, tolerance: float) -> bool:

@@ -51,6 +51,11 @@ _SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
 _Losses = Literal["sum", "first"]
 
 
+def _of_network(name: str) -> Callable[..., object]:
+    """Return a method that registers a hook on the network, since a batch does not go through the cell around it."""
+    return lambda self, *hooks, **settings: getattr(self.network, name)(*hooks, **settings)
+
+
 class GradAccumulation(Settled, nn.Cell):
     r"""Feed a loss cell its batch in micro batches, so that a batch needs the memory of one micro batch.
 
@@ -115,6 +120,11 @@ class GradAccumulation(Settled, nn.Cell):
     __call__: Callable[..., Tensor | tuple[Tensor, ...]]
     # Class name used in the messages about a batch: that of the step, where the user gave it a plain loss cell.
     owner = _OWNER
+
+    register_forward_pre_hook = _of_network("register_forward_pre_hook")
+    register_forward_hook = _of_network("register_forward_hook")
+    register_backward_pre_hook = _of_network("register_backward_pre_hook")
+    register_backward_hook = _of_network("register_backward_hook")
 
     def __init__(
         self,

@@ -6,19 +6,20 @@ from functools import partial
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import first_line, warn
-from ms_gradaccum.backend.compiled import Compiled, op_by_op, runs_eagerly
+from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op, runs_eagerly
 from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept, tensors_of
 from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient, relative
 from ms_gradaccum.batch.rows import Cut, Rows
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.whole_batch import Eager, WholeBatch
+from ms_gradaccum.training.whole_batch import Eager
 
 # A right loss misses by what rounding makes of a sum in another order: some hundred steps of float32, which has
 # reductions over many elements, and some of a 16-bit format, in which no long sum is exact.
@@ -31,8 +32,11 @@ _ORDERS = 10
 _DRAWS = 10
 _TOO_RANDOM = 0.25
 _REPEATS = 8
-# A gradient has cancelled more than its loss.
+# A gradient has cancelled more than its loss. Of each parameter's gradient some sums with random signs are compared,
+# and at most so many rows are differentiated: op by op they may take more memory than in a graph.
 _GRADIENT = 1e-3
+_SIGNS = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), (4, 9973))
+_FEW_ROWS = 4
 # Tensors of so many elements are copied without need, in case that only a pass out of training changes them.
 _SMALL = 2**16
 # The last batch that is measured.
@@ -69,7 +73,7 @@ class LossCheck:
     def __init__(
         self, network: nn.Cell, updated: Sequence[Parameter], settings: StepSettings, half: bool, several: bool
     ) -> None:
-        self.network, self.settings, self.several = network, settings, several
+        self.network, self.settings, self.half, self.several = network, settings, half, several
         self.updated = {id(parameter) for parameter in updated}
         self.parameters = ParameterTuple(network.trainable_params())
         dtypes = {parameter.dtype for parameter in self.parameters}
@@ -138,60 +142,80 @@ class LossCheck:
 
     def measure(self, rows: Rows, parts: int) -> Finding | None:
         """Return why the loss cannot be trained in so many parts, as far as these rows show it."""
-        # Half of no weight hides a mean among sums, and shows a weight that is never 0.
-        mixed = self.batches not in (2, 8, 32) if self.network.weighted else self.batches in (4, 16)
-        most = max(-(-rows.size // parts), 2)
-        return self.measure_cuts([rows.cut(most, self.batches - 1, mixed)], parts)
+        most, number = max(-(-rows.size // parts), 2), (self.batches - 1).bit_length()
+        # Halves of unlike rows tell why a loss misses. What rows of one class do together shows in mixed halves.
+        cuts = [rows.cut(most, number, mixed) for mixed in (self.network.weighted, not self.network.weighted)]
+        return self.measure_cuts(cuts, parts, gradient=number == 1 and not self.half)
 
-    def measure_cuts(self, cuts: Sequence[Cut], parts: int) -> Finding | None:
+    def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
         """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it.
+
+        Of the last cut, if the losses show nothing, the gradients can be compared as well.
 
         A loss that is right op by op is right in a graph, and needs no compilation. Anything else is measured as the
         training runs the network. Several processes do that at once: an error of one would leave the others alone.
         """
         trains_eagerly = runs_eagerly(self.settings.compiles)
         self.eager = trains_eagerly or not self.several
-        finding = self._first_finding(cuts, parts)
+        finding = self._first_finding(cuts, parts, gradient)
         if finding is None or self.eager == trains_eagerly:
             return finding
         self.eager = False
-        return self._first_finding(cuts, parts)
+        return self._first_finding(cuts, parts, gradient)
 
-    def _first_finding(self, cuts: Sequence[Cut], parts: int) -> Finding | None:
-        finding = None
-        for cut in cuts:
-            finding = finding or self._measure_in(_AS_IN_TRAINING, cut, parts)
-            if finding is not None and math.isnan(finding.miss):
-                # What draws random numbers in training by a function need not do so out of it.
-                finding = self._measure_in(_IN_EVALUATION, cut, parts)
+    def _first_finding(self, cuts: Sequence[Cut], parts: int, gradient: bool) -> Finding | None:
+        finding = self._measure_in(_AS_IN_TRAINING, cuts, parts, gradient)
+        if finding is not None and math.isnan(finding.miss):
+            # What draws random numbers in training by a function need not do so out of it.
+            finding = self._measure_in(_IN_EVALUATION, cuts, parts, gradient)
         return finding
 
-    def _measure_in(self, evaluated: tuple[str, ...], cut: Cut, parts: int) -> Finding | None:
+    def _measure_in(
+        self, evaluated: tuple[str, ...], cuts: Sequence[Cut], parts: int, gradient: bool
+    ) -> Finding | None:
         """Measure with the cells of these names in evaluation mode."""
         self.evaluated = evaluated
         try:
             with kept(self.network.network, self._is_copied) as state:
                 state.evaluate(evaluated)
-                return self._judge(lambda part: self._loss(state, part), cut, parts)
+                return self._judge_all(state, cuts, parts, gradient)
         except Exception as error:
             if first_line(error).startswith(f"For '{_OWNER}'"):
                 return not_measured("out of training it returns no scalar loss")
             return not_measured(f"a part of a batch raises {type(error).__name__}: {first_line(error)}")
 
-    def _judge(self, loss: Callable[[Rows], Loss], cut: Cut, parts: int) -> Finding | None:
-        tolerance, weighted = self.tolerance, self.network.weighted
-        split = Split(*map(loss, cut))
+    def _judge_all(self, state: KeptState, cuts: Sequence[Cut], parts: int, gradient: bool) -> Finding | None:
+        loss = partial(self._loss, state)
+        finding: Finding | None = None
+        known: dict[tuple[int, ...], Loss] = {}
+        doubtful: list[tuple[Cut, bool]] = []
+        for cut in cuts:
+            if finding is not None and not self.several:
+                break
+            whole = loss(cut[0]) if self.several else known.get(cut[0].places) or loss(cut[0])
+            split = Split(whole, loss(cut[1]), loss(cut[2]))
+            found, known[cut[0].places] = self._judge(loss, cut, split, parts), whole
+            finding = finding or found
+            # Halves of the same loss may hide that they count differently.
+            shows = split.spread(self.network.weighted) > self.tolerance_of(split)
+            doubtful += [(cut, shows)] if gradient or not shows else []
+        if finding is None and doubtful and not self.several and self._can_differentiate():
+            findings = (self._judge_gradient(state, cut, shows) for cut, shows in doubtful)
+            finding = next(filter(None, findings), None)
+        return finding
+
+    def _judge(self, loss: Callable[[Rows], Loss], cut: Cut, split: Split, parts: int) -> Finding | None:
+        tolerance, weighted = self.tolerance_of(split), self.network.weighted
         finding = judge(split, weighted, tolerance, parts)
         again = loss(cut[0]) if finding or self.several else split.whole
         if finding is None or not math.isfinite(finding.miss):
-            shows = split.spread(weighted) > tolerance
-            return finding if finding or shows or self.several else self._judge_gradient(cut, split)
+            return finding
         noise = relative(again.value - split.whole.value, split)
         if noise > tolerance:
             draws = [again.value, *(loss(cut[0]).value for _ in range(_REPEATS))]
             noise = _DRAWS * relative(float(np.std(draws, ddof=1)), split)
         if noise > (tolerance if self.evaluated is _AS_IN_TRAINING else _TOO_RANDOM) and finding.miss <= noise:
-            return not_measured("it draws random numbers out of training, too")
+            return not_measured("the same rows give another loss in each pass (random numbers, a counter)")
         if finding.miss <= noise or self.several:
             return finding if finding.miss > noise else None
         if finding.miss < _SURE and self._is_rounding(loss, cut[0], split, finding.miss):
@@ -209,27 +233,44 @@ class LossCheck:
         other = loss(rows.take(range(rows.size)[::-1]))
         return self.tolerance < _ORDERS * relative(other.value - split.whole.value, split) >= miss
 
-    def _judge_gradient(self, cut: Cut, split: Split) -> Finding | None:
-        """Return the finding for rows that all have one value, of which their gradients can tell more."""
-        if sparse_lookup(self.network) is not None:
-            return None
-        whole, first, second = (self._gradient(rows) for rows in cut)
-        shares = [loss.weight / (split.first.weight + split.second.weight or 1.0) for loss in split[1:]]
-        differences = [w - shares[0] * a - shares[1] * b for w, a, b in zip(whole, first, second)]
-        size = _norm(whole)
-        miss = _norm(differences) / size if size else 0.0
-        return other_gradient(miss) if miss > max(self.tolerance, _GRADIENT) else None
+    def _can_differentiate(self) -> bool:
+        """Return whether a gradient has dense tensors and calls no hook of the user, who may note what it gets."""
+        hooked = any(parameter.hooks() for parameter in self.parameters)
+        return not (hooked or sparse_lookup(self.network) or NetworkCode(self.network.network).has_hooks())
 
-    def _gradient(self, rows: Rows) -> list[Array]:
-        run = self._run(rows, "gradient", lambda loss: WholeBatch(loss, self.parameters))
-        return [as_array(gradient).astype(np.float64) for gradient in run(*rows.tensors)[2]]
+    def _judge_gradient(self, state: KeptState, cut: Cut, shows: bool) -> Finding | None:
+        """Return the finding for rows whose losses show nothing, of which their gradients can tell more."""
+        first, second = (part.take(range(min(part.size, _FEW_ROWS // 2))) for part in cut[1:])
+        both = first.joined(second) or first
+        whole, *parts = (self._gradient(state, rows, rows.size / both.size) for rows in (both, first, second))
+        size = max(map(np.linalg.norm, (whole, *parts)))
+        miss = float(np.linalg.norm(whole - sum(parts)) / size) if size else 0.0
+        return other_gradient(miss, shows) if miss > max(self.tolerance, _GRADIENT) else None
+
+    def _gradient(self, state: KeptState, rows: Rows, share: float) -> Array:
+        """Return sums over the gradient that rows with a share of a batch have in training."""
+        self._put_back(state)
+        forget_passes()
+        run = self._run(rows, "gradient", lambda loss: GradientOfRows(loss, self.parameters))
+        grads = (as_array(grad).reshape(-1) for grad in run(Tensor(share, ms.float32), *rows.tensors))
+        return np.concatenate([[grad @ np.resize(signs, grad.size) for signs in _SIGNS] for grad in grads])
+
+    def tolerance_of(self, split: Split) -> float:
+        """Return the miss that rounding explains. Losses that all fit into 16 bits were computed in these."""
+        values = np.array([loss.value for loss in split], np.float32)
+        if (values.astype(np.float16) == values).all():
+            return max(self.tolerance, TOLERANCES[ms.float16])
+        return max(self.tolerance, 0.0 if (values.view(np.uint32) & 0xFFFF).any() else TOLERANCES[ms.bfloat16])
 
     def _loss(self, state: KeptState, rows: Rows) -> Loss:
+        self._put_back(state)
+        value, weight = (float(number.asnumpy()) for number in self._run(rows, "loss", LossOfRows)(ONE, *rows.tensors))
+        return Loss(value, weight if self.network.weighted else rows.size)
+
+    def _put_back(self, state: KeptState) -> None:
         if self.moved != set():
             # The others, which may be large, are looked at once, at the end.
             state.tensors.put_back(state.tensors.values)
-        value, weight = (float(number.asnumpy()) for number in self._run(rows, "loss", LossOfRows)(*rows.tensors))
-        return Loss(value, weight if self.network.weighted else rows.size)
 
     def _run(self, rows: Rows, kind: str, make: Callable[[WeightedLoss], nn.Cell]) -> Eager | Compiled:
         """Return what runs a cell around the loss, op by op or compiled."""
@@ -240,21 +281,33 @@ class LossCheck:
                 with op_by_op():  # A gradient function that is built in GRAPH mode is compiled.
                     self.runs[key] = Eager(build())
             else:
-                code, axes = self.network.network, rows.axes if kind == "loss" else None
+                code, axes = self.network.network, (None, *rows.axes) if kind == "loss" else None
                 self.runs[key] = Compiled(build, _OWNER, "the network", code, open_axes=axes)
         return self.runs[key]
 
 
 class LossOfRows(nn.Cell):
-    """The loss of some rows: a mean and 1, or a sum and its weight."""
+    """The loss of some rows: a mean times ``share`` and ``share``, or a sum and its weight."""
 
     def __init__(self, loss: WeightedLoss) -> None:
         super().__init__(auto_prefix=False)
         self.loss = loss
 
-    def construct(self, *tensors: object) -> tuple[Tensor, Tensor]:
-        sums = self.loss(ONE, *tensors)
+    def construct(self, share: Tensor, *tensors: object) -> tuple[Tensor, Tensor]:
+        sums = self.loss(share, *tensors)
         return sums[0], sums[1]
+
+
+class GradientOfRows(nn.Cell):
+    """The gradient of the loss of some rows that have a share of a batch."""
+
+    def __init__(self, loss: WeightedLoss, parameters: ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.gradient = ops.grad(LossOfRows(loss), None, parameters, has_aux=True)
+
+    def construct(self, share: Tensor, *tensors: object) -> tuple[Tensor, ...]:
+        grads: tuple[Tensor, ...] = self.gradient(share, *tensors)[0]
+        return grads
 
 
 def not_measured(reason: str) -> Finding:
@@ -276,7 +329,3 @@ def _built(make: Callable[[WeightedLoss], nn.Cell], network: nn.Cell, structure:
 
 def _is_batch_norm(cell: nn.Cell) -> bool:
     return any("BatchNorm" in kind.__name__ for kind in type(cell).__mro__)
-
-
-def _norm(arrays: Sequence[Array]) -> float:
-    return math.sqrt(sum(float(np.square(array).sum()) for array in arrays))

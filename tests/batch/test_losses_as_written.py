@@ -22,7 +22,8 @@ EMPTY = {"masked_mean"}
 MEET = {
     *("in_batch_negatives", "simclr", "pairs_of_batch", "supervised_contrastive", "barlow_twins", "variance_of_batch"),
     *("cox_survival", "listnet", "normalised_advantages", "load_balance", "neighbours_in_order"),
-    *("maximum_mean_discrepancy", "pinn_sum", "pairwise_ranking"),
+    *("maximum_mean_discrepancy", "pinn_sum", "pairwise_ranking", "centres_of_classes"),
+    "weights_of_counted_classes",
 }
 WEIGHTS = {
     *("masked_mean_eps", "tokens_ignored", "tokens_by_mask", "label_smoothing_with_weights", "nll_of_class_weights"),

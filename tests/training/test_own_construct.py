@@ -1,11 +1,11 @@
-"""Subclasses of the public cells: an own construct would never be called, so it is refused."""
+"""Subclasses and hooks of the public cells: what would never be called is refused."""
 
 import pytest
 from linear_toy import X, line, sgd, weight_of, whole
 from mindspore import nn
 from step_probe import tensors
 
-from ms_gradaccum import GradAccumulation, TrainOneStepCell
+from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 
 STEP = (
     "For 'TrainOneStepCell', the argument 'construct' must be that of TrainOneStepCell, but got that of {}, which "
@@ -76,3 +76,26 @@ def test_other_subclasses_train(eager):
     step = NamedStep(split, sgd(network))
     step(*tensors(X, 2 * X))
     assert weight_of(network) == pytest.approx(2.04) and split.found == 4 and step.rate() == 0.5
+
+
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "backward_pre_hook", "backward_hook"])
+def test_a_hook_of_a_step_is_refused(kind):
+    network, cell = loss_cell()
+    step, loop = TrainOneStepCell(cell, sgd(network)), Accumulator(cell, sgd(network))
+    for each in (step, loop):
+        with pytest.raises(
+            TypeError, match=f"For '{type(each).__name__}', a hook must be one of the network, .* but got"
+        ):
+            getattr(each, f"register_{kind}")(lambda *_: None)
+
+
+def test_a_hook_of_the_loss_cell_is_called_in_each_micro_batch(eager):
+    weights = []
+    for build in (lambda cell: GradAccumulation(cell, 4), lambda cell: cell):
+        network, cell = loss_cell()
+        optimizer, trained = sgd(network), build(cell)
+        trained.register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2, inputs[1]))
+        step = TrainOneStepCell(trained, optimizer) if trained is not cell else nn.TrainOneStepCell(cell, optimizer)
+        step(*tensors(X, 2 * X))
+        weights.append(weight_of(network))
+    assert weights[0] == pytest.approx(weights[1]) and weights[0] != pytest.approx(2.04)
