@@ -225,7 +225,7 @@ def test_a_gradient_is_measured_op_by_op_as_well(monkeypatch):
     ms.set_context(mode=ms.GRAPH_MODE)
     # The losses of rows that are all alike tell nothing.
     assert said_by(lambda: step_of(nn.WithLossCell(net(), nn.MSELoss()))(ops.ones((8, 6)), ops.ones((8, 3)))) == []
-    assert (len(gradients), compiled) == (3, [])
+    assert len(gradients) == 2 * 3 and compiled == []
 
 
 def test_what_only_op_by_op_is_random_is_measured_as_a_graph(monkeypatch):
