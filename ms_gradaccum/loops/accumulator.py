@@ -351,7 +351,9 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             got, remedy = f"none of {missing[0]!r}", "The norm is that of the whole gradient: see ClipByGroupNorm."
             raise ValueError(argument_error(_OWNER, "parameters", rule, got, remedy))
 
-    def clip_grad_norm(self, max_norm: float, *, network: nn.Cell | None = None) -> Tensor | None:
+    def clip_grad_norm(
+        self, max_norm: float, *more: NoReturn, network: nn.Cell | None = None, **unknown: NoReturn
+    ) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.
 
         Args:
@@ -362,10 +364,14 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             The norm before clipping, a float32 scalar (of the first network, if there are several); None inside
             a window.
         """
+        _refuse_more("max_norm", len(more) + len(unknown), "clip_grad_norm")
         return self._clip(ClipByGlobalNorm(max_norm), network)
 
-    def clip_grad_value(self, limit: float, *, network: nn.Cell | None = None) -> Tensor | None:
+    def clip_grad_value(
+        self, limit: float, *more: NoReturn, network: nn.Cell | None = None, **unknown: NoReturn
+    ) -> Tensor | None:
         """Clip each element of the window's mean gradient in the coming `step`, see :class:`ClipByValue`."""
+        _refuse_more("limit", len(more) + len(unknown), "clip_grad_value")
         return self._clip(ClipByValue(limit), network)
 
     def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
@@ -427,6 +433,13 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         A prepared dataset calls it at its end.
         """
         self.window.join()
+
+
+def _refuse_more(name: str, count: int, method: str) -> None:
+    """Raise for Accelerate's arguments of a method that takes one."""
+    if count:
+        remedy = f"Call {method}(1.0), or {method}_(parameters, 1.0)."
+        raise TypeError(argument_error(_OWNER, name, "given alone", f"{1 + count} arguments", remedy))
 
 
 def _one_or_all(outputs: tuple[StepOutput, ...]) -> StepOutput | tuple[StepOutput, ...]:

@@ -414,6 +414,12 @@ def test_names_and_arguments_of_accelerate_are_taken():
         accumulator.clip_grad_norm_(network, 1.0)
     with pytest.raises(ValueError, match="'norm_type' must be 2, the only norm, but got inf"):
         accumulator.clip_grad_norm_(network.trainable_params(), 1.0, norm_type=float("inf"))
+    parameters = network.trainable_params()
+    for args, kwargs in ([(parameters, 1.0), {}], [(1.0,), {"norm_type": 2.0}]):
+        with pytest.raises(TypeError, match=r"but got 2 arguments. Call clip_grad_norm\(1.0\), or clip_grad_norm_\(p"):
+            accumulator.clip_grad_norm(*args, **kwargs)
+    with pytest.raises(TypeError, match="'limit' must be given alone, but got 2 arguments. Call clip_grad_value"):
+        accumulator.clip_grad_value(parameters, 1.0)
     with pytest.raises(TypeError, match="'args' must be a batch, as the network takes it, but got one number. Call ba"):
         accumulator.backward(Tensor(1.0))
     with pytest.raises(TypeError, match="the argument 'networks' must be an nn.Cell"):
