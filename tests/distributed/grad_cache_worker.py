@@ -11,6 +11,7 @@ from mindspore.communication import get_group_size, get_rank, init
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 from launch import report  # noqa: E402
+from quick_mindspore import compiling  # noqa: E402
 from whole_batch_losses import (  # noqa: E402
     LOSSES,
     OrdinaryLoss,
@@ -57,7 +58,8 @@ def train(name, kind, cell_kind=GradCacheLoss, loss=None, **settings):
 
 results = {}
 if size == 2:
-    results["compiled"] = train("clip", DataParallel(), compile=True)
+    with compiling("the network", "the loss"):
+        results["compiled"] = train("clip", DataParallel(), compile=True)
 ms.set_context(mode=ms.PYNATIVE_MODE)
 os.environ["MS_JIT"] = "0"
 for name in LOSSES:

@@ -16,7 +16,7 @@ from mindspore.graph.api import _cell_graph_executor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import report, run_scenarios  # noqa: E402
-from quick_mindspore import eagerly  # noqa: E402
+from quick_mindspore import compiling, eagerly  # noqa: E402
 from scenarios import (  # noqa: E402
     CLIPS,
     OPTIMIZERS,
@@ -332,7 +332,8 @@ def notice_different_weights():
 
 def look_rows_up():
     for name in ("data parallel", "all shards"):
-        results[f"lookup {name}"] = train_lookup(rank, size, parallel=KINDS[name])
+        with compiling("the network"):
+            results[f"lookup {name}"] = train_lookup(rank, size, parallel=KINDS[name])
     try:
         train_lookup(rank, size, parallel=KINDS["all shards, level2"])
     except ValueError as error:
@@ -342,7 +343,8 @@ def look_rows_up():
 def overlap():
     kind = KINDS["data parallel, overlapping"]
     _, step = build_step(parallel=kind, accumulation_steps=2)
-    train_batches(step, (0, 1), rank, size)
+    with compiling("the report"):
+        train_batches(step, (0, 1), rank, size)
     reports = [len(report.graphs) for (reduces, _), report in step.body.end.reports.items() if not reduces]
     results["reports of an overlapping window"] = [len(step.body.end.reports) - len(reports), *reports]
     network = build_network()
