@@ -198,7 +198,7 @@ class LossCheck:
             finding = finding or found
             # Halves of the same loss may hide that they count differently.
             shows = split.spread(self.network.weighted) > self.tolerance_of(split)
-            doubtful += [(cut, shows)] if gradient or not shows else []
+            doubtful += [(cut, shows)] if not shows or (gradient and cut is cuts[0]) else []
         if finding is None and doubtful and not self.several and self._can_differentiate():
             findings = (self._judge_gradient(state, cut, shows) for cut, shows in doubtful)
             finding = next(filter(None, findings), None)
