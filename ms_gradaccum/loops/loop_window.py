@@ -50,6 +50,8 @@ class LoopWindow(PreparedData):
         self.tokens = 0.0
         # Batches of the window that are in no buffer: the current one, and those before it that added nothing.
         self._not_added = 0
+        # The current batch's place in its window: the network that steps first clears its count before the others.
+        self._place = 0
         self.ends = self.updated = self._is_withheld = self._is_known = False
         self._withheld = 0
         # The prepared batches that the current batch has or, as long as it is not known (`_is_known`), is expected to
@@ -79,7 +81,7 @@ class LoopWindow(PreparedData):
         if self.in_batch:
             raise _disorder("accumulate() must not be entered twice", "it inside itself", "Write one 'with' per batch.")
         self._begin(join)
-        self.in_batch = True
+        self.in_batch, was_open = True, self.is_open
         error: BaseException | None = None
         try:
             yield
@@ -98,6 +100,9 @@ class LoopWindow(PreparedData):
                 if trained.is_open:
                     trained.count.set(batches)
                     self._not_added = 0
+            if was_open and not self.is_open:
+                # An update has ended the window, or a failure that the caller has caught inside.
+                self._not_added = 0
             for each in self._batches:
                 each.source.train(each, self._piece_rows, self._is_known)
         if error is None or self.networks[0].goes_on(error):
@@ -132,13 +137,14 @@ class LoopWindow(PreparedData):
         if self.batches == 0 or self.steps == 0:
             self.steps = self.config.steps_for(epoch, self.updates, self.tokens)
         self._not_added += 1
+        self._place = self.batches
         self._is_withheld = self._withheld > 0
         self._find_end(end)
         self._batches, self._is_known, self._piece_rows = batches, False, None
 
     def _find_end(self, end_of_data: bool) -> None:
         """Find out whether the current batch ends the window."""
-        is_full = self.batches >= self.steps or (end_of_data and self.config.sync_with_dataloader)
+        is_full = self._place >= self.steps or (end_of_data and self.config.sync_with_dataloader)
         self.ends = is_full and not self._is_withheld
 
     def recognise(self, inputs: object, rows: float | None = None) -> None:
@@ -163,14 +169,14 @@ class LoopWindow(PreparedData):
 
     def _begin_anew(self) -> None:
         """Begin a window, with the current batch if nothing of it was added to the last one."""
-        self._not_added = 0
+        self._not_added, self._place = 0, 1
         if self._awaits_batch:
             self._count_batch(self._batches)
 
     def _count_added(self, trained: TrainedNetwork) -> None:
         """Count the current batch in the window of a network to which it was added."""
         # It is written at the end of the batch, which may have updated and cleared by then.
-        trained.count.set(self.batches, writes=False)
+        trained.count.set(self._place, writes=False)
         self._not_added = 0
 
     @contextmanager

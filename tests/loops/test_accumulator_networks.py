@@ -112,13 +112,17 @@ def test_two_networks_train_alternately_as_by_hand(new_gan, named):
     assert outputs[0] is None and accumulator.window.updates == 2
 
 
-def test_a_critic_may_be_stepped_before_the_generator_sees_it(new_gan):
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared data", "any data"])
+def test_a_critic_may_be_stepped_before_the_generator_sees_it(new_gan, prepared):
     critic_loss, generator_loss, accumulator = new_gan
-    for real, noise in zip(REAL[:2], NOISE[:2]):
+    batches = [(Tensor(real), Tensor(noise)) for real, noise in zip(REAL[:2], NOISE[:2])]
+    for real, noise in accumulator.prepare(batches) if prepared else batches:
         with accumulator.accumulate():
-            accumulator.backward(Tensor(real), Tensor(noise), network=critic_loss)
+            accumulator.backward(real, noise, network=critic_loss)
             accumulator.step(network=critic_loss)
-            accumulator.backward(Tensor(noise), network=generator_loss)
+            accumulator.backward(noise, network=generator_loss)
+            # The generator's window is as full as the critic's was: it has a norm to clip, here without an effect.
+            assert (accumulator.clip_grad_norm(1e3, network=generator_loss) is None) == (real is batches[0][0])
             accumulator.step(network=generator_loss)
     ((critic, _),) = alternating_by_hand(2)[:1]
     # The generator's first batch saw the old critic, 1, its second one the new one.
