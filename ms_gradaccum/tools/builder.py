@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ def _sentence(owner: str, got: str, remedy: str = _REMEDY, rule: str = _RULE) ->
 
 
 def check_build(owner: str, build: str) -> None:
-    """Raise at once if the file, module or function of 'train.py:build' does not exist. The file is not run."""
+    """Raise at once if the file, module or function of 'train.py:build' does not exist. No file is run."""
     place, _, name = build.rpartition(":")
     if not place or not name:
         return
@@ -47,12 +47,16 @@ def check_build(owner: str, build: str) -> None:
 
 
 def _find(module: str) -> ModuleSpec | None:
+    """Find a module as `import` does, without importing the packages that it is in."""
+    first, *others = module.split(".")
     try:
-        return importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # A package that it should be in.
-        return None
+        spec = importlib.util.find_spec(first)
     except ValueError:  # An imported module that does not say where it comes from, such as __main__.
         return ModuleSpec(module, None)
+    for part in others:
+        inside = spec.submodule_search_locations if spec else None
+        spec = PathFinder.find_spec(f"{first}.{part}", inside) if inside else None
+    return spec
 
 
 class Builder(NamedTuple):

@@ -200,6 +200,19 @@ def test_a_build_that_can_be_there_is_not_refused_and_not_run(text, tmp_path, mo
     assert "train" not in sys.modules
 
 
+def test_a_package_is_looked_into_and_not_imported(tmp_path, monkeypatch):
+    """It may take as long as MindSpore, fail, or have ended the program."""
+    (tmp_path / "apart").mkdir()
+    (tmp_path / "apart" / "__init__.py").write_text("import sys\n\nsys.exit(3)\n")
+    (tmp_path / "apart" / "train.py").write_text(GOOD)
+    monkeypatch.syspath_prepend(tmp_path)
+    check_build("simulate", "apart.train:build")
+    for build, got in (("apart.train:built", "train.py has build."), ("apart.nosuch:build", "module is not found.")):
+        with pytest.raises(ValueError, match=re.escape(got)):
+            check_build("simulate", build)
+    assert "apart" not in sys.modules
+
+
 def test_a_missing_import_is_named_when_the_file_is_imported(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(f"{GOOD}\n\ndef later():\n    pass\n\n\nfrom nosuch.part import x\n")
     for name in ("argv", "path"):

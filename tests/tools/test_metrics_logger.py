@@ -283,11 +283,28 @@ def test_a_disk_that_is_full_for_a_while_costs_one_warning_and_no_line(tmp_path)
     assert [line["loss"] for line in lines_of(path)] == [1.0, 2.0, 3.0, 4.0]
 
 
+def test_lines_are_written_at_the_end_if_there_is_room_again(tmp_path):
+    path = tmp_path / "run.jsonl"
+    logger = MetricsLogger(path)
+    with no_file_larger_than(40), pytest.warns(UserWarning, match="cannot be written now"):
+        logger.log(output_of(1.0))
+    logger.close()
+    assert [line["loss"] for line in lines_of(path)] == [1.0]
+
+
+def test_lines_that_never_found_room_are_told_of():
+    logger = MetricsLogger(FULL_DISK)
+    with pytest.warns(UserWarning, match="cannot be written now"):
+        logger.log(output_of())
+    with pytest.warns(UserWarning, match=whole("For 'MetricsLogger', 1 line could not be written to /dev/full.")):
+        logger.close()
+
+
 def test_a_training_goes_on_with_a_full_disk():
     network, model = toy()
     with pytest.warns(UserWarning) as caught:
         model.train(1, batches(2), callbacks=MetricsLogger(FULL_DISK))
-    assert len([warning for warning in caught if "MetricsLogger" in str(warning.message)]) == 1
+    assert len([warning for warning in caught if "MetricsLogger" in str(warning.message)]) == 2
     assert model.train_network.events.updates == 4
 
 
@@ -308,6 +325,8 @@ def test_event_files_that_fail_cost_one_warning_and_the_lines_go_on(tmp_path, mo
             logger.log(output_of(number))
         logger.close()
     assert [warning.category for warning in caught].count(UserWarning) == 1
+    # The tries leave no files behind, of which a long training would make thousands.
+    assert len(list((tmp_path / "events").iterdir())) == 1
     monkeypatch.setattr(EventsWriter, "flush", flush)
     logger.log(output_of(3.0))
     logger.close()

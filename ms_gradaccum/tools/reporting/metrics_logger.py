@@ -11,7 +11,7 @@ from typing import Any, SupportsFloat
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, argument_error, check_bool, check_path, typed, warn
+from ms_gradaccum._checks import Settled, argument_error, check_bool, check_path, counted, typed, warn
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.reporting.step_report import StepReport, StepReporter
@@ -204,13 +204,22 @@ class _JsonLines:
         # JSON has no Inf and no NaN.
         plain = json.loads(json.dumps({"time": round(time.time(), 3), **record}), parse_constant=lambda name: None)
         self.unwritten += json.dumps(plain).encode() + b"\n"
+        self._flush()
+
+    def close(self) -> None:
+        """Try once more to write the lines that could not be written before, or warn of them."""
+        try:
+            self._flush()
+        except OSError:
+            lines = counted(self.unwritten.count(b"\n"), "line")
+            warn(f"For '{_OWNER}', {lines} could not be written to {self.path}.")
+            self.unwritten = b""
+
+    def _flush(self) -> None:
         while self.unwritten:
             # Unbuffered, so that it is known what is in the file.
             with self.path.open("ab", buffering=0) as file:
                 self.unwritten = self.unwritten[file.write(self.unwritten) :]
-
-    def close(self) -> None:
-        """Do nothing: no file is open between two lines."""
 
 
 class _EventFile:
@@ -242,9 +251,15 @@ class _EventFile:
         for name, value in scalars.items():
             event.summary.value.add(tag=name, simple_value=value)
         # The name has the time in seconds: without the suffix, a file of the same second would be overwritten.
-        writer, self.writer = self.writer or self.make_writer(f".{os.getpid()}.{time.time_ns()}"), None
-        writer.write_event(event)
-        writer.flush()
+        suffix = f".{os.getpid()}.{time.time_ns()}"
+        writer, self.writer = self.writer or self.make_writer(suffix), None
+        try:
+            writer.write_event(event)
+            writer.flush()
+        except OSError:
+            for file in self.path.glob(f"*{suffix}"):  # A new one: each report would leave one more without an event.
+                file.unlink()
+            raise
         self.writer = writer
 
     def close(self) -> None:
