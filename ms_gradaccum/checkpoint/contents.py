@@ -107,15 +107,16 @@ class Contents:
 
     def load_state_dict(self, saved: State) -> None:
         """Load the state outside of tensors. After an error, objects that come earlier are already changed."""
-        if isinstance(self.step, Accumulator):
-            if "loop" not in saved:
-                raise another_program("is of a TrainOneStepCell or a Model, not of an Accumulator")
-            self.step.window.load_state_dict(saved["loop"])
-        elif "loop" in saved:
+        if isinstance(self.step, Accumulator) and "loop" not in saved:
+            raise another_program("is of a TrainOneStepCell or a Model, not of an Accumulator")
+        if not isinstance(self.step, Accumulator) and "loop" in saved:
             raise another_program("is of an Accumulator")
         self.step.events.load_state_dict(saved.get("events"))
         for window, its in zip(self.windows, check_saved_list(saved.get("windows"), "windows", len(self.windows))):
             window.load_state_dict(its)
+        # After its windows, whose batches the loop does not count again.
+        if isinstance(self.step, Accumulator):
+            self.step.window.load_state_dict(saved["loop"])
 
     def described(self, path: Path, places: Sequence[PassPlace], extra: dict[str, Json]) -> SavedState:
         """Return the description of a state that has the current counts of the step."""
