@@ -150,7 +150,7 @@ class LossCheck:
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
         """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it.
 
-        Of the last cut, if the losses show nothing, the gradients can be compared as well.
+        If the losses show nothing, the gradients of the first cut can be compared as well.
 
         A loss that is right op by op is right in a graph, and needs no compilation. Anything else is measured as the
         training runs the network. Several processes do that at once: an error of one would leave the others alone.
@@ -199,7 +199,9 @@ class LossCheck:
             # Halves of the same loss may hide that they count differently.
             shows = split.spread(self.network.weighted) > self.tolerance_of(split)
             doubtful += [(cut, shows)] if not shows or (gradient and cut is cuts[0]) else []
-        if finding is None and doubtful and not self.several and self._can_differentiate():
+        # Where random numbers are drawn out of training, too, the noise of a gradient is not known.
+        is_exact = self.evaluated is _AS_IN_TRAINING and not self.several
+        if finding is None and doubtful and is_exact and self._can_differentiate():
             findings = (self._judge_gradient(state, cut, shows) for cut, shows in doubtful)
             finding = next(filter(None, findings), None)
         return finding
