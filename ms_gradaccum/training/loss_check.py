@@ -176,7 +176,8 @@ class LossCheck:
         """Measure with the cells of these names in evaluation mode."""
         self.evaluated = evaluated
         try:
-            with kept(self.network.network, self._is_copied) as state:
+            # An infinite loss or gradient is found by others, and one beyond 16 bits is no error.
+            with kept(self.network.network, self._is_copied) as state, np.errstate(all="ignore"):
                 state.evaluate(evaluated)
                 return self._judge_all(state, cuts, parts, gradient)
         except Exception as error:
@@ -247,7 +248,10 @@ class LossCheck:
         whole, *parts = (self._gradient(state, rows, rows.size / both.size) for rows in (both, first, second))
         size = max(map(np.linalg.norm, (whole, *parts)))
         miss = float(np.linalg.norm(whole - sum(parts)) / size) if size else 0.0
-        return other_gradient(miss, shows) if miss > max(self.tolerance, _GRADIENT) else None
+        if not miss > max(self.tolerance, _GRADIENT):
+            return None
+        noise = float(np.linalg.norm(whole - self._gradient(state, both, 1.0)) / size)
+        return None if miss <= _DRAWS * noise else other_gradient(miss, shows)
 
     def _gradient(self, state: KeptState, rows: Rows, share: float) -> Array:
         """Return sums over the gradient that rows with a share of a batch have in training."""

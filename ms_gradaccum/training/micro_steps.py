@@ -34,6 +34,8 @@ from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_mo
 from ms_gradaccum.training.settings import StepSettings
 
 _MANY_STRUCTURES = 8
+# Batches of any size would fill the memory.
+_MANY_STARTS = 256
 _rows_of = operator.itemgetter(0)
 _LOGGER = logging.getLogger("ms_gradaccum")
 
@@ -112,6 +114,8 @@ class MicroSteps:
         for rows, tensors in micro_batches:
             key = start, rows, batch_rows
             if key not in self.starts:
+                if len(self.starts) == _MANY_STARTS:
+                    self.starts.clear()
                 self.starts[key] = start.tensors(rows, batch_rows)
             inputs.append((rows, (*self.starts[key], *tensors)))
         return self._run_all([step] * (count - 1) + [last], inputs, args, kwargs)

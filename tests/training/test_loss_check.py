@@ -372,6 +372,26 @@ def test_a_loss_that_is_added_in_the_backward_pass_is_told_as_well(eager):
     assert [len(said_by(lambda: step(Tensor(X), Tensor(Y)))) for _ in range(3)] == [0, 1, 0]
 
 
+def test_a_gradient_that_draws_random_numbers_is_no_finding(eager):
+    def noisy(self, x, y):
+        out = self.net(x)
+        noise = (out * ops.standard_normal(out.shape)).mean()
+        return (out - y).square().mean() + noise - ops.stop_gradient(noise)
+
+    step = step_of(Of(noisy))
+    assert [said_by(lambda: step(Tensor(X), Tensor(Y))) for _ in range(2)] == [[], []]
+
+
+@pytest.mark.parametrize("size", [1e6, 1e38])
+def test_a_large_loss_leaves_no_warning_of_numpy(size, eager):
+    step = step_of(Of(lambda self, x, y: size * self.net(x).square().mean()), learning_rate=0.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(Tensor(1e3 * X), Tensor(Y))
+    assert [each for each in caught if each.category is RuntimeWarning] == [] == said_in(caught)
+
+
 def test_no_hook_of_the_backward_pass_is_called(eager):
     seen = {True: 0, False: 0}
     for check_loss in seen:

@@ -8,6 +8,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from step_probe import KeepGradients, Weights, changed, keeping_step, number, tensors, values_of
 
 from ms_gradaccum import ClipByGlobalNorm, ClipByValue, GradAccumulation, StepOutput, TrainOneStepCell
+from ms_gradaccum.training import micro_steps
 
 
 def toy_step(micro_size=1, learning_rate=0.02, make_optimizer=sgd, **settings):
@@ -51,6 +52,15 @@ def test_a_diary_of_two_windows(mode):
     output = step(*two)
     assert diary() == (1.5, 0, 0, 0, 0)
     assert (number(output.updated), number(output.loss), number(output.weight)) == (True, 2.5, 2)
+
+
+def test_batches_of_many_sizes_do_not_fill_the_memory(eager, monkeypatch):
+    monkeypatch.setattr(micro_steps, "_MANY_STARTS", 3)
+    _, step = toy_step(learning_rate=0.0, micro_size=2, check_loss=False)
+    for size in range(2, 9):
+        # The mean of 4 * x * x over 1 to size.
+        assert number(step(*rows(1, size)).loss) == pytest.approx(4 * (size + 1) * (2 * size + 1) / 6, rel=1e-6)
+        assert 0 < len(step.body.window.micro_steps.starts) <= 3
 
 
 # Wrong ways end elsewhere: the sum of the micro batches at 8.16, an update for each at 1.75052, an update one
