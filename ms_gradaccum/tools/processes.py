@@ -141,8 +141,13 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: end_with_parent(signal.SIGINT),
+                preexec_fn=self._end_with_parent,
             )
+
+    def _end_with_parent(self) -> None:
+        # msrun ends its processes. A program in the background of a script ignores the signal, and would hand that on.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_with_parent(signal.SIGINT if self.count > 1 else signal.SIGKILL)
 
     def __enter__(self: _Kind) -> _Kind:
         return self
@@ -199,8 +204,10 @@ class Job:
         return failed[-_LAST_WORDS:]
 
     def _kill(self) -> None:
-        self.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        # Those of other groups.
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if self.mark.items() <= process.environ().items():

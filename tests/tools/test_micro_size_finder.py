@@ -30,6 +30,7 @@ from refusal import raises
 from ms_gradaccum import find_micro_size
 from ms_gradaccum.__main__ import main
 from ms_gradaccum.backend.compiled import execution_mode
+from ms_gradaccum.tools.processes import Job
 
 FOLDER = Path(__file__).parents[1] / "support"
 ROOT = FOLDER.parents[1]
@@ -233,6 +234,40 @@ def test_a_child_ends_with_its_parent(tmp_path):
     while time.monotonic() < deadline and runs(child):
         time.sleep(0.05)
     assert not runs(child)
+
+
+JOBS = """
+import os
+import signal
+from ms_gradaccum.tools.processes import Job
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # As in a script's background.
+for count in (1, 2):
+    print(Job("a test", count, "A_TEST_OF_JOBS", "time:sleep", {}).process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_job_ends_with_a_program_that_is_killed_before_its_processes_have_begun(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with run_script(tmp_path, JOBS) as program:
+        jobs = [int(line) for line in program.communicate(timeout=300)[0].split()]
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and any(map(runs, jobs)):
+        time.sleep(0.05)
+    alive = [job for job in jobs if runs(job)]
+    for job in alive:
+        os.kill(job, signal.SIGKILL)
+    assert len(jobs) == 2 and alive == []
+
+
+def test_what_a_process_of_a_job_has_started_ends_with_it_without_its_environment_too():
+    with Job("a test", 1, "A_TEST_OF_JOBS", "started_processes:start_another", {}) as job:
+        (report,) = job.wait(300, str)
+        assert runs(report["started"])
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and runs(report["started"]):
+        time.sleep(0.05)
+    assert not runs(report["started"])
 
 
 def runs(process):
