@@ -481,7 +481,7 @@ def test_random_numbers_do_not_hide_a_sum(reduction, count, network_mode):
         error, kl = (z - y).square(), mean.square() + log_var.exp() - log_var
         return error.sum() + kl.sum() if reduction == "sum" else error.mean() + kl.mean()
 
-    ms.set_seed(1)
+    ms.set_seed(3)
     step = step_of(Of(vae, out=6), learning_rate=1e-3)
     said = said_by(lambda: [step(Tensor(X), Tensor(Y)) for _ in range(2)])
     assert [NAME in each for each in said] == [True] * count
