@@ -53,7 +53,11 @@ _Losses = Literal["sum", "first"]
 
 def _of_network(name: str) -> Callable[..., object]:
     """Return a method that registers a hook on the network, since a batch does not go through the cell around it."""
-    return lambda self, *hooks, **settings: getattr(self.network, name)(*hooks, **settings)
+
+    def register(self: nn.Cell, *hooks: Callable[..., object], **settings: object) -> object:
+        return getattr(self.network, name)(*hooks, **settings)
+
+    return register
 
 
 class GradAccumulation(Settled, nn.Cell):

@@ -180,7 +180,7 @@ def test_nothing_outlives_the_command(tmp_path, how):
     # What is started in the background would ignore a Ctrl-C.
     settings = {"stderr": subprocess.PIPE, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     with subprocess.Popen(command, env=environment, text=True, **settings) as process:
-        while not told.exists():
+        while not (told.exists() and told.read_text()):
             assert process.poll() is None
             time.sleep(0.2)
         children = [int(line) for line in told.read_text().split()]
