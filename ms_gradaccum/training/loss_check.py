@@ -30,7 +30,7 @@ _ORDERS = 10
 # By how many standard deviations of a loss that draws random numbers it must miss, how many draws tell these, and when
 # they are too much to say anything.
 _DRAWS = 10
-_TOO_RANDOM = 0.25
+_TOO_RANDOM = 0.5
 _REPEATS = 8
 # A gradient has cancelled more than its loss. Of each parameter's gradient some sums with random signs are compared,
 # and at most so many rows are differentiated: op by op they may take more memory than in a graph.
