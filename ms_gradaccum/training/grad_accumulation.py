@@ -24,14 +24,7 @@ from ms_gradaccum._checks import (
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
 from ms_gradaccum.batch.nested_inputs import how_to_name
-from ms_gradaccum.batch.split import (
-    BatchAxis,
-    SplitBatch,
-    check_batch_axis,
-    split_batch,
-    split_shapes,
-    spread_axes,
-)
+from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes, spread_axes
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.convert_network import in_precision
