@@ -45,16 +45,19 @@ class Rows(NamedTuple):
         """Return the rows in these places."""
         return self._replace(places=tuple(self.places[place] for place in places))
 
-    def cut(self, most: int, number: int, mixed: bool) -> tuple["Rows", "Rows", "Rows"]:
-        """Return at most so many rows and their halves, others for each number.
+    def cuts(self, most: int, number: int) -> "tuple[Cut, Cut]":
+        """Return at most so many rows and their halves, others for each number, and such halves that are mixed.
 
         The rows are those that differ most in what fills them up: padding, ignored labels and the zeros of a mask are
-        the smallest or the largest value of a tensor. Full and empty ones are in different halves, or ``mixed``. Halves
+        the smallest or the largest value of a tensor. Full and empty ones are in different halves, or mixed. Halves
         have as many rows as each other, so that two lengths do for a graph that takes no others.
         """
-        half = min(most, self.size) // 2
         filled = sum(_filled(*pair, self.size) for pair in zip(self.sources, self.axes))
         order = np.argsort(filled, kind="stable")
+        return self._cut(most, number, order, False), self._cut(most, number, order, True)
+
+    def _cut(self, most: int, number: int, order: Array, mixed: bool) -> "Cut":
+        half = min(most, self.size) // 2
         begin = number % (self.size // (2 * half)) * half
         low, high = order[begin : begin + half], order[self.size - begin - half : self.size - begin]
         if mixed and half == 1:

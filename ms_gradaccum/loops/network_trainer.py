@@ -211,10 +211,14 @@ def chosen_of(networks: Sequence[TrainedNetwork], network: nn.Cell | None) -> Se
     return chosen
 
 
-def only_of(networks: Sequence[TrainedNetwork], network: nn.Cell | None) -> TrainedNetwork:
+def only_of(
+    networks: Sequence[TrainedNetwork],
+    network: nn.Cell | None,
+    owner: str = _OWNER,
+    remedy: str = "Say which one: backward(*batch, network=loss_cell).",
+) -> TrainedNetwork:
     """Return the one that trains ``network``, or the only one for None."""
     chosen = chosen_of(networks, network)
     if len(chosen) > 1:
-        remedy = "Say which one: backward(*batch, network=loss_cell)."
-        raise ValueError(argument_error(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
+        raise ValueError(argument_error(owner, "network", f"one of the {len(chosen)} networks", None, remedy))
     return chosen[0]

@@ -144,7 +144,8 @@ class LossCheck:
         """Return why the loss cannot be trained in so many parts, as far as these rows show it."""
         most, number = max(-(-rows.size // parts), 2), (self.batches - 1).bit_length()
         # Halves of unlike rows tell why a loss misses. What rows of one class do together shows in mixed halves.
-        cuts = [rows.cut(most, number, mixed) for mixed in (self.network.weighted, not self.network.weighted)]
+        unlike, mixed = rows.cuts(most, number)
+        cuts = (mixed, unlike) if self.network.weighted else (unlike, mixed)
         return self.measure_cuts(cuts, parts, gradient=number == 1 and not self.half)
 
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:

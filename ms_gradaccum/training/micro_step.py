@@ -260,15 +260,13 @@ class EagerMicroStep:
         self.inputs = (share, *unflatten(self.structure, tensors))
         if self.forgets_passes:
             forget_passes()
-        if self.reducer.comes_reduced:
-            self.reducer.begin_micro_batch(self.is_last)
+        self.reducer.begin_micro_batch(self.is_last)
         try:
             with op_by_op():
                 (_, *values), grads = ops.value_and_grad(self._forward, None, self.parameters, has_aux=True)()
         finally:
             self.inputs = ()
-        if self.reducer.comes_reduced:
-            self.reducer.end_micro_batch()
+        self.reducer.end_micro_batch()
         try:
             outputs: tuple[Tensor, ...] = self.adding(factor, *values, *(grads if self.adds_grads else ()))
             return outputs

@@ -1,5 +1,6 @@
 """The micro steps of a network's batches, compiled or op by op, depending on MindSpore's mode."""
 
+import functools
 import logging
 import operator
 from collections.abc import Hashable, Sequence
@@ -75,7 +76,7 @@ class MicroSteps:
         # The keys say whether the sums are reduced.
         self.eager: dict[bool, EagerMicroStep] = {}
         # The first inputs of a micro step by the backward start, its rows and those of its batch.
-        self.starts: dict[tuple[BackwardStart, int, int], tuple[Tensor, Tensor]] = {}
+        self.starts = functools.lru_cache(_MANY_STARTS)(BackwardStart.tensors)
         self.comes_reduced = reducers[0].comes_reduced
         # True if other ranks can have more micro batches in a batch.
         self.waits_for_others = reducers[0].several or self.comes_reduced
@@ -110,14 +111,7 @@ class MicroSteps:
         count = len(micro_batches)
         self.rounds = self.reducers[0].max_micro_batches(count) if self.waits_for_others else count
         last = self._micro_step(structure, micro_batches, eager, True)[0] if reduces else step
-        inputs = []
-        for rows, tensors in micro_batches:
-            key = start, rows, batch_rows
-            if key not in self.starts:
-                if len(self.starts) == _MANY_STARTS:
-                    self.starts.clear()
-                self.starts[key] = start.tensors(rows, batch_rows)
-            inputs.append((rows, (*self.starts[key], *tensors)))
+        inputs = [(rows, (*self.starts(start, rows, batch_rows), *tensors)) for rows, tensors in micro_batches]
         return self._run_all([step] * (count - 1) + [last], inputs, args, kwargs)
 
     def _run_all(

@@ -81,9 +81,8 @@ class HostDrivenStep(Step):
         return self._end_batch(batches)
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
-        if self.window.several:
-            self.window.note_batch(batch)
-            self.window.compare_ranks()
+        self.window.note_batch(batch)
+        self.window.compare_ranks()
         if self.is_unmeasured:
             self.is_unmeasured = False
             self.window.micro_steps.measure_loss(batch, {})

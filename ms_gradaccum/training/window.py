@@ -130,8 +130,7 @@ class Window:
         finally:
             self._in_use.release()
         self.is_reduced = reduces and self.reducers[0].overlaps
-        if self.several:
-            self.note_batch((args, kwargs))
+        self.note_batch((args, kwargs))
         return outputs
 
     def _end_failed(self, error: BaseException, reduces: bool) -> None:
@@ -147,13 +146,13 @@ class Window:
             self.micro_steps.take_part()
 
     def note_batch(self, inputs: object) -> None:
-        """Note the first batch of this rank, of several."""
-        if self.first_batch is None:
+        """Note the first batch of this rank, if there are several."""
+        if self.several and self.first_batch is None:
             self.first_batch = hash_of(inputs)
 
     def compare_ranks(self) -> None:
         """Warn, once, if ranks have begun with the same batch. Collective: also for those without a batch."""
-        if not self.has_compared:
+        if self.several and not self.has_compared:
             self.has_compared = True
             warn_of_same_data(self.owner, self.first_batch or b"")
 
@@ -216,8 +215,7 @@ class Window:
         if not self.has_loss:
             report = report._replace(loss=None)
         self.reset()
-        if self.several:
-            self.compare_ranks()
+        self.compare_ranks()
         return report
 
     def _check_rates(self) -> None:

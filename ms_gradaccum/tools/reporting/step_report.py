@@ -15,7 +15,7 @@ from ms_gradaccum.backend.optimizers import inner_optimizer
 from ms_gradaccum.backend.tensors import chunks_of
 from ms_gradaccum.gradients.clipping import global_norm
 from ms_gradaccum.loops.accumulator import Accumulator
-from ms_gradaccum.loops.network_trainer import chosen_of
+from ms_gradaccum.loops.network_trainer import only_of
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput, check_output
@@ -212,8 +212,5 @@ def _window_of(train_step: object, network: nn.Cell | None) -> Window | Step:
     if not isinstance(train_step, Accumulator):
         rule, remedy = "a TrainOneStepCell or an Accumulator", "For a Model, give model.train_network."
         raise TypeError(argument_error(_OWNER, "train_step", rule, typed(train_step), remedy))
-    chosen = chosen_of(train_step.windows, network)
-    if len(chosen) > 1:
-        remedy = "Build a reporter for each: StepReporter(accumulator, network=loss_cell)."
-        raise ValueError(argument_error(_OWNER, "network", f"one of the {len(chosen)} networks", None, remedy))
-    return chosen[0]
+    remedy = "Build a reporter for each: StepReporter(accumulator, network=loss_cell)."
+    return only_of(train_step.windows, network, _OWNER, remedy)
