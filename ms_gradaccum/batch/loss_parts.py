@@ -47,27 +47,29 @@ def relative(difference: float, losses: Sequence[Loss]) -> float:
     return abs(difference) / scale if scale else 0.0
 
 
-class Split(NamedTuple):
-    """The losses of some rows and of their two parts."""
+class Split(tuple[Loss, ...]):
+    """The losses of some rows and of their parts."""
 
-    whole: Loss
-    first: Loss
-    second: Loss
+    __slots__ = ()
+
+    @property
+    def whole(self) -> Loss:
+        """The loss of all rows."""
+        return self[0]
 
     @property
     def expected(self) -> float:
         """The mean of the parts, weighted by their rows."""
-        _, first, second = self
-        return (first.value * first.weight + second.value * second.weight) / (first.weight + second.weight)
+        return sum(part.value * part.weight for part in self[1:]) / sum(part.weight for part in self[1:])
 
     def larger_first(self) -> "tuple[int, int]":
-        """Return the indices of the parts, the one with the larger loss first: an empty part may have a loss of 0."""
-        return (1, 2) if abs(self.first.value) >= abs(self.second.value) else (2, 1)
+        """Return the indices of two parts, the one with the larger loss first: an empty part may have a loss of 0."""
+        return (1, 2) if abs(self[1].value) >= abs(self[2].value) else (2, 1)
 
     @property
     def total(self) -> float:
         """The sum of the parts."""
-        return self.first.value + self.second.value
+        return sum(part.value for part in self[1:])
 
     def misses(self, predicted: float) -> float:
         """Return the difference of the whole from a prediction, relative to the largest of the losses."""
@@ -75,15 +77,15 @@ class Split(NamedTuple):
 
     def misses_weight(self) -> float:
         """Return the relative difference of the sum of the parts' weights from the weight of the whole."""
-        whole, first, second = (loss.weight for loss in self)
-        scale = max(abs(whole), abs(first), abs(second))
-        return abs(whole - first - second) / scale if scale else 0.0
+        whole, *parts = (loss.weight for loss in self)
+        scale = max(map(abs, (whole, *parts)))
+        return abs(whole - sum(parts)) / scale if scale else 0.0
 
     def spread(self, weighted: bool) -> float:
-        """Return the difference of the means of the two parts, relative to the larger one."""
+        """Return the largest difference of the means of the parts, relative to the largest one."""
         means = [loss.value / loss.weight if weighted and loss.weight else loss.value for loss in self[1:]]
         scale = max(map(abs, means))
-        return abs(means[0] - means[1]) / scale if scale else 0.0
+        return (max(means) - min(means)) / scale if scale else 0.0
 
 
 class Finding(NamedTuple):
@@ -162,7 +164,7 @@ def other_gradient(miss: float, shows: bool) -> Finding:
 
 def _lies_between(split: Split, tolerance: float) -> bool:
     """Return whether the whole can be a weighted mean of its parts."""
-    low, high = sorted((split.first.value, split.second.value))
+    low, high = sorted(part.value for part in split[1:3])
     slack = tolerance * max(abs(low), abs(high))
     return low - slack <= split.whole.value <= high + slack
 

@@ -45,16 +45,19 @@ class Rows(NamedTuple):
         """Return the rows in these places."""
         return self._replace(places=tuple(self.places[place] for place in places))
 
-    def cuts(self, most: int, number: int) -> "tuple[Cut, Cut]":
-        """Return at most so many rows and their halves, others for each number, and such halves that are mixed.
+    def cuts(self, most: int, number: int) -> "tuple[Cut, Cut, Cut | None]":
+        """Return at most so many rows with their halves, with mixed halves, and with three parts; others by number.
 
         The rows are those that differ most in what fills them up: padding, ignored labels and the zeros of a mask are
         the smallest or the largest value of a tensor. Full and empty ones are in different halves, or mixed. Halves
-        have as many rows as each other, so that two lengths do for a graph that takes no others.
+        have as many rows as each other, so that two lengths do for a graph that takes no others. The three parts are a
+        mixed half and what the other one has of each half; None if there are too few rows.
         """
         filled = sum(_filled(*pair, self.size) for pair in zip(self.sources, self.axes))
         order = np.argsort(filled, kind="stable")
-        return self._cut(most, number, order, False), self._cut(most, number, order, True)
+        unlike, mixed = self._cut(most, number, order, False), self._cut(most, number, order, True)
+        rest = [self._replace(places=tuple(p for p in mixed[2].places if p in half.places)) for half in unlike[1:]]
+        return unlike, mixed, (*mixed[:2], *rest) if all(part.size for part in rest) else None
 
     def _cut(self, most: int, number: int, order: Array, mixed: bool) -> "Cut":
         half = min(most, self.size) // 2
@@ -77,8 +80,8 @@ class Rows(NamedTuple):
         return self._replace(sources=tuple(_joined(*pair) for pair in pairs), places=places)
 
 
-# Rows and their halves.
-Cut = tuple[Rows, Rows, Rows]
+# Rows and their parts.
+Cut = tuple[Rows, ...]
 
 
 def _taken(tensor: Tensor, axis: int | None, places: Sequence[int]) -> Tensor:

@@ -144,14 +144,16 @@ class LossCheck:
         """Return why the loss cannot be trained in so many parts, as far as these rows show it."""
         most, number = max(-(-rows.size // parts), 2), (self.batches - 1).bit_length()
         # Halves of unlike rows tell why a loss misses. What rows of one class do together shows in mixed halves.
-        unlike, mixed = rows.cuts(most, number)
-        cuts = (mixed, unlike) if self.network.weighted else (unlike, mixed)
+        unlike, mixed, three = rows.cuts(most, number)
+        cuts = [mixed, unlike] if self.network.weighted else [unlike, mixed]
+        # Three parts that add up take fewer passes than the halves of two cuts, which tell why others do not.
+        cuts[:0] = [three] if three is not None and not self.several else []
         return self.measure_cuts(cuts, parts, gradient=number == 1 and not self.half)
 
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
-        """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it.
+        """Return why the loss cannot be trained in so many parts, as the first of these cuts in halves that shows it.
 
-        If the losses show nothing, the gradients of the first cut can be compared as well.
+        They may follow a cut in three parts. If the losses show nothing, gradients can be compared as well.
 
         A loss that is right op by op is right in a graph, and needs no compilation. Anything else is measured as the
         training runs the network. Several processes do that at once: an error of one would leave the others alone.
@@ -191,11 +193,15 @@ class LossCheck:
         finding: Finding | None = None
         known: dict[tuple[int, ...], Loss] = {}
         doubtful: list[tuple[Cut, bool]] = []
+        if len(cuts[0]) > 3:
+            three, *cuts = cuts
+            if self.eager and self._adds_up(Split(map(loss, three))):
+                cuts, doubtful = [], [(cuts[0], True)] if gradient else []
         for cut in cuts:
             if finding is not None and not self.several:
                 break
             whole = loss(cut[0]) if self.several else known.get(cut[0].places) or loss(cut[0])
-            split = Split(whole, loss(cut[1]), loss(cut[2]))
+            split = Split((whole, loss(cut[1]), loss(cut[2])))
             found, known[cut[0].places] = self._judge(loss, cut, split, parts), whole
             finding = finding or found
             # Halves of the same loss may hide that they count differently.
@@ -207,6 +213,11 @@ class LossCheck:
             findings = (self._judge_gradient(state, cut, shows) for cut, shows in doubtful)
             finding = next(filter(None, findings), None)
         return finding
+
+    def _adds_up(self, split: Split) -> bool:
+        """Return whether a loss is that of its parts, which differ."""
+        tolerance, weighted = self.tolerance_of(split), self.network.weighted
+        return judge(split, weighted, tolerance, 1) is None and split.spread(weighted) > tolerance
 
     def _judge(self, loss: Callable[[Rows], Loss], cut: Cut, split: Split, parts: int) -> Finding | None:
         tolerance, weighted = self.tolerance_of(split), self.network.weighted
