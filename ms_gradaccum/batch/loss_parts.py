@@ -170,4 +170,4 @@ def _lies_between(split: Split, tolerance: float) -> bool:
 
 
 def _percent(miss: float) -> str:
-    return f"{100 * miss:.{1 if miss < 0.1 else 0}f} %"
+    return f"{100 * miss:.2g} %" if miss < 0.1 else f"{100 * miss:.0f} %"
