@@ -281,8 +281,8 @@ def warn(message: str) -> None:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error message, or the name of the error's type."""
     lines = (line.strip() for line in str(error).splitlines())
-    # MindSpore frames its headings with lines of dashes.
-    return next((line for line in lines if line.strip("-")), type(error).__name__)
+    # MindSpore frames its headings, as "- Kernel error:", with lines of dashes.
+    return next((line for line in lines if line.strip("-") and not line.startswith("- ")), type(error).__name__)
 
 
 def counted(number: int, noun: str) -> str:

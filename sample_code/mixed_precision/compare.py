@@ -1,8 +1,8 @@
 """Check that a run of the sample in half precision is as good as one in float32, and draw both.
 
-    python compare.py fp32.jsonl fp16.jsonl PLOT.png
+    python compare.py FOLDER PLOT.png
 
-The files are those of train.py --metrics. The plot needs matplotlib.
+FOLDER holds fp32.jsonl and fp16.jsonl of train.py --metrics, or a folder with them per seed. The plot needs matplotlib.
 """
 
 import json
@@ -48,9 +48,10 @@ def compare(full, half):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
+    if len(sys.argv) != 3:
         sys.exit(__doc__)
-    full, half = map(Path, sys.argv[1:3])
-    compare(full, half)
-    draw_runs({file.stem: read_run(file) for file in (full, half)}, sys.argv[3], "precision", tolerance=None)
-    print(f"Plot: {sys.argv[3]}")
+    files = {name: sorted(Path(sys.argv[1]).rglob(f"{name}.jsonl")) for name in ("fp32", "fp16")}
+    for pair in zip(*files.values()):
+        compare(*pair)
+    draw_runs({name: list(map(read_run, runs)) for name, runs in files.items()}, sys.argv[2], "precision", None)
+    print(f"Plot: {sys.argv[2]}")

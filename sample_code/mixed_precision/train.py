@@ -29,6 +29,7 @@ parser.add_argument("--precision", default="fp16", help="fp32, fp16, fp16_apex, 
 parser.add_argument("--growth-interval", type=int, help="of fp16: updates until the loss scale doubles (2000)")
 parser.add_argument("--batch-size", type=int, default=32, help="images of a batch")
 parser.add_argument("--accumulation-steps", type=int, default=4, help="batches of an update")
+parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--warmup", type=int, default=50, help="updates until the learning rate is at its peak")
 parser.add_argument("--peak", type=float, default=2e-3, help="largest learning rate")
@@ -41,7 +42,7 @@ if settings.growth_interval and settings.precision != "fp16":
 
 ms.set_context(mode=ms.GRAPH_MODE)
 ms.set_device(os.getenv("DEVICE_TARGET", "CPU"))
-ms.set_seed(1)
+ms.set_seed(settings.seed)
 
 
 def read_images(folder, usage):

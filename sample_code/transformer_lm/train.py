@@ -28,6 +28,7 @@ PADDING = -100
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--batch-size", type=int, default=8, help="rows of a batch, on each process")
 parser.add_argument("--accumulation-steps", type=int, default=4, help="batches of an update, on each process")
+parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--lines", type=int, help="train on the first lines of the play alone")
@@ -37,7 +38,7 @@ settings = parser.parse_args()
 
 ms.set_context(mode=ms.GRAPH_MODE)
 ms.set_device(os.getenv("DEVICE_TARGET", "CPU"))
-ms.set_seed(1)
+ms.set_seed(settings.seed)
 
 rank, rank_size = 0, 1
 if os.getenv("MS_ROLE"):  # started by msrun
@@ -88,7 +89,7 @@ optimizer = nn.Adam(net.trainable_params(), 3e-3)
 loss_cell = MeanLoss(net) if settings.mean_of_means else TokenMeanLoss(net, ignore_index=PADDING)
 accumulator = Accumulator(loss_cell, optimizer, settings.accumulation_steps)
 
-random = np.random.default_rng(1)  # the same lines in the same order on all processes
+random = np.random.default_rng(settings.seed)  # the same lines in the same order on all processes
 losses = []
 for epoch in range(settings.epochs):
     for batch in accumulator.prepare(create_dataset(random.permutation(len(tokens)))):
