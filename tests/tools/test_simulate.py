@@ -124,7 +124,7 @@ def test_a_step_that_nothing_partitions_is_refused(tmp_path):
     [
         (ValueError("For 'GradAccumulation', one.\nAnd a hint."), "For 'GradAccumulation', one.\nAnd a hint."),
         (
-            RuntimeError("one\n----\ntwo"),
+            RuntimeError("----\n- Kernel error:\n----\none\n----\ntwo"),
             "For 'simulate', what 'build' returns must compile and run, but rank 0 got RuntimeError: one",
         ),
     ],
