@@ -46,6 +46,12 @@ def argument_error(owner: str, name: str, rule: str, value: object, remedy: str)
     return f"For '{owner}', the argument '{name}' must be {rule}, but got {value}. {remedy}"
 
 
+def require(holds: object, owner: str, name: str, rule: str, value: object, remedy: str) -> None:
+    """Raise a ValueError unless an argument follows the rule."""
+    if not holds:
+        raise ValueError(argument_error(owner, name, rule, value, remedy))
+
+
 def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
     """Raise for unknown keyword arguments, and suggest the right names."""
     if not arguments:

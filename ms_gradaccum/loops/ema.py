@@ -1,14 +1,14 @@
 """Exponential averages of the parameters, which are parameters of the training step."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, argument_error, check_bool, check_number, typed
+from ms_gradaccum._checks import Settled, argument_error, check_bool, check_number, require, typed
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.kernels import add_in_place
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, copy_after
@@ -25,14 +25,10 @@ def _move_one(share: Tensor, average: Parameter, weight: Parameter) -> Tensor:
 
 
 class Averages(nn.Cell):
-    """The averages of parameters of a network.
+    """The averages of the parameters of a network, in float32, and the number of updates that they include."""
 
-    Attributes:
-        parameters: The whole parameters of the network.
-        values: Their averages, in float32.
-        updates: Number of updates that the averages include.
-        kept: The parameters' values while the averages are in the network; empty otherwise.
-    """
+    # The parameters' values while the averages are in the network; empty otherwise.
+    kept: tuple[Tensor, ...] = ()
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
@@ -42,7 +38,6 @@ class Averages(nn.Cell):
         self.init_parameters_data()
         self.chunks = chunks_of([value.size for value in self.values])
         self.map = ops.HyperMap()
-        self.kept: tuple[Tensor, ...] = ()
         self.run = Compiled(lambda: self, _OWNER, "the averages")
 
     def construct(self, least: Tensor, growth: Tensor, rate: Tensor) -> Tensor:
@@ -64,12 +59,26 @@ class Averages(nn.Cell):
         if self.count() == 0:
             _assign(self.values, self.parameters)
 
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Replace the parameters in the network by the averages inside this context."""
+        self.check_not_swapped(_OWNER, "swapped() must begin")
+        self.begin()
+        # Tensors, since parameters would be the step's. A tensor of a parameter shares its memory: of a copy, then.
+        self.kept = tuple(Tensor(parameter.copy()) for parameter in self.parameters)
+        try:
+            _assign(self.parameters, self.values)
+            yield
+        finally:
+            _assign(self.parameters, self.kept)
+            self.kept = ()
+
     def check_not_swapped(self, owner: str, rule: str) -> None:
         """Raise if the averages have replaced the parameters in the network."""
         if self.kept:
             raise RuntimeError(
                 f"For '{owner}', {rule} with the weights, but got the averages of an EMA in their place. "
-                f"Leave 'with ema.swapped():', or call ema.restore(), first."
+                f"Leave 'with ema.swapped():' first."
             )
 
 
@@ -82,11 +91,10 @@ class EMA(Settled, Callback, StatefulCallback):
         d_t = decay \cdot (1 - e^{-t / warmup\_updates}), \qquad ema = d_t \cdot ema + (1 - d_t) \cdot weight
 
     These are the formulas of mindcv and mindone, which always have 2000 `warmup_updates`. :math:`t` counts optimizer
-    updates: batches inside a window and skipped windows move nothing. Averages are float32, and begin as the weights
-    are when the first update begins.
+    updates, not batches nor skipped windows. Averages are float32, and begin as the weights are at the first update.
 
-    The averages are Parameters of the training step, named ``ema.`` and the weight's name, with ``ema.updates`` beside
-    them, and so in its checkpoints and states. Add an EMA before loading one.
+    They are Parameters of the training step, named ``ema.`` and the weight's name, with ``ema.updates`` beside them,
+    and so in its checkpoints and states. Add an EMA before loading one.
 
     ``Model.train`` and ``Model.fit`` take it as a callback. In a loop of your own, give it to ``add_callback`` of the
     :class:`TrainOneStepCell` or the :class:`Accumulator`. Updates inside a graph are not told to callbacks: data sink
@@ -101,8 +109,7 @@ class EMA(Settled, Callback, StatefulCallback):
         trainable_only (bool): Whether only the trainable parameters are averaged, as in mindone, or all of floating
             point, as in mindcv: the statistics of BatchNorm, too. Default: ``True``.
         evaluate (bool): Whether ``Model.fit`` and ``Model.eval`` with this callback evaluate the averages. In
-            `on_eval_end`, callbacks after it in the list see the weights again, those before it the averages.
-            Default: ``True``.
+            `on_eval_end`, callbacks after it in the list see the weights again. Default: ``True``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -136,11 +143,9 @@ class EMA(Settled, Callback, StatefulCallback):
         rule, remedy = "a number between 0 and 1", "0.9999 is usual: an average over some 10000 updates."
         if isinstance(decay, bool) or not isinstance(decay, (int, float)):
             raise TypeError(argument_error(_OWNER, "decay", rule, typed(decay), remedy))
-        if not 0 < decay < 1:
-            raise ValueError(argument_error(_OWNER, "decay", rule, decay, remedy))
+        require(0 < decay < 1, _OWNER, "decay", rule, decay, remedy)
         self.decay = float(decay)
-        remedy = "0 is for a decay that is constant."
-        self.warmup_updates = warmup = check_number(_OWNER, "warmup_updates", warmup_updates, remedy)
+        self.warmup_updates = warmup = check_number(_OWNER, "warmup_updates", warmup_updates, "0 is for no growth.")
         # The share 1 - d_t, in numbers that float32 holds: 1 - decay of a float32 decay would be off by 1e-4 of itself.
         shares = (1.0 - self.decay, self.decay if warmup else 0.0, 1.0 / warmup if warmup else 0.0)
         self._shares = [Tensor(share, ms.float32) for share in shares]
@@ -160,15 +165,16 @@ class EMA(Settled, Callback, StatefulCallback):
         candidates = network.trainable_params() if self.trainable_only else network.get_parameters()
         parameters = [parameter for parameter in candidates if parameter.dtype in mstype.float_type]
         remedy = "Two would have the same names: give the step the EMA that it has, or build another step."
-        _check(there is None, "the only EMA of its training step", "a second one", remedy)
-        got = "one that averages another's weights"
-        _check(own is None, "an EMA of this training step", got, "Build an EMA for each step.")
-        got, remedy = f"{len(windows)} networks", "Build an Accumulator for the network that is averaged."
-        _check(len(windows) == 1, "one for an Accumulator of one network", got, remedy)
-        got, remedy = "AutoParallel, which cuts the weights", "Use DataParallel() or HSDP()."
-        _check(bool(windows[0].reducers), "one for a step that has whole weights", got, remedy)
-        remedy = "Set requires_grad of some, or trainable_only=False."
-        _check(bool(parameters), "one for a network with parameters to average", "0", remedy)
+        require(there is None, _OWNER, "callback", "the only EMA of its training step", "a second one", remedy)
+        rule, got = "an EMA of this training step", "one that averages another's weights"
+        require(own is None, _OWNER, "callback", rule, got, "Build an EMA for each step.")
+        rule, got = "one for an Accumulator of one network", f"{len(windows)} networks"
+        remedy = "Build an Accumulator for the network that is averaged."
+        require(len(windows) == 1, _OWNER, "callback", rule, got, remedy)
+        rule, got = "one for a step that has whole weights", "AutoParallel, which cuts the weights"
+        require(windows[0].reducers, _OWNER, "callback", rule, got, "Use DataParallel() or HSDP().")
+        rule, remedy = "one for a network with parameters to average", "Set requires_grad, or trainable_only=False."
+        require(parameters, _OWNER, "callback", rule, 0, remedy)
         network.init_parameters_data()
         self._averages = step.ema_averages = Averages(parameters)
         self._averages.begin()
@@ -183,50 +189,13 @@ class EMA(Settled, Callback, StatefulCallback):
         """Number of updates that the averages have seen."""
         return self._attached().count()
 
-    def swap(self) -> None:
-        """Put the averages into the network, and keep the weights beside it. :meth:`restore` undoes it.
-
-        Raises:
-            RuntimeError: If they are there already, or it is not the callback of a training step yet.
-        """
-        averages = self._attached()
-        averages.check_not_swapped(_OWNER, "swap() must begin")
-        averages.begin()
-        # Tensors, since parameters would be the step's. A tensor of a parameter shares its memory: of a copy, then.
-        averages.kept = tuple(Tensor(parameter.copy()) for parameter in averages.parameters)
-        try:
-            _assign(averages.parameters, averages.values)
-        except BaseException:
-            self.restore()
-            raise
-
-    def restore(self) -> None:
-        """Put the weights back that :meth:`swap` has kept, exactly as they were.
-
-        Raises:
-            RuntimeError: If the averages are not in the network.
-        """
-        averages = self._attached()
-        if not averages.kept:
-            raise RuntimeError(
-                f"For '{_OWNER}', restore() must follow swap(), but got a network that has its weights. "
-                f"'with ema.swapped():' calls both."
-            )
-        _assign(averages.parameters, averages.kept)
-        averages.kept = ()
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Have the averages in the network inside a ``with``, and the weights after it, also after an exception.
+    def swapped(self) -> AbstractContextManager[None]:
+        """Return a context that has the averages in the network, and the weights after it, also after an exception.
 
         ``mindspore.save_checkpoint(network, ...)`` writes the averages there, under the names of the weights. Training
         inside it, and saving or loading a state, raises a RuntimeError.
         """
-        self.swap()
-        try:
-            yield
-        finally:
-            self.restore()
+        return self._attached().swapped()
 
     def on_micro_batch_begin(self, event: StepEvent) -> None:
         self._attached().check_not_swapped(_OWNER, "the training must go on")
@@ -243,9 +212,13 @@ class EMA(Settled, Callback, StatefulCallback):
         params = run_context.original_args()
         check_told(_OWNER, "ema", params.train_network, self)
         # It would be told only of the last update of a larger sink.
-        if params.get("dataset_sink_mode") and params.get("sink_size") != 1:
-            got, remedy = params.get("sink_size"), "Or train with dataset_sink_mode=False."
-            raise ValueError(argument_error(_OWNER, "sink_size", "1 in data sink mode", got, remedy))
+        if params.get("dataset_sink_mode"):
+            rule, size, remedy = (
+                "1 in data sink mode",
+                params.get("sink_size"),
+                "Or train with dataset_sink_mode=False.",
+            )
+            require(size == 1, _OWNER, "sink_size", rule, size, remedy)
         self._attached().begin()
 
     def on_eval_begin(self, run_context: RunContext) -> None:
@@ -259,7 +232,7 @@ class EMA(Settled, Callback, StatefulCallback):
                 f"Evaluate the Model that trains it, or leave this callback out."
             )
         if not averages.kept:
-            self._evaluation.enter_context(self.swapped())
+            self._evaluation.enter_context(averages.swapped())
 
     def on_eval_end(self, run_context: RunContext) -> None:
         self._evaluation.close()
@@ -279,13 +252,8 @@ class EMA(Settled, Callback, StatefulCallback):
 
 def averages_of(step: object) -> Averages | None:
     """Return the averages of a training step with an EMA, else None."""
-    averages: Averages | None = getattr(step, "ema_averages", None)
-    return averages
-
-
-def _check(is_right: bool, rule: str, got: str, remedy: str) -> None:
-    if not is_right:
-        raise ValueError(argument_error(_OWNER, "callback", rule, got, remedy))
+    found: Averages | None = getattr(step, "ema_averages", None)
+    return found
 
 
 def _assign(targets: Sequence[Parameter], values: Sequence[Tensor]) -> None:
