@@ -419,7 +419,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         All processes must call it.
         """
         check_claims(_OWNER, self.windows)
-        if self.windows[0].reducers[0].most(max(trained.count.read() for trained in self.windows)):
+        if self.windows[0].reducers[0].most(self.window.batches_added):
             return _one_or_all(self.window.flush())
         return None
 

@@ -33,34 +33,29 @@ class LoopWindow(PreparedData):
     """The common window of all networks of a loop.
 
     Attributes:
+        batches: Number of batches in the window, the current one included. The buffers have the number, too.
+        steps: Number of batches that the window shall have; 0 if the next one decides it.
         ends: True if the current batch ends the window.
         updated: True if its update was made.
-        in_batch: True if the program is inside `batch`.
-        steps: Number of batches that the window shall have; 0 if the next one decides it.
         updates: Number of updates made, with `tokens`, the weight of their windows.
-        events: Event dispatcher.
     """
+
+    ends = updated = _has_warned_of_rows = _has_warned_of_open = False
+    batches = steps = updates = 0
+    tokens = 0.0
+    # The open contexts of no_sync(), and whether the current batch has begun inside one.
+    _withheld, _is_withheld = 0, False
+    # The rows of the window's last batch that came without a weight, if known.
+    _rows: int | None = None
 
     def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events) -> None:
         super().__init__()
-        self.networks = networks
-        self.config = config
-        self.events = events
-        self.steps = self.updates = 0
-        self.tokens = 0.0
-        # Batches of the window that are in no buffer: the current one, and those before it that added nothing.
-        self._not_added = 0
-        # The current batch's place in its window: the network that steps first clears its count before the others.
-        self._place = 0
-        self.ends = self.updated = self._is_withheld = self._is_known = False
-        self._withheld = 0
-        # The prepared batches that the current batch has or, as long as it is not known (`_is_known`), is expected to
-        # have, and its rows if it is a piece of one. `_is_withheld`: it is inside no_sync().
+        self.config, self.networks, self.events = config, networks, events
+        # The prepared batches that the current batch has or, as long as it is not known, is expected to have, and its
+        # rows if it is a piece of one.
         self._batches: list[Handed] = []
+        self._is_known = False
         self._piece_rows: float | None = None
-        # The rows of the window's last batch that came without a weight, if known; True once a difference was reported.
-        self._rows: int | None = None
-        self._has_warned_of_rows = self._has_warned_of_open = False
 
     @property
     def is_open(self) -> bool:
@@ -68,9 +63,9 @@ class LoopWindow(PreparedData):
         return any(trained.is_open for trained in self.networks)
 
     @property
-    def batches(self) -> int:
-        """Number of batches in the open window, the current one included. The buffers have it, see `BatchCount`."""
-        return max(trained.count.get() for trained in self.networks) + self._not_added
+    def batches_added(self) -> int:
+        """Number of batches in the buffers, in which compiled functions count, too. It reads from the device."""
+        return max(trained.count.read() for trained in self.networks)
 
     @contextmanager
     def batch(self, join: tuple[bool, int] | None = None) -> Iterator[None]:
@@ -91,18 +86,16 @@ class LoopWindow(PreparedData):
                 self._join_batch()
                 self._end_joined()
             elif self._awaits_batch:
-                self._not_added -= 1
+                self.batches -= 1
                 self.events.batches -= 1
                 self.ends, self._batches = False, []
         finally:
-            self.in_batch, batches = False, self.batches
-            for trained in self.networks:
-                if trained.is_open:
-                    trained.count.set(batches)
-                    self._not_added = 0
-            if was_open and not self.is_open:
+            self.in_batch, is_added = False, any(trained.has_batch for trained in self.networks)
+            if not self.is_open and (was_open or is_added):
                 # An update has ended the window, or a failure that the caller has caught inside.
-                self._not_added = 0
+                self.batches = 0
+            for trained in filter(lambda trained: trained.is_open, self.networks):
+                trained.count.set(self.batches)
             for each in self._batches:
                 each.source.train(each, self._piece_rows, self._is_known)
         if error is None or self.networks[0].goes_on(error):
@@ -114,14 +107,14 @@ class LoopWindow(PreparedData):
 
     def _begin(self, join: tuple[bool, int] | None) -> None:
         check_claims(_OWNER, self.networks)
-        if is_another := any([trained.count.was_changed() for trained in self.networks]):
+        if any([trained.count.was_changed() for trained in self.networks]):
             # Go on in the window of a checkpoint or of a compiled function, as long as one that would begin now.
-            self.ends, self.steps = False, 0
+            self.ends, self.steps, self.batches = False, 0, self.batches_added
         if self.ends and self.is_open:
             remedy = "Call step(), or zero_grad() to throw the window away; a batch in no_sync() ends none."
             raise _disorder("a full window must be followed by step()", "the next batch", remedy)
-        if self.ends or is_another:
-            self._not_added = 0
+        if self.ends:
+            self.batches = 0
         # First: a schedule can refuse, and then nothing has begun.
         self._count_batch([] if join is not None else self.passes.coming(), join)
         for trained in self.networks:
@@ -136,15 +129,14 @@ class LoopWindow(PreparedData):
         end, epoch = join or (any(each.ends_with(each.source.piece_rows) for each in batches), found)
         if self.batches == 0 or self.steps == 0:
             self.steps = self.config.steps_for(epoch, self.updates, self.tokens)
-        self._not_added += 1
-        self._place = self.batches
+        self.batches += 1
         self._is_withheld = self._withheld > 0
         self._find_end(end)
         self._batches, self._is_known, self._piece_rows = batches, False, None
 
     def _find_end(self, end_of_data: bool) -> None:
         """Find out whether the current batch ends the window."""
-        is_full = self._place >= self.steps or (end_of_data and self.config.sync_with_dataloader)
+        is_full = self.batches >= self.steps or (end_of_data and self.config.sync_with_dataloader)
         self.ends = is_full and not self._is_withheld
 
     def recognise(self, inputs: object, rows: float | None = None) -> None:
@@ -168,16 +160,12 @@ class LoopWindow(PreparedData):
         return self.in_batch and not any(trained.has_batch for trained in self.networks)
 
     def _begin_anew(self) -> None:
-        """Begin a window, with the current batch if nothing of it was added to the last one."""
-        self._not_added, self._place = 0, 1
+        """Begin a window, with the current batch or what is still to come of it."""
+        self.batches = 0
         if self._awaits_batch:
             self._count_batch(self._batches)
-
-    def _count_added(self, trained: TrainedNetwork) -> None:
-        """Count the current batch in the window of a network to which it was added."""
-        # It is written at the end of the batch, which may have updated and cleared by then.
-        trained.count.set(self._place, writes=False)
-        self._not_added = 0
+        elif self.in_batch:
+            self.batches = 1
 
     @contextmanager
     def batch_of(self, trained: TrainedNetwork) -> Iterator[None]:
@@ -196,7 +184,8 @@ class LoopWindow(PreparedData):
                 yield
             finally:
                 if trained.has_batch:
-                    self._count_added(trained)
+                    # It is written at the end of the batch, which may have updated and cleared by then.
+                    trained.count.set(self.batches, writes=False)
 
     def checked_weight(self, weight: object) -> float:
         """Return the weight of a batch; warn if it has none and the batch before in its window had other rows."""
@@ -232,7 +221,7 @@ class LoopWindow(PreparedData):
         """Warn, once, if there is an unfinished window."""
         if self.is_open and not (self.in_batch or self._has_warned_of_open):
             self._has_warned_of_open = True
-            warn_of_open(_OWNER, self.batches, when)
+            warn_of_open(_OWNER, self.batches or self.batches_added, when)
 
     def state_dict(self) -> State:
         """Return the state of the loop, as JSON. Its networks and datasets have states of their own."""
@@ -251,8 +240,6 @@ class LoopWindow(PreparedData):
         with all_or_nothing(self):
             for scheduler, its in zip(self.schedulers, schedulers):
                 scheduler.load_state_dict(its)
-        self._not_added = 0
-        self._not_added = max(counts.pop("batches") - self.batches, 0)
         vars(self).update(flags | counts)
 
     def check_between_batches(self, owner: str) -> None:
@@ -286,7 +273,7 @@ class LoopWindow(PreparedData):
 
     def drop(self) -> int:
         """Discard the window and return the number of its batches."""
-        batches = max(trained.count.read() for trained in self.networks)
+        batches = self.batches_added
         for trained in self.networks:
             trained.discard()
         self.ends = False
@@ -308,7 +295,7 @@ class LoopWindow(PreparedData):
         for trained in self.networks:
             if not trained.has_batch:
                 trained.join()
-                self._count_added(trained)
+                trained.count.set(self.batches, writes=False)
 
     def _end_joined(self) -> None:
         """End the window as the other processes do, if the batch ends it."""
