@@ -20,7 +20,7 @@ from ms_gradaccum.backend.kernels import cores, has_kernels
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
-_PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "tensorboardX", "matplotlib")
+_PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "matplotlib")
 _VARIABLES = "DEVICE_ID MS_ROLE MS_WORKER_NUM MS_SCHED_HOST MS_JIT OMP_NUM_THREADS OMP_WAIT_POLICY".split()
 
 

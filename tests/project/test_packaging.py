@@ -32,7 +32,7 @@ METADATA = f"ms_gradaccum-{VERSION}.dist-info"
 # Run from elsewhere and as if no extra were installed, with a loop and what needs the extras.
 PROGRAM = """
 import sys
-sys.modules["matplotlib"] = sys.modules["tensorboardX"] = None
+sys.modules["matplotlib"] = None
 
 from importlib.metadata import version
 from pathlib import Path
@@ -49,15 +49,10 @@ network = nn.Dense(1, 1, weight_init="zeros", has_bias=False)
 x = Tensor(np.arange(1, 9, dtype=np.float32).reshape(8, 1))
 loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 4)
 step = TrainOneStepCell(loss_cell, nn.SGD(network.trainable_params(), 0.02))
-with MetricsLogger("run.jsonl", train_step=step) as logger:
-    logger.log(step(x, 2 * x))
+MetricsLogger("run.jsonl", train_step=step).log(step(x, 2 * x))
 print(Path(ms_gradaccum.__file__).parent, LIBRARY.exists())
 print(version("ms_gradaccum"), ms_gradaccum.__version__)
 print(f"{network.weight.asnumpy().item():.5f}")
-try:
-    MetricsLogger("other.jsonl", "events")
-except ImportError as error:
-    print(str(error).split(". ")[-1])
 sys.stderr = sys.stdout
 print(main(["plot", "run.jsonl"]))
 """
@@ -195,7 +190,7 @@ def test_the_extras_of_the_wheel_are_those_that_the_package_or_its_pages_name(wh
     pages = [*ROOT.glob("ms_gradaccum/**/*.py"), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     named = {names for page in pages for names in re.findall(r"ms_gradaccum\[([\w,]+)\]", page.read_text())}
     named = {name for names in named for name in names.split(",")}
-    assert named == {"plot", "tensorboard", "fusion"} == set(metadata.get_all("Provides-Extra"))
+    assert named == {"plot", "fusion"} == set(metadata.get_all("Provides-Extra"))
 
 
 def metadata_of(wheel):
@@ -218,7 +213,7 @@ def test_links_of_the_description_lead_to_the_published_files_of_the_version(sou
     assert plain.get_all("Project-URL") is None and plain.get_payload().startswith("# ms_gradaccum")
 
 
-@pytest.mark.parametrize("extra", ["plot", "tensorboard", "fusion"])
+@pytest.mark.parametrize("extra", ["plot", "fusion"])
 def test_what_an_extra_asks_for_is_in_the_environment_of_the_tests(wheel, extra):
     asked = [Requirement(text) for text in metadata_of(wheel).get_all("Requires-Dist")]
     asked = [each for each in asked if each.marker and each.marker.evaluate({"extra": extra})]
@@ -229,10 +224,9 @@ def test_what_is_installed_trains_from_elsewhere_and_says_how_to_get_the_extras(
     program = tmp_path / "program.py"  # GRAPH mode reads the source again and needs it in a file
     program.write_text(PROGRAM)
     said, _ = run(program, cwd=tmp_path, PYTHONPATH=str(site))
-    path, version, weight, tensorboard, plot, status = said.splitlines()[-6:]
+    path, version, weight, plot, status = said.splitlines()[-5:]
     place = f"{site / 'ms_gradaccum'} {KERNELS in BUILT_FILES}"
     assert (path, version, weight, status) == (place, f"{VERSION} {VERSION}", "2.04000", "2")
-    assert tensorboard == "Install it with: pip install 'ms_gradaccum[tensorboard]'."
     assert plot.endswith(" Install it with: pip install 'ms_gradaccum[plot]'.")
 
 

@@ -65,7 +65,7 @@ def test_the_workflow_keeps_the_pages_and_the_packages(workflow):
     kept = [step["with"]["path"] for step in steps_of(workflow) if "upload-artifact" in step.get("uses", "")]
     assert kept == ["build/docs", "dist"]
     extras = {extra for step in steps_of(workflow) for extra in re.findall(r"whl\)\[([\w,]+)\]", step.get("run", ""))}
-    assert extras == {"plot,tensorboard,fusion"}
+    assert extras == {"plot,fusion"}
 
 
 def test_the_template_asks_for_the_files_of_commands_that_there_are():

@@ -292,10 +292,9 @@ def test_of_several_networks_each_has_a_reporter():
             "the argument 'peak_memory' must be a bool, but got 1 of type int. The default is False.",
         ),
         (
-            {"weight_norm": True},
-            ValueError,
-            "the argument 'train_step' must be one whose parts are known for weight_norm, but got no train_step. "
-            "Leave weight_norm out, or give the training step.",
+            {"weight_norm": 1},
+            TypeError,
+            "the argument 'weight_norm' must be a bool, but got 1 of type int. The default is False.",
         ),
         (
             {"train_step": "step"},

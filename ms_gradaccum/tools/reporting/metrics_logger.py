@@ -1,4 +1,4 @@
-"""Reports into files, and to other programs that watch a training."""
+"""Reports into a file, and to other programs that watch a training."""
 
 import json
 import os
@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, argument_error, check_bool, check_path, counted, typed, warn
+from ms_gradaccum._checks import Settled, argument_error, check_bool, check_path, typed, warn
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.reporting.step_report import StepReport, StepReporter
@@ -23,18 +23,17 @@ _OWNER = "MetricsLogger"
 
 
 class MetricsLogger(Settled, Callback):
-    """Write a :class:`StepReport` of each update: a line of JSON, and if asked a TensorBoard event file or a call.
+    """Write a :class:`StepReport` of each update as a line of JSON, and hand it on if asked.
 
     In ``Model.train`` and ``Model.fit`` it is a callback, and writes the results of evaluations too. In a loop of your
     own, give it to ``accumulator.add_callback``, or call `log`. All processes must do so; rank 0 writes.
 
     A line is a JSON object with the items of the report, `time` (seconds since 1970) and in a Model `epoch`. An Inf or
-    NaN is ``null``. Each line is in the file when `log` returns, or with a warning later if the disk is full.
+    NaN is ``null``. Each line is in the file when `log` returns; if the disk is full, a warning says so, and the next
+    report writes it too.
 
     Args:
         path (Union[str, os.PathLike]): The file of the lines. Its folder is made if there is none.
-        tensorboard_dir (Union[str, os.PathLike], optional): Folder of event files, which take the package
-            tensorboardX. Default: ``None``.
         log (Callable, optional): Called with a dict from names to numbers and the number of the update, as
             ``wandb.log`` and ``swanlab.log`` are. Default: ``None``.
 
@@ -48,8 +47,7 @@ class MetricsLogger(Settled, Callback):
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If `path` has lines and `append` is False, or an argument is out of range.
-        OSError: If `path` or `tensorboard_dir` cannot be written.
-        ImportError: If `tensorboard_dir` is given, but tensorboardX is not installed.
+        OSError: If `path` cannot be written.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -68,7 +66,6 @@ class MetricsLogger(Settled, Callback):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        tensorboard_dir: str | os.PathLike[str] | None = None,
         log: Callable[[dict[str, float], int], object] | None = None,
         *,
         train_step: TrainOneStepCell | Accumulator | None = None,
@@ -82,20 +79,15 @@ class MetricsLogger(Settled, Callback):
             rule = "a function of a dict and a step, or None"
             raise TypeError(argument_error(_OWNER, "log", rule, typed(log), "Give wandb.log."))
         check_bool(_OWNER, "append", append, "True goes on in a file that has lines.")
-        self._weight_norm = check_bool(_OWNER, "weight_norm", weight_norm, "The default is False.")
-        self._make_reporter = partial(StepReporter, every=every, peak_memory=peak_memory)
+        self._make_reporter = partial(StepReporter, every=every, weight_norm=weight_norm, peak_memory=peak_memory)
         # The step of a Model comes when the training begins.
         self._train_step: object = train_step
-        self._reporter = self._make_reporter(train_step, weight_norm=weight_norm and train_step is not None)
+        self._reporter = self._make_reporter(train_step)
         self._epoch: dict[str, float] = {}
         self._update = 0
-        self._files: list[_JsonLines | _EventFile] = []
-        self._log = None
-        if current_world(_OWNER).rank == 0:
-            self._log = log
-            self._files.append(_JsonLines(path, append))
-            if tensorboard_dir is not None:
-                self._files.append(_EventFile(tensorboard_dir))
+        is_first = current_world(_OWNER).rank == 0
+        self._file = _JsonLines(path, append) if is_first else None
+        self._log = log if is_first else None
         self._is_built = True
 
     def log(self, output: StepOutput | StepReport | None, **extra: SupportsFloat) -> StepReport | None:
@@ -108,11 +100,7 @@ class MetricsLogger(Settled, Callback):
 
         Raises:
             TypeError: If something in `extra` is not a number.
-            ValueError: If `train_step` is missing for `weight_norm`.
         """
-        if isinstance(output, StepOutput) and self._weight_norm and self._train_step is None:
-            remedy = "Give the Accumulator or the TrainOneStepCell."
-            raise ValueError(argument_error(_OWNER, "train_step", "given for weight_norm", None, remedy))
         report = output if isinstance(output, StepReport) else self._reporter.report(output)
         if report is None:
             return None
@@ -124,11 +112,6 @@ class MetricsLogger(Settled, Callback):
         self._write({**report.as_dict(), **numbers}, {**self._epoch, **report.scalars(), **numbers})
         return report
 
-    def close(self) -> None:
-        """Close the files. What is logged after it opens them again."""
-        for file in self._files:
-            file.close()
-
     def on_update_end(self, event: StepEvent) -> None:
         """Log an update that a Model or an Accumulator has made."""
         self.log(event.output)
@@ -138,7 +121,7 @@ class MetricsLogger(Settled, Callback):
         check_told(_OWNER, "logger", train_step, self)
         if train_step is not self._train_step:
             self._train_step = train_step
-            self._reporter = self._make_reporter(train_step, weight_norm=self._weight_norm)
+            self._reporter = self._make_reporter(train_step)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self._epoch = {"epoch": run_context.original_args().cur_epoch_num}
@@ -154,25 +137,10 @@ class MetricsLogger(Settled, Callback):
 
     def on_train_end(self, run_context: RunContext) -> None:
         self._epoch = {}
-        self.close()
-
-    def __exit__(self, *error: object) -> None:
-        # Model.fit calls this after each evaluation, too. After an error in the training on_train_end does not come.
-        if not self._epoch or error[0] is not None:
-            self._epoch = {}
-            self.close()
 
     def _write(self, record: Mapping[str, object], scalars: dict[str, float]) -> None:
-        for file in self._files:
-            try:
-                file.write({**self._epoch, **record}, scalars, self._update)
-            except OSError as error:
-                if not file.has_failed:
-                    warn(
-                        f"For '{_OWNER}', {file.path} cannot be written now ({error.strerror}). The training goes on, "
-                        f"and each further report tries it again."
-                    )
-                file.has_failed = True
+        if self._file is not None:
+            self._file.write({**self._epoch, **record})
         if self._log is not None:
             self._log(scalars, self._update)
 
@@ -180,15 +148,13 @@ class MetricsLogger(Settled, Callback):
 class _JsonLines:
     """A file with one JSON object per line. It is opened for each line, and has it afterwards."""
 
-    has_failed = False
-
     def __init__(self, path: object, append: bool) -> None:
         # Absolute, since the program may change its folder.
         self.path = Path(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
         # Lines that a full disk has refused.
-        self.unwritten = b""
+        self.unwritten, self.has_failed = b"", False
         if self.path.stat().st_size:  # A pipe has none.
             if not append:
                 remedy = "Give another one, delete it, or go on in it with append=True."
@@ -199,74 +165,23 @@ class _JsonLines:
                 # A program that was killed can leave the start of a line.
                 self.unwritten = b"" if file.read() == b"\n" else b"\n"
 
-    def write(self, record: Mapping[str, object], scalars: Mapping[str, float], step: int) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         """Write a line, preceded by lines that could not be written before."""
         # JSON has no Inf and no NaN.
         plain = json.loads(json.dumps({"time": round(time.time(), 3), **record}), parse_constant=lambda name: None)
         self.unwritten += json.dumps(plain).encode() + b"\n"
-        self._flush()
-
-    def close(self) -> None:
-        """Try once more to write the lines that could not be written before, or warn of them."""
         try:
-            self._flush()
-        except OSError:
-            lines = counted(self.unwritten.count(b"\n"), "line")
-            warn(f"For '{_OWNER}', {lines} could not be written to {self.path}.")
-            self.unwritten = b""
-
-    def _flush(self) -> None:
-        while self.unwritten:
-            # Unbuffered, so that it is known what is in the file.
-            with self.path.open("ab", buffering=0) as file:
-                self.unwritten = self.unwritten[file.write(self.unwritten) :]
-
-
-class _EventFile:
-    """TensorBoard event files in a folder: another one after an error, or once the first is closed.
-
-    tensorboardX's SummaryWriter does not write them: its thread ends silently on a full disk, and training would hang.
-    """
-
-    has_failed = False
-
-    def __init__(self, folder: object) -> None:
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto.event_pb2 import Event
-        except ImportError as error:
-            raise ImportError(
-                f"For '{_OWNER}', the argument 'tensorboard_dir' takes the package tensorboardX, but got: {error}. "
-                f"Install it with: pip install 'ms_gradaccum[tensorboard]'."
-            ) from None
-        self.path = Path(check_path(_OWNER, "tensorboard_dir", folder, "For example 'log_output/events'.")).absolute()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.make_event, self.make_writer = Event, partial(EventsWriter, str(self.path / "events"))
-        self.writer: Any = None
-        self.write({}, {}, 0)
-
-    def write(self, record: Mapping[str, object], scalars: Mapping[str, float], step: int) -> None:
-        """Write numbers by name."""
-        event = self.make_event(wall_time=time.time(), step=step)
-        for name, value in scalars.items():
-            event.summary.value.add(tag=name, simple_value=value)
-        # The name has the time in seconds: without the suffix, a file of the same second would be overwritten.
-        suffix = f".{os.getpid()}.{time.time_ns()}"
-        writer, self.writer = self.writer or self.make_writer(suffix), None
-        try:
-            writer.write_event(event)
-            writer.flush()
-        except OSError:
-            for file in self.path.glob(f"*{suffix}"):  # A new one: each report would leave one more without an event.
-                file.unlink()
-            raise
-        self.writer = writer
-
-    def close(self) -> None:
-        """Close the file. `write` opens another one."""
-        if self.writer is not None:
-            self.writer.close()
-        self.writer = None
+            while self.unwritten:
+                # Unbuffered, so that it is known what is in the file.
+                with self.path.open("ab", buffering=0) as file:
+                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
+        except OSError as error:
+            if not self.has_failed:
+                warn(
+                    f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). The training goes on, "
+                    f"and each further report tries it again."
+                )
+            self.has_failed = True
 
 
 def _numbers(values: Mapping[str, SupportsFloat]) -> dict[str, float]:

@@ -2,42 +2,39 @@
 
 import os
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor
-from mindspore.communication import GlobalComm, get_rank
 from mindspore.train import Callback, RunContext
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
-from ms_gradaccum._checks import Settled, check_bool, check_positive_float, check_positive_int
-from ms_gradaccum.training.step_output import StepOutput, check_output
+from ms_gradaccum._checks import Settled, check_bool
+from ms_gradaccum.parallel.world import current_world
+from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "ProgressBar"
+# The text of a bar, and the shortest time between two lines of it. Unit: seconds.
+_LINE, _SECONDS = "{desc}{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]", 10.0
 
 
 class ProgressBar(Settled, Callback):
-    """Show the epoch, the updates, the losses, the learning rate, the norm of the gradient and the speed.
+    """Show the epoch, the batches, the updates, the losses, the learning rate, the norm of the gradient and the speed.
 
-    On a terminal this is a bar on the standard error stream, with the output of other callbacks above it. Elsewhere
-    (log files, CI) it is a plain line on the standard output stream from time to time and one at the end. Of several
-    processes only rank 0 shows anything. As a callback of ``Model.train`` and ``Model.fit`` it counts batches. In a
-    loop of your own, ``with ProgressBar(total=updates) as progress`` counts the updates that `update` is given.
+    It is a callback of ``Model.train`` and ``Model.fit``. On a terminal this is tqdm's bar on the standard error
+    stream, with the output of other callbacks above it. Elsewhere (log files, CI) it is the bar's text as a line on the
+    standard output stream, each 10 seconds and at the end. Of several processes only rank 0 shows anything.
 
     Args:
-        live (Optional[bool]): ``True`` draws the bar, ``False`` prints the lines. ``None`` draws the bar if
-            the standard error stream is a terminal, or if the environment variable `MS_GRADACCUM_LIVE_BAR`
-            is ``1`` (for a log that is shown on a terminal while it is written). Default: ``None``.
-        seconds_per_line (Union[int, float]): Shortest time between two plain lines. Default: ``10.0``.
-
-    Keyword Args:
-        total (int, optional): Number of updates that will be made in a loop of your own, if known. Default: ``None``.
+        live (bool, optional): ``True`` draws the bar, ``False`` prints the lines. ``None`` draws the bar if the
+            standard error stream is a terminal, or if the environment variable `MS_GRADACCUM_LIVE_BAR` is ``1`` (for a
+            log that is shown on a terminal while it is written). Default: ``None``.
 
     Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If `seconds_per_line` is not positive and finite, or `total` not positive.
+        TypeError: If `live` has the wrong type.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -51,131 +48,72 @@ class ProgressBar(Settled, Callback):
         >>> network = nn.Dense(2, 1, weight_init="zeros", has_bias=False)
         >>> model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.25))
         >>> model.train(2, data.batch(4), callbacks=ProgressBar(live=False))
-        epoch 2/2, batch 4/4 (100%), loss 0, ... batches/s, 00:0...
+        epoch 2/2: 4/4 [00:0..., loss 0]
     """
 
-    # True while something is shown: during a training, on rank 0. True if `update` counts, and not a Model.
-    _is_open = _by_hand = False
+    # The bar during a training, on rank 0.
+    _bar: "_Bar | None" = None
 
-    def __init__(self, live: bool | None = None, seconds_per_line: float = 10.0, *, total: int | None = None) -> None:
+    def __init__(self, live: bool | None = None) -> None:
         super().__init__()
-        if live is not None:
-            check_bool(_OWNER, "live", live, "None draws the bar on a terminal only.")
-        if total is not None:
-            check_positive_int(_OWNER, "total", total, "It counts updates; None is for an unknown number.")
-        remedy = "It is the shortest time between two lines of a log."
-        self.live, self.total = live, total
-        self.seconds_per_line = check_positive_float(_OWNER, "seconds_per_line", seconds_per_line, remedy)
+        self.live = live if live is None else check_bool(_OWNER, "live", live, "None draws the bar on a terminal only.")
         self._is_built = True
 
     def on_train_begin(self, run_context: RunContext) -> None:
+        self._close()  # If one object is given twice, or after a training that was interrupted.
         params = run_context.original_args()
         self._initial_step, self._last_epoch = params.cur_step_num, 0
-        self._open(params.epoch_num * params.batch_num, "batch")
+        self._num_updates: int | None = None  # None: the step does not tell.
+        self._loss: object = None
+        self._last_update: StepOutput | None = None
+        if current_world(_OWNER).rank != 0:
+            return
+        live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty() if self.live is None else self.live
+        lines = {"file": _Lines(), "bar_format": _LINE, "mininterval": _SECONDS, "delay": _SECONDS, "leave": False}
+        total = params.epoch_num * params.batch_num
+        self._bar = _Bar(self._facts, total=total, unit="batch", miniters=0, position=0, **({} if live else lines))
+        self._streams = ExitStack()
+        if live:
+            # Whole lines that others write go above the bar.
+            self._streams.enter_context(redirect_stdout(DummyTqdmFile(sys.stdout)))
+            self._streams.enter_context(redirect_stderr(DummyTqdmFile(sys.stderr)))
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
-        # The first epoch of a resumed training is not epoch 1.
-        self._last_epoch = self._last_epoch or params.cur_epoch_num - 1 + params.epoch_num
-        if self._is_open:
-            epoch = f"epoch {params.cur_epoch_num}/{self._last_epoch}"
-            self._count(params.cur_step_num - self._initial_step, params.net_outputs, epoch)
-
-    def on_train_end(self, run_context: RunContext) -> None:
-        self.close()
-
-    def update(self, output: StepOutput | None, epoch: int | None = None) -> None:
-        """Count an update, in a loop of your own.
-
-        Args:
-            output (StepOutput, optional): The result of the training step or of ``Accumulator.step``. None, and an
-                output inside a window, are not counted.
-            epoch (int, optional): The epoch to show. Default: ``None``.
-        """
-        check_output(_OWNER, output)
-        if output is None or not output.ends_window:
-            return
-        if not self._by_hand:
-            self._open(self.total, "update")
-            self._by_hand = True
-        if self._is_open:
-            self._count(self._step + output.is_updated, output, "" if epoch is None else f"epoch {epoch}")
-
-    def close(self) -> None:
-        """Show the last step and no more, in a loop of your own without ``with``."""
-        if self._is_open:
-            self._show()
-        self._close()
-
-    def __enter__(self) -> "ProgressBar":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        # Model.fit leaves its callbacks after each evaluation, too. After an error on_train_end does not come.
-        if error[0] is not None:
-            self._close()
-        elif self._by_hand:
-            self.close()
-
-    def _open(self, total: int | None, unit: str) -> None:
-        self._close()  # If one object is given twice, or after a loop that was left.
-        self._length, self._unit = total, unit
-        self._step = self._shown_step = 0
-        self._num_updates: int | None = None  # None: the step does not tell.
-        self._last_update: StepOutput | None = None
-        self._started = self._shown_at = time.monotonic()
-        self._is_open = (get_rank() if GlobalComm.INITED else 0) == 0
-        live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty() if self.live is None else self.live
-        self._seconds = 0.1 if live else self.seconds_per_line
-        self._bar = tqdm(total=total, unit=unit, mininterval=0, miniters=0) if self._is_open and live else None
-        if self._bar is not None:
-            # Whole lines that others write go above the bar.
-            self._streams = sys.stdout, sys.stderr
-            self._above = sys.stdout, sys.stderr = DummyTqdmFile(sys.stdout), DummyTqdmFile(sys.stderr)
-
-    def _close(self) -> None:
-        if self._is_open and self._bar is not None:
-            for each in self._above:
-                if any(each._buf):  # The start of a line without its end.
-                    each.write("\n")
-            if (sys.stdout, sys.stderr) == self._above:  # Else someone else has redirected them since.
-                sys.stdout, sys.stderr = self._streams
-            self._bar.close()
-        self._is_open = self._by_hand = False
-
-    def _count(self, step: int, outputs: object, epoch: str) -> None:
-        self._step, self._epoch = step, epoch
+        outputs = params.net_outputs
         self._loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
         if isinstance(outputs, StepOutput):
             self._num_updates = (self._num_updates or 0) + outputs.is_updated
             if outputs.ends_window:
                 self._last_update = outputs
-        # Reading the loss waits for the device, so it is read only for steps that are shown.
-        if time.monotonic() - self._shown_at >= self._seconds:
-            self._show()
-
-    def _show(self) -> None:
-        """Draw the bar, or print a line with the rate since the last one."""
-        now, step, total = time.monotonic(), self._step, self._length
-        if step == self._shown_step:
-            return
+        # The first epoch of a resumed training is not epoch 1.
+        self._last_epoch = self._last_epoch or params.cur_epoch_num - 1 + params.epoch_num
         if self._bar is not None:
-            self._bar.set_description(self._epoch, refresh=False)
-            self._bar.set_postfix_str(", ".join(self._facts()), refresh=False)
-            self._bar.update(step - self._bar.n)
-        else:
-            elapsed = now - self._started
-            place, times = f"{self._unit} {step}", f"{tqdm.format_interval(elapsed)} elapsed"
-            if total is not None:
-                place += f"/{total} ({step / total:.0%})"
-                times += f", {tqdm.format_interval(elapsed / step * (total - step))} left"
-            rate = (step - self._shown_step) / max(now - self._shown_at, 1e-9)
-            speed = f"{rate:.3g} {'batches' if self._unit == 'batch' else 'updates'}/s"
-            print(", ".join(filter(None, [self._epoch, place, *self._facts(), speed, times])), flush=True)
-        self._shown_step, self._shown_at = step, now
+            self._bar.set_description(f"epoch {params.cur_epoch_num}/{self._last_epoch}", refresh=False)
+            self._bar.update(params.cur_step_num - self._initial_step - self._bar.n)
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        self._close()
+
+    def __exit__(self, *error: object) -> None:
+        # Model.fit leaves its callbacks after each evaluation, too. After an error on_train_end does not come.
+        if error[0] is not None:
+            self._close()
+
+    def _close(self) -> None:
+        if self._bar is None:
+            return
+        if self._bar.n != self._bar.last_print_n:
+            self._bar.refresh()
+        for stream in (sys.stdout, sys.stderr):
+            if any(getattr(stream, "_buf", [])):  # The start of a line without its end.
+                stream.write("\n")
+        self._streams.close()
+        self._bar.close()
+        self._bar = None
 
     def _facts(self) -> Iterator[str]:
-        if self._num_updates is not None and not self._by_hand:
+        if self._num_updates is not None:
             yield f"{self._num_updates} updates"
         if isinstance(self._loss, Tensor):
             yield f"loss {np.mean(self._loss.asnumpy()):.4g}"
@@ -187,3 +125,23 @@ class ProgressBar(Settled, Callback):
             # Groups can have rates of their own.
             yield "lr " + "-".join(f"{rate:.4g}" for rate in sorted({rates.min(), rates.max()}))
             yield f"norm {self._last_update.grad_norm.asnumpy().item():.4g}"
+
+
+class _Bar(tqdm):
+    """A bar that asks for the facts only when it shows them, since reading a loss waits for the device."""
+
+    def __init__(self, facts: Callable[[], Iterator[str]], **settings: Any) -> None:
+        self.facts = facts
+        super().__init__(**settings)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        return {**super().format_dict, "postfix": ", ".join(self.facts())}
+
+
+class _Lines:
+    """The standard output stream, on which all that tqdm draws is a line of its own."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            print(text.strip(), flush=True)

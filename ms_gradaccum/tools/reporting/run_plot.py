@@ -58,15 +58,16 @@ def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> N
         ) from None
     runs = {str(path): read_run(path) for path in paths}
     panels = {title: [*_curves(runs, names)] for title, names in _PANELS.items()}
-    ranges = {title: [(np.nanmin(each), np.nanmax(each)) for _, each, _ in panels[title]] for title in panels}
-    titles = [title for title in panels if title == "loss" or any(low < high for low, high in ranges[title])]
+    titles = [
+        title for title in panels if title == "loss" or any(np.nanmin(y) < np.nanmax(y) for _, y, _ in panels[title])
+    ]
     figure = Figure(figsize=(10, 4 * len(titles)), dpi=100, layout="constrained")
     all_axes = figure.subplots(len(titles), 1, sharex=True, squeeze=False)[:, 0]
     for axes, title in zip(all_axes, titles):
         for updates, values, style in panels[title]:
             axes.plot(updates, values, **style)
-        lows, highs = zip(*ranges[title] or [(1, 1)])
-        if 0 < min(lows) < max(highs) / _WIDE:
+        low, high = axes.dataLim.intervaly
+        if 0 < low < high / _WIDE:
             axes.set_yscale("log")
         axes.set_ylabel(title)
         axes.grid(True, alpha=0.3)

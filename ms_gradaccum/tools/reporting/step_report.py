@@ -117,15 +117,9 @@ class StepReporter(Settled):
         self._window = None if train_step is None else _window_of(train_step, network)
         self._events = None if train_step is None else train_step.events
         # There are none where the compiler has partitioned the step.
-        reducers = self._window.reducers if self._window is not None else []
-        if weight_norm and not reducers:
-            got = "no train_step" if train_step is None else "one that the compiler partitions"
-            remedy = "Leave weight_norm out, or give the training step."
-            raise ValueError(
-                argument_error(_OWNER, "train_step", "one whose parts are known for weight_norm", got, remedy)
-            )
+        reducers = [] if self._window is None else self._window.reducers
         self._weight_norm = None
-        if weight_norm:
+        if weight_norm and reducers:
             self._weight_norm = Compiled(lambda: _WeightNorm(reducers), _OWNER, "the norm of the weights")
         self._updates = self._skipped_updates = 0
         # The time and the weight since the last report, and the updates that the optimizer has made unseen until then.
