@@ -1,4 +1,4 @@
-"""Whether memory, step time and compiled graphs stay as they are in a long training with batches of changing sizes.
+"""Memory, step time and compiled graphs of a long training with batches of changing sizes.
 
 for seed in 0 1 2; do python benchmarks/long_run.py --seed $seed --output docs/benchmarks/long_run.json; done
 OMP_NUM_THREADS=1 msrun --worker_num=8 --local_worker_num=8 --join=True benchmarks/long_run.py --windows 500

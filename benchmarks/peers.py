@@ -28,7 +28,7 @@ ROUNDING = 1e-3
 
 
 class Result(NamedTuple):
-    """What became of one row: an error, or the seconds of each turn, and what its first one did."""
+    """The result of one row: an error, or the seconds of each turn, and the outcome of the first one."""
 
     seconds: tuple[float, ...] = ()
     same: str = ""

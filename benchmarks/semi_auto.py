@@ -1,4 +1,4 @@
-"""What MindSpore's compiler takes for a step in semi-auto-parallel: ours beside MindSpore's own cell. Prints one table.
+"""The time that MindSpore compiles a step in semi-auto-parallel: ours beside its own cell. Prints one table.
 
 python benchmarks/semi_auto.py                      # Dense layers: 200, 400 and 1,000 parameter tensors on 2 devices
 python benchmarks/semi_auto.py --cases llama        # a network of Llama's shape on 8 devices

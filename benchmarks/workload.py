@@ -1,4 +1,4 @@
-"""What the peers are called and what they train: sizes, data and first weights, the same for all frameworks."""
+"""Names of the peers and their workload: sizes, data and first weights, the same for all frameworks."""
 
 import re
 from collections.abc import Iterable

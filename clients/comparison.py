@@ -1,4 +1,4 @@
-"""What the programs of this folder share: ways to train one network, how far apart they end, and how long they take."""
+"""Helpers of these programs: ways to train one network, how far apart they end, and how long they take."""
 
 import argparse
 import json

@@ -148,7 +148,7 @@ def train(way: str, level: str, accumulates: bool, hsdp: Any, rank: int) -> Any:
 
 
 def work(source: str, path: str) -> None:
-    """What each process does."""
+    """Train on one process."""
     sys.path.insert(0, source)
     ms.set_context(mode=ms.PYNATIVE_MODE, device_target="CPU")
     ms.communication.init()

@@ -181,8 +181,9 @@ class LogSumExps(nn.Cell):
 def label_numbers(labels: Tensor) -> Tensor:
     """Number the labels from 0; equal labels get the same number."""
     ordered, places = ops.sort(labels.reshape(-1))
-    begins = ops.cast(ops.not_equal(ordered[1:], ordered[:-1]), ms.float32)
-    numbers = ops.concat((ops.zeros((1,), ms.float32), ops.cumsum(begins, 0)))
+    # A slice of a single label would be empty, which MindSpore's kernels do not take.
+    before = ops.gather(ordered, ops.maximum(ops.arange(ordered.shape[0]) - 1, 0), 0)
+    numbers = ops.cumsum(ops.cast(ops.not_equal(ordered, before), ms.float32), 0)
     # Restore the order of the rows.
     return ops.cast(ops.gather(numbers, ops.sort(ops.cast(places, ms.int32))[1], 0), ms.int32)
 

@@ -26,7 +26,7 @@ def read_accuracy(file):
 
 
 def describe(file):
-    """What a run has come to, in a sentence."""
+    """Describe the result of a run in a sentence."""
     reports = read_run(file)
     scales = [report["loss_scale"] for report in reports]
     # Each change once, in order.

@@ -246,7 +246,7 @@ def test_no_kernel_from_a_folder_that_the_user_forbids(monkeypatch, tmp_path):
 
 
 def answer(kernel, *arrays):
-    """What a kernel returns, called without MindSpore: 0 if it could use these arrays and a result."""
+    """Call a kernel without MindSpore, and return 0 if it could use these arrays and a result."""
     arrays = [np.ascontiguousarray(array, np.float32) for array in (*arrays, np.zeros(1))]
     shapes = [(ctypes.c_int64 * each.ndim)(*each.shape) for each in arrays]
     count = len(arrays)

@@ -1,4 +1,4 @@
-"""What is found of the code of a network, wherever a program keeps it."""
+"""Searches in the code of a network, wherever a program keeps it."""
 
 import functools
 import json

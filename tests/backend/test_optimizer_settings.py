@@ -1,4 +1,4 @@
-"""What users set on optimizers: groups, schedules, decay, frozen, tied and 16-bit weights. See test_optimizers.py."""
+"""Settings of optimizers: groups, schedules, decay, frozen, tied and 16-bit weights. See test_optimizers.py."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Who runs the micro steps on CPU depends on how much there is to compute, and changes nothing of what they compute."""
+"""The thread pool runs small micro steps on CPU, and computes the same."""
 
 import os
 from types import SimpleNamespace
@@ -124,7 +124,7 @@ def test_the_results_are_the_same_bit_for_bit(make_network, settings, mode, monk
 
 
 def runs_in_the_pool(step):
-    """Whether all micro steps that have run are graphs with a condition."""
+    """Return whether all micro steps that have run are graphs with a condition."""
     found = {
         ("Switch" in operators(c.cell, c.cell.current_phase))
         for c in step.body.window.micro_steps.by_structure.values()

@@ -154,7 +154,7 @@ class AnyInputs(nn.Cell):
 
 
 def warnings_of(*inputs, micro_size=4, cell=None, **settings):
-    """What two steps on one cell say of these inputs, each of them."""
+    """Return the warnings of each of two steps on one cell about these inputs."""
     cell, said = cell or AnyInputs(), []
     loss_cell = GradAccumulation(cell, micro_size, **settings)
     for _ in range(2):

@@ -131,3 +131,10 @@ def test_inputs_that_are_not_those_of_so_many_towers_are_refused(name):
     settings, shapes, sentence = REFUSED[name]
     with pytest.raises(ValueError, match=whole(sentence)):
         ContrastiveLoss(**settings)(*(ops.ones(shape, ms.float32) for shape in shapes))
+
+
+def test_a_single_row_has_no_loss(mode):
+    """The last batch may have one, and so have the halves of two rows that are measured."""
+    rows = [Tensor(each[:1].astype(np.float32)) for each in (FIRST, SECOND)]
+    loss = ContrastiveLoss()(*rows, Tensor(LABELS[:1]))
+    assert abs(loss.asnumpy()) < 1e-6

@@ -50,7 +50,7 @@ def test_a_step_goes_on_bit_for_bit(name, batches, tmp_path):
 
 @pytest.mark.parametrize("name", ["plain", "experimental"])
 def test_a_used_compiled_step_goes_on_from_another_ones_state(name, tmp_path, mode):
-    """Of the experimental one, MindSpore compiles a part in PYNATIVE mode that knows the parameters by their memory."""
+    """In PYNATIVE mode MindSpore compiles a part of the experimental one that knows the parameters by their memory."""
     step = new_step(**SETTINGS[name])
     train_step(step, BATCHES[:4])
     save_state(step, tmp_path)

@@ -72,7 +72,7 @@ def assert_refused(state, text, step=None):
 
 
 class Killed(BaseException):
-    """What happens to a program that is killed: nothing more of it runs."""
+    """Nothing more of a program runs once it is killed."""
 
 
 def kill_at(number, monkeypatch):

@@ -50,7 +50,7 @@ class Stop(train.Callback):
 
 
 class Log(train.Callback):
-    """What the training has seen, with a random number of the program's for each step; it stops where it is told."""
+    """The inputs of the training, with a random number of the program for each step; it stops at a given step."""
 
     def __init__(self, crash_at=None, signal_at=None, draws=True):
         super().__init__()
@@ -219,7 +219,7 @@ def test_a_state_loaded_by_hand_is_gone_on_with_too(tmp_path):
 
 
 class Save(train.Callback):
-    """What saves a state by hand."""
+    """Save a state by hand."""
 
     def __init__(self, folder):
         super().__init__()

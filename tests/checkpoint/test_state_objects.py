@@ -123,7 +123,7 @@ def load(item, saved):
 
 
 def damaged(saved):
-    """What is no state any more: one place of it, at any depth, has nothing, or what never is a part of one."""
+    """Broken states: one place, at any depth, has nothing, or a value that is never a part of a state."""
     if isinstance(saved, (dict, list)):
         for key in saved if isinstance(saved, dict) else range(len(saved)):
             for other in damaged(saved[key]):

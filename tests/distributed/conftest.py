@@ -56,7 +56,7 @@ def job_of_four(job_of_two, root, request):
 
 @pytest.fixture(scope="module")
 def two(job_of_two, request):
-    """What each of two processes reports of this file's worker."""
+    """The reports of two processes of this file's worker."""
     return [report[request.module.PART] for report in job_of_two]
 
 
@@ -67,5 +67,5 @@ def four(job_of_four, request):
 
 @pytest.fixture(scope="module")
 def states(root, request):
-    """Where this file's worker has its states."""
+    """The folder of the states of this file's worker."""
     return root / "states" / request.module.PART

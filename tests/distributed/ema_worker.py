@@ -1,4 +1,4 @@
-"""What each process of `test_ema_of_ranks.py` does: average while it trains in shards, and save in mid-window."""
+"""A process of `test_ema_of_ranks.py`: average while it trains in shards, and save in mid-window."""
 
 import os
 import sys

@@ -106,7 +106,7 @@ def finish(folder, processes, **variables):
 
 
 def story(folder, processes):
-    """What each rank has seen, step by step, and its end. A step that came twice must have been the same."""
+    """Return what each rank has seen, step by step, and its end. A step that came twice must have been the same."""
     told = []
     for rank in range(processes):
         steps = {}

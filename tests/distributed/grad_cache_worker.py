@@ -1,4 +1,4 @@
-"""What each process of `test_grad_cache_of_ranks.py` does: losses over the rows of all ranks, which are uneven."""
+"""A process of `test_grad_cache_of_ranks.py`: losses over the rows of all ranks, which are uneven."""
 
 import os
 import sys

@@ -63,7 +63,7 @@ def batches_of(arrays, rows=2):
 
 
 def joined_batches(ranks):
-    """What several ranks with uneven data see, batch by batch, as batches of one process."""
+    """The data of several ranks with uneven rows, batch by batch, as batches of one process."""
     per_rank = [uneven_data(rank) for rank in range(ranks)]
     joined = []
     for begin in range(0, 6, 2):

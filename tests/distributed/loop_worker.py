@@ -1,4 +1,4 @@
-"""What each process of `test_loops.py` does."""
+"""A process of `test_loops.py`."""
 
 import os
 import sys

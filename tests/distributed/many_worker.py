@@ -1,4 +1,4 @@
-"""What each process of `test_many_workers.py` does: two updates with whole and with sharded optimizer state."""
+"""A process of `test_many_workers.py`: two updates with whole and with sharded optimizer state."""
 
 import os
 import sys

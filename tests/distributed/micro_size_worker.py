@@ -1,4 +1,4 @@
-"""What each process of `test_micro_size_of_ranks.py` does: look for micro_size with a batch of its own."""
+"""A process of `test_micro_size_of_ranks.py`: look for micro_size with a batch of its own."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What each process of `test_other_losses_of_ranks.py` does: windows of several losses, on uneven rows."""
+"""A process of `test_other_losses_of_ranks.py`: windows of several losses, on uneven rows."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What each process of `test_parallel.py` does."""
+"""A process of `test_parallel.py`."""
 
 import os
 import sys
@@ -168,7 +168,7 @@ def count_messages():
 
 
 def messages_of(kind, micro_size, clip=None):
-    """What a window of one batch sends and keeps, what was planned, and what the step says of itself."""
+    """Return the messages and sums of a window of one batch, those of the plan, and those that the step reports."""
     network = build_network()
     parameters = network.trainable_params()
     settings = {"parallel": kind, "clip": clip}
@@ -197,7 +197,7 @@ def messages_of(kind, micro_size, clip=None):
 
 
 def unforeseen_messages_of(kind):
-    """What a window of four micro batches sends and what the step says of itself, with what a plan does not know of."""
+    """Return the messages of a window of four micro batches and those that the step reports, which no plan knows."""
     network = build_network()
     settings = {
         "parallel": kind,
@@ -295,7 +295,7 @@ def train_on_from_another_world():
 
 
 def look_inside_a_window():
-    """What each rank has before and at the boundary, as Accelerate's and Colossal-AI's tests look at it."""
+    """Return the gradients of each rank before and at the boundary, as Accelerate's and Colossal-AI's tests do."""
     network, step = build_step(parallel=KINDS["data parallel"], accumulation_steps=2, clip=CLIPS["norm"]())
     start = fingerprint(network)
     train_batches(step, [0], rank, size)

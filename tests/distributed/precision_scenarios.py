@@ -59,7 +59,7 @@ def trained(rank, size, **settings):
 
 
 def refusal(rank, size, kind):
-    """What is said about messages that CPU cannot add up."""
+    """Return the error about messages that the CPU cannot add up."""
     try:
         build_step(mixed_precision=scaled(reduce_dtype=ms.bfloat16), parallel=kind)
     except ValueError as error:
@@ -74,7 +74,7 @@ BAD += [("two shards, level2", "drop", 2)]
 
 
 def eager_trainings(rank, size):
-    """What needs no compiler, by name."""
+    """The scenarios that need no compiler, by name."""
     found = {}
     for name, choice, bad in BAD:
         found[f"bad {name} {choice} {bad}"] = partial(overflow_on_one_rank, KINDS[name], choice, bad, rank, size)

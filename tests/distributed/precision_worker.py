@@ -1,4 +1,4 @@
-"""What each process of `test_parallel_precision.py` does."""
+"""A process of `test_parallel_precision.py`."""
 
 import os
 import sys

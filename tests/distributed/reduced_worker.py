@@ -1,4 +1,4 @@
-"""What each process of `test_reduced_gradients.py` does: train networks that reduce their gradients themselves."""
+"""A process of `test_reduced_gradients.py`: train networks that reduce their gradients themselves."""
 
 import os
 import sys

@@ -14,7 +14,7 @@ RESUMED = {2: [(0, False), (2, False), (2, True)], 4: [(2, False)]}
 
 
 class Scheduler:
-    """What hangs on the cell: it counts the messages of the hooks in `sent`.
+    """The scheduler of the cell: it counts the messages of the hooks in `sent`.
 
     An all-reduce of the world stands in for a reduce-scatter and an all-gather, which the CPU lacks op by op.
     """

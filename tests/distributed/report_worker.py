@@ -1,4 +1,4 @@
-"""What each process of `test_report.py` does: train with a logger that measures everything, and without one."""
+"""A process of `test_report.py`: train with a logger that measures everything, and without one."""
 
 import os
 import sys

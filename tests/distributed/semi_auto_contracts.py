@@ -1,4 +1,4 @@
-"""What must be refused in semi-auto-parallel, and the ways in which a user can put the cells together."""
+"""Errors in semi-auto-parallel, and the ways in which a user can put the cells together."""
 
 from collections import Counter
 from collections.abc import Callable

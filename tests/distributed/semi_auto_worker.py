@@ -1,4 +1,4 @@
-"""What each process of the semi-auto-parallel tests does: compile, count, run, report."""
+"""A process of the semi-auto-parallel tests: compile, count, run, report."""
 
 import traceback
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What each process of `test_sharded_operators.py` does: compile, run, compare with one process."""
+"""A process of `test_sharded_operators.py`: compile, run, compare with one process."""
 
 import time
 from typing import Any

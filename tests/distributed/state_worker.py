@@ -1,4 +1,4 @@
-"""What each process of `test_states_of_ranks.py` does: save states, lose some, and go on from them."""
+"""A process of `test_states_of_ranks.py`: save states, lose some, and go on from them."""
 
 import errno
 import os
@@ -145,7 +145,7 @@ def damaged():
 
 
 def partitioned():
-    """What the compiler has given each rank: its own part of everything."""
+    """Return the part of everything that the compiler has given to each rank."""
     factory.is_semi_auto, is_semi_auto = lambda network: True, factory.is_semi_auto
     try:
         network = build_network()

@@ -20,7 +20,7 @@ GENERATOR = random.Random(0)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What a training that nothing happens to sees and has at its end."""
+    """Return the losses and the end of a training without a fault."""
     folder = tmp_path_factory.mktemp("alone").resolve()
     finish(folder, PROCESSES, **LENGTH)
     return story(folder, PROCESSES)

@@ -113,7 +113,7 @@ def test_stock_cells_with_one_micro_batch_train_nothing(reports):
 
 @pytest.mark.parametrize("level", ["level2", "level3"])
 def test_stock_cells_train_with_shards_of_the_sums(reports, level):
-    """What is put in the place of calls and messages, in another program than ours."""
+    """The stand-ins for calls and messages train another program than ours, too."""
     for report in reports[2]:
         result = succeeded(report["stock"][level])
         assert result["difference"] < 2e-7 < 1e-2 < result["moved"]

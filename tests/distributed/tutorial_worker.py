@@ -1,4 +1,4 @@
-"""What each process of `test_tutorial.py` does: run the program in the variable PROGRAM, and look at what it left."""
+"""A process of `test_tutorial.py`: run the program in the variable PROGRAM, and look at what it left."""
 
 import os
 import runpy

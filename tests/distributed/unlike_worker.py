@@ -1,4 +1,4 @@
-"""What each process of `test_ranks_that_differ.py` does: what the ranks do not have in common."""
+"""A process of `test_ranks_that_differ.py`: what the ranks do not have in common."""
 
 import sys
 import warnings

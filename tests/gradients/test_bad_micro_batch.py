@@ -48,7 +48,7 @@ def build(cell, accumulation_steps=1, **settings):
 
 
 def mean_gradient(x, weight=(0.5, -1, 2)):
-    """Of `Squares`, in float64."""
+    """Return the gradient of `Squares` in float64."""
     x = x.astype(np.float64)
     return (2 * (x @ np.float64(weight))[:, None] * x).mean(0)
 

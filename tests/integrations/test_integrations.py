@@ -64,7 +64,7 @@ def mindformers(monkeypatch):
 
 @pytest.fixture
 def mindcv(monkeypatch):
-    """What the integration asks mindcv for: its conversion, which notes what it was asked for, and its loss cell."""
+    """The parts of mindcv that the integration uses: its conversion, which notes its arguments, and its loss cell."""
     asked = []
     converting = {"auto_mixed_precision": lambda network, *how: asked.append((network, *how))}
     module(monkeypatch, "mindcv.utils.amp", **converting)
@@ -98,7 +98,7 @@ class Pair(nn.Cell):
 
 
 class Terms(nn.Cell):
-    """What a model of mindformers' without use_legacy returns."""
+    """Return the output of a model of mindformers without use_legacy."""
 
     def __init__(self, network, per_token):
         super().__init__(auto_prefix=False)
@@ -364,7 +364,7 @@ def test_a_scale_of_a_step_that_divides_by_it_is_nothing_to_warn_of(mindcv, scal
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_an_optimizer_that_divides_by_another_scale_is_not_passed_over(drops):
-    """What is left unsaid is about an optimizer without a scale alone."""
+    """Nothing is said only where the optimizer has no scale."""
     network = line()
     scaled = nn.SGD(network.trainable_params(), 0.02, loss_scale=512.0)
     kind = pytest.warns(UserWarning, match="by its own loss_scale of 512 once more")

@@ -23,7 +23,7 @@ from ms_gradaccum.backend import tensors
 
 
 def peers_average(weights, decay=0.9999, temperature=2000, start=0.0):
-    """What the code of mindcv and mindone computes, in float64: `weights` are those after each update."""
+    """Return the averages of mindcv and mindone in float64; `weights` are those after each update."""
     average = np.asarray(start, np.float64)
     for update, weight in enumerate(weights, 1):
         factor = decay * (1 - np.exp(-update / temperature)) if temperature else decay
@@ -482,7 +482,7 @@ def test_another_network_is_not_evaluated_in_its_place(eager):
 
 
 def test_a_sink_of_several_batches_is_refused(eager):
-    """Of which it would hear of one update alone. The CPU has no data sink mode, so it is told of one."""
+    """The callback would hear of only one update. The CPU has no data sink mode, so it is told of one."""
     _, model = toy()
     ema = EMA()
     model.train_network.add_callback(ema)

@@ -60,7 +60,7 @@ def close(values, others):
 
 @functools.cache
 def stock_weights(shifted=False, rows=ROWS_OF_BATCH, learning_rate=0.1):
-    """What MindSpore's Model leaves that is given the whole batches: the oracle of the tests below."""
+    """Train MindSpore's Model on the whole batches: the oracle of the tests below."""
     network = Classifier()
     if shifted:
         model = ms.Model(ShiftedLoss(network), optimizer=momentum(network, learning_rate))

@@ -216,7 +216,7 @@ def restored_signal():
 
 
 class Terminate(ms.train.Callback):
-    """What a scheduler does that wants its machine back, in the second batch."""
+    """Stop the process in the second batch, as a scheduler does that wants its machine back."""
 
     def on_train_step_begin(self, run_context):
         if run_context.original_args().cur_step_num == 2:

@@ -1,4 +1,4 @@
-"""What a loop leaves behind or changes inside a window is named: open windows, rates that move, updates by half."""
+"""Warnings of what a loop leaves open or changes inside a window: open windows, rates that move, half updates."""
 
 import copy
 import gc

@@ -68,7 +68,7 @@ def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
 
 
 def test_parts_of_one_size_are_side_by_side_whatever_the_whole_sizes():
-    """Of shards it is their own size that counts."""
+    """A shard counts by its own size."""
     tensors = parameters_of([(4, 6), (4, 2), (8, 3), (4, 2), (3,)])
     layout = shard_layout(tensors, Ranks(2, 2, "CPU"), 2, 0, None)
     assert layout.buckets == ((3, 1, 2, 0),) and layout.kept == (4,)

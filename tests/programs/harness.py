@@ -132,7 +132,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training has left."""
+    """The result of a training."""
 
     losses: list[float]
     values: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What networks do in PYNATIVE mode alone, in micro batches against MindSpore's own step on the whole batch."""
+"""Networks that work only in PYNATIVE mode, in micro batches against MindSpore's own step on the whole batch."""
 
 import mindspore as ms
 import numpy as np
@@ -57,7 +57,7 @@ class RecomputedCell(Loss):
 
 
 class SavedElsewhere(Loss):
-    """What the backward pass needs is kept as arrays of the host."""
+    """The tensors of the backward pass are kept as arrays of the host."""
 
     kept = 0
 

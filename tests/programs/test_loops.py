@@ -255,7 +255,7 @@ def test_reinforce_with_episodes_of_different_lengths(mode):
 
 
 def reinforced(batches):
-    """What a loop leaves that takes the mean over all time steps of a batch."""
+    """Return the result of a loop that takes the mean over all time steps of a batch."""
     policy = dense(4, 3, 5)
     loss_cell, optimizer = PolicyLoss(policy), nn.SGD(policy.trainable_params(), 0.2)
 

@@ -72,7 +72,7 @@ def scaled(cell):
 
 
 def step_rates(i, cell, optimizer):
-    """What a scheduler of the experimental optimizers does after each update."""
+    """Step a scheduler of the experimental optimizers after each update."""
     for rate in optimizer.lrs:
         ops.assign(rate, Tensor(0.1 / (i + 2), ms.float32))
 

@@ -1,4 +1,4 @@
-"""What loops do with the result of a step, and steps that users have changed."""
+"""Loops that use the result of a step, and steps that users have changed."""
 
 import mindspore as ms
 import numpy as np

@@ -38,6 +38,6 @@ def test_the_reference_has_every_public_name_and_its_sections(built):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_docstrings_refer_to_public_names(name):
-    """What they refer to is a link in the reference."""
+    """Names that docstrings refer to are links in the reference."""
     docstring = inspect.getdoc(getattr(ms_gradaccum, name))
     assert set(re.findall(r":(?:class|func):`([^`]+)`", docstring)) <= set(NAMES)

@@ -47,7 +47,7 @@ def _without_comments(code):
 
 
 def _syntax(code):
-    """What Python reads of a block, without docstrings."""
+    """Return the syntax tree of a block, without docstrings."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
@@ -69,7 +69,7 @@ _CODE = {"python": _syntax, "text": _drawing, "mermaid": _edges}
 
 
 def cells_of(text):
-    """What a translation leaves in each cell of the tables of a page, by table, row and column."""
+    """Return the words of each cell of a page's tables that a translation keeps, by table, row and column."""
     rows = [line if line.startswith("|") else "" for line in _BLOCK.sub("", text).splitlines()]
     tables = [table.split("\n") for table in re.split(r"\n\n+", "\n".join(rows).strip("\n"))]
     return {

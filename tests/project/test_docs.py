@@ -28,7 +28,7 @@ def test_documented_code_runs(code, tmp_path, monkeypatch):
 
 
 def test_the_tolerances_are_those_of_the_tests():
-    """What a row of the table calls the tolerance stands in the file that it names."""
+    """The tolerance in a row of the table stands in the file that the row names."""
     rows = re.findall(
         r"^\|.*\| `([^`]+)`[^|]* \| `(\w[\w/]+\.py)` \|$", (ROOT / "tests" / "README.md").read_text(), re.M
     )

@@ -58,7 +58,7 @@ def row_of(parallel):
 
 
 def in_words(outcomes, words):
-    """What became of the cells of one entry of the table."""
+    """Return the results of the cells of one entry of the table."""
     if not outcomes:
         return words["not tried"]
     failed = outcomes.count("failed")

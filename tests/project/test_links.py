@@ -18,7 +18,7 @@ def links_of(text):
 
 
 def anchors_of(text):
-    """What GitHub and Gitee call the headings of a page."""
+    """Return the anchors that GitHub and Gitee give to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 

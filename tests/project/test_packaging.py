@@ -147,7 +147,7 @@ def archive(sources, folder):
 
 @pytest.fixture(scope="module")
 def site(archive, folder):
-    """Where the wheel of the source archive is installed."""
+    """The environment in which the wheel of the source archive is installed."""
     site = folder / "site"
     run("-m", "pip", "install", "--no-deps", "--quiet", "--target", site, archive[".whl"], cwd=folder)
     return site

@@ -1,4 +1,4 @@
-"""What the page of troubles quotes is what ms_gradaccum says: each sentence is provoked by what the page names."""
+"""The sentences of the troubleshooting page are those of ms_gradaccum: each one is provoked by its cause on the page."""
 
 import re
 import warnings

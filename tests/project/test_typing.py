@@ -1,4 +1,4 @@
-"""What an editor shows of the public face: a precise type for each argument, result and attribute."""
+"""The types that an editor shows of the public names: precise for each argument, result and attribute."""
 
 import functools
 import importlib
@@ -108,7 +108,7 @@ def test_each_public_signature_is_precise(monkeypatch):
 
 
 class Bare:
-    """What the test above would not let through."""
+    """Types that the test above would not let through."""
 
     x: list[Any]
 

@@ -79,7 +79,7 @@ def test_the_template_asks_for_the_files_of_commands_that_there_are():
 
 @pytest.mark.parametrize("file", sorted(GITHUB.rglob("*.yml")), ids=lambda file: file.name)
 def test_no_host_is_named(file):
-    """What a runner installs from is the runner's affair."""
+    """The index that a runner installs from is left to the runner."""
     assert re.findall(r"\w+://|\b\w+\.(?:org|com|io|cn)\b|index-url", file.read_text()) == []
 
 

@@ -252,7 +252,7 @@ GRAD = Tensor([[1.0]])
 
 
 def of_accumulator(name):
-    """What is called with one odd value, in the middle of a window of the toy."""
+    """Calls with one odd value, in the middle of a window of the toy."""
     return {
         "grads": lambda each, value: each(value),
         "weight": lambda each, value: each(GRAD, value),

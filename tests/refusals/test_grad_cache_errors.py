@@ -1,4 +1,4 @@
-"""What a GradCacheLoss cannot be trained with is refused in a sentence, mostly before anything is trained."""
+"""Settings that a GradCacheLoss cannot be trained with raise a clear error, mostly before anything is trained."""
 
 from types import SimpleNamespace
 

@@ -67,7 +67,7 @@ def whole(text):
 
 
 class Recorder(ms.train.Callback):
-    """What a user's own callback sees after each batch; it can stop the training after a batch."""
+    """A user's own callback, which notes each batch and can stop the training after one."""
 
     def __init__(self, stop_after=None):
         super().__init__()

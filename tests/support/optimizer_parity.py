@@ -1,4 +1,4 @@
-"""What the optimizer tests share: a tiny network, the stock whole-batch step as oracle, and a comparison.
+"""Helpers of the optimizer tests: a tiny network, the stock whole-batch step as oracle, and a comparison.
 
 The gradients of the tiny network are bounded away from zero: inputs and weights are positive and the targets
 lie far from the predictions, so no entry is a difference of large numbers, and a relative rounding error of
@@ -26,12 +26,12 @@ BOTH = [ms.GRAPH_MODE, ms.PYNATIVE_MODE]
 
 
 def is_of_mint(optimizer):
-    """Whether it is one of mindspore.mint, which change nothing on CPU in PYNATIVE mode."""
+    """True for one of mindspore.mint, which change nothing on CPU in PYNATIVE mode."""
     return type(optimizer).__module__.startswith("mindspore.mint.")
 
 
 def needs_graph(optimizer):
-    """Whether it does something else where nothing at all is compiled. Some round ``1 - beta`` in Python then."""
+    """True if it computes something else where nothing at all is compiled. Some round ``1 - beta`` in Python then."""
     return is_of_mint(optimizer) or type(optimizer).__module__.rpartition(".")[2] in ("adamw", "radam", "nadam")
 
 
@@ -134,7 +134,7 @@ def train(step, data):
 
 
 class WholeBatch:
-    """What the stock step does to weights and optimizer state, from one start, with whatever batches.
+    """Return weights and optimizer state after the stock step, from one start, with whatever batches.
 
     It runs op by op whatever the mode of the test, but for what needs a graph. Where the stock step trains in both
     modes it leaves the same bits in both.

@@ -1,4 +1,4 @@
-"""What tests of refusals share: sentences, compared word by word."""
+"""Helpers of the tests of errors: sentences, compared word by word."""
 
 import re
 

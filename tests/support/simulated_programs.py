@@ -1,4 +1,4 @@
-"""What the tests of `simulate` build in its processes: as users write it, beside what goes wrong."""
+"""Programs that the tests of `simulate` build in its processes: those of users, and such that fail."""
 
 import os
 import time

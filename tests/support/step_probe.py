@@ -1,4 +1,4 @@
-"""What the tests of the training step share: gradients and compilations that can be looked at."""
+"""Helpers of the tests of the training step: gradients and compilations that can be looked at."""
 
 from contextlib import contextmanager
 from unittest import mock

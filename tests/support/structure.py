@@ -1,4 +1,4 @@
-"""What a newcomer has to hold in mind: how many files, lines and floors of imports the package has.
+"""Figures of the package's structure: its files, lines and floors of imports.
 
 `./run.sh bench structure` prints these figures, and `docs/architecture.md` says what they should be.
 """

@@ -1,4 +1,4 @@
-"""What tests of verify share."""
+"""Helpers of the tests of verify."""
 
 from mindspore import Tensor
 

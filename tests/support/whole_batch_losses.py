@@ -108,7 +108,7 @@ def batch(name, number, rows):
 
 
 def bounds_of(number, ranks):
-    """Where the rows of each rank begin and end in a batch: not the same number for each, and none for the last rank
+    """Return the bounds of the rows of each rank in a batch: not the same number for each, and none for the last rank
     in the last batch."""
     ends = {2: [0, 11, 18 + number % 2], 4: [0, 7, 11, 16, 18 + number % 2]}[ranks]
     if number == 2:

@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 def peak_of_a_program(micro_size):
-    """What a process that trains in this way takes, by its own account."""
+    """Return the memory of a process that trains in this way, by its own account."""
     command = [sys.executable, memory_networks.__file__, str(micro_size)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.getenv("PYTHONPATH", "")])}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -47,7 +47,7 @@ def peak_of_a_program(micro_size):
 
 
 def everything():
-    """What a measurement must leave as it is."""
+    """The state that a measurement must leave as it is."""
     generators = random.getstate(), np.random.get_state()[1].tobytes(), ms.get_rng_state().asnumpy().tobytes()
     context = [ms.get_context(name) for name in ("mode", "device_target", "device_id")]
     return generators, context, list(sys.path), list(sys.argv), dict(os.environ)

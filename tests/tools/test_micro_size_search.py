@@ -158,7 +158,7 @@ def test_a_child_measures_nothing_in_turn(monkeypatch):
 class Nested:
     @staticmethod
     def build():
-        """What a class has can be imported, too."""
+        """A member of a class can be imported, too."""
 
 
 def test_a_function_is_found_by_its_module_and_name(monkeypatch):

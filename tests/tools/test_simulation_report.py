@@ -1,4 +1,4 @@
-"""What a simulation makes of what its processes have found, and what these do before and after they compile."""
+"""The report of a simulation on its processes, and their work before and after they compile."""
 
 from pathlib import Path
 

@@ -66,7 +66,7 @@ def test_a_subclass_goes_by_what_it_says(eager):
 @pytest.mark.parametrize("kind", [mint.nn.BatchNorm2d, nn.SyncBatchNorm, mint.nn.SyncBatchNorm])
 def test_a_batch_norm_of_another_platform_is_one(kind, eager):
     class Here(kind):
-        """What warns does not ask how it computes; its operators are of Ascend alone."""
+        """The warning does not depend on how it computes; its operators exist only on Ascend."""
 
         def __init__(self):
             nn.Cell.__init__(self)
@@ -126,7 +126,7 @@ class Blocks(nn.Cell):
 
 
 def woken_by_model(network, callbacks=None):
-    """What a Model warns of when it trains the network, twice and with an evaluation in between."""
+    """Return the warnings of a Model that trains the network twice, with an evaluation in between."""
     model = Model(GradAccumulation(network, 2), nn.MSELoss(), sgd(network), metrics={"loss"})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

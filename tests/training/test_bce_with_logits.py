@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 
 def bce_gradient(rows):
-    """What MindSpore says that the gradient of a mean over so many rows is, and what it is."""
+    """Return MindSpore's gradient of a mean over so many rows, and the right one."""
     x = np.linspace(-1, 2, rows, dtype=np.float32).reshape(rows, 1)
     weight = Parameter(Tensor([[1.0]], ms.float32), "weight")
     loss_fn = nn.BCEWithLogitsLoss()

@@ -1,4 +1,4 @@
-"""What a batch costs on the host: reads of the device, for the decision of an update alone, and calls of Python."""
+"""The cost of a batch on the host: calls of Python, and reads of the device, which only an update needs."""
 
 from contextlib import contextmanager
 

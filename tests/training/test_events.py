@@ -1,4 +1,4 @@
-"""What callbacks are told of micro batches and updates, in which order."""
+"""The events of micro batches and updates that callbacks get, and their order."""
 
 import numpy as np
 import pytest

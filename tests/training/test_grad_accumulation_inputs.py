@@ -1,4 +1,4 @@
-"""What a network may take: any number, nesting, dtype and batch axis of inputs; and real networks, small."""
+"""Inputs of a network: any number, nesting, dtype and batch axis; and real networks, small."""
 
 from typing import NamedTuple
 

@@ -103,7 +103,7 @@ def windows_by_hand(sizes, batches_of_window):
 
 
 def state_by_hand(sizes):
-    """What one forward pass of each micro batch makes of the state."""
+    """Return the state after one forward pass of each micro batch."""
     cell = build()
     state = []
     for i, rows in enumerate(sizes):

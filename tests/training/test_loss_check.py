@@ -30,7 +30,7 @@ def said_in(caught):
 
 
 def said_by(run):
-    """What a program warns of."""
+    """Return the warnings of a program."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
@@ -594,7 +594,7 @@ def test_a_sink_is_measured_before_its_graph(eager, monkeypatch):
 
 
 def alarm(seed, batches=4):
-    """What measurements of a random loss that is right say. Nothing is trained."""
+    """Return the findings of measurements of a random loss that is right. Nothing is trained."""
     loss = RandomLoss(seed).set_train()
     numbers = np.random.default_rng(seed)
     parts = int(numbers.integers(2, 9))

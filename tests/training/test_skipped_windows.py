@@ -45,7 +45,7 @@ def rows(factor):
 
 
 def said(run):
-    """What is said of norms while windows of these factors are trained."""
+    """Return the warnings of norms while windows of these factors are trained."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
