@@ -1,4 +1,4 @@
-"""The sentences of the troubleshooting page are those of ms_gradaccum: each one is provoked by its cause on the page."""
+"""The sentences of the troubleshooting page are those of ms_gradaccum: each is provoked by its cause there."""
 
 import re
 import warnings
