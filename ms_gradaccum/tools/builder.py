@@ -5,9 +5,8 @@ MindSpore, whose import takes seconds, is imported only after the first checks.
 
 import importlib
 import importlib.util
-import re
 import sys
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,8 +14,6 @@ from typing import Any, NamedTuple
 # The module name of an imported file. It is not "__main__", so that guarded code does not run.
 _FILE_MODULE = "__mp_main__"
 _RULE = "a function that a new process can import"
-# Words with which a file can define names that its text does not have.
-_DEFINES = r"import\s*\*|\b(globals|locals|vars|setattr|exec|modules|__dict__|__getattr__)\b"
 _REMEDY = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
 
 
@@ -25,38 +22,24 @@ def _sentence(owner: str, got: str, remedy: str = _REMEDY, rule: str = _RULE) ->
 
 
 def check_build(owner: str, build: str) -> None:
-    """Raise at once if the file, module or function of 'train.py:build' does not exist. No file is run."""
-    place, _, name = build.rpartition(":")
-    if not place or not name:
-        return
-    importlib.invalidate_caches()
-    is_file = place.endswith(".py")
-    spec = None if is_file else _find(place)
-    file = Path(place).resolve() if is_file else Path((spec and spec.origin) or "")
-    if is_file and not file.is_file():
-        wrong, remedy = "whose file is not there", f"It is looked for at {file}."
-    elif not is_file and spec is None:
-        wrong, remedy = "whose module is not found", "Call the command in its folder, or add that to PYTHONPATH."
+    """Raise at once if the file or the module of 'train.py:build' does not exist. Nothing is imported."""
+    place = build.rpartition(":")[0]
+    if place.endswith(".py"):
+        file = Path(place).resolve()
+        is_there, wrong, remedy = file.is_file(), "whose file is not there", f"It is looked for at {file}."
     else:
-        text = file.read_text(errors="replace") if file.suffix == ".py" else name
-        if re.search(rf"\b{re.escape(name.partition('.')[0])}\b|{_DEFINES}", text):
-            return
-        functions = ", ".join(re.findall(r"^def (\w+)", text, re.MULTILINE))
-        wrong, remedy = "which its file does not have", f"{file} has {functions or 'no function'}."
-    raise ValueError(_sentence(owner, f"{build!r}, {wrong}", remedy))
+        is_there, wrong = not place or _is_found(place.partition(".")[0]), "whose module is not found"
+        remedy = "Call the command in its folder, or add that to PYTHONPATH."
+    if not is_there:
+        raise ValueError(_sentence(owner, f"{build!r}, {wrong}", remedy))
 
 
-def _find(module: str) -> ModuleSpec | None:
-    """Find a module as `import` does, without importing the packages that it is in."""
-    first, *others = module.split(".")
+def _is_found(package: str) -> bool:
+    importlib.invalidate_caches()
     try:
-        spec = importlib.util.find_spec(first)
+        return importlib.util.find_spec(package) is not None
     except ValueError:  # An imported module that does not say where it comes from, such as __main__.
-        return ModuleSpec(module, None)
-    for part in others:
-        inside = spec.submodule_search_locations if spec else None
-        spec = PathFinder.find_spec(f"{first}.{part}", inside) if inside else None
-    return spec
+        return True
 
 
 class Builder(NamedTuple):

@@ -40,16 +40,18 @@ _KINDS = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TimeoutErr
 _Kind = TypeVar("_Kind", bound="Job")
 
 
-class ChildError(Exception):
-    """The traceback of another process, as the cause of an error here."""
-
-
 class RankError(Exception):
-    """The error of a rank of a job. Its own text has the first line of that."""
+    """The error of a rank of a job. Its own text is the traceback there."""
 
     def __init__(self, rank: int, kind: str, text: str, line: str, traceback: str) -> None:
-        super().__init__(f"{kind}: {line}")
-        self.rank, self.kind, self.text, self.traceback = rank, kind, text, traceback
+        super().__init__(traceback)
+        self.rank, self.kind, self.text, self.line = rank, kind, text, f"{kind}: {line}"
+
+    def here(self, said: str) -> Exception:
+        """Return the error to raise here: one of this package as it is, the first line of another one after `said`."""
+        if self.text.startswith("For '"):
+            return _KINDS.get(self.kind, RuntimeError)(self.text)
+        return RuntimeError(f"{said} got {self.line}")
 
 
 class EndedError(Exception):
@@ -57,11 +59,6 @@ class EndedError(Exception):
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
-
-
-def error_of(kind: str, text: str) -> Exception:
-    """Recreate an error that was raised in another process."""
-    return _KINDS.get(kind, RuntimeError)(text)
 
 
 def refuse_inside(owner: str, variable: str) -> None:

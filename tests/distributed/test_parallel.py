@@ -278,8 +278,8 @@ def test_settings_that_differ_raise_on_every_rank(four):
 @pytest.mark.parametrize("last_window,updates", [("apply", 4), ("drop", 2)])
 def test_a_process_that_runs_out_of_data_joins_the_others(last_window, updates, name, two):
     assert [report[f"updates {name} {last_window}"] for report in two] == [updates] * 2
-    rows, settings = (6, 4), {"accumulation_steps": 2, "last_window": last_window}
-    assert TrainingPlan(dataset_size=rows, batch_size=2, ranks=2, epochs=2, **settings).updates == updates
+    settings = {"accumulation_steps": 2, "last_window": last_window}
+    assert TrainingPlan(dataset_size=12, batch_size=2, ranks=2, epochs=2, **settings).updates == updates
     assert two[0][f"early {name} {last_window}"] == two[1][f"early {name} {last_window}"]
     rows = [uneven_data(rank) for rank in (0, 1)]
     both = [np.concatenate([rows[0][i][:4], rows[1][i]]) for i in (0, 1)]

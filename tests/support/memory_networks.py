@@ -70,18 +70,6 @@ def wide_in_rows():
     return GradAccumulation(network, ROWS), optimizer, batch
 
 
-def one_row():
-    """Return a training of one row, op by op."""
-    network, optimizer, batch = wide(ms.PYNATIVE_MODE)
-    return network, optimizer, batch[:1]
-
-
-def sixteen_rows():
-    """Return a training of more rows than fit, op by op."""
-    network, optimizer, batch = wide(ms.PYNATIVE_MODE)
-    return network, optimizer, Tensor(np.ones((16, *batch.shape[1:]), np.float32))
-
-
 def misbehaving(what, rows=1):
     """Return a network that does not train, its optimizer and a batch."""
     network = Misbehaving(what)

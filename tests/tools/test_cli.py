@@ -161,15 +161,10 @@ GOOD = "import numpy as np\n\n\ndef build():\n    return np\n"
     [
         ("nofile.py:build", "whose file is not there. It is looked for at {folder}/nofile.py."),
         ("nosuch:build", "whose module is not found. "),
-        ("numpy.nosuch.part:build", "whose module is not found. "),
-        ("train.py:built", "which its file does not have. {folder}/train.py has build, other."),
-        ("empty.py:build", "which its file does not have. {folder}/empty.py has no function."),
-        ("json.decoder:nosuch", "which its file does not have. "),
+        ("nosuch.part:build", "whose module is not found. "),
     ],
 )
 def test_a_build_that_is_not_there_starts_nothing(command, build, got, tmp_path, capsys, monkeypatch):
-    (tmp_path / "train.py").write_text(f"{GOOD}\n\ndef other():\n    def inner(): ...\n")
-    (tmp_path / "empty.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", None)
     assert main([command, build, *(["--memory-limit", "4GiB"] if command == "micro-size" else [])]) == 2
@@ -180,37 +175,22 @@ def test_a_build_that_is_not_there_starts_nothing(command, build, got, tmp_path,
     assert output.err.count("\n") == 1 and output.out == ""
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import sys\nsys.path.append('there')\nimport nosuch\nbuild = nosuch.build\n",
-        "import beside\nfrom nosuch import build\n",
-        "from beside import *\n",
-        "globals()['bu' + 'ild'] = print\n",
-        "def __getattr__(name): ...\n",
-        "class build: ...\n",
-    ],
-)
-def test_a_build_that_can_be_there_is_not_refused_and_not_run(text, tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for build in ("train.py:build", "train.py:build.inner", "train:build", "__main__:build", "no place"):
-        check_build("simulate", build)
-    assert "train" not in sys.modules
-
-
-def test_a_package_is_looked_into_and_not_imported(tmp_path, monkeypatch):
-    """It may take as long as MindSpore, fail, or have ended the program."""
+def test_a_build_that_is_there_is_not_run(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("import nosuch\n")
     (tmp_path / "apart").mkdir()
     (tmp_path / "apart" / "__init__.py").write_text("import sys\n\nsys.exit(3)\n")
-    (tmp_path / "apart" / "train.py").write_text(GOOD)
     monkeypatch.syspath_prepend(tmp_path)
-    check_build("simulate", "apart.train:build")
-    for build, got in (("apart.train:built", "train.py has build."), ("apart.nosuch:build", "module is not found.")):
-        with pytest.raises(ValueError, match=re.escape(got)):
-            check_build("simulate", build)
-    assert "apart" not in sys.modules
+    monkeypatch.chdir(tmp_path)
+    for build in (
+        "train.py:build",
+        "train.py:build.inner",
+        "train:build",
+        "apart.part:build",
+        "__main__:build",
+        "none",
+    ):
+        check_build("simulate", build)
+    assert not {"train", "apart"} & sys.modules.keys()
 
 
 def test_a_missing_import_is_named_when_the_file_is_imported(tmp_path, monkeypatch):

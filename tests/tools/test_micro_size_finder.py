@@ -204,7 +204,7 @@ def test_the_child_computes_as_the_caller_does_and_an_error_of_the_function_says
     with execution_mode(ms.GRAPH_MODE), pytest.raises(RuntimeError) as raised:
         find_micro_size(says_where_it_is, "1GiB")
     assert str(raised.value) == (
-        f"For 'find_micro_size', the function that builds the training must run in a new process, but got "
+        f"For 'find_micro_size', the training must run, but with micro_size=1 got "
         f"ArithmeticError: mode {int(ms.GRAPH_MODE)}, arguments ['--rows=3'], called memory_networks"
     )
     assert "in says_where_it_is" in str(raised.value.__cause__)

@@ -145,6 +145,16 @@ def test_a_wrong_argument_is_refused_at_once_in_one_sentence(name, value, error,
         find_micro_size(**given)
 
 
+def test_the_ranks_of_a_job_do_not_search(monkeypatch):
+    monkeypatch.setattr(micro_size_finder, "current_world", lambda owner: mock.Mock(size=2))
+    with raises(
+        RuntimeError,
+        "For 'find_micro_size', the search must run in one process, but got a job of 2. Search before the job, for "
+        "example with python -m ms_gradaccum micro-size, and give all ranks the answer.",
+    ):
+        find_micro_size(nothing, "1GiB")
+
+
 def test_a_child_measures_nothing_in_turn(monkeypatch):
     monkeypatch.setenv(micro_size_finder.IN_CHILD, "1")
     with raises(

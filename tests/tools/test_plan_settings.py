@@ -27,18 +27,17 @@ COUNTS = {
     "accumulation_steps": "It counts the batches of one update; 1 means an update per batch.",
     "global_batch": "It counts the rows of one update on all ranks together.",
     "epochs": "It counts the passes over the data.",
-    "dataset_size": "It counts the rows of the data; give one number per rank if they are distributed unevenly.",
+    "dataset_size": "It counts the rows of the data.",
 }
 WINDOW = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
 MULTIPLE = "a multiple of batch_size * ranks = 32"
 # The settings, whose last one is refused, and what is said: the rule, the value, the way out.
 REFUSED = [
-    ({"dataset_size": (9, 8)}, "one number, or one for each of the 1 ranks", "2 numbers", "Give ranks, too."),
     (
-        {"drop_remainder": True, "ranks": 2, "dataset_size": (9, 7)},
+        {"drop_remainder": True, "ranks": 2, "dataset_size": 14},
         "at least one batch of 8 rows on each rank",
-        "7 rows on one of them",
-        "Use drop_remainder=False or smaller batches.",
+        "7 rows on each",
+        "Use drop_remainder=False.",
     ),
     (
         {"ranks": 4, "global_batch": 250},
@@ -72,7 +71,7 @@ REFUSED = [
     *[({name: 0}, "a positive int", "0", remedy) for name, remedy in COUNTS.items()],
     *[({name: "8"}, "a positive int", "'8' of type str", remedy) for name, remedy in COUNTS.items()],
     ({"ranks": None}, "a positive int", "None of type NoneType", COUNTS["ranks"]),
-    ({"ranks": 2, "dataset_size": (9, 0)}, "a positive int", "0", COUNTS["dataset_size"]),
+    ({"dataset_size": (9, 8)}, "a positive int", "(9, 8) of type tuple", COUNTS["dataset_size"]),
     ({"epochs": None, "steps": 0}, "a positive int", "0", "It counts the batches to train on."),
 ]
 
@@ -129,8 +128,8 @@ def test_the_text_of_a_plan():
 
 
 def test_the_text_of_a_small_plan():
-    assert str(plan(dataset_size=(9, 7), ranks=2, steps=1, epochs=None, accumulation_steps=2, last_window="carry")) == (
-        "data       16 rows, 7 to 9 per rank, for 2 ranks in batches of 8\n"
+    assert str(plan(dataset_size=18, ranks=2, steps=1, epochs=None, accumulation_steps=2, last_window="carry")) == (
+        "data       18 rows for 2 ranks in batches of 8\n"
         "epochs     0.5 of 2 batches on each rank: 1 batch\n"
         "window     2 batches, 2 micro batches on each rank: 32 rows\n"
         "updates    none: no window is ever whole\n"

@@ -1,6 +1,5 @@
 """Plan of a training, computed before it runs."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +22,7 @@ _OWNER = "TrainingPlan"
 _MOST_BATCHES, _MOST_ROWS = 10**8, 10**15
 # What each setting counts, and its limit.
 _COUNTS = {
+    "dataset_size": ("It counts the rows of the data.", _MOST_ROWS),
     "batch_size": ("It counts the rows of one batch on one rank.", check.MAX_INT),
     "ranks": ("It counts the processes; 1 is a single one.", 10**6),
     "micro_size": ("It counts the micro batches of one batch; 1 means no split.", check.MAX_INT),
@@ -41,8 +41,8 @@ class TrainingPlan:
     ``bad_micro_batch="drop"``, hooks of the network and the compiler change in the messages.
 
     Keyword Args:
-        dataset_size (Union[int, Sequence[int]]): Rows of the data, of which each rank gets `ceil(dataset_size / ranks)`
-            as with ``num_shards`` and ``shard_id`` of MindSpore's datasets; or the rows of each rank.
+        dataset_size (int): Rows of the data, of which each rank gets `ceil(dataset_size / ranks)` as with
+            ``num_shards`` and ``shard_id`` of MindSpore's datasets.
         batch_size (int): Rows of one batch on one rank, before micro batches are cut.
         epochs, steps (int, optional): Passes over the data, or batches of each rank. Give one of them.
         ranks (int): Number of processes. Default: ``1``.
@@ -58,7 +58,7 @@ class TrainingPlan:
             message. Default: that of the context.
 
     Attributes:
-        batches_per_epoch, batches (int): Batches of each rank in a pass (if ranks differ, the most), and in all.
+        batches_per_epoch, batches (int): Batches of each rank in a pass, and in all.
         updates (int): Calls of the optimizer: the number of steps to give a schedule.
         updates_per_epoch (int): The largest number of updates in a pass.
         rows_per_update, micro_batches_per_update (int): Rows of a whole window on all ranks; micro batches on each.
@@ -84,7 +84,7 @@ class TrainingPlan:
         >>> schedule = nn.CosineDecayLR(0.0, 0.1, plan.updates)
     """
 
-    dataset_size: int | Sequence[int]
+    dataset_size: int
     batch_size: int
     epochs: int | None = None
     steps: int | None = None
@@ -113,22 +113,17 @@ class TrainingPlan:
 
     def __post_init__(self) -> None:
         _check_settings(self)
-        rank_rows, window, batch_size = _rows_of_ranks(self), _window_batches(self), self.batch_size
-        kept = [rows - rows % batch_size if self.drop_remainder else rows for rows in rank_rows]
-        begins = np.arange(0, max(kept), batch_size)
-        # A rank without data adds no rows to a batch of the others.
-        batch_rows = sum(np.clip(rows - begins, 0, batch_size) * ranks for rows, ranks in Counter(kept).items())
-        per_epoch = len(begins)
+        window, batch_size = _window_batches(self), self.batch_size
+        rows = _rank_rows(self)
+        kept = rows - rows % batch_size if self.drop_remainder else rows
+        per_epoch = -(-kept // batch_size)
         batches = self.steps or per_epoch * (self.epochs or 0)
         first, end = _updates_of(batches, per_epoch, window, self.last_window)
-        before = np.concatenate([[0], np.cumsum(batch_rows)])
-        rows_before, rows_until = (at // per_epoch * before[-1] + before[at % per_epoch] for at in (first, end))
-        given = self.dataset_size if isinstance(self.dataset_size, int) else tuple(self.dataset_size)
+        rows_before, rows_until = (at // per_epoch * kept + at % per_epoch * batch_size for at in (first, end))
         # The class is frozen.
         vars(self).update(
-            dataset_size=given,
             accumulation_steps=window,
-            update_rows=(rows_until - rows_before).tolist(),
+            update_rows=(self.ranks * (rows_until - rows_before)).tolist(),
             batches_per_epoch=per_epoch,
             batches=batches,
             updates=len(end),
@@ -136,7 +131,7 @@ class TrainingPlan:
             rows_per_update=window * batch_size * self.ranks,
             micro_batches_per_update=window * min(self.micro_size, batch_size),
             unused_batches=batches - int((end - first).sum()),
-            dropped_rows=sum(rank_rows) - sum(kept),
+            dropped_rows=self.ranks * (rows - kept),
         )
         self._plan_costs()
 
@@ -158,17 +153,14 @@ class TrainingPlan:
         return self.traffic.of_window(self.accumulation_steps, self.micro_batches_per_update)
 
     def __str__(self) -> str:
-        given, per_epoch = self.dataset_size, counted(self.batches_per_epoch, "batch")
-        data = (
-            f"{given} rows" if isinstance(given, int) else f"{sum(given)} rows, {min(given)} to {max(given)} per rank,"
-        )
+        per_epoch = counted(self.batches_per_epoch, "batch")
         window = f"{counted(self.accumulation_steps or 1, 'batch')}, "
         window += f"{counted(self.micro_batches_per_update, 'micro batch')} on each rank: {self.rows_per_update} rows"
         sizes = " to ".join(map(str, sorted({min(self.update_rows, default=0), max(self.update_rows, default=0)})))
         updates = f"{self.updates}: {self.updates_per_epoch} per epoch, of {sizes} rows"
         epochs = f"{self.batches / self.batches_per_epoch:.4g} of {per_epoch} on each rank"
         lines = [
-            ("data", f"{data} for {counted(self.ranks, 'rank')} in batches of {self.batch_size}"),
+            ("data", f"{self.dataset_size} rows for {counted(self.ranks, 'rank')} in batches of {self.batch_size}"),
             ("epochs", f"{epochs}: {counted(self.batches, 'batch')}"),
             ("window", window),
             ("updates", updates if self.updates else "none: no window is ever whole"),
@@ -233,7 +225,7 @@ def _updates_of(batches: int, per_epoch: int, window: int, last_window: str) -> 
 
 def _check_settings(plan: TrainingPlan) -> None:
     for name, (remedy, most) in _COUNTS.items():
-        if getattr(plan, name) is not None or name in ("batch_size", "ranks", "micro_size"):
+        if getattr(plan, name) is not None or name in ("dataset_size", "batch_size", "ranks", "micro_size"):
             check.check_positive_int(_OWNER, name, getattr(plan, name), remedy, most)
     if (plan.epochs is None) == (plan.steps is None):
         got = "neither" if plan.epochs is None else f"epochs={plan.epochs} and steps={plan.steps}"
@@ -244,27 +236,18 @@ def _check_settings(plan: TrainingPlan) -> None:
     check.check_last_window(_OWNER, plan.last_window)
 
 
-def _rows_of_ranks(plan: TrainingPlan) -> list[int]:
-    given, ranks, batch_size = plan.dataset_size, plan.ranks, plan.batch_size
-    of_ranks = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    remedy = "It counts the rows of the data; give one number per rank if they are distributed unevenly."
-    rank_rows = [check.check_positive_int(_OWNER, "dataset_size", each, remedy, _MOST_ROWS) for each in of_ranks]
-    if of_ranks is not given:
-        # A dataset gives all ranks the same number of rows and repeats the first rows at the end if necessary.
-        rank_rows = [-(-rank_rows[0] // ranks)] * ranks
-    if len(rank_rows) != ranks:
-        rule = f"one number, or one for each of the {ranks} ranks"
-        raise ValueError(argument_error(_OWNER, "dataset_size", rule, f"{len(rank_rows)} numbers", "Give ranks, too."))
-    per_epoch = -(-max(rank_rows) // batch_size)
+def _rank_rows(plan: TrainingPlan) -> int:
+    """Return the rows of each rank: a dataset repeats its first rows at the end if they do not divide."""
+    rows, batch_size = -(-plan.dataset_size // plan.ranks), plan.batch_size
+    per_epoch = -(-rows // batch_size)
     batches = max(per_epoch, plan.steps or per_epoch * (plan.epochs or 0))
     if batches > _MOST_BATCHES:
         rule, remedy = f"at most {_MOST_BATCHES} batches on each rank", "Plan fewer epochs, or larger batches."
         raise ValueError(f"For '{_OWNER}', a training must have {rule}, but got {batches}. {remedy}")
-    if plan.drop_remainder and min(rank_rows) < batch_size:
-        rule, got = f"at least one batch of {batch_size} rows on each rank", f"{min(rank_rows)} rows on one of them"
-        remedy = "Use drop_remainder=False or smaller batches."
-        raise ValueError(argument_error(_OWNER, "dataset_size", rule, got, remedy))
-    return rank_rows
+    if plan.drop_remainder and rows < batch_size:
+        rule, remedy = f"at least one batch of {batch_size} rows on each rank", "Use drop_remainder=False."
+        raise ValueError(argument_error(_OWNER, "dataset_size", rule, f"{rows} rows on each", remedy))
+    return rows
 
 
 def _window_batches(plan: TrainingPlan) -> int:

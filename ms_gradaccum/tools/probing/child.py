@@ -85,13 +85,7 @@ def is_out_of_memory(kind: str, text: str) -> bool:
 
 
 class Training:
-    """The training that a function has built, with so many micro batches.
-
-    Attributes:
-        step: The training step.
-        inputs: Its batch.
-        rows: The rows of the batch.
-    """
+    """The training that a function has built: its step with so many micro batches, its batch, and the rows of that."""
 
     def __init__(self, made: Any, micro_size: int) -> None:
         if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance((*made, {})[3], dict):
@@ -100,10 +94,8 @@ class Training:
             raise TypeError(argument_error(OWNER, "build", rule, got, "The dict has settings of TrainOneStepCell."))
         network, optimizer, batch, settings = (*made, {})[:4]
         if isinstance(network, ms.nn.Cell) and is_semi_auto(network):
-            rule, got = (
-                "a loss cell of one process",
-                "one that the compiler partitions, which one process cannot measure",
-            )
+            got = "one that the compiler partitions, which one process cannot measure"
+            rule = "a loss cell of one process"
             raise ValueError(argument_error(OWNER, "network", rule, got, "Give the cell inside."))
         whole = as_grad_accumulation(OWNER, network)
         args, kwargs = as_call(OWNER, batch)

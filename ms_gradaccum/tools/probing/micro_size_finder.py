@@ -6,26 +6,22 @@ import signal
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from threading import Event
 from typing import NamedTuple
 
 from mindspore import nn
 
 from ms_gradaccum._checks import argument_error, check_positive_float, check_positive_int, counted, typed
 from ms_gradaccum.batch.nested_inputs import Batch
-from ms_gradaccum.parallel.world import current_world, gather_values
+from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.probing.child import OWNER, Measured, begun, is_out_of_memory, memory_of, work
-from ms_gradaccum.tools.processes import ChildError, EndedError, Job, RankError, error_of, refuse_inside
+from ms_gradaccum.tools.processes import EndedError, Job, RankError, refuse_inside
 from ms_gradaccum.tools.text import size_text
 
 # The environment variable that marks the child processes, which must not measure in turn.
 IN_CHILD = "MS_GRADACCUM_PROBE"
 # The polling interval of a child's memory, of which it fills 1 to 3 GB in a second. Unit: seconds.
 _LOOK = 0.01
-# The interval between two messages of the ranks. Unit: seconds.
-_MOMENT = 1.0
 _TEXT = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 # The results of the user's function: network, optimizer, batch, and perhaps settings of the training step.
 _Built = tuple[nn.Cell, nn.Cell, Batch] | tuple[nn.Cell, nn.Cell, Batch, dict[str, object]]
@@ -81,7 +77,7 @@ def find_micro_size(
             table of them. Default: ``None``.
 
     Returns:
-        int, the same on all ranks: the largest of the ranks' own answers.
+        int, the smallest `micro_size` that fits.
 
     Raises:
         TypeError: If an argument, or something that `build` returns, has the wrong type.
@@ -89,8 +85,8 @@ def find_micro_size(
             import `build`: a lambda, a function inside another one, or one of a notebook or an interactive session.
         MemoryError: If not even single rows fit.
         TimeoutError: If a measurement takes longer than `timeout`.
-        RuntimeError: If the training fails for another reason than memory, or if a new process that imports the
-            program gets to this call.
+        RuntimeError: If the training fails for another reason than memory, in a job of several processes, or if a new
+            process that imports the program gets to this call.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -100,27 +96,23 @@ def find_micro_size(
         >>> micro_size = find_micro_size("train.py:build", "4GiB", report=print)  # doctest: +SKIP
     """
     refuse_inside(OWNER, IN_CHILD)
-
-    def search(stop: Event) -> int:
-        limit = _check_memory_limit(memory_limit)
-        check_positive_float(OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
-        if report is not None and not callable(report):
-            rule, remedy = "a function or None", "For example report=print."
-            raise TypeError(argument_error(OWNER, "report", rule, typed(report), remedy))
-        builder = Builder.of(OWNER, build)
-        return _first_that_fits(lambda count: measure(builder, count, limit, timeout, stop), limit, report)
-
-    return search(Event()) if current_world(OWNER).size == 1 else _agreed(search)
-
-
-def _first_that_fits(measured: Callable[[int], Measured], limit: int, report: Callable[[Probe], object] | None) -> int:
-    """Return the smallest micro_size that fits, or raise."""
-    last = Measured()
+    if (size := current_world(OWNER).size) > 1:
+        raise RuntimeError(
+            f"For '{OWNER}', the search must run in one process, but got a job of {size}. Search before the job, for "
+            f"example with python -m ms_gradaccum micro-size, and give all ranks the answer."
+        )
+    limit = _check_memory_limit(memory_limit)
+    check_positive_float(OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
+    if report is not None and not callable(report):
+        raise TypeError(
+            argument_error(OWNER, "report", "a function or None", typed(report), "For example report=print.")
+        )
+    builder, last = Builder.of(OWNER, build), Measured()
 
     def fits(micro_size: int) -> bool:
         nonlocal last
         begin = time.monotonic()
-        last = measured(micro_size)
+        last = measure(builder, micro_size, limit, timeout)
         is_small = last.peak is not None and last.peak <= limit
         if report is not None and last.rows is not None:
             seconds = time.monotonic() - begin
@@ -158,14 +150,13 @@ class _Exceeded(Exception):
     """A child process takes too much memory."""
 
 
-def measure(builder: Builder, micro_size: int, limit: int, timeout: float, stop: Event) -> Measured:
+def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Measured:
     """Train in ``micro_size`` micro batches in a new process. Raise if it fails for another reason than memory."""
+    must_run = f"For '{OWNER}', the training must run, but with micro_size={micro_size}"
     task = {"builder": builder, "micro_size": micro_size, "limit": limit, "home": os.getcwd()}
     with Job(OWNER, 1, IN_CHILD, f"{work.__module__}:{work.__name__}", task) as job:
 
         def watch(phase: str) -> None:
-            if stop.is_set():
-                raise InterruptedError
             cap = begun(job.folder).cap
             if cap is not None and memory_of(job.process.pid, "VmHWM") > cap:
                 raise _Exceeded
@@ -178,52 +169,18 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float, stop:
         except TimeoutError:
             rule = f"more than what two windows of micro_size={micro_size} take"
             raise TimeoutError(argument_error(OWNER, "timeout", rule, f"{timeout:g} s", "Give it more time.")) from None
-        except (RankError, EndedError) as error:
-            _check_end(error, job, micro_size)
-            return begun(job.folder)
-
-
-def _check_end(error: RankError | EndedError, job: Job, micro_size: int) -> None:
-    """Raise unless a child has failed because memory ran out."""
-    must_run = f"For '{OWNER}', the training must run, but with micro_size={micro_size}"
-    if isinstance(error, EndedError):
-        status, said = job.process.returncode, job.last_words()
-        # Only the system sends SIGKILL, when memory runs out.
-        if status != -signal.SIGKILL and not is_out_of_memory("RuntimeError", said):
-            how = signal.Signals(-status).name if status < 0 else f"status {status}"
-            raise RuntimeError(f"{must_run} its process ended with {how}. Its last words: {said or 'none'}") from None
-    elif not is_out_of_memory(error.kind, error.text):
-        kind, text = error.kind, error.text
-        if begun(job.folder).rows is not None:
-            kind, text = "RuntimeError", f"{must_run} got {kind}: {text}"
-        elif not text.startswith("For '"):  # Else it says which argument is wrong.
-            rule = "the function that builds the training must run in a new process"
-            kind, text = "RuntimeError", f"For '{OWNER}', {rule}, but got {kind}: {text}"
-        raise error_of(kind, text) from ChildError(error.traceback)
-
-
-def _agreed(search: Callable[[Event], int]) -> int:
-    """Return the largest of the ranks' answers, or raise on all of them the error of one. Collective."""
-    stop = Event()
-    # The answer of each rank, a list of the type and the text of its error, or None while it searches.
-    states: list[int | list[str] | None] = [None]
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(search, stop)
-        try:
-            # The ranks talk meanwhile: a message that one of them waits for too long (30 s on CPU) would fail.
-            while None in states and not any(isinstance(each, list) for each in states):
-                is_done = bool(wait([answer], _MOMENT).done)
-                error = answer.exception() if is_done else None
-                own = [type(error).__name__, str(error)] if error else answer.result() if is_done else None
-                states = gather_values(own)
-        finally:
-            stop.set()
-    for rank, failed in enumerate(states):
-        if isinstance(failed, list):
-            if isinstance(states[current_world(OWNER).rank], list):
-                answer.result()  # Raises the error of this rank.
-            raise error_of(failed[0], f"Rank {rank} has failed. {failed[1]}")
-    return max(each for each in states if isinstance(each, int))
+        except RankError as error:
+            if not is_out_of_memory(error.kind, error.text):
+                raise error.here(must_run) from error
+        except EndedError:
+            status, said = job.process.returncode, job.last_words()
+            # Only the system sends SIGKILL, when memory runs out.
+            if status != -signal.SIGKILL and not is_out_of_memory("RuntimeError", said):
+                how = signal.Signals(-status).name if status < 0 else f"status {status}"
+                raise RuntimeError(
+                    f"{must_run} its process ended with {how}. Its last words: {said or 'none'}"
+                ) from None
+        return begun(job.folder)
 
 
 def _check_memory_limit(limit: int | str) -> int:

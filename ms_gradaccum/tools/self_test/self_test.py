@@ -84,7 +84,7 @@ def _run(cell: Cell, timeout: float, facts: dict[str, Any]) -> dict[str, Any]:
         try:
             reports = job.wait(timeout, lambda phase: None)
         except RankError as error:
-            return _result("failed", str(error))
+            return _result("failed", error.line)
         except EndedError:
             lines = [line.strip() for line in job.last_words().splitlines() if line.strip()]
             return _result("failed", f"its process ended: {lines[-1] if lines else 'it said nothing'}")

@@ -10,7 +10,7 @@ from ms_gradaccum._checks import argument_error, check_bool, check_choice, check
 from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.tools.builder import Builder, check_build
-from ms_gradaccum.tools.processes import ChildError, EndedError, Job, RankError, error_of, refuse_inside
+from ms_gradaccum.tools.processes import EndedError, Job, RankError, refuse_inside
 from ms_gradaccum.tools.simulation.cuda_stubs import stand_ins, why_not
 from ms_gradaccum.tools.simulation.report import Simulation, simulation_of
 from ms_gradaccum.training.train_step import TrainOneStepCell
@@ -98,11 +98,7 @@ def wait_for_reports(job: Job, timeout: float, tell: Callable[[str], None]) -> l
     try:
         return job.wait(timeout, tell)
     except RankError as error:
-        kind, text = error.kind, error.text
-        if not text.startswith("For '"):
-            rule = "what 'build' returns must compile and run"
-            kind, text = "RuntimeError", f"For '{_OWNER}', {rule}, but rank {error.rank} got {error}"
-        raise error_of(kind, text) from ChildError(error.traceback)
+        raise error.here(f"For '{_OWNER}', what 'build' returns must compile and run, but rank {error.rank}") from error
     except EndedError as error:
         who = "all" if error.rank is None else f"that of rank {error.rank} of {job.count}"
         raise RuntimeError(
