@@ -107,7 +107,12 @@ def find_micro_size(
         raise TypeError(
             argument_error(OWNER, "report", "a function or None", typed(report), "For example report=print.")
         )
-    builder, last = Builder.of(OWNER, build), Measured()
+    return _search(Builder.of(OWNER, build), limit, timeout, report)
+
+
+def _search(builder: Builder, limit: int, timeout: float, report: Callable[[Probe], object] | None) -> int:
+    """Return the smallest micro_size that fits, or raise."""
+    last = Measured()
 
     def fits(micro_size: int) -> bool:
         nonlocal last
