@@ -28,9 +28,9 @@ class WindowTotals(NamedTuple):
     other_losses: int = 0  # The maximum number of further losses that are reported.
 
     @property
-    def scalars(self) -> int:
-        """The number of scalars that are reduced over the ranks besides the gradients, loss and weight included."""
-        return 2 + self.counts_dropped + 2 * self.other_losses
+    def sizes(self) -> tuple[int, ...]:
+        """The elements of each parameter of `GradientBuffer.totals`."""
+        return (1, 1) + self.counts_dropped * (1,) + bool(self.other_losses) * (2 * self.other_losses,)
 
 
 _NOTHING_ELSE = WindowTotals()
@@ -73,10 +73,9 @@ class GradientBuffer(nn.Cell):
         # The number of micro batches that were left out, in the dtype of the other scalars that are reduced.
         self.dropped: Parameter | None = zeros(f"{window}_dropped", (), dtype) if totals.counts_dropped else None
         # For each reported loss the sum (first row) and the weight (second row).
-        shape = 2, totals.other_losses
-        self.other_losses: Parameter | None = (
-            zeros(f"{window}_other_losses", shape, dtype) if totals.other_losses else None
-        )
+        others = zeros(f"{window}_other_losses", (2, totals.other_losses), dtype) if totals.other_losses else None
+        self.other_losses: Parameter | None = others
+        self.scalars = ParameterTuple([*self.totals(), self.batches])
         self.chunks = chunks_of([total.size for total in self.sums])
         self.add_one = _add_dense_only if dense_only else _add
         self.map = ops.HyperMap()
@@ -94,9 +93,7 @@ class GradientBuffer(nn.Cell):
     ) -> tuple[Tensors, Tensor, Tensor]:
         """Add one micro batch, with its gradients times ``factor``. Return the updated sums, loss and weight."""
         # A backward pass computes the last gradient first, and its memory is freed once it is added.
-        added = add_each_in_place(self.add_one, factor, tuple(self.sums), grads)
-        totals = self.add_totals(loss_sum, weight)
-        return added, totals[0], totals[1]
+        return add_each_in_place(self.add_one, factor, tuple(self.sums), grads), *self.add_totals(loss_sum, weight)
 
     def add_totals(self, loss_sum: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Add the loss and the weight of one micro batch, and return their sums."""
@@ -104,7 +101,7 @@ class GradientBuffer(nn.Cell):
 
     def no_grads(self, parameters: tuple[Parameter, ...], done: object) -> tuple[Tensor, ...]:
         """Return the gradients of an empty micro batch, zeros, after ``done``."""
-        grads: tuple[Tensor, ...] = self.map(ops.partial(_spread, zero_after(done, self.weight)), parameters)
+        grads: tuple[Tensor, ...] = self.map(ops.partial(spread, zero_after(done, self.weight)), parameters)
         return grads
 
     def count_batch(self) -> Tensor:
@@ -125,7 +122,7 @@ class GradientBuffer(nn.Cell):
         return () if self.other_losses is None else (ops.depend(self.other_losses + 0.0, done),)
 
     def mean_loss(self) -> Tensor:
-        """Return the weighted mean loss of the window so far."""
+        """Return the mean loss of the window so far."""
         return self.loss * reciprocal(self.weight)
 
     def reciprocal_weight(self) -> Tensor:
@@ -136,12 +133,9 @@ class GradientBuffer(nn.Cell):
         """Assign zeros after ``done``. A product with 0 would keep NaN and Inf."""
         for begin, end in self.chunks:
             done = fill_each_in_place(zero_after(done, self.weight), chunk_of(tuple(self.sums), begin, end))
-        done = done, _assign_zero(self.loss), _assign_zero(self.weight)
-        if self.dropped is not None:
-            done = done, _assign_zero(self.dropped)
-        if self.other_losses is not None:
-            done = done, _assign_zero(self.other_losses)
-        return done, _assign_zero(self.batches)
+        for scalar in self.scalars:
+            done = done, ops.assign(scalar, ops.zeros_like(scalar))
+        return done
 
 
 @_primexpr
@@ -205,14 +199,6 @@ def reciprocal(weight: Tensor) -> Tensor:
 def zero_after(done: Done, weight: Tensor) -> Tensor:
     """Return 0 after ``done``. It is not a constant for the compiler, since constants of a graph are never freed."""
     return ops.cast(ops.less(ops.abs(ops.depend(weight, done)), 0.0), ms.float32)
-
-
-def _spread(number: Tensor, like: Parameter) -> Tensor:
-    return spread(number, like)
-
-
-def _assign_zero(scalar: Parameter) -> Tensor:
-    return ops.assign(scalar, ops.zeros_like(scalar))
 
 
 def zeros(name: str, shape: tuple[int, ...], dtype: ms.Type = ms.float32) -> Parameter:

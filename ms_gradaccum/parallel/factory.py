@@ -1,6 +1,5 @@
 """Build the gradient reducers for the argument ``parallel`` and the processes of the job."""
 
-import math
 from collections.abc import Iterable, Sequence
 
 import mindspore as ms
@@ -14,15 +13,7 @@ from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel.agreement import settings_of, shapes_of, structure_of
 from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, check_kind, choose_kind
-from ms_gradaccum.parallel.layout import (
-    Ranks,
-    ReducedLayout,
-    ReducerLayout,
-    ShardedLayout,
-    backwards,
-    bucket_layout,
-    shard_layout,
-)
+from ms_gradaccum.parallel.layout import Layout, Ranks, layout_of
 from ms_gradaccum.parallel.reduced import (
     ReducedReducer,
     check_reducing,
@@ -33,7 +24,7 @@ from ms_gradaccum.parallel.reduced import (
 )
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
-from ms_gradaccum.parallel.shards import HSDPReducer, ShardedReducer, Shards, check_shardable
+from ms_gradaccum.parallel.shards import ShardedReducer, check_shardable
 from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world, tell_peers_of_failure
 
 
@@ -49,13 +40,18 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
         return None
     tell_peers_of_failure(owner, world)
     if is_semi_auto(network):
-        return _compilers_own(owner, parallel, network)
+        if parallel != "auto":
+            remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
+            raise ValueError(argument_error(owner, "parallel", "'auto' in semi-auto-parallel", repr(parallel), remedy))
+        return SemiAuto(network)
     if isinstance(network, AutoParallel):
         if network._pipeline_stages > 1:
             got = f"{network._pipeline_stages} pipeline stages"
             raise ValueError(argument_error(owner, "network", "in one pipeline stage", got, "Do not call pipeline()."))
-        if parallel == "auto":
-            parallel = _settings_of(network)
+        # On CPU, where an AutoParallel cannot run itself, its settings choose the kind.
+        if parallel == "auto" and network._enable_parallel_optimizer:
+            level = network._optimizer_level
+            parallel = HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
     return choose_kind(owner, parallel, world.size)
 
 
@@ -64,24 +60,8 @@ def _check_not_wrapped(owner: str, network: nn.Cell) -> None:
     # Checked by name, because MindSpore before 2.6 has no such class.
     if any(type(cell).__name__ == "DistributedDataParallel" for _, cell in cells):
         rule, got = "one whose gradients nothing else adds up over the processes", "a DistributedDataParallel in it"
-        raise ValueError(
-            argument_error(owner, "network", rule, got, "Give the network in it: parallel='auto' adds them up.")
-        )
-
-
-def _compilers_own(owner: str, parallel: object, network: nn.Cell) -> SemiAuto:
-    if parallel != "auto":
-        remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
-        raise ValueError(argument_error(owner, "parallel", "'auto' in semi-auto-parallel", repr(parallel), remedy))
-    return SemiAuto(network)
-
-
-def _settings_of(network: AutoParallel) -> Kind:
-    """Return the kind of parallelism for the settings of an AutoParallel on CPU, where it cannot run itself."""
-    if not network._enable_parallel_optimizer:
-        return DataParallel()
-    level = network._optimizer_level
-    return HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
+        remedy = "Give the network in it: parallel='auto' adds them up."
+        raise ValueError(argument_error(owner, "network", rule, got, remedy))
 
 
 def build_reducers(
@@ -100,40 +80,35 @@ def build_reducers(
     """
     world = current_world(owner)
     if kind is not None and world.size > 1:
-        _agree(owner, kind, network, optimizers, agreed)
+        _agree(owner, network, optimizers, agreed | {"parallel": repr(kind)})
     if drop_non_finite:
         check_can_drop(owner, network)
     totals = WindowTotals(drop_non_finite, network.other_losses)
-    if kind is None:
-        return [GradientReducer(each.parameters, _buffer_of(each, None, totals)) for each in optimizers]
     ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
-    reducers = []
+    reducers: list[GradientReducer] = []
     for optimizer in optimizers:
+        parameters, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
+        if kind is None:
+            reducers.append(GradientReducer(parameters, GradientBuffer(parameters, dense_only, None, totals)))
+            continue
         _check_sent(owner, kind, network, optimizer, dtype)
         if world.size > 1:
             _start_alike(owner, network, optimizer)
-        layout = reducer_layout(kind, optimizer.parameters, ranks, totals.scalars, dtype)
-        buffer = _buffer_of(optimizer, layout.buffer_shapes, totals)
-        reducers.append(_build_reducer(kind, network, optimizer, buffer, layout, world.rank))
+        layout = reducer_layout(kind, parameters, ranks, totals.sizes, dtype)
+        buffer = GradientBuffer(parameters, dense_only, layout.buffer_shapes, totals)
+        if isinstance(kind, Reduced):
+            reducers.append(ReducedReducer(optimizer, buffer, layout, world.rank, kind, network))
+        else:
+            reducer = DataParallelReducer if layout.group.size == 1 else ShardedReducer
+            reducers.append(reducer(optimizer, buffer, layout, world.rank, kind))
     return reducers
 
 
-def _buffer_of(optimizer: nn.Cell, shapes: Sequence[tuple[int, ...]] | None, totals: WindowTotals) -> GradientBuffer:
-    return GradientBuffer(optimizer.parameters, keeps_absent_rows(optimizer), shapes, totals)
-
-
-def _agree(
-    owner: str, kind: Kind | None, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]
-) -> None:
+def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]) -> None:
     """Raise on all ranks if their settings differ, before one waits for the others. Collective."""
-    settings = {
-        "the training cell": owner,
-        "mode": "GRAPH_MODE" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE_MODE",
-        **agreed,
-        "parallel": repr(kind),
-        "batch_axis": repr(network.batch_axis),
-        "weighted": network.weighted,
-    }
+    mode = "GRAPH_MODE" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE_MODE"
+    settings = {"the training cell": owner, "mode": mode, **agreed}
+    settings |= {"batch_axis": repr(network.batch_axis), "weighted": network.weighted}
     for number, optimizer in enumerate(optimizers):
         settings |= settings_of("optimizer" if len(optimizers) == 1 else f"optimizer[{number}]", optimizer)
     check_agreement(owner, settings | structure_of(network) | shapes_of([network, *optimizers]))
@@ -145,18 +120,17 @@ def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dt
     check_parameters_sent(owner, optimizer.parameters)
     if isinstance(kind, Reduced):
         check_state(owner, optimizer)
-    if kind.sync_each_batch:
-        _check_shared_dense(owner, network)
-    if isinstance(kind, HSDP):
-        _check_hsdp(owner, kind, optimizer)
-
-
-def _check_hsdp(owner: str, kind: HSDP, optimizer: nn.Cell) -> None:
-    check_shardable(optimizer)
-    if kind.optimizer_level == "level3":
+    lookup = sparse_lookup(network) if kind.sync_each_batch else None
+    if lookup is not None:
+        remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
+        rule = "one of dense gradients where the ranks share them in each micro batch"
+        raise ValueError(argument_error(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
+    if kind.shard_size != 1:
+        check_shardable(optimizer)
+    if isinstance(kind, HSDP) and kind.optimizer_level == "level3":
         warn(
             f"For '{owner}', the weights stay whole on each rank: 'level3' shards what 'level2' does. Sharding weights "
-            f"takes the compiler, inside AutoParallel on Ascend or GPU.",
+            f"takes the compiler, inside AutoParallel on Ascend or GPU."
         )
 
 
@@ -179,50 +153,22 @@ def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     if broadcast_parameters(parameters.values()):
         warn(
             f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
-            f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint.",
+            f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
         )
 
 
-def _check_shared_dense(owner: str, network: nn.Cell) -> None:
-    lookup = sparse_lookup(network)
-    if lookup is not None:
-        remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
-        rule = "one of dense gradients where the ranks share them in each micro batch"
-        raise ValueError(argument_error(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
-
-
 def reducer_layout(
-    kind: Kind | None, tensors: Sequence[Tensor], world: Ranks, scalars: int = 2, dtype: ms.Type = ms.float32
-) -> ReducerLayout:
+    kind: Kind | None,
+    tensors: Sequence[Tensor],
+    world: Ranks,
+    scalars: Sequence[int] = WindowTotals().sizes,
+    dtype: ms.Type = ms.float32,
+) -> Layout:
     """Return the layout of the gradients of ``tensors``, of which only `shape` and `itemsize` are read.
 
-    So many ``scalars`` are reduced besides the sums. ``kind`` is None for one process.
+    Scalars of these sizes are reduced besides the sums. ``kind`` is None for one process.
     """
     kind = DataParallel() if kind is None else kind
-    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    # Sums are float32, or float64 for float64 weights.
-    itemsizes = tuple(max(4, tensor.itemsize) for tensor in tensors)
-    sizes = [math.prod(shape) for shape in shapes]
-    if isinstance(kind, Reduced):
-        shares = tuple(shard_size_of(tensor) / world.size for tensor in tensors)
-        return ReducedLayout(shapes, itemsizes, bucket_layout((), sizes, world, scalars, ms.float32), shares)
-    if not (kind.sync_each_batch or isinstance(kind, HSDP)):
-        all_reduced = bucket_layout(backwards(range(len(sizes))), sizes, world, scalars, dtype)
-        return ReducerLayout(shapes, itemsizes, all_reduced)
+    shares = tuple(shard_size_of(each) / world.size for each in tensors) if isinstance(kind, Reduced) else ()
     size = world.size if kind.shard_size == -1 else kind.shard_size
-    shards = shard_layout(tensors, world, size, kind.threshold, dtype)
-    all_reduced = bucket_layout(shards.kept, sizes, world, scalars, dtype)
-    return ShardedLayout(shapes, itemsizes, all_reduced, shards, kind.sync_each_batch)
-
-
-def _build_reducer(
-    kind: Kind, network: nn.Cell, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int
-) -> GradientReducer:
-    if isinstance(layout, ReducedLayout) and isinstance(kind, Reduced):
-        return ReducedReducer(network, optimizer, buffer, layout, rank, kind)
-    if not isinstance(layout, ShardedLayout):
-        return DataParallelReducer(optimizer, buffer, layout, rank, kind)
-    shards = Shards(layout.shards, rank)
-    if isinstance(kind, HSDP):
-        return HSDPReducer(shards, optimizer, buffer, layout, rank, kind)
-    return ShardedReducer(shards, optimizer, buffer, layout, rank, kind)
+    return layout_of(tensors, scalars, world, dtype, size, kind.threshold, kind.sync_each_batch, shares)

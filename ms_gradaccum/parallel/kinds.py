@@ -17,9 +17,9 @@ class DataParallel:
     batches in between communicate nothing.
 
     Args:
-        sync_each_batch (bool): Whether to add up the gradients of each micro batch over the ranks instead. Each rank
-            then keeps 1 / ranks of the sums, in exchange for a message per micro batch. The name is that of Hugging
-            Face Accelerate's ``GradientAccumulationPlugin``. Default: ``False``.
+        sync_each_batch (bool): Whether to add up the gradients of each micro batch over the ranks instead, and to shard
+            sums and optimizer as ``HSDP(threshold=0, optimizer_level="level2")`` does. The name is that of Hugging Face
+            Accelerate's ``GradientAccumulationPlugin``. Default: ``False``.
         overlap (bool): Whether the last micro batch of a window adds up its gradients over the ranks while its backward
             pass goes on, as PyTorch's DistributedDataParallel does, where a device computes and communicates at a
             time. That takes one more graph of the network to be compiled; where PYNATIVE mode runs the network op by
@@ -44,8 +44,6 @@ class DataParallel:
     sync_each_batch: bool = False
     overlap: bool = False
     check_weights: bool = False
-    # With `sync_each_batch`: all ranks share the sums, of whatever size.
-    shard_size: ClassVar[int] = -1
     threshold: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
@@ -54,6 +52,11 @@ class DataParallel:
         if self.sync_each_batch and self.overlap:
             remedy = "Each micro batch sends its gradients already."
             raise ValueError(argument_error("DataParallel", "overlap", "False with sync_each_batch", True, remedy))
+
+    @property
+    def shard_size(self) -> int:
+        """Number of ranks that share one copy of sums and optimizer. -1 means all ranks."""
+        return -1 if self.sync_each_batch else 1
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,10 @@ class HSDP:
     ``level3``  sharded          sharded              whole (with a warning)
     ==========  ===============  ===================  ====================
 
-    Shards are rows of axis 0. With ``level1`` micro batches communicate nothing; an update costs a reduce-scatter of
-    the sums and an all-gather of the weights inside each group and, if there are several groups, an all-reduce of
-    the shards across them. With ``level2`` each micro batch costs the reduce-scatter, and no rank ever holds the
-    whole sums. Sharding the weights too (``level3``) takes the compiler's HSDP, inside ``AutoParallel`` on Ascend or
-    GPU.
+    Shards are rows of axis 0. With ``level1`` an update costs a reduce-scatter of the sums and an all-gather of the
+    weights inside each group and, if there are several groups, an all-reduce of the shards across them. With ``level2``
+    each micro batch costs the reduce-scatter. Sharding the weights too takes the compiler's HSDP, inside
+    ``AutoParallel`` on Ascend or GPU.
 
     Args:
         shard_size (int): Number of ranks that share one copy. It divides the number of ranks. ``-1``: all ranks.
@@ -148,7 +150,9 @@ class Reduced:
 
     mean: bool = False
     check_weights: bool = False
-    # As for the other kinds: this package sends nothing in a micro batch.
+    # As in the other kinds: this package shards nothing and sends nothing in a micro batch.
+    shard_size: ClassVar[int] = 1
+    threshold: ClassVar[int] = 0
     sync_each_batch: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -166,10 +170,8 @@ def check_kind(owner: str, parallel: ParallelChoice) -> ParallelChoice:
     # For a tensor or an array, '==' would not return a bool.
     is_auto = isinstance(parallel, str) and parallel == "auto"
     if not is_auto and not isinstance(parallel, (DataParallel, HSDP, Reduced)):
-        remedy = "'auto' looks at the number of processes."
-        raise TypeError(
-            argument_error(owner, "parallel", "'auto', DataParallel(), HSDP() or Reduced()", repr(parallel), remedy)
-        )
+        rule, remedy = "'auto', DataParallel(), HSDP() or Reduced()", "'auto' looks at the number of processes."
+        raise TypeError(argument_error(owner, "parallel", rule, repr(parallel), remedy))
     return parallel
 
 

@@ -1,6 +1,6 @@
 """The layout of messages: which tensors are sharded, and which are sent together. Nothing here communicates.
 
-The cells that communicate are built of these layouts, and `TrainingPlan` reads the messages from them.
+The cells that communicate are built of a `Layout`, and its `messages()` tells what they send.
 """
 
 import math
@@ -20,7 +20,6 @@ BUCKET_SIZE = 4 * 1024 * 1024
 # Bytes of a float32 number.
 _FLOAT = 4
 
-Buckets = tuple[tuple[int, ...], ...]
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -61,210 +60,147 @@ class Ranks(NamedTuple):
         return self.size == self.world_size
 
     @property
-    def reduce_scatter_operator(self) -> str:
-        """The operator of a reduce-scatter: on CPU an AllReduce of the whole tensor."""
-        return "AllReduce" if self.device_target == "CPU" else "ReduceScatter"
+    def scatters(self) -> bool:
+        """True if the device has a ReduceScatter. On CPU an AllReduce of the whole tensor stands in."""
+        return self.device_target != "CPU"
 
     @property
-    def all_gather_operator(self) -> str:
-        """The operator of an all-gather: on CPU, for a part of the ranks, an AllReduce of rows padded with zeros."""
-        return "AllReduce" if self.device_target == "CPU" and not self.is_world else "AllGather"
+    def gathers(self) -> bool:
+        """True if the device has an AllGather for these ranks. An AllReduce of rows padded with zeros stands in."""
+        return self.device_target != "CPU" or self.is_world
 
-    def all_reduce(self, nbytes: int) -> Messages:
+    def all_reduce(self, nbytes: int, operator: str = "AllReduce") -> Messages:
         """Return the messages that all-reduce tensors of ``nbytes`` bytes."""
-        return self._send("AllReduce", nbytes)
+        return (Message(operator, self.size, nbytes),) if self.size > 1 else ()
 
     def reduce_scatter(self, nbytes: int) -> Messages:
-        """Return the messages that reduce-scatter tensors of ``nbytes`` bytes."""
-        return self._send(self.reduce_scatter_operator, nbytes)
+        """Return the messages that reduce-scatter to parts of ``nbytes`` bytes each."""
+        return self.all_reduce(nbytes * self.size, "ReduceScatter" if self.scatters else "AllReduce")
 
     def all_gather(self, nbytes: int) -> Messages:
         """Return the messages that all-gather parts of ``nbytes`` bytes each."""
-        operator = self.all_gather_operator
-        return self._send(operator, nbytes if operator == "AllGather" else nbytes * self.size)
-
-    def _send(self, operator: str, nbytes: int) -> Messages:
-        return (Message(operator, self.size, nbytes),) if self.size > 1 else ()
+        return self.all_reduce(nbytes, "AllGather") if self.gathers else self.all_reduce(nbytes * self.size)
 
 
-class Cuts(NamedTuple):
-    """The layout of a message: runs of consecutive tensors of one size, each run split by one operator.
-
-    One slice per tensor would dominate the compile time.
-    """
-
-    begins: tuple[int, ...]
-    lengths: tuple[int, ...]  # Elements of each run.
-    counts: tuple[int, ...]  # Tensors of each run.
+# The begins, the lengths in elements and the tensors of the runs of a message: consecutive tensors of one size, which
+# one operator splits. One slice per tensor would dominate the compile time.
+Cuts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-class BucketLayout(NamedTuple):
-    """Sums that are added up over all ranks, and a few scalars beside them.
+class Buckets(NamedTuple):
+    """Tensors that are sent together, in messages."""
 
-    The scalars are sent in float32. If the sums are too, the first message has them; else they are sent before it.
-    """
-
-    world: Ranks
-    buckets: Buckets  # The indices of the tensors in the order in which they are sent: at least one message.
+    indices: tuple[tuple[int, ...], ...]  # Those of the tensors of each message, in the order of sending.
     cuts: tuple[Cuts, ...]
-    ends: tuple[int, ...]  # The elements of each message, without the scalars.
-    scalars: int
-    dtype: ms.Type
-
-    @property
-    def in_float32(self) -> bool:
-        """True if the sums are sent in float32."""
-        return bool(self.dtype == ms.float32)
-
-    def messages(self) -> Messages:
-        """Return what `BucketedAllReduce` sends."""
-        scalars = _FLOAT * self.scalars
-        nbytes = [_itemsize(self.dtype) * end for end in self.ends]
-        nbytes = [nbytes[0] + scalars, *nbytes[1:]] if self.in_float32 else [scalars, *filter(None, nbytes)]
-        return _in_order(self.world.all_reduce(each) for each in nbytes)
-
-
-class ShardLayout(NamedTuple):
-    """The shards of a tuple of tensors on each rank of a group, replicated over the groups."""
-
-    group: Ranks  # The ranks that have one copy together.
-    replicas: Ranks  # The ranks that have the same shards, one of each group.
-    world: Ranks
-    is_sharded: tuple[bool, ...]
-    sharded: tuple[int, ...]  # The indices of the tensors that are sharded.
-    kept: tuple[int, ...]  # The indices of the others.
-    shapes: Shapes  # The shapes of one rank's tensors.
-    sizes: tuple[int, ...]  # Elements of the whole tensors.
-    buckets: Buckets  # The indices in `sharded` in the order in which they are sent.
-    cuts: tuple[Cuts, ...]  # Where the rank's own part of each message is cut.
-    ends: tuple[int, ...]  # The elements of this part.
-    dtype: ms.Type  # In which gradients are added up.
+    ends: tuple[int, ...]  # Elements of each message.
 
 
 @dataclass(frozen=True)
-class ReducerLayout:
-    """The memory and messages of a `GradientReducer` whose sums are whole on all ranks, from their shapes alone."""
+class Layout:
+    """The memory and the messages of a `GradientReducer`, from the shapes of the tensors alone.
 
+    Scalars have the indices behind those of the tensors. The first message has them and is sent in float32.
+    """
+
+    world: Ranks
+    group: Ranks  # The ranks that have one copy of the shards together.
     shapes: Shapes
-    itemsizes: tuple[int, ...]
-    all_reduced: BucketLayout
+    parts: Shapes  # The shapes of one rank's tensors.
+    itemsizes: tuple[int, ...]  # Of the sums.
+    kept: Buckets  # The scalars and the tensors that are whole on each rank.
+    sharded: Buckets  # This rank's parts of the others.
+    dtype: ms.Type  # In which gradients are added up.
+    every_batch: bool = False  # True if each micro batch is reduced to shards, and not the sums of a window.
+    # The share of each gradient's squares that a rank contributes to the norm, if gradients come reduced: none is sent.
+    shares: tuple[float, ...] = ()
+
+    @property
+    def replicas(self) -> Ranks:
+        """The ranks that have the same shards, one of each group."""
+        return self.world._replace(size=self.world.size // self.group.size)
+
+    @property
+    def is_sharded(self) -> tuple[bool, ...]:
+        """For each tensor whether it is sharded."""
+        return tuple(part != shape for part, shape in zip(self.parts, self.shapes))
 
     @property
     def buffer_shapes(self) -> Shapes:
         """Shapes of the sums into which micro batches are added."""
-        return self.shapes
+        return self.parts if self.every_batch else self.shapes
 
     @property
     def sum_bytes(self) -> int:
         """The memory of the sums on each rank: those of the buffer and, beside it, shards of their total."""
-        counts = [math.prod(shape) + own for shape, own in zip(self.buffer_shapes, self._own_sizes())]
-        return sum(itemsize * count for itemsize, count in zip(self.itemsizes, counts))
-
-    def _own_sizes(self) -> list[int]:
-        return [0] * len(self.shapes)
+        held = list(zip(self.itemsizes, self.buffer_shapes))
+        if not self.every_batch:
+            held += [(size, part) for size, part, own in zip(self.itemsizes, self.parts, self.is_sharded) if own]
+        return sum(itemsize * math.prod(shape) for itemsize, shape in held)
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         """Return the messages of a window for a number of passes over the gradients for norms."""
-        return Traffic(per_update=self.all_reduced.messages())
+        itemsize = _FLOAT if self.dtype == ms.float32 else 2
+        first, *others = self.kept.ends
+        reduced = _in_order(map(self.world.all_reduce, [_FLOAT * first, *(itemsize * end for end in others)]))
+        squares = norm_passes * self.world.all_reduce(_FLOAT * len(self.shapes))
+        if self.shares:
+            has_shards = any(share * self.world.size > 1 for share in self.shares)
+            return Traffic(per_batch=self.world.all_gather(_FLOAT), per_update=reduced + has_shards * squares)
+        if self.group.size == 1:
+            return Traffic(per_update=reduced)
+        own = [itemsize * end for end in self.sharded.ends]
+        scattered = _in_order(self.group.reduce_scatter(each) + self.replicas.all_reduce(each) for each in own)
+        later = squares + _in_order(self.group.all_gather(_FLOAT * end) for end in self.sharded.ends)
+        if self.every_batch:
+            return Traffic(scattered, self.world.all_gather(_FLOAT), reduced + later)
+        return Traffic(per_update=reduced + scattered + later)
 
 
-@dataclass(frozen=True)
-class ShardedLayout(ReducerLayout):
-    """The same for sums that are sharded at the end of the window or, if ``every_batch``, with each micro batch."""
+def layout_of(
+    tensors: Sequence[Tensor],
+    scalars: Sequence[int],
+    world: Ranks,
+    dtype: ms.Type = ms.float32,
+    shard_size: int = 1,
+    threshold: int = 0,
+    every_batch: bool = False,
+    shares: tuple[float, ...] = (),
+) -> Layout:
+    """Return the layout of tensors, of which only `shape` and `itemsize` are read, and of scalars of these sizes.
 
-    shards: ShardLayout
-    every_batch: bool
-
-    @property
-    def buffer_shapes(self) -> Shapes:
-        """Shapes of the sums into which micro batches are added."""
-        return self.shards.shapes if self.every_batch else self.shapes
-
-    def _own_sizes(self) -> list[int]:
-        owns = not self.every_batch
-        return [owns * part * math.prod(shape) for part, shape in zip(self.shards.is_sharded, self.shards.shapes)]
-
-    def messages(self, norm_passes: int = 1) -> Traffic:
-        shards = self.shards
-        own = [_itemsize(shards.dtype) * end for end in shards.ends]
-        # All rows of each message, then the own ones between the groups.
-        scattered = _in_order(
-            shards.group.reduce_scatter(shards.group.size * each) + shards.replicas.all_reduce(each) for each in own
-        )
-        # Once the shards are there: squares for the norms, a float32 number per tensor, then the whole tensors.
-        later = norm_passes * shards.world.all_reduce(_FLOAT * len(shards.sizes))
-        later += _in_order(shards.group.all_gather(_FLOAT * end) for end in shards.ends)
-        if not self.every_batch:
-            return Traffic(per_update=self.all_reduced.messages() + scattered + later)
-        return Traffic(
-            per_micro_batch=scattered,
-            per_batch=shards.world.all_gather(_FLOAT),
-            per_update=self.all_reduced.messages() + later,
-        )
-
-
-@dataclass(frozen=True)
-class ReducedLayout(ReducerLayout):
-    """The same for gradients that come reduced, whole or in shards: only scalars are added up."""
-
-    shares: tuple[float, ...]  # The share of each gradient's squares that a rank contributes to the norm.
-
-    def messages(self, norm_passes: int = 1) -> Traffic:
-        world = self.all_reduced.world
-        has_shards = len(set(self.shares)) > 1 or self.shares[0] * world.size > 1
-        squares = norm_passes * has_shards * world.all_reduce(_FLOAT * len(self.shapes))
-        return Traffic(per_batch=world.all_gather(_FLOAT), per_update=self.all_reduced.messages() + squares)
-
-
-def bucket_layout(
-    indices: Iterable[int], sizes: Sequence[int], world: Ranks, scalars: int, dtype: ms.Type
-) -> BucketLayout:
-    """Return how the sums with these ``indices`` are added up over all ranks."""
-    buckets = _by_size(fill_buckets(indices, sizes, BUCKET_SIZE), sizes) or ((),)
-    return BucketLayout(world, buckets, *_places(buckets, sizes), scalars, dtype)
-
-
-def shard_layout(tensors: Sequence[Tensor], world: Ranks, size: int, threshold: int, dtype: ms.Type) -> ShardLayout:
-    """Shard each tensor whose first axis ``size`` divides and that has at least ``threshold`` KB."""
-    whole_shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-    sizes = tuple(math.prod(shape) for shape in whole_shapes)
-    is_sharded = tuple(
-        size > 1 and len(shape) > 0 and shape[0] % size == 0 and count * tensor.itemsize >= threshold * 1024
-        for tensor, shape, count in zip(tensors, whole_shapes, sizes)
+    A tensor is sharded if ``shard_size`` ranks can divide its first axis and it has at least ``threshold`` KB.
+    """
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    parts = tuple(
+        (shape[0] // shard_size, *shape[1:])
+        if shape and shape[0] % shard_size == 0 and math.prod(shape) * tensor.itemsize >= threshold * 1024
+        else shape
+        for shape, tensor in zip(shapes, tensors)
     )
-    shapes = tuple(
-        (shape[0] // size, *shape[1:]) if sharded else shape for shape, sharded in zip(whole_shapes, is_sharded)
-    )
-    sharded = tuple(i for i, part in enumerate(is_sharded) if part)
-    kept = tuple(i for i, part in enumerate(is_sharded) if not part)
-    group, replicas = world._replace(size=size), world._replace(size=world.size // size)
-    own_sizes = [math.prod(shape) for shape in shapes]
-    buckets = _by_size(fill_buckets(backwards(sharded), sizes, BUCKET_SIZE), own_sizes)
-    places = _places(buckets, own_sizes)
-    return ShardLayout(group, replicas, world, is_sharded, sharded, kept, shapes, sizes, buckets, *places, dtype)
+    # A backward pass makes the last gradient first.
+    backwards = range(len(shapes))[::-1]
+    sizes = [math.prod(shape) for shape in shapes]
+    whole = [i for i in backwards if parts[i] == shapes[i] and not shares]
+    kept = fill_buckets(whole, sizes, BUCKET_SIZE)
+    sharded = fill_buckets((i for i in backwards if parts[i] != shapes[i]), sizes, BUCKET_SIZE)
+    # With 16 bits, the first message has the scalars alone.
+    first, others = (kept[0], kept[1:]) if kept and dtype == ms.float32 else ((), kept)
+    first += tuple(range(len(sizes), len(sizes) + len(scalars)))
+    # Sums are float32, or float64 for float64 weights.
+    itemsizes = tuple(max(_FLOAT, tensor.itemsize) for tensor in tensors)
+    buckets = _buckets((first, *others), [*sizes, *scalars]), _buckets(sharded, [math.prod(part) for part in parts])
+    group = world._replace(size=shard_size)
+    return Layout(world, group, shapes, parts, itemsizes, *buckets, dtype, every_batch and shard_size > 1, shares)
 
 
-def backwards(indices: Iterable[int]) -> tuple[int, ...]:
-    """Return indices from the last to the first: the order in which a backward pass makes gradients."""
-    return tuple(indices)[::-1]
-
-
-def _by_size(buckets: Buckets, sizes: Sequence[int]) -> Buckets:
-    """Return the buckets with tensors of one size side by side."""
-    return tuple(tuple(sorted(bucket, key=lambda i: sizes[i])) for bucket in buckets)
-
-
-def _places(buckets: Buckets, sizes: Sequence[int]) -> tuple[tuple[Cuts, ...], tuple[int, ...]]:
-    """Return where each message is cut, and where the last tensor of each message ends."""
-    runs = [[(size, len(list(run))) for size, run in groupby(sizes[i] for i in bucket)] for bucket in buckets]
+def _buckets(messages: Iterable[tuple[int, ...]], sizes: Sequence[int]) -> Buckets:
+    """Return the messages with tensors of one size side by side, and where they are cut."""
+    indices = tuple(tuple(sorted(bucket, key=lambda i: sizes[i])) for bucket in messages)
+    runs = [[(size, len(list(run))) for size, run in groupby(sizes[i] for i in bucket)] for bucket in indices]
     lengths = [tuple(size * count for size, count in run) for run in runs]
     ends = [tuple(accumulate(each, initial=0)) for each in lengths]
-    cuts = (Cuts(end[:-1], length, tuple(count for _, count in run)) for end, length, run in zip(ends, lengths, runs))
-    return tuple(cuts), tuple(end[-1] for end in ends)
-
-
-def _itemsize(dtype: ms.Type) -> int:
-    return _FLOAT if dtype == ms.float32 else 2
+    cuts = ((end[:-1], length, tuple(count for _, count in run)) for end, length, run in zip(ends, lengths, runs))
+    return Buckets(indices, tuple(cuts), tuple(end[-1] for end in ends))
 
 
 def _in_order(parts: Iterable[Messages]) -> Messages:

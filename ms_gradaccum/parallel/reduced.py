@@ -18,9 +18,8 @@ from ms_gradaccum._checks import argument_error, first_line
 from ms_gradaccum.backend.compiled import runs_eagerly
 from ms_gradaccum.backend.kernels import scale_wide
 from ms_gradaccum.gradients.buffer import GradientBuffer
-from ms_gradaccum.parallel.collectives import AllReduce, Group
 from ms_gradaccum.parallel.kinds import Reduced
-from ms_gradaccum.parallel.layout import ReducedLayout
+from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
 from ms_gradaccum.parallel.world import check_equal, gather_counts
 
@@ -93,17 +92,11 @@ class ReducedReducer(DataParallelReducer):
     """Reducer for gradients that come reduced, as from hooks: only loss, weight and squares are added up."""
 
     def __init__(
-        self,
-        network: nn.Cell,
-        optimizer: nn.Cell,
-        buffer: GradientBuffer,
-        layout: ReducedLayout,
-        rank: int,
-        settings: Reduced,
+        self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, rank: int, settings: Reduced, network: nn.Cell
     ) -> None:
         super().__init__(optimizer, buffer, layout, rank, settings)
-        world = layout.all_reduced.world
-        self.several = world.size > 1
+        ranks = layout.world.size
+        self.several = ranks > 1
         self.comes_reduced = True
         self.schedulers = schedulers_of(network)
         # True if the network adds its gradients up itself and reduces them in the last micro batch of a window.
@@ -112,20 +105,16 @@ class ReducedReducer(DataParallelReducer):
         # A mean over ranks, and the network's own scale, are multiplied away.
         scale = self.schedulers[0].config.grad_scale if self.schedulers else 1.0
         self.is_scaled = settings.mean or scale != 1.0
-        self.factor = Tensor((world.size if settings.mean else 1.0) / scale, ms.float32)
+        self.factor = Tensor((ranks if settings.mean else 1.0) / scale, ms.float32)
         self.shares = Tensor(layout.shares, ms.float32)
-        self.all_reduce_world = AllReduce(Group(world, rank))
         # True until the first micro batch of a window; true until the first update.
         self.is_empty = self.is_new = True
         self.keeps_grads = self.accumulates
         # The factors of the caller's gradients in the open window.
         self.factors: list[float] = []
 
-    def most(self, count: int) -> int:
-        return super().most(count) if self.several else count
-
     def max_micro_batches(self, micro_batches: int) -> int:
-        counts = gather_counts(micro_batches) if self.several else [micro_batches]
+        counts = gather_counts(micro_batches)
         if len(set(counts)) > 1:
             raise ValueError(
                 f"For 'GradAccumulation', a batch must have as many micro batches on all ranks where the network "
@@ -137,9 +126,7 @@ class ReducedReducer(DataParallelReducer):
         if self.keeps_grads:
             raise RuntimeError(UNKNOWN_LAST.format(owner=owner, got="the end of one in its middle"))
         factors = self.factors
-        if not factors:
-            return
-        hashes = gather_counts(zlib.crc32(np.array(factors).tobytes()) >> 1) if self.several else [0]
+        hashes = gather_counts(zlib.crc32(np.array(factors).tobytes()) >> 1) if factors else []
         if len(set(hashes)) > 1 or (self.accumulates and len(set(factors)) > 1):
             rule = "the same for all means that the network adds up"
             remedy = "Differentiate sums and give reduction='sum'."
@@ -188,7 +175,6 @@ def check_state(owner: str, optimizer: nn.Cell) -> None:
         if isinstance(value, ParameterTuple) and len(value) == len(shapes):
             for item, shape in zip(value, shapes):
                 if item.ndim == len(shape) and item.shape != shape:
-                    rule, got = "one of the network's shards", f"the state {item.name!r} of shape {tuple(item.shape)}"
-                    raise ValueError(
-                        argument_error(owner, "optimizer", rule, got, "Build it after hsdp() has cut the parameters.")
-                    )
+                    got = f"the state {item.name!r} of shape {tuple(item.shape)}"
+                    remedy = "Build it after hsdp() has cut the parameters."
+                    raise ValueError(argument_error(owner, "optimizer", "one of the network's shards", got, remedy))

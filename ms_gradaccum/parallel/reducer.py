@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 
+import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum.backend.tensors import Done
+from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.tensors import Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
-from ms_gradaccum.parallel.collectives import BucketedAllReduce
+from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, ReduceTogether, in_buckets
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
-from ms_gradaccum.parallel.layout import ReducerLayout, Traffic
+from ms_gradaccum.parallel.layout import Layout, Traffic
 from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
 
 
@@ -25,8 +27,6 @@ class GradientReducer(nn.Cell):
     accumulates = keeps_grads = False
     # True if the parameters of the network are shards.
     has_shards = False
-    # True if the optimizer takes the sums unchanged, see `for_optimizer`.
-    takes_sums = True
 
     def __init__(self, parameters: ParameterTuple, buffer: GradientBuffer) -> None:
         super().__init__(auto_prefix=False)
@@ -90,10 +90,6 @@ class GradientReducer(nn.Cell):
         """Reduce the squares of shards to those of whole gradients."""
         return squares
 
-    def for_optimizer(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the gradients in the form that the optimizer takes."""
-        return grads
-
     def before_update(self) -> Done:
         """Update `parameters` from those of the network."""
         return ()
@@ -123,12 +119,19 @@ class DataParallelReducer(GradientReducer):
 
     several = True
 
-    def __init__(
-        self, optimizer: nn.Cell, buffer: GradientBuffer, layout: ReducerLayout, rank: int, settings: Kind
-    ) -> None:
+    def __init__(self, optimizer: nn.Cell, buffer: GradientBuffer, layout: Layout, rank: int, settings: Kind) -> None:
         super().__init__(optimizer.parameters, buffer)
         self.layout = layout
-        self.bucketed_all_reduce = BucketedAllReduce(buffer, layout.all_reduced, rank)
+        world, alone = Group(layout.world, rank), Group(layout.world._replace(size=1), rank, rank)
+        self.all_reduce_world = AllReduce(world)
+        self.reduce_first = ReduceTogether(alone, world, ms.float32)
+        self.reduce_other = ReduceTogether(alone, world, layout.dtype)
+        sent = (*buffer.sums, *buffer.totals())
+        # Copied because a graph can only read attributes of a cell.
+        self.kept = layout.kept.indices
+        self.kept_sums, self.assign_kept = in_buckets(sent, layout.kept), AssignParts(sent, layout.kept)
+        # Behind the loss and the weight.
+        self.further = ParameterTuple(buffer.totals()[2:])
         self.check_weights = settings.check_weights
         self.overlaps = isinstance(settings, DataParallel) and settings.overlap
 
@@ -143,7 +146,28 @@ class DataParallelReducer(GradientReducer):
         return begin, total, [Tensor(array) for array in arrays]
 
     def reduce(self, added: Done = ()) -> Done:
-        return self.bucketed_all_reduce(added)
+        return self.reduce_kept(added)
+
+    def reduce_kept(self, added: Done) -> Done:
+        """Add the scalars, and the sums that are whole on each rank, over all ranks in place."""
+        last = self.reduce_first(self._sent(0, added), ONE, None)
+        done = self.assign_kept(0, last)
+        weight = self.weight_after(done)
+        for number in range(1, len(self.kept)):
+            # A message waits for the last one, but not for the assignment of its result.
+            last = self.reduce_other(self._sent(number, added), weight, last)
+            done += self.assign_kept(number, last)
+        return done
+
+    def _sent(self, number: int, added: Done) -> tuple[Tensor, ...]:
+        """Return the tensors of a message, of which ``added`` may have newer values."""
+        if len(added) == 0:
+            return tuple(self.kept_sums[number])
+        return pick((*added[0], added[1], added[2], *self.further), self.kept[number])
+
+    def weight_after(self, done: Done) -> Tensor:
+        """Return the weight of all ranks after ``done``."""
+        return ops.depend(self.buffer.weight + 0.0, done)
 
     def check_replicas(self) -> None:
         if self.check_weights:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import mindspore as ms
 from mindspore import nn
@@ -22,12 +21,7 @@ from ms_gradaccum.gradients.clipping import ClipByGroupNorm
 
 _OWNER = "TrainOneStepCell"
 _MODES = ("semi_auto_parallel", "auto_parallel")
-
-
-class _Settings(NamedTuple):
-    pipeline_stages: int
-    gradients_mean: bool
-    loss_repeated_mean: bool
+_SETTINGS = ("pipeline_stages", "gradients_mean", "loss_repeated_mean")
 
 
 class SemiAuto:
@@ -47,7 +41,7 @@ class SemiAuto:
         dtype: ms.Type = ms.float32,
     ) -> None:
         """Raise for settings that are not supported or would give a wrong mean over rows."""
-        _check_settings(self._settings())
+        _check_settings(self.auto_parallel)
         one_gradient = "The compiler takes one gradient of the whole batch, so it cannot leave out a part."
         larger = "Give larger batches and a larger micro_size: the compiler accumulates inside one call."
         apart = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
@@ -66,18 +60,18 @@ class SemiAuto:
                 raise ValueError(argument_error(owner, name, f"{rule} in semi-auto-parallel", got, remedy))
         if network.micro_size > 1:
             _check_all_are_trained(network, optimizer)
-        _warn_of_losses(network)
+        if network.losses is not None:
+            # The compiler follows one output of the forward pass, which is the loss.
+            warn(
+                f"For 'GradAccumulation', losses={network.losses!r} trains in semi-auto-parallel as elsewhere, but "
+                f"StepOutput.other_losses stays empty there. To see the further losses, evaluate the network on a "
+                f"batch, or let it print them with ops.Print."
+            )
         if NetworkCode(network.network).has_own_backward():
             warn(
                 "For 'TrainOneStepCell', what the network does in the backward pass (a bprop, a hook) must be linear "
                 "in the gradient in semi-auto-parallel: it gets the gradient of a sum over rows, not that of a mean."
             )
-
-    def _settings(self) -> _Settings:
-        cell = self.auto_parallel
-        if cell is None:
-            return _settings_in_context()
-        return _Settings(cell._pipeline_stages, cell._gradients_mean, cell._loss_repeated_mean)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -89,23 +83,20 @@ class SemiAuto:
                 _init_auto_parallel_context(self.auto_parallel)
             yield
         except RuntimeError as error:
-            _refuse_first_cast(error)
-            raise
+            if "Cannot find micro info" not in str(error):
+                raise
+            # The compiler takes the first operator with a parameter for the one whose backward pass ends a micro batch.
+            # If that is its cast to 16 bits, which all micro batches share, it finds no micro batch for it.
+            rule = "one whose first operator with a weight takes it as it is, in semi-auto-parallel"
+            remedy = (
+                "Keep its first layer in float32 (level='O0', to_float for the others), or build it with lazy_inline."
+            )
+            text = argument_error(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)
+            raise ValueError(text) from error
         finally:
             if outside:
                 _clear_auto_parallel_context(self.auto_parallel)
             forget_accumulation()
-
-
-def _warn_of_losses(network: nn.Cell) -> None:
-    """Warn of losses that are not reported."""
-    if network.losses is not None:
-        # The compiler follows one output of the forward pass, which is the loss.
-        warn(
-            f"For 'GradAccumulation', losses={network.losses!r} trains in semi-auto-parallel as elsewhere, but "
-            f"StepOutput.other_losses stays empty there. To see the further losses, evaluate the network on a batch, "
-            f"or let it print them with ops.Print."
-        )
 
 
 def _check_all_are_trained(network: nn.Cell, optimizer: nn.Cell) -> None:
@@ -117,18 +108,6 @@ def _check_all_are_trained(network: nn.Cell, optimizer: nn.Cell) -> None:
         remedy = "Set requires_grad = False on those that are not to be trained, before the step is built."
         rule = "one of all trainable parameters in semi-auto-parallel"
         raise ValueError(argument_error(_OWNER, "optimizer", rule, got, remedy))
-
-
-def _refuse_first_cast(error: RuntimeError) -> None:
-    """Raise an error with a remedy if the compiler has failed at the cast of a parameter.
-
-    It takes the first operator with a parameter for the one whose backward pass ends a micro batch. If that is the
-    cast of the parameter to 16 bits, which all micro batches share, it finds no micro batch for it.
-    """
-    if "Cannot find micro info" in str(error):
-        rule = "one whose first operator with a weight takes it as it is, in semi-auto-parallel"
-        remedy = "Keep its first layer in float32 (level='O0', to_float for the others), or build it with lazy_inline."
-        raise ValueError(argument_error(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)) from error
 
 
 def in_semi_auto() -> bool:
@@ -147,24 +126,22 @@ def forget_accumulation() -> None:
         auto_parallel_context().set_grad_accumulation_step(1)
 
 
-def _settings_in_context() -> _Settings:
-    names = ("pipeline_stages", "gradients_mean", "loss_repeated_mean")
-    return _Settings(*(ms.get_auto_parallel_context(name) for name in names))
-
-
-def _check_settings(settings: _Settings) -> None:
-    if settings.pipeline_stages > 1:
-        got = f"{settings.pipeline_stages} pipeline stages"
-        remedy = "Pipeline parallelism has micro batches of its own: do not call pipeline()."
-        raise ValueError(argument_error(_OWNER, "network", "in one pipeline stage", got, remedy))
-    if settings.gradients_mean:
-        remedy = "The mean is taken over the rows of all ranks, exactly; a second division would make it too small."
-        raise ValueError(argument_error(_OWNER, "network", "without gradients_mean", "gradients_mean=True", remedy))
-    if not settings.loss_repeated_mean:
-        remedy = "Without it each rank would count the whole loss: do not call disable_loss_repeated_mean()."
-        raise ValueError(
-            argument_error(_OWNER, "network", "with loss_repeated_mean", "loss_repeated_mean=False", remedy)
-        )
+def _check_settings(auto_parallel: AutoParallel | None) -> None:
+    """Raise for settings of an AutoParallel or, without one, of MindSpore's context."""
+    stages, is_mean, is_repeated_mean = (
+        ms.get_auto_parallel_context(name) if auto_parallel is None else getattr(auto_parallel, f"_{name}")
+        for name in _SETTINGS
+    )
+    pipeline = "Pipeline parallelism has micro batches of its own: do not call pipeline()."
+    mean = "The mean is taken over the rows of all ranks, exactly; a second division would make it too small."
+    repeated = "Without it each rank would count the whole loss: do not call disable_loss_repeated_mean()."
+    for is_refused, rule, got, remedy in (
+        (stages > 1, "in one pipeline stage", f"{stages} pipeline stages", pipeline),
+        (is_mean, "without gradients_mean", "gradients_mean=True", mean),
+        (not is_repeated_mean, "with loss_repeated_mean", "loss_repeated_mean=False", repeated),
+    ):
+        if is_refused:
+            raise ValueError(argument_error(_OWNER, "network", rule, got, remedy))
 
 
 @_primexpr
@@ -175,12 +152,11 @@ def check_compiling(partitioned: bool) -> None:
         remedy = "Give Model(AutoParallel(network), optimizer=optimizer)."
         raise ValueError(argument_error(_OWNER, "network", "compiled as the outermost cell", got, remedy))
     if partitioned:
-        _check_settings(_settings_in_context())
+        _check_settings(None)
     elif in_semi_auto():
         remedy = "Put AutoParallel inside: TrainOneStepCell(AutoParallel(network), optimizer)."
-        raise ValueError(
-            argument_error(_OWNER, "network", "a loss cell in AutoParallel", "AutoParallel around it all", remedy)
-        )
+        rule, got = "a loss cell in AutoParallel", "AutoParallel around it all"
+        raise ValueError(argument_error(_OWNER, "network", rule, got, remedy))
 
 
 @_primexpr

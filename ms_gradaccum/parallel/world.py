@@ -5,7 +5,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -43,22 +44,16 @@ def current_world(owner: str) -> World:
     return World(0, 1)
 
 
-class _Gather(nn.Cell):
-    def __init__(self) -> None:
+class _Collective(nn.Cell):
+    """A collective operator as a graph of its own."""
+
+    def __init__(self, broadcasts: bool) -> None:
         super().__init__()
-        self.all_gather = ops.AllGather()
+        self.broadcasts = broadcasts
+        self.operator = ops.Broadcast(0) if broadcasts else ops.AllGather()
 
     def construct(self, values: Tensor) -> Tensor:
-        return self.all_gather(values)
-
-
-class _Broadcast(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.broadcast = ops.Broadcast(0)
-
-    def construct(self, values: Tensor) -> Tensor:
-        return self.broadcast((values,))[0]
+        return self.operator((values,))[0] if self.broadcasts else self.operator(values)
 
 
 def gather_values(value: object) -> list[Any]:
@@ -77,15 +72,17 @@ def gather_counts(count: int) -> list[int]:
 
 def _gather_words(values: Array) -> Array:
     """Return the int32 ``values`` of all ranks. The collectives of every backend send this dtype exactly."""
+    return _send(values, broadcasts=False) if GlobalComm.INITED else values
+
+
+def _send(values: Array, broadcasts: bool) -> Array:
     with graph_mode():
-        rows: Array = _the(_Gather)(Tensor(values)).asnumpy()
-    return rows
+        received: Array = _collective(broadcasts)(Tensor(values)).asnumpy()
+    return received
 
 
-@cache
-def _the(kind: type[nn.Cell]) -> nn.Cell:
-    """Return the only instance of a cell class, which keeps its compiled graphs."""
-    return kind()
+# One cell for each, which keeps its compiled graphs.
+_collective = cache(_Collective)
 
 
 def check_agreement(owner: str, settings: dict[str, object]) -> None:
@@ -107,10 +104,9 @@ def check_agreement(owner: str, settings: dict[str, object]) -> None:
 
 def warn_of_same_data(owner: str, first_batch: bytes) -> None:
     """Warn if ranks have started with the same batch, by its hash; b"" for a rank without one. Collective."""
-    own = np.frombuffer(first_batch[:8].ljust(8, b"\0"), np.int32)
-    hashes = [row.tobytes() for row in _gather_words(own).reshape(-1, 2)]
+    hashes = gather_values(first_batch.hex())
     # The largest such group is named.
-    groups = [[rank for rank, other in enumerate(hashes) if other == each] for each in hashes if any(each)]
+    groups = [[rank for rank, other in enumerate(hashes) if other == each] for each in hashes if each]
     same = max(groups, key=len, default=[])
     if len(same) > 1:
         warn(
@@ -148,10 +144,8 @@ def broadcast_parameters(parameters: Iterable[Parameter]) -> bool:
         return False
     for parameter in parameters:
         values = parameter.asnumpy()
-        with graph_mode():
-            # Sent as words, which keeps every dtype exact.
-            sent = _the(_Broadcast)(Tensor(_as_words(values.reshape(1, -1))[0])).asnumpy()
-        received = sent.tobytes()[: values.nbytes]
+        # Sent as words, which keeps every dtype exact.
+        received = _send(_as_words(values.reshape(1, -1))[0], broadcasts=True).tobytes()[: values.nbytes]
         parameter.set_data(Tensor(np.frombuffer(received, values.dtype).reshape(values.shape)))
     return True
 
@@ -202,27 +196,15 @@ def tell_peers_of_failure(owner: str, world: World) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         before(kind, error, traceback)
-        if issubclass(kind, Exception):
-            text = next(iter(str(error).strip().splitlines()), "")
-            for own, log in _logs_of_peers():
-                try:
-                    with log.open("a") as file:
-                        file.write(
-                            f"\nFor '{owner}', all ranks must train to the end, but rank {world.rank} has ended with "
-                            f"{kind.__name__}: {text} Look at the end of {own}; what follows here is of the lost "
-                            f"connection.\n"
-                        )
-                except OSError:
-                    continue
+        own = Path(os.path.realpath("/proc/self/fd/2"))
+        if not issubclass(kind, Exception) or not _LOG.fullmatch(own.name):
+            return
+        text = next(iter(str(error).strip().splitlines()), "")
+        for log in set(own.parent.glob("worker_*.log")) - {own}:
+            with suppress(OSError), log.open("a") as file:
+                file.write(
+                    f"\nFor '{owner}', all ranks must train to the end, but rank {world.rank} has ended with "
+                    f"{kind.__name__}: {text} Look at the end of {own}; what follows here is of the lost connection.\n"
+                )
 
     sys.excepthook = hook
-
-
-def _logs_of_peers() -> Iterator[tuple[Path, Path]]:
-    """Yield the log of this process and that of each other rank in its folder."""
-    try:
-        own = Path(os.readlink("/proc/self/fd/2"))
-    except OSError:
-        return
-    if _LOG.fullmatch(own.name):
-        yield from ((own, log) for log in sorted(own.parent.glob("worker_*.log")) if log != own)

@@ -65,9 +65,8 @@ class MeanGradients(nn.Cell):
         # The divisor that the optimizer applies to gradients because it knows the loss scale.
         self.handed_scale = handed_scale
         # True if the optimizer takes the sums themselves.
-        self.in_place = reducer.takes_sums and all(
-            total.dtype == parameter.dtype for total, parameter in zip(reducer.sums, reducer.parameters)
-        )
+        pairs = zip(reducer.sums, reducer.parameters)
+        self.in_place = all(total.dtype == parameter.dtype for total, parameter in pairs)
         self.map = ops.HyperMap()
 
     def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
@@ -82,7 +81,7 @@ class MeanGradients(nn.Cell):
         if self.handed_scale != 1.0:
             factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, means))
             means = scale_each_in_place(factor, tuple(self.reducer.sums))
-        ready = cast_each_like(self.reducer.for_optimizer(means), self.reducer.parameters)
+        ready = cast_each_like(means, self.reducer.parameters)
         return clipped_norm, ops.depend(ready, self.reducer.before_update())
 
     def means(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:

@@ -118,11 +118,11 @@ def train_and_look_at_the_graphs(name, kind):
 def collectives_in(cells):
     """The collective operators of a micro batch and of an update: of each kind of graph once, whatever its shapes.
 
-    Some ranks have no micro batch left and take part with an `EmptyStep`; how many they are is asked by a `_Gather`.
+    Some ranks have no micro batch left and take part with an `EmptyStep`; a `_Collective` asks how many they are.
     """
     graphs = {}
     for cell in cells:
-        if type(cell).__name__ not in ("EmptyStep", "_Gather", "_Broadcast"):
+        if type(cell).__name__ not in ("EmptyStep", "_Collective"):
             found = sorted(each for each in operators(cell, cell.current_phase) if each in COLLECTIVES)
             graphs[type(cell).__name__, tuple(found)] = found
     return sorted(sum(graphs.values(), []))

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
 
-from ms_gradaccum.parallel.collectives import assign_runs, cut, in_buckets, in_runs
-from ms_gradaccum.parallel.layout import BUCKET_SIZE, Ranks, bucket_layout, shard_layout
+from ms_gradaccum.parallel.collectives import AssignParts, in_buckets
+from ms_gradaccum.parallel.layout import BUCKET_SIZE, Ranks, layout_of
 
 ONE = Ranks(1, 1, "CPU")
 
@@ -19,15 +19,14 @@ def parameters_of(shapes):
 class PutTogetherAndCut(nn.Cell):
     """Assign what is cut out of one message per bucket to parameters of the same sizes."""
 
-    def __init__(self, layout, targets):
+    def __init__(self, buckets, targets):
         super().__init__()
-        self.cuts = layout.cuts
-        self.targets = in_runs(targets, layout.buckets, layout.cuts)
+        self.assign = AssignParts(targets, buckets)
 
     def construct(self, messages):
         done = ()
         for number, message in enumerate(messages):
-            done += assign_runs(self.targets[number], cut(message, self.cuts[number]))
+            done += self.assign(number, message)
         return done
 
 
@@ -42,10 +41,9 @@ def message_of(bucket):
 )
 def test_each_tensor_comes_back_to_its_place(shapes, mode):
     sent, targets = parameters_of(shapes), [Parameter(np.full(shape, -1.0, np.float32)) for shape in shapes]
-    sizes = [item.size for item in sent]
-    layout = bucket_layout(range(len(sizes)), sizes, ONE, 2, None)
-    messages = tuple(message_of(bucket) for bucket in in_buckets(sent, layout.buckets))
-    PutTogetherAndCut(layout, targets)(messages)
+    kept = layout_of(sent, (), ONE).kept
+    messages = tuple(message_of(bucket) for bucket in in_buckets(sent, kept))
+    PutTogetherAndCut(kept, targets)(messages)
     for item, target in zip(sent, targets):
         np.testing.assert_array_equal(target.asnumpy(), item.asnumpy())
 
@@ -54,22 +52,23 @@ def test_each_tensor_comes_back_to_its_place(shapes, mode):
 def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ms_gradaccum.parallel.layout.BUCKET_SIZE", limit)
-        layout = bucket_layout(range(len(sizes)), sizes, ONE, 2, None)
-    assert sorted(i for bucket in layout.buckets for i in bucket) == list(range(len(sizes)))
-    for bucket, cuts, end in zip(layout.buckets, layout.cuts, layout.ends):
+        kept = layout_of([Parameter(np.zeros(size, np.float32)) for size in sizes], (), ONE).kept
+    assert sorted(i for bucket in kept.indices for i in bucket) == list(range(len(sizes)))
+    for bucket, cuts, end in zip(*kept):
         begins = np.cumsum([0, *(sizes[i] for i in bucket)])
         assert end == begins[-1] and (end <= limit or len(bucket) == 1)
         # NumPy cuts the message where the tensors begin, as the runs do.
         expected = np.split(np.arange(end), begins[1:-1])
-        runs = [np.arange(begin, begin + length) for begin, length in zip(cuts.begins, cuts.lengths)]
-        parts = [part for run, count in zip(runs, cuts.counts) for part in np.split(run, count)]
+        begins, lengths, counts = cuts
+        runs = [np.arange(begin, begin + length) for begin, length in zip(begins, lengths)]
+        parts = [part for run, count in zip(runs, counts) for part in np.split(run, count)]
         assert [list(part) for part in parts] == [list(part) for part in expected]
-        assert len({length // count for length, count in zip(cuts.lengths, cuts.counts)}) == len(cuts.counts)
+        assert len({length // count for length, count in zip(lengths, counts)}) == len(counts)
 
 
 def test_parts_of_one_size_are_side_by_side_whatever_the_whole_sizes():
     """A shard counts by its own size."""
     tensors = parameters_of([(4, 6), (4, 2), (8, 3), (4, 2), (3,)])
-    layout = shard_layout(tensors, Ranks(2, 2, "CPU"), 2, 0, None)
-    assert layout.buckets == ((3, 1, 2, 0),) and layout.kept == (4,)
-    assert layout.cuts[0] == ((0, 8), (8, 24), (2, 2)) and BUCKET_SIZE > 48
+    layout = layout_of(tensors, (1, 1), Ranks(2, 2, "CPU"), shard_size=2)
+    assert layout.sharded.indices == ((3, 1, 2, 0),) and layout.kept.indices == ((5, 6, 4),)
+    assert layout.sharded.cuts[0] == ((0, 8), (8, 24), (2, 2)) and BUCKET_SIZE > 48
