@@ -13,11 +13,13 @@
 #include <cstring>
 #include <vector>
 
-#define KERNEL(name)                                                                                              \
-  extern "C" std::vector<int64_t> name##InferShape(int *dimensions, int64_t **shapes, void *extra) { return {1}; } \
-  extern "C" int name##InferType(std::vector<int> types, void *extra) { return types[0]; }                        \
+#define KERNEL(name, shape)                                                                                          \
+  extern "C" std::vector<int64_t> name##InferShape(int *dimensions, int64_t **shapes, void *extra) { return shape; } \
+  extern "C" int name##InferType(std::vector<int> types, void *extra) { return types[0]; }                           \
   extern "C" int name(int count, void **tensors, int *dimensions, int64_t **shapes, const char **dtypes, void *stream, \
                       void *extra)
+#define ONE_NUMBER {1}
+#define OF_FIRST_INPUT std::vector<int64_t>(shapes[0], shapes[0] + dimensions[0])
 
 static int64_t elements_of(int dimensions, const int64_t *shape) {
   int64_t elements = 1;
@@ -28,7 +30,7 @@ static int64_t elements_of(int dimensions, const int64_t *shape) {
 }
 
 // In place of the total: total + part * factor
-KERNEL(scaled_add_in_place) {
+KERNEL(scaled_add_in_place, ONE_NUMBER) {
   if (count != 4 || elements_of(dimensions[0], shapes[0]) != 1 ||
       !std::equal(shapes[1], shapes[1] + dimensions[1], shapes[2], shapes[2] + dimensions[2])) {
     return 1;
@@ -44,30 +46,30 @@ KERNEL(scaled_add_in_place) {
   return 0;
 }
 
-// In place of the total: total * factor
-KERNEL(scaled_in_place) {
+// Change a total by a number, which comes first.
+template <typename Change>
+static int change_in_place(int count, void **tensors, int *dimensions, int64_t **shapes, Change change) {
   if (count != 3 || elements_of(dimensions[0], shapes[0]) != 1) {
     return 1;
   }
-  const int64_t elements = elements_of(dimensions[1], shapes[1]);
-  const float factor = *static_cast<const float *>(tensors[0]);
   float *total = static_cast<float *>(tensors[1]);
-  for (int64_t i = 0; i < elements; i++) {
-    total[i] *= factor;
-  }
+  change(total, total + elements_of(dimensions[1], shapes[1]), *static_cast<const float *>(tensors[0]));
   *static_cast<float *>(tensors[2]) = 0;
   return 0;
 }
 
+// In place of the total: total * factor
+KERNEL(scaled_in_place, ONE_NUMBER) {
+  return change_in_place(count, tensors, dimensions, shapes, [](float *begin, float *end, float factor) {
+    for (float *each = begin; each != end; each++) {
+      *each *= factor;
+    }
+  });
+}
+
 // In place of the total: a number, everywhere
-KERNEL(filled_in_place) {
-  if (count != 3 || elements_of(dimensions[0], shapes[0]) != 1) {
-    return 1;
-  }
-  float *total = static_cast<float *>(tensors[1]);
-  std::fill(total, total + elements_of(dimensions[1], shapes[1]), *static_cast<const float *>(tensors[0]));
-  *static_cast<float *>(tensors[2]) = 0;
-  return 0;
+KERNEL(filled_in_place, ONE_NUMBER) {
+  return change_in_place(count, tensors, dimensions, shapes, std::fill<float *, float>);
 }
 
 // The sum of the squares: of sixteen lanes, and in double over blocks, so that many small ones are not lost. Vectors by
@@ -97,7 +99,7 @@ static double squares_of(const float *values, int64_t elements) {
   return total;
 }
 
-KERNEL(sum_of_squares) {
+KERNEL(sum_of_squares, ONE_NUMBER) {
   if (count != 2) {
     return 1;
   }
@@ -116,14 +118,7 @@ static uint32_t hashed(uint32_t value) {
   return value ^ (value >> 16);
 }
 
-extern "C" std::vector<int64_t> replay_maskInferShape(int *dimensions, int64_t **shapes, void *extra) {
-  return std::vector<int64_t>(shapes[0], shapes[0] + dimensions[0]);
-}
-
-extern "C" int replay_maskInferType(std::vector<int> types, void *extra) { return types[0]; }
-
-extern "C" int replay_mask(int count, void **tensors, int *dimensions, int64_t **shapes, const char **dtypes,
-                           void *stream, void *extra) {
+KERNEL(replay_mask, OF_FIRST_INPUT) {
   if (count != 5) {
     return 1;
   }

@@ -19,9 +19,8 @@ MOST_CORES = 4
 
 def cores() -> int:
     """Return how many cores the process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS, Windows
+    # macOS and Windows do not say which.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 Tensors = tuple[Tensor, ...]
@@ -31,25 +30,24 @@ _squeeze = ops.Squeeze()
 ONE = Tensor(1.0, ms.float32)
 
 
-def _load() -> ctypes.CDLL | None:
-    """Return the library, or None if it cannot be used or MindSpore's operators are as fast."""
-    if ms.get_context("device_target") != "CPU" or cores() > MOST_CORES:
-        return None
-    try:
-        return ctypes.CDLL(str(LIBRARY))
-    except OSError:
-        return None
+def on_cpu() -> bool:
+    """Return whether MindSpore computes on CPU."""
+    return bool(ms.get_context("device_target") == "CPU")
+
+
+_on_cpu = _primexpr(on_cpu)
 
 
 def _make_kernels() -> tuple[ops.Primitive, ...]:
-    """Return the operators of the library, or None for each."""
-    library, kernels = _load(), []
+    """Return the operators of the library, or None for each if MindSpore's operators are as fast or it is missing."""
+    kernels = []
     for name in _NAMES:
         try:
+            library = ctypes.CDLL(str(LIBRARY)) if on_cpu() and cores() <= MOST_CORES else None
             getattr(library, name), getattr(library, f"{name}InferShape"), getattr(library, f"{name}InferType")
             kernel = ops.Custom(f"{LIBRARY}:{name}", None, None, "aot")
         # The library is missing or outdated, $MS_CUSTOM_AOT_WHITE_LIST forbids it, or its path has a colon.
-        except (AttributeError, TypeError):
+        except (AttributeError, OSError, TypeError):
             return (None,) * len(_NAMES)
         # As for AssignAdd: later reads of the total wait for this kernel.
         kernel.add_prim_attr("side_effect_mem", name.endswith("in_place"))
@@ -60,13 +58,7 @@ def _make_kernels() -> tuple[ops.Primitive, ...]:
 
 
 _NAMES = "scaled_add_in_place scaled_in_place filled_in_place sum_of_squares replay_mask".split()
-(
-    _scaled_add_in_place,
-    _scaled_in_place,
-    _filled_in_place,
-    _sum_of_squares,
-    _replay_mask,
-) = _make_kernels()
+_scaled_add_in_place, _scaled_in_place, _filled_in_place, _sum_of_squares, _replay_mask = _make_kernels()
 
 
 def has_kernels() -> bool:
@@ -75,8 +67,9 @@ def has_kernels() -> bool:
 
 
 @_primexpr
-def _fit(*dtypes: object) -> bool:
-    return all(dtype == ms.float32 for dtype in dtypes) and has_kernels() and _on_cpu()
+def fits_kernels(*dtypes: ms.Type) -> bool:
+    """Return whether the custom kernels take tensors of these dtypes on this device."""
+    return all(dtype == ms.float32 for dtype in dtypes) and has_kernels() and on_cpu()
 
 
 def as_dtype(value: Tensor, dtype: ms.Type) -> Tensor:
@@ -87,28 +80,28 @@ def as_dtype(value: Tensor, dtype: ms.Type) -> Tensor:
 def add_in_place(total: Parameter, part: Tensor, factor: Tensor = ONE) -> Tensor:
     """Add ``part * factor`` to a parameter and return the updated parameter."""
     part = as_dtype(part, total.dtype)
-    if _fit(total.dtype, factor.dtype):
+    if fits_kernels(total.dtype, factor.dtype):
         return ops.depend(total, _scaled_add_in_place(factor, total, part))
     return ops.assign_add(total, part * factor)
 
 
 def scale_in_place(factor: Tensor, total: Parameter) -> Tensor:
     """Multiply a parameter by a number and return the updated parameter."""
-    if _fit(total.dtype, factor.dtype):
+    if fits_kernels(total.dtype, factor.dtype):
         return ops.depend(total, _scaled_in_place(factor, total))
     return ops.assign(total, as_dtype(total * factor, total.dtype))
 
 
 def fill_in_place(number: Tensor, total: Parameter) -> Tensor:
     """Fill a parameter with a number and return the updated parameter."""
-    if _fit(total.dtype, number.dtype):
+    if fits_kernels(total.dtype, number.dtype):
         return ops.depend(total, _filled_in_place(number, total))
     return ops.assign(total, spread(number, total))
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
     """Return the sum of the squares of a float32 tensor, a scalar."""
-    if _fit(values.dtype):
+    if fits_kernels(values.dtype):
         # Squeeze instead of reshape, which takes the compiler 20 ms longer.
         return _squeeze(_sum_of_squares(values))
     squares = ops.square(values)
@@ -123,25 +116,11 @@ def replay_mask(like: Tensor, seed: Tensor, bound: Tensor, factor: Tensor) -> Te
     return _replay_mask(like, seed, bound, factor)
 
 
-@_primexpr
-def fits_kernels(dtype: ms.Type) -> bool:
-    """Return whether the custom kernels take tensors of this dtype on this device."""
-    return bool(dtype == ms.float32 and has_kernels() and on_cpu())
-
-
 def spread(number: Tensor, like: Parameter) -> Tensor:
     """Return a tensor of the shape of ``like`` that is filled with ``number``."""
     # On CPU, BroadcastTo needs memory for another result; on Ascend, FillV2 runs on the slow AI CPU.
     # ops.broadcast_to would take much longer to compile.
     return ops.FillV2()(like.shape, number) if _on_cpu() else ops.BroadcastTo(like.shape)(number)
-
-
-def on_cpu() -> bool:
-    """Return whether MindSpore computes on CPU."""
-    return bool(ms.get_context("device_target") == "CPU")
-
-
-_on_cpu = _primexpr(on_cpu)
 
 
 # The functions below do the same for many tensors. The compiler specializes a mapped function for each shape, which
@@ -174,7 +153,7 @@ def _all_float32(*types: object) -> bool:
 @_primexpr
 def _all_fit(*types: object) -> bool:
     """Return whether the custom kernels take tensors of these types."""
-    return bool(_all_float32(*types) and has_kernels() and on_cpu())
+    return bool(_all_float32(*types) and fits_kernels())
 
 
 def add_each_in_place(otherwise: object, factor: Tensor, totals: Tensors, parts: Tensors) -> Tensors:
