@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -30,9 +30,8 @@ _told: set[int] = set()
 def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
     """Raise unless ``optimizer`` is an optimizer over parameters of ``network``."""
     if not isinstance(optimizer, (nn.Optimizer, ExperimentalOptimizer)):
-        got = type(optimizer).__name__
         rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
-        raise TypeError(argument_error(owner, "optimizer", rule, got, _OWN_REMEDY))
+        raise TypeError(argument_error(owner, "optimizer", rule, type(optimizer).__name__, _OWN_REMEDY))
     if getattr(optimizer, "thor", False):
         got = "thor, which keeps statistics of the last forward pass"
         remedy = "Those of one micro batch are not those of the batch; choose another optimizer."
@@ -148,14 +147,11 @@ def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
     """Return all parameters of the optimizer, including those in lists and groups."""
     # By name: a group can hold a learning rate that the optimizer has replaced by another of the same name.
     found = {item.name: item for item in optimizer.get_parameters()}
-    places = [
-        *vars(optimizer).values(),
-        *(v for group in getattr(optimizer, "param_groups", []) for v in group.values()),
-    ]
-    for place in places:
-        for item in place if isinstance(place, (list, tuple)) else [place]:
-            if isinstance(item, Parameter):
-                found.setdefault(item.name, item)
+    for attributes in [vars(optimizer), *getattr(optimizer, "param_groups", [])]:
+        for place in attributes.values():
+            for item in place if isinstance(place, (list, tuple)) else [place]:
+                if isinstance(item, Parameter):
+                    found.setdefault(item.name, item)
     return ParameterTuple(found.values())
 
 
@@ -192,25 +188,14 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
     gradients scaled, and the optimizer is built with the scale.
     """
     own = _divisor_of(inner_optimizer(optimizer))
-    scale = loss_scale.left_to_optimizer()
-    if scale is None:
-        if own != 1.0 and loss_scale.scales:
-            warn(
-                f"For '{owner}', the optimizer divides the gradient by its own loss_scale of {own:g} once more, as in "
-                f"MindSpore's own step. Leave its loss_scale at 1.0, unless it belongs to "
-                f"FixedLossScaleManager({own:g}, drop_overflow_update=False)."
-            )
-        return 1.0
-    if own == scale:
+    if loss_scale.is_left_to_optimizer:
         return own
-    if own != 1.0:
-        rule, got = f"one whose loss_scale is that of the FixedLossScaleManager, {scale:g}", f"{own:g}"
-        raise ValueError(argument_error(owner, "optimizer", rule, got, "Give both the same number."))
-    warn(
-        f"For '{owner}', the optimizer's loss_scale is 1.0 beside FixedLossScaleManager({scale:g}, "
-        f"drop_overflow_update=False): MindSpore's own step would update with {scale:g} times the gradient, this one "
-        f"divides it. Give the optimizer loss_scale={scale:g} for the same in both."
-    )
+    if own != 1.0 and loss_scale.scales:
+        warn(
+            f"For '{owner}', the optimizer divides the gradient by its own loss_scale of {own:g} once more, as in "
+            f"MindSpore's own step. Leave its loss_scale at 1.0, unless it belongs to FixedLossScaleManager({own:g}, "
+            f"drop_overflow_update=False)."
+        )
     return 1.0
 
 
@@ -218,8 +203,7 @@ def _divisor_of(optimizer: nn.Cell) -> float:
     """Return the divisor that an optimizer applies to gradients. Some packages store only its reciprocal."""
     if hasattr(optimizer, "loss_scale"):
         return float(optimizer.loss_scale)
-    reciprocal = getattr(optimizer, "reciprocal_scale", 1.0)
-    return 1.0 / float(reciprocal.asnumpy() if isinstance(reciprocal, Tensor) else reciprocal)
+    return 1.0 / _floats(getattr(optimizer, "reciprocal_scale", 1.0))[0]
 
 
 class LearningRate(nn.Cell):
@@ -255,15 +239,14 @@ class LearningRate(nn.Cell):
     def scheduled(self) -> Tensor | tuple[Tensor, ...]:
         """Return the rates of an ``nn.Optimizer`` at its count of updates."""
         rates = self.optimizer.learning_rate
-        if self.optimizer.dynamic_lr:
-            if self.optimizer.is_group_lr:
-                found: tuple[Tensor, ...] = ()
-                for rate in self.optimizer.learning_rate:
-                    found += (rate(self.optimizer.global_step),)
-                rates = found
-            else:
-                rates = self.optimizer.learning_rate(self.optimizer.global_step)
-        return rates
+        if not self.optimizer.dynamic_lr:
+            return rates
+        if not self.optimizer.is_group_lr:
+            return rates(self.optimizer.global_step)
+        found: tuple[Tensor, ...] = ()
+        for rate in rates:
+            found += (rate(self.optimizer.global_step),)
+        return found
 
     def before_update(self) -> Tensor:
         """Return the learning rate of the next update, or NaN if only the update can compute it. Called by the host."""
@@ -276,16 +259,20 @@ class LearningRate(nn.Cell):
     @contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
         """Yield a function that returns the learning rate with which the update inside has run."""
-        rates: list[Tensor] = []
+        rates: list[object] = [math.nan]
         get_lr = self.optimizer.get_lr
 
-        def recorded() -> Tensor:
+        def recorded() -> object:
             rates.append(get_lr())
             return rates[-1]
 
+        def last() -> Tensor:
+            values = _floats(rates[-1])
+            return Tensor(values[0] if len(values) == 1 else values, ms.float32)
+
         vars(self.optimizer)["get_lr"] = recorded
         try:
-            yield lambda: _as_rate(rates)
+            yield last
         finally:
             del vars(self.optimizer)["get_lr"]
 
@@ -297,16 +284,12 @@ def settable_rates(optimizer: nn.Cell) -> list[float]:
         rates = optimizer.lrs
     else:
         rates = [] if optimizer.dynamic_lr else optimizer.learning_rate
-    found = rates if isinstance(rates, (tuple, list)) else [rates]
-    return [float(rate.asnumpy()) if isinstance(rate, Tensor) else float(rate) for rate in found]
+    return _floats(rates)
 
 
-def _as_rate(rates: list[Tensor | tuple[Tensor, ...]]) -> Tensor:
-    """Return the last recorded result of an optimizer's ``get_lr`` as a tensor from the host."""
-    last = rates[-1] if rates else math.nan
-    each = [last] if not isinstance(last, (tuple, list)) else last
-    values = [float(rate.asnumpy().item()) if isinstance(rate, Tensor) else float(rate) for rate in each]
-    return Tensor(values[0] if len(values) == 1 else values, ms.float32)
+def _floats(rates: Any) -> list[float]:
+    each = rates if isinstance(rates, (tuple, list)) else [rates]
+    return [float(rate.asnumpy().item() if isinstance(rate, Tensor) else rate) for rate in each]
 
 
 def _schedules(optimizer: nn.Cell) -> list[nn.Cell]:

@@ -222,17 +222,14 @@ class ClipByGroupNorm:
 
     def groups_of(self, names: Sequence[str]) -> tuple[int, ...]:
         """Return the index of each parameter's group, -1 for none."""
-        patterns = list(self.limits)
-        groups = tuple(
-            next((i for i, pattern in enumerate(patterns) if fnmatchcase(name, pattern)), -1) for name in names
-        )
-        for i, pattern in enumerate(patterns):
+        patterns = list(enumerate(self.limits))
+        groups = tuple(next((i for i, pattern in patterns if fnmatchcase(name, pattern)), -1) for name in names)
+        for i, pattern in patterns:
             if i not in groups:
                 got = f"{pattern!r}, which fits none that is left of {len(names)}, first {names[0]!r}"
                 remedy = "The first pattern that fits counts: put wide ones last."
-                raise ValueError(
-                    argument_error("ClipByGroupNorm", "limits", "patterns of parameter names", got, remedy)
-                )
+                rule = "patterns of parameter names"
+                raise ValueError(argument_error("ClipByGroupNorm", "limits", rule, got, remedy))
         return groups
 
 

@@ -102,11 +102,9 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
             converted = amp.auto_mixed_precision(network, level, precision.dtype)
     except RuntimeError as error:
         # Level O1 rewrites the sources of the network, and does not support all of Python's syntax.
-        rule = "a level that MindSpore can convert the network to"
+        rule, got = "a level that MindSpore can convert the network to", f"{level}: {str(error).splitlines()[0]}"
         remedy = "Name the inputs of each construct, in place of *inputs, or take level 'O2'."
-        raise ValueError(
-            argument_error(owner, "mixed_precision", rule, f"{level}: {str(error).splitlines()[0]}", remedy)
-        ) from error
+        raise ValueError(argument_error(owner, "mixed_precision", rule, got, remedy)) from error
     if level in ("O2", "O3"):
         # The outer cell, which casts the output, is removed because it hides the names of the inputs.
         (converted,) = converted.cells()

@@ -25,10 +25,8 @@ class NoLossScale(nn.Cell):
     # scales: True if losses are scaled. searches: True if the scale adapts, so that windows are skipped now and then.
     scales = False
     searches = False
-
-    def left_to_optimizer(self) -> float | None:
-        """Return the scale if the optimizer has to divide by it, as in MindSpore's own step; else None."""
-        return None
+    # True if an optimizer with a divisor of its own divides by the scale, as in MindSpore's own step.
+    is_left_to_optimizer = False
 
     def value(self) -> Tensor:
         """Return the scale of the open window, a float32 scalar."""
@@ -67,9 +65,7 @@ class FixedLossScale(NoLossScale):
         super().__init__(auto_prefix=False)
         self.scale = scale
         self.skips_overflow = skips_overflow
-
-    def left_to_optimizer(self) -> float | None:
-        return None if self.skips_overflow else float(self.scale.asnumpy())
+        self.is_left_to_optimizer = not skips_overflow
 
     def value(self) -> Tensor:
         # + 0.0 makes a copy, because the report outlives the next change of the parameter.
@@ -85,31 +81,23 @@ class LossScale(FixedLossScale):
     searches = True
 
     def __init__(
-        self,
-        scale: Parameter,
-        clean_windows: Parameter,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
+        self, scale: Parameter, clean_windows: Parameter, growth: float, backoff: float, interval: int
     ) -> None:
         super().__init__(scale)
         self.clean_windows = clean_windows
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
+        self.growth, self.backoff, self.interval = growth, backoff, interval
         self.run = Compiled(lambda: self, "MixedPrecision", "the loss scale")
 
     def construct(self, updated: Tensor, bad: Tensor, done: Done = ()) -> Done:
         scale, clean = ops.depend(self.scale + 0.0, done), ops.depend(self.clean_windows + 0, done)
         good = ops.logical_and(updated, ops.logical_not(bad))
-        full = ops.greater_equal(clean + 1, self.growth_interval)
-        larger = scale * self.growth_factor
+        full = ops.greater_equal(clean + 1, self.interval)
+        larger = scale * self.growth
         grows = ops.logical_and(ops.logical_and(good, full), ops.isfinite(larger))
-        smaller = ops.maximum(scale * self.backoff_factor, ops.ones_like(scale))
+        smaller = ops.maximum(scale * self.backoff, ops.ones_like(scale))
         new_scale = ops.select(bad, smaller, ops.select(grows, larger, scale))
         again = ops.logical_or(bad, ops.logical_and(good, full))
-        counted = clean + ops.cast(good, ms.int32)
-        new_clean = ops.select(again, ops.zeros_like(clean), counted)
+        new_clean = ops.select(again, ops.zeros_like(clean), clean + ops.cast(good, ms.int32))
         return ops.assign(self.scale, new_scale), ops.assign(self.clean_windows, new_clean)
 
     def adjust(self, updated: bool, bad: Tensor) -> None:
@@ -127,10 +115,9 @@ class ForeignLossScale(FixedLossScale):
         # A manager of a fixed scale can ask for updates in spite of an overflow.
         get_drop = getattr(chooser, "get_drop_overflow_update", None)
         self.skips_overflow = get_drop is None or bool(get_drop())
+        # This scale changes, while that of an optimizer is fixed.
+        self.is_left_to_optimizer = False
         self._follow()
-
-    def left_to_optimizer(self) -> None:
-        return None  # This scale changes, while that of an optimizer is fixed.
 
     def construct(self, updated: Tensor, bad: Tensor, done: Done = ()) -> Done:
         _refuse_in_graph(type(self.chooser).__name__)
@@ -174,12 +161,10 @@ def new_scale(value: float) -> Parameter:
     return Parameter(Tensor(value, ms.float32), _SCALE, requires_grad=False)
 
 
-def dynamic_loss_scale(
-    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int
-) -> LossScale:
+def dynamic_loss_scale(initial: float, growth: float, backoff: float, interval: int) -> LossScale:
     """Return a dynamic scale with new parameters."""
     clean_windows = Parameter(Tensor(0, ms.int32), _CLEAN_WINDOWS, requires_grad=False)
-    return LossScale(new_scale(init_scale), clean_windows, growth_factor, backoff_factor, growth_interval)
+    return LossScale(new_scale(initial), clean_windows, growth, backoff, interval)
 
 
 def loss_scale_of(chooser: Any) -> NoLossScale:

@@ -19,8 +19,8 @@ Name = Literal["fp16", "fp16_apex", "fp16_naive", "bf16", "O1", "O2", "O3", "aut
 Dtype: TypeAlias = ms.Type | Literal["float16", "fp16", "bfloat16", "bf16", "float32", "fp32"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 _CHOOSERS = (amp.LossScaler, amp.LossScaleManager)
-_DTYPES = {"float16": ms.float16, "fp16": ms.float16, "bfloat16": ms.bfloat16, "bf16": ms.bfloat16}
-_DTYPES |= {"float32": ms.float32, "fp32": ms.float32}
+_DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
+_DTYPES |= {"fp16": ms.float16, "bf16": ms.bfloat16, "fp32": ms.float32}
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class MixedPrecision:
             scaled mean gradient; loss and weight stay in float32. Keyword only. Default: ``mindspore.float32``.
         loss_scale (Union[LossScaler, LossScaleManager, None]): An object of ``mindspore.amp`` that chooses the scale
             instead of the four arguments above. It is asked once per window. With
-            ``FixedLossScaleManager(scale, drop_overflow_update=False)`` no window is skipped, and an optimizer whose
-            own ``loss_scale`` is the same number gets the mean gradient multiplied by it. Default: ``None``.
+            ``FixedLossScaleManager(scale, drop_overflow_update=False)`` no window is skipped, and an optimizer with a
+            ``loss_scale`` of its own gets the mean gradient multiplied by it. Default: ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -164,11 +164,9 @@ def levels_of(cells: Iterable[nn.Cell]) -> set[str]:
 
 def computes_in_16_bits(parameters: Iterable[Parameter], cells: Iterable[nn.Cell]) -> bool:
     """Return whether there are 16-bit parameters, or cells that are set to compute in 16 bits."""
-    cells = list(cells)
-    return (
-        any(parameter.dtype in (ms.float16, ms.bfloat16) for parameter in parameters)
-        or bool(levels_of(cells))
-        or any(cell.get_flags().get("fp16") or cell.get_flags().get("bf16") for cell in cells)
+    flags = ("fp16", "bf16")
+    return any(parameter.dtype in (ms.float16, ms.bfloat16) for parameter in parameters) or any(
+        levels_of([cell]) or any(map(cell.get_flags().get, flags)) for cell in cells
     )
 
 
@@ -176,20 +174,16 @@ def combined(owner: str, mixed_precision: object, amp_level: Any, loss_scale_man
     """Combine ``mixed_precision`` with the two arguments of MindSpore's Model. Return None if none is given."""
     check_choice(owner, "amp_level", amp_level, LEVELS, "mixed_precision has more names and settings.")
     if loss_scale_manager is not None and mixed_precision is not None:
-        got = f"{mixed_precision!r} beside a loss_scale_manager"
+        rule, got = "None with a loss_scale_manager", f"{mixed_precision!r} beside a loss_scale_manager"
         remedy = "MixedPrecision(..., loss_scale=manager) takes both."
-        raise ValueError(argument_error(owner, "mixed_precision", "None with a loss_scale_manager", got, remedy))
+        raise ValueError(argument_error(owner, "mixed_precision", rule, got, remedy))
     settings = _settings(owner, mixed_precision if loss_scale_manager is None else loss_scale_manager)
     if settings is None or amp_level == "O0":
         return settings or NAMES.get(amp_level)
-    if settings.level == "O0":
-        return replace(settings, level=amp_level)
-    if settings.level != amp_level:
-        got = f"{mixed_precision!r} beside amp_level={amp_level!r}"
-        raise ValueError(
-            argument_error(owner, "mixed_precision", "in accord with amp_level", got, "Give one of the two.")
-        )
-    return settings
+    if settings.level not in ("O0", amp_level):
+        rule, got = "in accord with amp_level", f"{mixed_precision!r} beside amp_level={amp_level!r}"
+        raise ValueError(argument_error(owner, "mixed_precision", rule, got, "Give one of the two."))
+    return replace(settings, level=amp_level)
 
 
 def check_precision(owner: str, mixed_precision: object) -> Precision:
@@ -199,12 +193,17 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
         return Precision("O0", ms.float32, NoLossScale(), "None", ms.float32)
     scale: NoLossScale = NoLossScale()
     if settings.dtype == ms.bfloat16 and not stands_in():
-        _check_bfloat16(owner)
+        try:
+            multiply(ms.bfloat16)
+        except Exception as error:
+            rule, got = "one that the device has", f"bfloat16 on {ms.get_context('device_target')}"
+            remedy = "Use float16 here, for example mixed_precision='fp16'."
+            raise ValueError(argument_error(owner, "mixed_precision", rule, got, remedy)) from error
     if settings.loss_scale is not None:
         scale = loss_scale_of(settings.loss_scale)
     elif settings.dtype == ms.float16:
-        numbers = (settings.init_scale, settings.growth_factor, settings.backoff_factor, settings.growth_interval)
-        scale = dynamic_loss_scale(*numbers)
+        factors = settings.growth_factor, settings.backoff_factor
+        scale = dynamic_loss_scale(settings.init_scale, *factors, settings.growth_interval)
     # Read on the host without an operator: a step can be built for a device that this machine does not have.
     number = scale.scale.asnumpy().item() if isinstance(scale, FixedLossScale) else 1.0
     text = f"{settings!r}, {type(settings.loss_scale).__name__}, {number}"
@@ -216,9 +215,8 @@ def check_scale_of_each(owner: str, mixed_precision: object, networks: int) -> N
     settings = _settings(owner, mixed_precision)
     if networks > 1 and settings is not None and settings.loss_scale is not None:
         rule, got = "a rule for the scale of each network", f"one {type(settings.loss_scale).__name__} for {networks}"
-        raise ValueError(
-            argument_error(owner, "mixed_precision", rule, got, "Give a name or a MixedPrecision without one.")
-        )
+        remedy = "Give a name or a MixedPrecision without one."
+        raise ValueError(argument_error(owner, "mixed_precision", rule, got, remedy))
 
 
 def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
@@ -233,14 +231,3 @@ def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
     rule = "a name, a MixedPrecision, a LossScaler, a LossScaleManager or None"
     remedy = f"Did you mean {meant}?" if meant else "For example mixed_precision='fp16'."
     raise TypeError(argument_error(owner, "mixed_precision", rule, repr(mixed_precision), remedy))
-
-
-def _check_bfloat16(owner: str) -> None:
-    """Raise unless this device can multiply matrices in bfloat16, which is tried."""
-    try:
-        multiply(ms.bfloat16)
-    except Exception as error:
-        device = ms.get_context("device_target")
-        remedy = "Use float16 here, for example mixed_precision='fp16'."
-        text = argument_error(owner, "mixed_precision", "one that the device has", f"bfloat16 on {device}", remedy)
-        raise ValueError(text) from error

@@ -25,10 +25,11 @@ def check_bad_micro_batch(owner: str, bad_micro_batch: object) -> bool:
 def check_can_drop(owner: str, network: nn.Cell) -> None:
     """Raise if micro batches of a GradAccumulation cannot be left out."""
     if network.is_cached:
-        remedy = "Its loss has seen all micro batches before one can be left out."
-        raise ValueError(
-            argument_error(owner, "bad_micro_batch", "'skip_window' for a GradCacheLoss", "'drop'", remedy)
+        rule, remedy = (
+            "'skip_window' for a GradCacheLoss",
+            "Its loss has seen all micro batches before one can be left out.",
         )
+        raise ValueError(argument_error(owner, "bad_micro_batch", rule, "'drop'", remedy))
     # The compiler cannot use a sparse gradient twice.
     lookup = sparse_lookup(network)
     if lookup is not None:

@@ -10,7 +10,6 @@ from mindspore.train import Metric
 from ms_gradaccum._checks import LastWindow, argument_error, check_bool, check_choice, check_positive_float32
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
-from ms_gradaccum.integrations.scale_sense import scale_taken_out
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
@@ -89,8 +88,7 @@ def create_trainer(
     settings |= {"mixed_precision": _loss_scale(loss_scale_type, loss_scale, drop_overflow_update)}
     eval_network = nn.WithEvalCell(network, loss, amp_level in ("O2", "O3", "auto"))
     loss_cell = GradAccumulation(_with_loss(network, loss, amp_level, amp_cast_list), micro_size)
-    with scale_taken_out():
-        return Model(loss_cell, None, optimizer, metrics, eval_network, [0, 1, 2], **settings)
+    return Model(loss_cell, None, optimizer, metrics, eval_network, [0, 1, 2], **settings)
 
 
 def _with_loss(network: nn.Cell, loss: nn.Cell, amp_level: str, amp_cast_list: str | None) -> nn.Cell:
