@@ -50,24 +50,16 @@ _shape_of = operator.attrgetter("shape")
 _NO_KERNEL = re.compile(r"Unsupported op \[\w+\] on \w+|The kernel \w+ unregistered")
 _PLACE = re.compile(r"In file (\S+?):(\d+)")
 # The beginnings of errors that this package raises during compilation.
-_SENTENCES = tuple(
-    f"For '{name}'"
-    for name in (
-        "GradAccumulation GradCacheLoss ContrastiveLoss TokenMeanLoss TrainOneStepCell Accumulator MixedPrecision"
-    ).split()
-)
+_OWNERS = "GradAccumulation GradCacheLoss ContrastiveLoss TokenMeanLoss TrainOneStepCell Accumulator MixedPrecision"
+_SENTENCES = tuple(f"For '{name}'" for name in _OWNERS.split())
 
 
 class Compiled:
     """Call a cell as a compiled graph, in PYNATIVE mode too.
 
-    Args:
-        make_cell: Builds the cell. It is called again if a graph for changing lengths is needed.
-        owner: Class name used in error messages.
-        what: The subject of error messages.
-        code: The user's cell inside. Hooks of it raise, and errors name its lines.
-        needs_fixed: True if each shape gets a graph of its own, however many there are.
-        open_axes: For each input the axis whose length changes from the first call on.
+    A graph is for fixed shapes, with ``needs_fixed`` always; many shapes get one for changing lengths, of another cell
+    from ``make_cell``, at once for ``open_axes``, one per input. Errors name the ``owner``, ``what``, and lines of the
+    user's ``code`` inside, whose hooks raise.
     """
 
     def __init__(
@@ -103,15 +95,16 @@ class Compiled:
 
     def set_train(self, mode: bool) -> None:
         """Set the mode of the cells, see ``nn.Cell.set_train``."""
-        for cell in (self.cell, self.general_cell):
-            if cell is not None:
-                cell.set_train(mode)
+        for cell in self._cells():
+            cell.set_train(mode)
 
     def set_jit_config(self, jit_config: object) -> None:
         """Set how the cells are compiled from now on, see ``nn.Cell.set_jit_config``."""
-        for cell in (self.cell, self.general_cell):
-            if cell is not None:
-                cell.set_jit_config(jit_config)
+        for cell in self._cells():
+            cell.set_jit_config(jit_config)
+
+    def _cells(self) -> list[nn.Cell]:
+        return [self.cell] if self.general_cell is None else [self.cell, self.general_cell]
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Run with tensors whose dtypes and numbers of axes are always the same."""
@@ -146,16 +139,16 @@ class Compiled:
 
     def _refuse_hooks(self) -> None:
         """Raise if the network has hooks, which a graph does not call. They can be registered at any time."""
+        names = [parameter.name for parameter in self.parameters if parameter.hooks()]
         for cell in self.hooked:
             if cell._forward_hook or cell._forward_pre_hook or cell._backward_hook or cell._backward_pre_hook:
-                self._refuse_hook_of(cell.cls_name)
-        for parameter in self.parameters:
-            if parameter.hooks():
-                self._refuse_hook_of(parameter.name)
-
-    def _refuse_hook_of(self, name: str) -> None:
-        rule, got = f"None where {self.what} has hooks", f"True, and {name} has a hook, which a graph would not call"
-        raise ValueError(argument_error(self.owner, "compile", rule, got, "Remove the hook, or leave compile out."))
+                names.append(cell.cls_name)
+        if names:
+            rule, got = (
+                f"None where {self.what} has hooks",
+                f"True, and {names[0]} has a hook, which a graph would not call",
+            )
+            raise ValueError(argument_error(self.owner, "compile", rule, got, "Remove the hook, or leave compile out."))
 
     def _compiled_for(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> tuple[nn.Cell, str]:
         """Return a cell and the name of its graph for these shapes."""
@@ -191,7 +184,7 @@ class Compiled:
     def _compile(self, cell: nn.Cell, tensors: tuple[Tensor, ...], shapes: Shapes) -> str:
         """Compile the cell for these shapes unless that is done, and return the name of the graph.
 
-        Calling the cell would look up the graph each time, which takes twice as long as running a small graph, and
+        The cell itself would look up the graph in each call, which takes twice as long as running a small one, and
         would miss it if another cell with such inputs was freed meanwhile.
         """
         name = self.graphs.get((cell.phase, shapes))
@@ -238,14 +231,13 @@ class Method(nn.Cell):
 def execution_mode(mode: int) -> Iterator[None]:
     """Switch to a mode and back; the switch costs 20 us and keeps what was compiled."""
     before = _get_mode()
-    if before == mode:
-        yield
-        return
-    ms.set_context(mode=mode)
     try:
+        if mode != before:
+            ms.set_context(mode=mode)
         yield
     finally:
-        ms.set_context(mode=before)
+        if mode != before:
+            ms.set_context(mode=before)
 
 
 @contextmanager
@@ -279,8 +271,7 @@ def inlined(cells: Iterable[nn.Cell]) -> Iterator[None]:
     """
     on_cpu = ms.get_context("device_target") == "CPU"
     built = [cell for cell in cells if on_cpu and getattr(cell, "cell_init_args", "").startswith("lazy_inline_")]
-    # With a policy they have the attribute already.
-    late = [cell for cell in built if not hasattr(cell, "no_inline")]
+    late = [cell for cell in built if not hasattr(cell, "no_inline")]  # With a policy they have it already.
     for cell in late:
         cell.no_inline = False
     try:
@@ -303,12 +294,10 @@ def _widen(general: Shapes, shapes: Shapes) -> Shapes:
 
 def _opened(shapes: Shapes, axes: Sequence[int | None] | None) -> Shapes:
     """Return the shapes with -1 on these axes."""
-    if axes is None:
-        return shapes
-    opened = (
-        [-1 if axis is not None and i == axis % len(s) else n for i, n in enumerate(s)] for s, axis in zip(shapes, axes)
+    return tuple(
+        tuple(-1 if axis is not None and i == axis % len(shape) else length for i, length in enumerate(shape))
+        for shape, axis in zip(shapes, axes or [None] * len(shapes))
     )
-    return tuple(map(tuple, opened))
 
 
 def follow_mode(cell: nn.Cell, like: nn.Cell) -> None:
@@ -351,8 +340,7 @@ def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None)
 
 def _other_self(cell: nn.Cell) -> str:
     """Return the first argument of a cell's `construct` and its line, if it has another name than `self`."""
-    function = inspect.unwrap(type(cell).construct)
-    code = getattr(function, "__code__", None)
+    code = getattr(inspect.unwrap(type(cell).construct), "__code__", None)
     if code is None or code.co_argcount == 0 or code.co_varnames[0] == "self":
         return ""
     place = f"{code.co_filename}:{code.co_firstlineno}"

@@ -20,12 +20,7 @@ _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook")
 
 
 class KeptTensors:
-    """Tensors whose changes are seen, and undone where a copy is kept on the host.
-
-    Args:
-        tensors: The tensors.
-        copied: Chooses those that are copied; all of them by default. Fingerprints tell the changes of the others.
-    """
+    """Tensors whose changes are seen, and undone for those ``copied`` to the host. Others have fingerprints alone."""
 
     def __init__(self, tensors: Iterable[Tensor], copied: Callable[[Tensor], bool] = lambda tensor: True) -> None:
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
@@ -39,10 +34,7 @@ class KeptTensors:
         return [i for i in looked_at if _fingerprint(as_array(self.tensors[i])) != self.marks[i]]
 
     def put_back(self, places: Iterable[int] | None = None) -> None:
-        """Restore the values of the tensors, or of those in these places, in place.
-
-        Raise RuntimeError if there is no copy of one that changed.
-        """
+        """Restore the values of the tensors, or of those in these places. Raise if one that changed has no copy."""
         lost = []
         for i in self.changed(places):
             tensor = self.tensors[i]
@@ -73,11 +65,7 @@ def as_array(tensor: Tensor) -> Array:
 class KeptState:
     """The parameters, buffers, attributes, modes and hooks of networks' cells, and the states of random generators.
 
-    Other objects of the user, and random generators inside kernels, cannot be restored.
-
-    Args:
-        networks: The networks.
-        copied: Chooses the tensors that can be restored, see KeptTensors.
+    Tensors that are not ``copied``, other objects of the user, and random generators inside kernels stay as they are.
     """
 
     def __init__(self, *networks: nn.Cell, copied: Callable[[Tensor], bool] = lambda tensor: True) -> None:
@@ -89,18 +77,12 @@ class KeptState:
         self.tensors = KeptTensors((tensor for each in networks for tensor in tensors_of(each)), copied)
         self.random, self.kernel_seeds = random_state.take(), dict(_KERNEL_SEED)
 
-    def without_hooks(self) -> None:
-        """Remove the hooks of the forward pass."""
-        for cell in self.cells:
-            vars(cell).update(dict.fromkeys(_HOOKS))
-
     def evaluate(self, words: tuple[str, ...] = ("",)) -> None:
         """Set cells whose class name contains one of these words, and the cells inside, to evaluation mode."""
-        outer = (
-            cell for cell in self.cells if any(word in kind.__name__ for kind in type(cell).__mro__ for word in words)
-        )
-        for cell in (inner for each in outer for _, inner in each.cells_and_names()):
-            set_mode(cell, False, False if vars(cell).get(STATISTICS) else None)
+        for outer in self.cells:
+            if any(word in kind.__name__ for kind in type(outer).__mro__ for word in words):
+                for _, cell in outer.cells_and_names():
+                    set_mode(cell, False, False if vars(cell).get(STATISTICS) else None)
 
     def put_back_random(self) -> None:
         """Give the generators the state that they had."""
@@ -130,10 +112,11 @@ def tensors_of(network: nn.Cell) -> Iterator[Tensor]:
 
 @contextmanager
 def kept(network: nn.Cell, copied: Callable[[Tensor], bool]) -> Iterator[KeptState]:
-    """Run a network without its hooks inside this context, and restore its state at the end."""
+    """Run a network without the hooks of its forward pass inside this context, and restore its state at the end."""
     state = KeptState(network, copied=copied)
     try:
-        state.without_hooks()
+        for cell in state.cells:
+            vars(cell).update(dict.fromkeys(_HOOKS))
         yield state
     finally:
         state.put_back()

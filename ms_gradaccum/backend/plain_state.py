@@ -1,6 +1,7 @@
 """The state of a foreign Python object, such as a learning rate scheduler, as JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mindspore import Parameter, Tensor, ops
@@ -45,16 +46,15 @@ def _plan(item: object, saved: object, what: str) -> _Steps:
     own = [name for name, value in vars(item).items() if _is_state(value)]
     if not isinstance(saved, dict) or set(saved) != set(own):
         raise DamagedState(f"{what} has not the attributes {', '.join(own)} of a {type(item).__name__}")
-    return [step for name in own for step in _plan_attribute(item, name, saved[name], f"{what}.{name}")]
-
-
-def _plan_attribute(item: Any, name: str, saved: Any, what: str) -> _Steps:
-    current = vars(item)[name]
-    if _is_plain(current):
-        _check(_is_plain(saved) and _kind(saved) == _kind(current), what)
-        value = type(current)(saved) if isinstance(current, tuple) else saved
-        return [lambda: setattr(item, name, value)]
-    return _plan_inside(current, saved, what)
+    steps: _Steps = []
+    for name in own:
+        current, new, place = vars(item)[name], saved[name], f"{what}.{name}"
+        if _is_plain(current):
+            _check(_is_plain(new) and _kind(new) == _kind(current), place)
+            steps.append(partial(setattr, item, name, type(current)(new) if isinstance(current, tuple) else new))
+        else:
+            steps += _plan_inside(current, new, place)
+    return steps
 
 
 def _plan_inside(current: Any, saved: Any, what: str) -> _Steps:
@@ -71,7 +71,7 @@ def _plan_inside(current: Any, saved: Any, what: str) -> _Steps:
     except (OverflowError, TypeError, ValueError, RuntimeError):
         raise DamagedState(f"{what} is no tensor") from None
     _check(tensor.shape == current.shape, what)
-    return [lambda: assign_in_place(current, tensor)]
+    return [partial(assign_in_place, current, tensor)]
 
 
 def assign_in_place(parameter: Parameter, value: Tensor) -> None:
