@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import nn
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.batch.split import TENSORS, BatchAxis, count_rows, leaves_of, spread_axes, walk
+from ms_gradaccum.batch.split import TENSORS, BatchAxis, Item, count_rows, leaf_axes, spread_axes, walk
 
 _OWNER = "GradAccumulation"
 # Types of per-row values in a list. Tensors in it are checked separately.
@@ -24,9 +24,8 @@ def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_int
     for i, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):
         if not isinstance(item, TENSORS) or not isinstance(axis, int) or not item.shape:
             continue
-        others = list(item.shape)
+        places, others = places + 1, list(item.shape)
         rows = others.pop(axis)
-        places += 1
         dtype = str(item.dtype).lower()
         if rows > 1 and (rows in others or (not others and "float" in dtype) or (with_integers and "int" in dtype)):
             found.append(i)
@@ -55,7 +54,7 @@ def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is
         return False
     batch_axis, name_of_input = accumulation.batch_axis, accumulation.name_of_input
     items = list(walk(inputs, batch_axis))
-    rows = count_rows(leaves_of(items))
+    rows = count_rows(items)
     if is_first and rows < accumulation.micro_size:
         warn(
             f"For '{_OWNER}', the micro_size must be the number of micro batches of a batch, and not their rows, but "
@@ -64,10 +63,10 @@ def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is
         )
     if parts == 1:
         return False
-    for place, item, axis, _ in items[1:]:
-        got = _each_row(item, axis, rows, isinstance(batch_axis, int))
+    for item in items[1:]:
+        got = _each_row(item, rows, isinstance(batch_axis, int))
         if got:
-            name = name_of_input(int(place[6:-1])) if place.count("[") == 1 else place
+            name = name_of_input(int(item.place[6:-1])) if item.place.count("[") == 1 else item.place
             warn(f"For '{_OWNER}', the input {name} should be a tensor if it has something of each row, but got {got}.")
             return True
     if isinstance(batch_axis, int):
@@ -75,20 +74,21 @@ def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is
     return True
 
 
-def _each_row(item: object, axis: object, rows: int, is_default: bool) -> str:
+def _each_row(item: Item, rows: int, is_default: bool) -> str:
     """Describe the treatment of an input whose items may belong to one row each, and a remedy; "" for all others."""
-    if axis is None or not isinstance(item, (list, tuple)) or len(item) != rows:
+    values = item.value
+    if item.axis is None or not isinstance(values, (list, tuple)) or len(values) != rows:
         return ""
-    with_rows = [any(leaf.axis is not None for leaf in leaves_of(walk(each, 0))) for each in item]
-    whole = f"a {type(item).__name__} of {rows}, which goes whole into each micro batch"
-    if all(isinstance(each, TENSORS) for each in item) and not any(with_rows):
+    with_rows = [any(axis is not None for axis in leaf_axes(each, 0)) for each in values]
+    whole = f"a {type(values).__name__} of {rows}, which goes whole into each micro batch"
+    if not any(with_rows) and all(isinstance(each, TENSORS) for each in values):
         return f"{whole}. Stack it, or else give it None in batch_axis"
-    if not isinstance(item, list):
+    if not isinstance(values, list):
         return ""
-    if all(isinstance(each, _VALUES) for each in item) and not any(with_rows):
+    if not any(with_rows) and all(isinstance(each, _VALUES) for each in values):
         return f"{whole}. Give a tensor, or else a tuple"
     if all(with_rows) and is_default:
-        each = f"each of which is cut along its axis {axis}"
+        each = f"each of which is cut along its axis {item.axis}"
         return f"a list of {rows}, {each}. Pad it to one tensor, or else give batch_axis an entry per input"
     return ""
 
@@ -98,21 +98,17 @@ def _warn_of_equal_lengths(accumulation: nn.Cell, inputs: tuple[Any, ...], parts
     batch_axis, name_of_input = accumulation.batch_axis, accumulation.name_of_input
     cells = [cell for _, cell in accumulation.network.cells_and_names()]
     time_major = next((cell.cls_name for cell in cells if getattr(cell, "batch_first", None) is False), None)
-    if time_major and batch_axis == 0:
-        square = [i for i, each in enumerate(inputs) if isinstance(each, TENSORS) and each.shape[:2] == (rows, rows)]
-        shapes = _described(square, inputs, name_of_input)
-        if shapes:
-            warn(
-                f"For '{_OWNER}', the rows must be on the axis that the network takes for them, on axis 1 for "
-                f"{time_major} with batch_first=False, but got {shapes} cut along axis 0. Give batch_axis an entry per "
-                f"input, or build it with batch_first=True."
-            )
-            return
-    if parts < rows:
+    square = [i for i, each in enumerate(inputs) if isinstance(each, TENSORS) and each.shape[:2] == (rows, rows)]
+    if time_major and batch_axis == 0 and square:
+        warn(
+            f"For '{_OWNER}', the rows must be on the axis that the network takes for them, on axis 1 for {time_major} "
+            f"with batch_first=False, but got {_described(square, inputs, name_of_input)} cut along axis 0. Give "
+            f"batch_axis an entry per input, or build it with batch_first=True."
+        )
         return
     places = [place for place in ambiguous_inputs(inputs, batch_axis) if inputs[place].shape == (rows, rows)]
-    shapes = _described(places, inputs, name_of_input)
-    if shapes:
+    if parts == rows and places:
+        shapes = _described(places, inputs, name_of_input)
         warn(
             f"For '{_OWNER}', the inputs that are cut into single rows, which fit any shape, should be batches, but "
             f"got {shapes}. Give batch_axis an entry per input, None for a mask and what else is no batch."

@@ -69,19 +69,13 @@ def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         ) from None
 
 
-def why_no_graph(structure: object) -> str:
+def why_no_graph(structure: Any) -> str:
     """Return the reason why no graph can take inputs of ``structure`` in PYNATIVE mode, or an empty string."""
-    named = _named_tuple_in(structure)
-    return f"its inputs hold {named}, a NamedTuple, which loses its gradient in a graph" if named else ""
-
-
-def _named_tuple_in(structure: Any) -> str:
-    """Return the name of a NamedTuple type in ``structure``, or an empty string."""
     if structure[0] not in ("sequence", "dict"):
         return ""
     if hasattr(structure[1], "_fields"):
-        return str(structure[1].__name__)
-    return next((name for child in structure[2] if (name := _named_tuple_in(child))), "")
+        return f"its inputs hold {structure[1].__name__}, a NamedTuple, which loses its gradient in a graph"
+    return next(filter(None, map(why_no_graph, structure[2])), "")
 
 
 class _HashedByValue:
@@ -124,62 +118,38 @@ def is_flat(structure: Any) -> bool:
 
 def unflattener(structure: Any) -> nn.Cell:
     """Return the cell that rebuilds the inputs of ``structure`` from its tensors."""
-    kind = structure[0]
-    if kind == "leaf":
-        return _Leaf(structure[1])
-    if kind == "value":
-        return _Value(structure[2].value)
-    children = [unflattener(child) for child in structure[2]]
-    return _Dict(structure[1], children) if kind == "dict" else _Sequence(structure[1], children)
+    return _Rebuilt(*structure[:3])
 
 
-class _Leaf(nn.Cell):
-    def __init__(self, index: int) -> None:
+class _Rebuilt(nn.Cell):
+    """An input: a tensor or a Python value of this ``content``, or a container of inputs that are rebuilt inside."""
+
+    def __init__(self, kind: str, container: Any, content: Any) -> None:
         super().__init__(auto_prefix=False)
-        self.index = index
-
-    def construct(self, leaves: tuple[Tensor, ...]) -> Tensor:
-        return leaves[self.index]
-
-
-class _Value(nn.Cell):
-    def __init__(self, value: object) -> None:
-        super().__init__(auto_prefix=False)
-        self.value = value
-
-    def construct(self, leaves: tuple[Tensor, ...]) -> object:
-        return self.value
-
-
-class _Sequence(nn.Cell):
-    def __init__(self, kind: type, children: list[nn.Cell]) -> None:
-        super().__init__(auto_prefix=False)
+        self.kind, self.named = kind, hasattr(container, "_fields")
+        # The place of a tensor, the type of a sequence, or the keys of a dict.
+        self.container, self.is_list = container, container is list
+        self.value = content.value if kind == "value" else None
+        children = [unflattener(child) for child in content] if kind in ("sequence", "dict") else []
         self.children = nn.CellList(children, auto_prefix=False)
-        self.kind = kind
-        self.named = hasattr(kind, "_fields")
-        self.is_list = kind is list
 
-    def construct(self, leaves: tuple[Tensor, ...]) -> object:
+    def construct(self, leaves: tuple[Tensor, ...]) -> Any:
+        if self.kind == "leaf":
+            return leaves[self.container]
+        if self.kind == "value":
+            return self.value
+        if self.kind == "dict":
+            # The compiler would leave dict(zip(...)) to the Python interpreter, and the gradient would be lost.
+            named: dict[object, object] = {}
+            for key, child in zip(self.container, self.children):
+                named[key] = child(leaves)
+            return named
         items: tuple[object, ...] = ()
         for child in self.children:
             items += (child(leaves),)
         if self.named:
-            return self.kind(*items)
+            return self.container(*items)
         return list(items) if self.is_list else items
-
-
-class _Dict(nn.Cell):
-    def __init__(self, keys: tuple[object, ...], children: list[nn.Cell]) -> None:
-        super().__init__(auto_prefix=False)
-        self.children = nn.CellList(children, auto_prefix=False)
-        self.keys = keys
-
-    def construct(self, leaves: tuple[Tensor, ...]) -> dict[object, object]:
-        # The compiler would leave dict(zip(...)) to the Python interpreter, and the gradient would be lost.
-        items = {}
-        for key, child in zip(self.keys, self.children):
-            items[key] = child(leaves)
-        return items
 
 
 def as_call(owner: str, batch: object) -> tuple[tuple[object, ...], dict[str, object]]:

@@ -36,18 +36,14 @@ class SplitBatch(NamedTuple):
     micro_batches: list[MicroBatch]
 
 
-class _Item(NamedTuple):
+class Item(NamedTuple):
+    """An input or a part of one, with its entry of ``batch_axis``: for a tensor the axis of its rows, or None."""
+
     place: str
     value: Any
-    axis: BatchAxis
-    in_list: bool
-
-
-class _Leaf(NamedTuple):
-    place: str
-    shape: tuple[int, ...]
     axis: Any
     in_list: bool = False
+    shape: Shape = None
 
 
 def check_batch_axis(axis: object) -> BatchAxis:
@@ -55,8 +51,7 @@ def check_batch_axis(axis: object) -> BatchAxis:
     try:
         return _checked_axis(axis)
     except RecursionError:
-        rule = "an int, None or one of these per input"
-        raise ValueError(argument_error(_OWNER, "batch_axis", rule, "a nest without an end", _AXIS_REMEDY)) from None
+        raise ValueError(_axis_error("an int, None or one of these per input", "a nest without an end")) from None
 
 
 def _checked_axis(axis: object) -> BatchAxis:
@@ -65,11 +60,12 @@ def _checked_axis(axis: object) -> BatchAxis:
     if isinstance(axis, dict):
         return {key: _checked_axis(item) for key, item in axis.items()}
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
-        got = typed(axis)
-        raise TypeError(
-            argument_error(_OWNER, "batch_axis", "an int, None or one of these per input", got, _AXIS_REMEDY)
-        )
+        raise TypeError(_axis_error("an int, None or one of these per input", typed(axis)))
     return axis
+
+
+def _axis_error(rule: str, got: object) -> str:
+    return argument_error(_OWNER, "batch_axis", rule, got, _AXIS_REMEDY)
 
 
 def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAxis) -> SplitBatch:
@@ -91,24 +87,23 @@ def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAx
         remedy = "Give tensors, or tuples, lists and dicts of them; dict(batch) makes a dict of what is like one."
         raise ValueError(f"For '{_OWNER}', at least one input must be a tensor, but got {got}. {remedy}")
     items = list(walk(inputs, batch_axis))
-    leaves = leaves_of(items)
-    bounds = split_rows(leaves, micro_size)
+    bounds = split_rows(count_rows(items), micro_size)
     if len(bounds) == 1:
         return SplitBatch(structure, [MicroBatch(bounds[0][1], tuple(tensors))])
     _refuse_mappings(items)
-    columns = [cut(tensor, leaf.axis, bounds) for tensor, leaf in zip(tensors, leaves)]
+    axes = [item.axis for item in items if item.shape is not None]
+    columns = [cut(tensor, axis, bounds) for tensor, axis in zip(tensors, axes)]
     parts = [MicroBatch(end - begin, part) for (begin, end), part in zip(bounds, zip(*columns))]
     return SplitBatch(structure, parts)
 
 
-def leaf_axes(inputs: tuple[object, ...], batch_axis: BatchAxis) -> list[int | None]:
+def leaf_axes(inputs: object, batch_axis: BatchAxis) -> list[int | None]:
     """Return the batch axis of each tensor in ``inputs``, in the order of `flatten`."""
-    return [leaf.axis for leaf in leaves_of(walk(inputs, batch_axis))]
+    return [item.axis for item in walk(inputs, batch_axis) if item.shape is not None]
 
 
-def split_rows(leaves: Iterable[_Leaf], micro_size: int) -> list[tuple[int, int]]:
+def split_rows(rows: int, micro_size: int) -> list[tuple[int, int]]:
     """Return the begin and end row of each micro batch; larger micro batches come first."""
-    rows = count_rows(leaves)
     count = min(micro_size, rows)
     size, larger = divmod(rows, count)
     ends = [i * size + min(i, larger) for i in range(1, count + 1)]
@@ -119,29 +114,28 @@ def split_shapes(
     shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int
 ) -> tuple[tuple[Any, ...], tuple[tuple[int, int], ...]]:
     """Return the axis of each input (None: not split) and the rows of each micro batch, for inputs of these shapes."""
-    axes = spread_axes(batch_axis, shapes)
-    axes = tuple(axis if shape else None for axis, shape in zip(axes, shapes))
-    leaves = [_Leaf(f"input[{i}]", shape, axis) for i, (shape, axis) in enumerate(zip(shapes, axes)) if shape]
-    return axes, tuple(split_rows(leaves, micro_size))
+    axes = tuple(axis if shape else None for axis, shape in zip(spread_axes(batch_axis, shapes), shapes))
+    places = (f"input[{i}]" for i in range(len(shapes)))
+    items = [Item(place, None, axis, False, shape) for place, axis, shape in zip(places, axes, shapes)]
+    return axes, tuple(split_rows(count_rows(items), micro_size))
 
 
-def count_rows(leaves: Iterable[_Leaf]) -> int:
+def count_rows(items: Iterable[Item]) -> int:
+    """Return the number of rows that all tensors among the items have on their batch axes."""
     place, rows = "", -1
-    for leaf in leaves:
-        if leaf.axis is None:
+    for item in items:
+        if item.shape is None or item.axis is None:
             continue
-        if not -len(leaf.shape) <= leaf.axis < len(leaf.shape):
-            got = f"{leaf.axis} for {leaf.place} of shape {leaf.shape}"
-            raise ValueError(
-                argument_error(_OWNER, "batch_axis", "an axis of each input that is split", got, _AXIS_REMEDY)
-            )
-        length = leaf.shape[leaf.axis]
+        if not -len(item.shape) <= item.axis < len(item.shape):
+            got = f"{item.axis} for {item.place} of shape {item.shape}"
+            raise ValueError(_axis_error("an axis of each input that is split", got))
+        length = item.shape[item.axis]
         if rows not in (-1, length):
             raise ValueError(
                 f"For '{_OWNER}', the inputs must have the same number of rows on their batch axis, but got "
-                f"{rows} in {place} and {length} in {leaf.place}. {_PAD if leaf.in_list else ''}{_AXIS_REMEDY}"
+                f"{rows} in {place} and {length} in {item.place}. {_PAD if item.in_list else ''}{_AXIS_REMEDY}"
             )
-        place, rows = leaf.place, length
+        place, rows = item.place, length
     if rows == -1:
         raise ValueError(
             f"For '{_OWNER}', at least one input must be a tensor with a batch axis, but got none. {_AXIS_REMEDY}"
@@ -153,47 +147,37 @@ def count_rows(leaves: Iterable[_Leaf]) -> int:
     return rows
 
 
-def walk(item: object, axis: BatchAxis, place: str = "input", in_list: bool = False) -> Iterator[_Item]:
+def walk(value: Any, axis: BatchAxis, place: str = "input", in_list: bool = False) -> Iterator[Item]:
     """Yield the inputs and all items inside them, containers before their items, in the order of `flatten`."""
-    yield _Item(place, item, axis, in_list)
-    in_list = in_list or isinstance(item, list)
-    if isinstance(item, (tuple, list)):
-        for i, child_axis in enumerate(spread_axes(axis, item)):
-            yield from walk(item[i], child_axis, f"{place}[{i}]", in_list)
-    elif isinstance(item, dict):
-        axes = _named_axes(axis, item)
-        for key, child in item.items():
+    if isinstance(value, TENSORS):
+        if isinstance(axis, (tuple, dict)):
+            raise ValueError(_axis_error(f"an int or None for {place}", axis))
+        shape = tuple(value.shape)
+        yield Item(place, value, axis if shape else None, in_list, shape)
+        return
+    if isinstance(value, (CSRTensor, COOTensor)):
+        raise TypeError(
+            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Give it "
+            f"dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
+        )
+    yield Item(place, value, axis, in_list)
+    in_list = in_list or isinstance(value, list)
+    if isinstance(value, (tuple, list)):
+        for i, child_axis in enumerate(spread_axes(axis, value)):
+            yield from walk(value[i], child_axis, f"{place}[{i}]", in_list)
+    elif isinstance(value, dict):
+        axes = _named_axes(axis, value)
+        for key, child in value.items():
             yield from walk(child, axes[key], f"{place}[{key!r}]", in_list)
 
 
-def leaves_of(items: Iterable[_Item]) -> list[_Leaf]:
-    """Return the place, shape and batch axis of each tensor in the inputs."""
-    leaves = []
-    for place, item, axis, in_list in items:
-        if isinstance(item, (CSRTensor, COOTensor)):
-            remedy = (
-                "Give it dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
-            )
-            raise TypeError(
-                f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(item).__name__} in {place}. "
-                f"{remedy}"
-            )
-        if isinstance(item, TENSORS):
-            if isinstance(axis, (tuple, dict)):
-                raise ValueError(
-                    argument_error(_OWNER, "batch_axis", f"an int or None for {place}", axis, _AXIS_REMEDY)
-                )
-            leaves.append(_Leaf(place, tuple(item.shape), axis if item.shape else None, in_list))
-    return leaves
-
-
-def _refuse_mappings(items: Iterable[_Item]) -> None:
+def _refuse_mappings(items: Iterable[Item]) -> None:
     """Raise for a mapping that is not a dict: its tensors would go whole into each micro batch."""
-    for _, item, *_ in items:
-        if isinstance(item, Mapping) and not isinstance(item, dict) and has_tensors(item):
-            got, remedy = f"a {type(item).__name__}, whose tensors nobody would split", "Give dict(batch)."
+    for item in items:
+        if isinstance(item.value, Mapping) and not isinstance(item.value, dict) and has_tensors(item.value):
+            got = f"a {type(item.value).__name__}, whose tensors nobody would split"
             raise TypeError(
-                f"For '{_OWNER}', the inputs must be tensors, tuples, lists and dicts, but got {got}. {remedy}"
+                f"For '{_OWNER}', the inputs must be tensors, tuples, lists and dicts, but got {got}. Give dict(batch)."
             )
 
 
@@ -203,13 +187,9 @@ def spread_axes(axis: BatchAxis, items: Sequence[object]) -> tuple[BatchAxis, ..
         return (axis,) * len(items)
     # Default values of the network's arguments may follow the caller's inputs; they contain nothing to split.
     missing = len(items) - len(axis)
-    if missing < 0 or any(isinstance(item, (Tensor, np.ndarray, tuple, list, dict)) for item in items[len(axis) :]):
-        rule = f"as long as the {len(items)} inputs"
-        raise ValueError(
-            argument_error(
-                _OWNER, "batch_axis", rule, f"{len(axis)} {'entry' if len(axis) == 1 else 'entries'}", _AXIS_REMEDY
-            )
-        )
+    if missing < 0 or any(isinstance(item, (*TENSORS, tuple, list, dict)) for item in items[len(axis) :]):
+        got = f"{len(axis)} {'entry' if len(axis) == 1 else 'entries'}"
+        raise ValueError(_axis_error(f"as long as the {len(items)} inputs", got))
     return axis + (None,) * missing
 
 
@@ -217,8 +197,7 @@ def _named_axes(axis: BatchAxis, items: dict[str, object]) -> Mapping[str, Batch
     if not isinstance(axis, dict):
         return dict.fromkeys(items, axis)
     if axis.keys() != items.keys():
-        rule = f"a dict with the names {list(items)}"
-        raise ValueError(argument_error(_OWNER, "batch_axis", rule, list(axis), _AXIS_REMEDY))
+        raise ValueError(_axis_error(f"a dict with the names {list(items)}", list(axis)))
     return axis
 
 

@@ -72,11 +72,10 @@ StepCallback = _HearsMicroBatchBegin | _HearsMicroBatchEnd | _HearsUpdateBegin |
 class Events:
     """Count what a training step does and call whoever listens. Nothing here reads from a device inside a window.
 
-    Batches are counted when they begin, micro batches when they are done, those of the last window too, and the windows
-    that have ended with an update or without one.
+    Batches are counted when they begin, micro batches when they are done, and windows when they end.
     """
 
-    # The counts, and the number of micro batches at the end of the last window.
+    # The last one is the number of micro batches at the end of the last window.
     _COUNTS = ("batches", "micro_batches", "window_micro_batches", "updates", "skipped_updates", "_before_window")
 
     def __init__(self, owner: str) -> None:
@@ -84,8 +83,7 @@ class Events:
         self.batches = self.micro_batches = self.window_micro_batches = self.updates = self.skipped_updates = 0
         self._before_window = 0
         self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
-        # True if there are listeners.
-        self.heard = False
+        self.heard = False  # True if there are listeners.
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts, as JSON."""
@@ -102,22 +100,21 @@ class Events:
 
     def add(self, callback: object) -> None:
         """Call those methods of ``callback`` that have the names of events, from now on."""
-        if not is_listener(callback):
-            got = typed(callback)
+        methods = _methods_of(callback)
+        if not methods:
             rule = f"an object with at least one of the methods {', '.join(NAMES)}"
             remedy = "Each takes one argument, a StepEvent."
-            raise TypeError(argument_error(self.owner, "callback", rule, got, remedy))
-        for name in NAMES:
-            if callable(getattr(callback, name, None)):
-                self._listeners[name].append(getattr(callback, name))
-                self.heard = True
+            raise TypeError(argument_error(self.owner, "callback", rule, typed(callback), remedy))
+        for name, method in methods.items():
+            self._listeners[name].append(method)
+        self.heard = True
 
     @contextmanager
     def listening(self, callbacks: Sequence[object]) -> Iterator[None]:
         """Let those of ``callbacks`` listen that have methods for it and do not yet, until the end of this context."""
         before = {name: list(methods) for name, methods in self._listeners.items()}
         for callback in callbacks:
-            if is_listener(callback) and not self.hears(callback):
+            if _methods_of(callback) and not self.hears(callback):
                 self.add(callback)
         try:
             yield
@@ -125,27 +122,25 @@ class Events:
             self._listeners, self.heard = before, any(before.values())
 
     def micro_batch_begin(self, index: int, rows: int | None) -> None:
-        """Tell that a micro batch begins."""
+        """Call the listeners of `on_micro_batch_begin`."""
         self._tell("on_micro_batch_begin", index, rows)
 
     def micro_batch_end(self, index: int, rows: int | None) -> None:
-        """Count a micro batch and tell that it was added."""
+        """Count a micro batch that was added, and call the listeners."""
         self.micro_batches += 1
         self._tell("on_micro_batch_end", index, rows)
 
     def update_begin(self) -> None:
-        """Tell that a window ends."""
+        """Call the listeners of `on_update_begin`: a window ends."""
         if self.heard:
             self._tell("on_update_begin")
 
     def update_end(self, output: StepOutput) -> None:
-        """Count the end of a window and tell how it ended."""
+        """Count the end of a window, and call the listeners."""
         self.window_micro_batches = self.micro_batches - self._before_window
         self._before_window = self.micro_batches
-        if output.is_updated:
-            self.updates += 1
-        else:
-            self.skipped_updates += 1
+        self.updates += output.is_updated
+        self.skipped_updates += not output.is_updated
         if self.heard:
             self._tell("on_update_end", output=output)
 
@@ -172,7 +167,7 @@ class Observed:
     events: Events
 
     def adopt(self, callbacks: Sequence[object]) -> None:
-        """Take in the tensors of those of ``callbacks`` that have some."""
+        """Attach those of ``callbacks`` that have tensors."""
         for callback in callbacks:
             if isinstance(callback, StatefulCallback):
                 callback.attach(self)
@@ -209,6 +204,7 @@ def check_told(owner: str, name: str, train_step: object, callback: object) -> N
         )
 
 
-def is_listener(callback: object) -> bool:
-    """Return whether ``callback`` has a method for one of the events."""
-    return any(callable(getattr(callback, name, None)) for name in NAMES)
+def _methods_of(callback: object) -> dict[str, Callable[[StepEvent], None]]:
+    """Return the methods of ``callback`` for events."""
+    methods = {name: getattr(callback, name, None) for name in NAMES}
+    return {name: method for name, method in methods.items() if callable(method)}

@@ -33,7 +33,6 @@ class StepSettings:
     @staticmethod
     def checked(
         owner: str,
-        *,
         accumulation_steps: int = 1,
         clip: Clip = None,
         mixed_precision: PrecisionChoice = None,
@@ -43,6 +42,7 @@ class StepSettings:
         check_loss: bool = True,
     ) -> "StepSettings":
         """Return the settings that these arguments give, or raise."""
+        remedy = "False trains without measuring the loss of the first batches."
         return StepSettings(
             owner,
             check_accumulation_steps(owner, accumulation_steps),
@@ -51,9 +51,7 @@ class StepSettings:
             check_kind(owner, parallel),
             check_bad_micro_batch(owner, bad_micro_batch),
             check_compile(owner, compile),
-            check_bool(
-                owner, "check_loss", check_loss, "False trains without measuring the loss of the first batches."
-            ),
+            check_bool(owner, "check_loss", check_loss, remedy),
         )
 
     @property

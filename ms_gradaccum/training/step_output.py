@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import mindspore as ms
@@ -28,21 +29,19 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     ``output < 0.1`` and ``f"{output:.4f}"``. (A tensor on the left of an operator takes ``output.loss``.)
 
     Attributes:
-        loss: Weighted mean loss of the window so far, float32 scalar. On an update it is the loss of the
-            whole window: the loss that the same rows give as one batch. (Float64 for float64 weights, as `weight`.)
-            None for gradients that an Accumulator was given without a loss.
+        loss: Weighted mean loss of the window so far: at its end, what the same rows give as one batch. Float32
+            scalar (float64 for float64 weights, as `weight`). None for gradients that came without a loss.
         overflow: Whether the window's gradient had an Inf or a NaN, so that its update was skipped. Bool scalar.
         loss_scale: Factor by which the loss was multiplied before the backward pass. Float32 scalar.
         updated: Whether this call ran the optimizer. Bool scalar.
         grad_norm: Global L2 norm of the window's mean gradient before clipping. Float32 scalar.
         clipped_grad_norm: The same after clipping. Float32 scalar.
-        learning_rate: Learning rate of the update: a float32 scalar, or a vector with one entry per parameter
-            of the optimizer if its groups have rates of their own. NaN where only an update that was not made could
-            tell, and in a graph with a schedule that has parameters of its own.
+        learning_rate: Learning rate of the update: a float32 scalar, or a vector with one entry per parameter if the
+            optimizer's groups have rates of their own. NaN where only an update that was not made could tell, and in a
+            graph with a schedule that has parameters of its own.
         weight: Weight of the window so far: rows, or what the network counts (tokens). Float32 scalar.
-        other_losses: Of a `GradAccumulation` with `losses`, the mean of each further loss that the network returns,
-            over the window so far and all processes, as `loss` is: a tuple of float32 scalars in the network's order.
-            Else empty.
+        other_losses: Of a `GradAccumulation` with `losses`, the mean of each further loss that the network returns, as
+            `loss` is: a tuple of float32 scalars in the network's order. Else empty.
 
     Examples:
         >>> from mindspore import Tensor, nn, ops
@@ -58,24 +57,15 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         1.000 1.0 False 1.0
     """
 
-    _fields: ClassVar[tuple[str, ...]] = (
-        "loss",
-        "overflow",
-        "loss_scale",
-        "updated",
-        "grad_norm",
-        "clipped_grad_norm",
-        "learning_rate",
-        "weight",
+    _fields: ClassVar[tuple[str, ...]] = tuple(
+        "loss overflow loss_scale updated grad_norm clipped_grad_norm learning_rate weight".split()
     )
 
-    # What follows the three items. Each has a property: pyright does not know the base of Tensor, takes an attribute of
-    # this type for something that may have a `__get__`, and would show no type.
+    # What follows the three items. Each has a property: pyright takes an attribute of Tensor's type, whose base it does
+    # not know, for something that may have a `__get__`, and would show no type.
     _further: tuple[Tensor, ...]
     # As they were given: read when they are asked for, since that waits for the device.
     _others: Tensor | Sequence[Tensor]
-    # The decisions that have been read from the device.
-    _decisions: dict[str, bool]
 
     def __new__(
         cls,
@@ -93,70 +83,56 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         output = super().__new__(cls, (cast(Tensor, loss), overflow, loss_scale))
         output._further = (updated, grad_norm, clipped_grad_norm, learning_rate, weight)
         output._others = other_losses
-        output._decisions = {}
         return output
 
     @property
     def loss(self) -> Tensor | None:
-        """Return the weighted mean loss of the window so far; None for gradients that were given without one."""
         return self[0]
 
     @property
     def overflow(self) -> Tensor:
-        """Return whether the window's gradient had an Inf or a NaN."""
         return self[1]
 
     @property
     def loss_scale(self) -> Tensor:
-        """Return the factor by which the loss was multiplied."""
         return self[2]
 
     @property
     def updated(self) -> Tensor:
-        """Return whether this call ran the optimizer."""
         return self._further[0]
 
     @property
     def grad_norm(self) -> Tensor:
-        """Return the global L2 norm of the window's mean gradient before clipping."""
         return self._further[1]
 
     @property
     def clipped_grad_norm(self) -> Tensor:
-        """Return the same after clipping."""
         return self._further[2]
 
     @property
     def learning_rate(self) -> Tensor:
-        """Return the learning rate of the update, or one per parameter."""
         return self._further[3]
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight of the window so far: rows, or tokens."""
         return self._further[4]
 
     @property
     def other_losses(self) -> tuple[Tensor, ...]:
-        """Return the weighted means of the further losses that the network returns."""
         if isinstance(self._others, Tensor):
             pairs = self._others.asnumpy().T
             self._others = [Tensor(total / weight, ms.float32) for total, weight in pairs if weight > 0]
         return tuple(self._others)
 
-    @property
+    @cached_property
     def is_updated(self) -> bool:
         """True if this call ran the optimizer: `updated`, read once."""
-        if "updated" not in self._decisions:
-            self._decisions["updated"] = bool(self._further[0].asnumpy())
-        return self._decisions["updated"]
+        return bool(self.updated.asnumpy())
 
-    @property
+    @cached_property
     def has_overflow(self) -> bool:
         """True if the window's gradient had an Inf or a NaN: `overflow`, read once."""
-        if "overflow" not in self._decisions:
-            self._decisions["overflow"] = bool(self[1].asnumpy())
-        return self._decisions["overflow"]
+        return bool(self.overflow.asnumpy())
 
     @property
     def ends_window(self) -> bool:
@@ -171,9 +147,9 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     def _replace(self, **fields: object) -> "StepOutput":
         """Return a copy with other values for some fields, as of a NamedTuple."""
         other = type(self)(**{**self._asdict(), "other_losses": self._others, **fields})
-        for name, known in self._decisions.items():
-            if name not in fields:
-                other._decisions[name] = known
+        for field, name in (("updated", "is_updated"), ("overflow", "has_overflow")):
+            if field not in fields and name in vars(self):
+                vars(other)[name] = vars(self)[name]
         return other
 
     def __reduce__(self) -> tuple[type["StepOutput"], tuple[object, ...]]:
@@ -184,8 +160,6 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         if self.other_losses:
             fields["other_losses"] = f"({', '.join(map(str, self.other_losses))})"
         return f"StepOutput({', '.join(f'{name}={value}' for name, value in fields.items())})"
-
-    # The methods below take the loss for the whole output.
 
     def __str__(self) -> str:
         return str(self.loss)
@@ -212,7 +186,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         return float(self.asnumpy())
 
     def __array_ufunc__(self, ufunc: object, method: str, *values: object, **settings: object) -> Any:
-        # All operators come here. Not of tensors: with a tensor on its left, the next output in a sum would be a tuple.
+        # All operators come here. No tensor is returned: on the left of a sum it would add to a tuple.
         return getattr(ufunc, method)(*(_number(value) for value in values), **settings)
 
     def __eq__(self, other: object) -> Any:

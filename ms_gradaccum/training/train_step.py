@@ -68,8 +68,7 @@ class HostDrivenStep(Step):
         self, args: tuple[object, ...], kwargs: dict[str, object], as_graph: Callable[..., tuple[Tensor, ...]]
     ) -> StepOutput:
         batches = self.window.count.get() if self.accumulation_steps > 1 else 0
-        if self.is_unmeasured:
-            self.is_unmeasured = False
+        self.is_unmeasured = False
         try:
             self.window.add(args, kwargs, is_last=batches + 1 >= self.accumulation_steps)
         except BaseException as error:
@@ -103,7 +102,7 @@ class HostDrivenStep(Step):
         try:
             self.events.update_begin()
         except BaseException as error:
-            # As after a failure in the update itself: its rows would be in the next window too.
+            # Else its rows would be in the next window, too.
             goes_on = self.window.goes_on(error)
             if not (goes_on and self.window.is_reduced):
                 self.window.discard(for_all=True)
@@ -156,14 +155,6 @@ class HostDrivenStep(Step):
         return output
 
 
-def _body_of(
-    network: nn.Cell, optimizer: nn.Cell, kind: Kind | SemiAuto | None, settings: StepSettings, events: Events
-) -> Step:
-    if isinstance(kind, SemiAuto):
-        return PartitionedStep(network, optimizer, kind, settings, events)
-    return HostDrivenStep(network, optimizer, kind, settings, events)
-
-
 class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     r"""Train with gradient accumulation: one call per batch, one optimizer update per window of batches.
 
@@ -175,12 +166,11 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
             optimizer(clip(sums / weight))
 
     Called from Python, each micro batch is a forward and a backward pass of its own, so that the activations of one
-    micro batch live at a time and compiling takes as long for any `micro_size`. In GRAPH mode it is one run of a
-    compiled graph; in PYNATIVE mode the network and the optimizer run op by op, as in MindSpore's own step. Inside a
-    larger graph (data sink mode), the whole window is part of that graph.
+    micro batch live at a time and compile time does not depend on `micro_size`. Inside a larger graph (data sink mode),
+    the whole window is part of that graph.
 
-    It leaves the cells in the training mode that they have, as MindSpore's own step does: where there is BatchNorm or
-    Dropout, call ``train_step.set_train()`` before the first batch. :class:`Model` does so by itself.
+    It never calls ``set_train()``, as MindSpore's own step does not: where there is BatchNorm or Dropout, call it
+    before the first batch. :class:`Model` does so by itself.
 
     Args:
         network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, or any loss cell, which is then
@@ -200,19 +190,16 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         parallel (Union[str, DataParallel, HSDP, Reduced]): As for :class:`Model`. Default: ``"auto"``.
         bad_micro_batch (str): What becomes of a window with an Inf or a NaN in a gradient or loss.
 
-            - ``"skip_window"``: it makes no update.
-            - ``"drop"``: the micro batches that have them are left out, on whichever rank, with their weight. It costs
-              a pass over the gradients of each micro batch.
+            - ``"skip_window"``: it makes no update. The default.
+            - ``"drop"``: the micro batches that have them are left out with their weight, on whichever rank. It costs a
+              pass over the gradients of each micro batch.
 
-            Default: ``"skip_window"``.
-
-        compile (Union[bool, None]): What runs the network, its loss and the optimizer. ``None``: what MindSpore's mode
-            says, a compiled graph in GRAPH mode, op by op in PYNATIVE mode. ``True``: a compiled graph in PYNATIVE mode
-            too, which is often several times as fast and decides once what Python decides in `construct`;
-            :func:`verify` tells whether that trains the same. Default: ``None``.
-        check_loss (bool): Whether the first batches are measured: forward passes of some rows tell whether the loss can
-            be trained in micro batches, and a warning says so if not. Nothing of the training changes.
-            Default: ``True``.
+        compile (Union[bool, None]): ``None``: network, loss and optimizer run as a compiled graph in GRAPH mode, op by
+            op in PYNATIVE mode. ``True``: as a compiled graph in PYNATIVE mode too, which is often several times as
+            fast, and in which Python control flow in `construct` runs once; :func:`verify` tells whether that trains
+            the same. Default: ``None``.
+        check_loss (bool): Whether forward passes of some rows of the first batches tell if the loss can be trained in
+            micro batches, with a warning if not. Nothing of the training changes. Default: ``True``.
 
     Inputs:
         - **\*inputs** - One batch, as `network` takes it. Keywords are allowed.
@@ -266,23 +253,19 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         check_construct(_OWNER, type(self), TrainOneStepCell, STEP_REMEDY)
         check_stock_arguments(_OWNER, sens, return_grad)
         settings = StepSettings.checked(
-            _OWNER,
-            accumulation_steps=accumulation_steps,
-            clip=clip,
-            mixed_precision=mixed_precision,
-            parallel=parallel,
-            bad_micro_batch=bad_micro_batch,
-            compile=compile,
-            check_loss=check_loss,
+            _OWNER, accumulation_steps, clip, mixed_precision, parallel, bad_micro_batch, compile, check_loss
         )
         kind = check_parallel(_OWNER, parallel, network)
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
         self.events = Events(_OWNER)
-        self.body = _body_of(self.network, optimizer, kind, settings, self.events)
+        if isinstance(kind, SemiAuto):
+            self.body: Step = PartitionedStep(self.network, optimizer, kind, settings, self.events)
+        else:
+            self.body = HostDrivenStep(self.network, optimizer, kind, settings, self.events)
         self.body.attach_to(self)
-        # The windows of the networks, with their sums, optimizers and loss scales; here there is one.
+        # An Accumulator has one for each network.
         self.windows: list[Window | Step] = [self.body.as_window()]
         claim_optimizers(self.windows)
         self._shows_whole = self._is_built = True
@@ -301,7 +284,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     def set_train(self, mode: bool = True) -> "TrainOneStepCell":
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Nothing else does so."""
         super().set_train(mode)
-        # A compiled cell is looked up by its own phase, which tells its training graph from the other one.
+        # A compiled cell has a phase of its own.
         for cell in self.body.compiled_cells():
             cell.set_train(mode)
         return self
@@ -313,8 +296,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
             cell.set_jit_config(jit_config)
 
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
-        """Iterate over the parameters, see ``nn.Cell.parameters_and_names``; over the whole ones, where this process
-        has a part, so that what saves and loads checkpoints need not know."""
+        """Iterate over the parameters, see ``nn.Cell.parameters_and_names``: the whole ones of shards."""
         for name, parameter in super().parameters_and_names(name_prefix, expand):
             saved = self.body.saved(parameter) if self._shows_whole else parameter
             if saved is not None:
@@ -344,10 +326,9 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         return self.body.run(args, kwargs, super().__call__)
 
     def join(self) -> StepOutput:
-        """Take part in a batch of the other processes without one: this process has run out of data.
+        """Join the collectives of a batch with no local data, once this process has run out of data.
 
-        Adds nothing, and counts as a batch of the window. Of several processes all but those that join must call the
-        step at the same time.
+        It counts as a batch of the window. All other processes must call the step at the same time.
         """
         self.check_claims()
         self.events.batches += 1
