@@ -1,7 +1,7 @@
 """Compare the loss of some rows with the losses of their parts, to decide whether it can be split into micro batches.
 
 A mean over rows is the mean of its parts, weighted by their rows. For a loss with its own weight, sums and weights add
-up. For all other losses, micro batches have another gradient than the whole batch.
+up. Micro batches of any other loss have another gradient than the whole batch.
 """
 
 import math
@@ -57,26 +57,24 @@ class Split(tuple[Loss, ...]):
         """The loss of all rows."""
         return self[0]
 
-    @property
-    def expected(self) -> float:
-        """The mean of the parts, weighted by their rows."""
-        return sum(part.value * part.weight for part in self[1:]) / sum(part.weight for part in self[1:])
-
     def larger_first(self) -> "tuple[int, int]":
         """Return the indices of two parts, the one with the larger loss first: an empty part may have a loss of 0."""
         return (1, 2) if abs(self[1].value) >= abs(self[2].value) else (2, 1)
-
-    @property
-    def total(self) -> float:
-        """The sum of the parts."""
-        return sum(part.value for part in self[1:])
 
     def misses(self, predicted: float) -> float:
         """Return the difference of the whole from a prediction, relative to the largest of the losses."""
         return relative(self.whole.value - predicted, self)
 
+    def misses_mean(self) -> float:
+        """Return by how much the whole misses the mean of the parts, weighted by their rows."""
+        return self.misses(sum(part.value * part.weight for part in self[1:]) / sum(part.weight for part in self[1:]))
+
+    def misses_sum(self) -> float:
+        """Return by how much the whole misses the sum of the parts."""
+        return self.misses(sum(part.value for part in self[1:]))
+
     def misses_weight(self) -> float:
-        """Return the relative difference of the sum of the parts' weights from the weight of the whole."""
+        """Return by how much the weight of the whole misses the sum of the parts' weights."""
         whole, *parts = (loss.weight for loss in self)
         scale = max(map(abs, (whole, *parts)))
         return abs(whole - sum(parts)) / scale if scale else 0.0
@@ -100,13 +98,9 @@ def judge(
 ) -> Finding | None:
     """Return the reason why the parts do not add up to the loss of all rows; None if they do.
 
-    Args:
-        split: The losses.
-        weighted: True if the loss returns its weight.
-        tolerance: The largest difference that rounding explains.
-        parts: The number of micro batches in a batch.
-        twice: The losses of the larger part with each row twice, alone and before the other part, and by how much
-            halves of the other part differ from it, if they are known.
+    Rounding explains a difference of ``tolerance``. A batch has so many ``parts``, its micro batches. If known,
+    ``twice`` has the losses of the larger part with each row twice, alone and before the other part, and by how much
+    halves of the other part differ from it.
     """
     if not math.isfinite(split.whole.value):
         return None
@@ -117,7 +111,7 @@ def judge(
 
 
 def _judge_mean(split: Split, tolerance: float, parts: int, twice: tuple[float, float, float] | None) -> Finding | None:
-    miss = split.misses(split.expected)
+    miss = split.misses_mean()
     if miss <= tolerance:
         return None
     larger, other = (split[place] for place in split.larger_first())
@@ -125,11 +119,14 @@ def _judge_mean(split: Split, tolerance: float, parts: int, twice: tuple[float, 
     doubles = min(abs(loss.value) for loss in split) > tolerance * abs(larger.value)
     if twice is not None:
         doubles = abs(twice[0] - 2 * larger.value) <= tolerance * abs(twice[0])
-    if doubles and split.misses(split.total) <= tolerance:
+    if doubles and split.misses_sum() <= tolerance:
         gives = f"{parts} micro batches give {1 / parts:.3g} of the gradient"
         gives = gives if parts > 1 else "a window of 4 batches gives 0.25 of the gradient"
         return Finding(miss, f"{_BEGIN} {_SUM.format(share=gives, pair=_PAIR)}")
-    is_mean = _lies_between(split, tolerance)
+    # The whole can be a weighted mean of its parts if it lies between them.
+    low, high = sorted((larger.value, other.value))
+    slack = tolerance * max(abs(low), abs(high))
+    is_mean = low - slack <= split.whole.value <= high + slack
     if twice is not None and is_mean:
         # The share of the larger part in a weighted mean, and the loss that counting it twice would give.
         share = (split.whole.value - other.value) / (larger.value - other.value)
@@ -147,26 +144,16 @@ def _judge_pairs(split: Split, tolerance: float) -> Finding | None:
     weight = split.misses_weight()
     if weight > tolerance:
         return Finding(weight, f"{_PAIR_BEGIN} {_CONSTANT.format(miss=_percent(weight))}")
-    miss = split.misses(split.total)
+    miss = split.misses_sum()
     if miss <= tolerance:
         return None
-    is_mean = split.whole.weight > 0 and split.misses(split.expected) <= tolerance
+    is_mean = split.whole.weight > 0 and split.misses_mean() <= tolerance
     return Finding(miss, f"{_PAIR_BEGIN} {(_MEAN if is_mean else _OTHER).format(miss=_percent(miss))}")
 
 
 def other_gradient(miss: float, shows: bool) -> Finding:
-    """Return the finding for a loss whose parts add up while their gradients do not.
-
-    Parts that have the same loss, so that it shows nothing (``shows``), hide their weights.
-    """
+    """Return the finding for a loss whose parts add up while their gradients do not. Equal parts hide their weights."""
     return Finding(miss, f"{_BEGIN} {(_GRADIENT if shows else _WEIGHTS).format(miss=_percent(miss), pair=_PAIR)}")
-
-
-def _lies_between(split: Split, tolerance: float) -> bool:
-    """Return whether the whole can be a weighted mean of its parts."""
-    low, high = sorted(part.value for part in split[1:3])
-    slack = tolerance * max(abs(low), abs(high))
-    return low - slack <= split.whole.value <= high + slack
 
 
 def _percent(miss: float) -> str:

@@ -1,7 +1,6 @@
 """A loss as a pair (sum, weight): added over micro batches and ranks, and divided once at the end.
 
-That is exact however rows or tokens are split; a mean of means is not, see "Gradient accumulation on variable size
-training samples" in Hugging Face Accelerate's guide.
+That is exact however rows or tokens are split; a mean of means is not.
 """
 
 from typing import Any
@@ -35,29 +34,24 @@ _map = ops.HyperMap()
 
 
 @_primexpr
-def _check_loss(shape: tuple[int, ...], dtype: ms.Type, what: str, remedy: str) -> None:
-    if tuple(shape) in ((), (1,)) and dtype in mstype.float_type:
+def _check_loss(shape: tuple[int, ...] | None, dtype: ms.Type, what: str, remedy: str) -> None:
+    """Raise unless a loss is a floating-point scalar. A shape of None stands for a Python object."""
+    if shape is not None and _is_loss(shape, dtype):
         return
-    got = f"{dtype} of shape {tuple(shape)}"
+    got = (
+        "no tensor but a Python object, which has no gradient" if shape is None else f"{dtype} of shape {tuple(shape)}"
+    )
     raise ValueError(
         f"For 'GradAccumulation', the argument 'network' must return {what}, a floating-point scalar, first, "
-        f"but got {got}. {remedy}"
+        f"but got {got}. {_OBJECT_REMEDY if shape is None else remedy}"
     )
 
 
 @_primexpr
-def _refuse_no_tensor(what: str) -> None:
-    raise ValueError(
-        f"For 'GradAccumulation', the argument 'network' must return {what}, a floating-point scalar, first, "
-        f"but got no tensor but a Python object, which has no gradient. {_OBJECT_REMEDY}"
-    )
-
-
-@_primexpr
-def _check_weight(is_weight: bool, shape: tuple[int, ...]) -> None:
-    if is_weight and tuple(shape) in ((), (1,)):
+def _check_weight(shape: tuple[int, ...] | None) -> None:
+    if shape is not None and tuple(shape) in ((), (1,)):
         return
-    got = f"a tensor of shape {tuple(shape)}" if is_weight else "no number"
+    got = "no number" if shape is None else f"a tensor of shape {tuple(shape)}"
     raise ValueError(
         f"For 'GradAccumulation', the argument 'network' must return its weight, a scalar, after the loss sum, "
         f"but got {got}. {_PAIR_REMEDY}"
@@ -83,9 +77,11 @@ def _presence_of(count: int) -> list[float]:
     return [1.0] * count + [0.0] * (MOST_OTHER_LOSSES - count)
 
 
-@_primexpr
-def _is_loss(ndim: int, shape: tuple[int, ...], dtype: ms.Type) -> bool:
-    return dtype in mstype.float_type and (ndim == 0 or tuple(shape) == (1,))
+def _is_loss(shape: tuple[int, ...], dtype: ms.Type, most_axes: int = 1) -> bool:
+    return dtype in mstype.float_type and len(shape) <= most_axes and tuple(shape) in ((), (1,))
+
+
+_is_loss_in_graph = _primexpr(_is_loss)
 
 
 def _as_number(item: Tensor) -> Tensor:
@@ -95,8 +91,7 @@ def _as_number(item: Tensor) -> Tensor:
 class WeightedLoss(nn.Cell):
     """The loss of a network as (sum, weight) and further losses to report, from the tensors of one micro batch.
 
-    The ``structure`` is that of flattened inputs. The treatment of further ``losses`` is "sum", "first" or, if there
-    may be none, None.
+    The ``structure`` is that of flattened inputs. Further ``losses`` are treated as GradAccumulation says.
     """
 
     # True if the weight is the number of rows, False if the network returns it.
@@ -125,7 +120,7 @@ class WeightedLoss(nn.Cell):
         if isinstance(outputs, Tensor):
             _check_loss(outputs.shape, outputs.dtype, what, remedy)
         else:
-            _refuse_no_tensor(what)
+            _check_loss(None, None, what, remedy)
         return scalar(outputs)
 
     def further(self, outputs: Any, begin: int) -> tuple[Tensor, ...]:
@@ -138,15 +133,14 @@ class WeightedLoss(nn.Cell):
             for item in items:
                 if isinstance(item, Tensor):
                     # A tensor of shape (1,) is an output for a single row, unless the first loss has that shape, too.
-                    if item.ndim <= outputs[0].ndim:
-                        if _is_loss(item.ndim, item.shape, item.dtype):
-                            found += (item,)
+                    if _is_loss_in_graph(item.shape, item.dtype, outputs[0].ndim):
+                        found += (item,)
         return found
 
     def other_losses(self, outputs: Any, begin: int, remedy: str) -> tuple[Tensor, ...]:
         """Return the further losses as one tensor, or nothing if they are not reported. Raise if there must be none.
 
-        The first row has their values, the second one 1 for each of them; both are padded with zeros.
+        The first row has their values, the second one 1 for each of them; zeros fill both up.
         """
         further = self.further(outputs, begin)
         if self.losses is None and len(further) > 0:
@@ -187,7 +181,7 @@ class OwnWeight(WeightedLoss):
         if isinstance(weight, (int, float)):
             weight = Tensor(weight, ms.float32)
         if isinstance(weight, Tensor):
-            _check_weight(True, weight.shape)
+            _check_weight(weight.shape)
         else:
-            _check_weight(False, ())
+            _check_weight(None)
         return (loss_sum, ops.stop_gradient(scalar(weight))) + self.other_losses(outputs, 2, _FURTHER_REMEDY)
