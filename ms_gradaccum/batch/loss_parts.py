@@ -41,49 +41,53 @@ class Loss(NamedTuple):
     weight: float
 
 
-def relative(difference: float, losses: Sequence[Loss]) -> float:
-    """Return a difference relative to the largest of these losses."""
-    scale = max(abs(loss.value) for loss in losses)
-    return abs(difference) / scale if scale else 0.0
+class Split(NamedTuple):
+    """The losses of some rows and of their parts.
 
+    ``weighted`` is True if the loss returns its weight. Rounding explains a difference of ``tolerance``.
+    """
 
-class Split(tuple[Loss, ...]):
-    """The losses of some rows and of their parts."""
-
-    __slots__ = ()
+    whole: Loss
+    parts: tuple[Loss, ...]
+    weighted: bool
+    tolerance: float
 
     @property
-    def whole(self) -> Loss:
-        """The loss of all rows."""
-        return self[0]
+    def losses(self) -> tuple[Loss, ...]:
+        """The loss of all rows, and those of their parts."""
+        return self.whole, *self.parts
 
-    def larger_first(self) -> "tuple[int, int]":
+    def larger_first(self) -> tuple[int, int]:
         """Return the indices of two parts, the one with the larger loss first: an empty part may have a loss of 0."""
-        return (1, 2) if abs(self[1].value) >= abs(self[2].value) else (2, 1)
+        return (0, 1) if abs(self.parts[0].value) >= abs(self.parts[1].value) else (1, 0)
 
-    def misses(self, predicted: float) -> float:
-        """Return the difference of the whole from a prediction, relative to the largest of the losses."""
-        return relative(self.whole.value - predicted, self)
+    def relative(self, difference: float) -> float:
+        """Return a difference relative to the largest of the losses."""
+        return _relative(difference, [loss.value for loss in self.losses])
 
     def misses_mean(self) -> float:
         """Return by how much the whole misses the mean of the parts, weighted by their rows."""
-        return self.misses(sum(part.value * part.weight for part in self[1:]) / sum(part.weight for part in self[1:]))
+        mean = sum(part.value * part.weight for part in self.parts) / sum(part.weight for part in self.parts)
+        return self.relative(self.whole.value - mean)
 
     def misses_sum(self) -> float:
         """Return by how much the whole misses the sum of the parts."""
-        return self.misses(sum(part.value for part in self[1:]))
+        return self.relative(self.whole.value - sum(part.value for part in self.parts))
 
     def misses_weight(self) -> float:
         """Return by how much the weight of the whole misses the sum of the parts' weights."""
-        whole, *parts = (loss.weight for loss in self)
-        scale = max(map(abs, (whole, *parts)))
-        return abs(whole - sum(parts)) / scale if scale else 0.0
+        difference = self.whole.weight - sum(part.weight for part in self.parts)
+        return _relative(difference, [loss.weight for loss in self.losses])
 
-    def spread(self, weighted: bool) -> float:
-        """Return the largest difference of the means of the parts, relative to the largest one."""
-        means = [loss.value / loss.weight if weighted and loss.weight else loss.value for loss in self[1:]]
-        scale = max(map(abs, means))
-        return (max(means) - min(means)) / scale if scale else 0.0
+    def shows(self) -> bool:
+        """Return whether the means of the parts differ. Equal ones may hide that the parts count differently."""
+        means = [each.value / each.weight if self.weighted and each.weight else each.value for each in self.parts]
+        return _relative(max(means) - min(means), means) > self.tolerance
+
+
+def _relative(difference: float, numbers: Sequence[float]) -> float:
+    scale = max(map(abs, numbers))
+    return abs(difference) / scale if scale else 0.0
 
 
 class Finding(NamedTuple):
@@ -93,30 +97,28 @@ class Finding(NamedTuple):
     text: str
 
 
-def judge(
-    split: Split, weighted: bool, tolerance: float, parts: int, twice: tuple[float, float, float] | None = None
-) -> Finding | None:
+def judge(split: Split, parts: int, twice: tuple[float, float, float] | None = None) -> Finding | None:
     """Return the reason why the parts do not add up to the loss of all rows; None if they do.
 
-    Rounding explains a difference of ``tolerance``. A batch has so many ``parts``, its micro batches. If known,
-    ``twice`` has the losses of the larger part with each row twice, alone and before the other part, and by how much
-    halves of the other part differ from it.
+    A batch has so many ``parts``, its micro batches. If known, ``twice`` has the losses of the larger part with each
+    row twice, alone and before the other part, and by how much halves of the other part differ from it.
     """
     if not math.isfinite(split.whole.value):
         return None
-    empty = [loss.value for loss in split if not math.isfinite(loss.value)]
+    empty = [part.value for part in split.parts if not math.isfinite(part.value)]
     if empty:
         return Finding(math.inf, f"{_BEGIN} {_EMPTY.format(value=empty[0], pair=_PAIR)}")
-    return _judge_pairs(split, tolerance) if weighted else _judge_mean(split, tolerance, parts, twice)
+    return _judge_pairs(split) if split.weighted else _judge_mean(split, parts, twice)
 
 
-def _judge_mean(split: Split, tolerance: float, parts: int, twice: tuple[float, float, float] | None) -> Finding | None:
+def _judge_mean(split: Split, parts: int, twice: tuple[float, float, float] | None) -> Finding | None:
+    tolerance = split.tolerance
     miss = split.misses_mean()
     if miss <= tolerance:
         return None
-    larger, other = (split[place] for place in split.larger_first())
+    larger, other = (split.parts[place] for place in split.larger_first())
     # An empty part hides the difference between a sum and a mean.
-    doubles = min(abs(loss.value) for loss in split) > tolerance * abs(larger.value)
+    doubles = min(abs(loss.value) for loss in split.losses) > tolerance * abs(larger.value)
     if twice is not None:
         doubles = abs(twice[0] - 2 * larger.value) <= tolerance * abs(twice[0])
     if doubles and split.misses_sum() <= tolerance:
@@ -140,14 +142,14 @@ def _judge_mean(split: Split, tolerance: float, parts: int, twice: tuple[float, 
     return Finding(miss, f"{_BEGIN} {reason}")
 
 
-def _judge_pairs(split: Split, tolerance: float) -> Finding | None:
+def _judge_pairs(split: Split) -> Finding | None:
     weight = split.misses_weight()
-    if weight > tolerance:
+    if weight > split.tolerance:
         return Finding(weight, f"{_PAIR_BEGIN} {_CONSTANT.format(miss=_percent(weight))}")
     miss = split.misses_sum()
-    if miss <= tolerance:
+    if miss <= split.tolerance:
         return None
-    is_mean = split.whole.weight > 0 and split.misses_mean() <= tolerance
+    is_mean = split.whole.weight > 0 and split.misses_mean() <= split.tolerance
     return Finding(miss, f"{_PAIR_BEGIN} {(_MEAN if is_mean else _OTHER).format(miss=_percent(miss))}")
 
 

@@ -10,11 +10,11 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import first_line, warn
-from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op, runs_eagerly
+from ms_gradaccum.backend.compiled import Compiled, op_by_op, runs_eagerly
 from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept, tensors_of
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient, relative
+from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient
 from ms_gradaccum.batch.rows import Cut, Rows
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
@@ -25,18 +25,14 @@ from ms_gradaccum.training.whole_batch import Eager
 # reductions over many elements, and some of a 16-bit format, in which no long sum is exact.
 TOLERANCES = {ms.float32: 2.0**-14, ms.float16: 2.0**-6, ms.bfloat16: 2.0**-4}
 # A smaller miss in float32 may be a small difference of large numbers: it must be larger than what another order makes.
-_SURE = 1e-2
-_ORDERS = 10
+_SURE, _ORDERS = 1e-2, 10
 # By how many standard deviations of a loss that draws random numbers it must miss, how many draws tell these, and when
 # they are too much to say anything.
-_DRAWS = 10
-_TOO_RANDOM = 0.5
-_REPEATS = 8
+_DRAWS, _REPEATS, _TOO_RANDOM = 10, 8, 0.5
 # A gradient has cancelled more than its loss. Of each parameter's gradient some sums with random signs are compared,
 # and at most so many rows are differentiated: op by op they may take more memory than in a graph.
-_GRADIENT = 1e-3
+_GRADIENT, _FEW_ROWS = 1e-3, 4
 _SIGNS = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), (4, 9973))
-_FEW_ROWS = 4
 # Tensors of so many elements are copied without need, in case that only a pass out of training changes them.
 _SMALL = 2**16
 # The last batch that is measured.
@@ -59,15 +55,8 @@ class LossCheck:
     """Measure the loss of a network at batches 1, 2, 4, 8 ... 64, and warn if it cannot be trained in parts.
 
     The losses of some rows and of their halves, without Dropout and BatchNorm, are compared as numbers; the network is
-    left as it was, to the bit.
-
-    Args:
-        network: The GradAccumulation.
-        updated: The parameters that an optimizer updates.
-        settings: The settings of the training step.
-        half: True if the network computes in 16 bits.
-        several: True if other processes measure at the same time: then all run it equally often, since it may
-            communicate.
+    left as it was, to the bit. An optimizer updates the parameters ``updated``. The network computes in 16 bits if
+    ``half``. If ``several`` processes measure at the same time, all run it equally often, since it may communicate.
     """
 
     def __init__(
@@ -87,8 +76,8 @@ class LossCheck:
         self.state: KeptTensors | None = None
         self.moved: set[int] | None = None
         self.runs: dict[Hashable, Eager | Compiled] = {}
+        # Where the measurement is: which cells are in evaluation mode, and whether it runs op by op.
         self.evaluated: tuple[str, ...] = _AS_IN_TRAINING
-        # True as long as the measurement runs op by op.
         self.eager = True
 
     @property
@@ -125,20 +114,16 @@ class LossCheck:
         self.batches += 1
         if self.batches & (self.batches - 1) != 0 and self.row is None:
             return
-        rows = self._rows(self.network.positional(args, kwargs))
+        rows: Rows | None = Rows.of(self.network.positional(args, kwargs), self.network.batch_axis)
+        if rows is not None and rows.size == 1:
+            # It is measured with that of the batch before.
+            before, self.row = self.row, rows if self.row is None else None
+            rows = None if before is None else before.joined(rows)
         finding = None if rows is None else self.measure(rows, parts)
         if finding is not None and not self.has_warned:
             self.has_warned = True
             warn(self.network.headed(finding.text))
         self.is_done = self.batches >= _LAST or (self.has_warned and not self.several)
-
-    def _rows(self, inputs: tuple[object, ...]) -> Rows | None:
-        """Return the rows of a batch, with that of the batch before if it is the only one."""
-        rows = Rows.of(inputs, self.network.batch_axis)
-        if rows.size > 1:
-            return rows
-        before, self.row = self.row, rows if self.row is None else None
-        return None if before is None else before.joined(rows)
 
     def measure(self, rows: Rows, parts: int) -> Finding | None:
         """Return why the loss cannot be trained in so many parts, as far as these rows show it."""
@@ -159,18 +144,15 @@ class LossCheck:
         training runs the network. Several processes do that at once: an error of one would leave the others alone.
         """
         trains_eagerly = runs_eagerly(self.settings.compiles)
-        self.eager = trains_eagerly or not self.several
-        finding = self._first_finding(cuts, parts, gradient)
-        if finding is None or self.eager == trains_eagerly:
-            return finding
-        self.eager = False
-        return self._first_finding(cuts, parts, gradient)
-
-    def _first_finding(self, cuts: Sequence[Cut], parts: int, gradient: bool) -> Finding | None:
-        finding = self._measure_in(_AS_IN_TRAINING, cuts, parts, gradient)
-        if finding is not None and math.isnan(finding.miss):
-            # What draws random numbers in training by a function need not do so out of it.
-            finding = self._measure_in(_IN_EVALUATION, cuts, parts, gradient)
+        finding: Finding | None = None
+        for eager in [True] if trains_eagerly else [False] if self.several else [True, False]:
+            self.eager = eager
+            finding = self._measure_in(_AS_IN_TRAINING, cuts, parts, gradient)
+            if finding is not None and math.isnan(finding.miss):
+                # What draws random numbers in training by a function need not do so out of it.
+                finding = self._measure_in(_IN_EVALUATION, cuts, parts, gradient)
+            if finding is None:
+                break
         return finding
 
     def _measure_in(
@@ -195,18 +177,17 @@ class LossCheck:
         doubtful: list[tuple[Cut, bool]] = []
         if len(cuts[0]) > 3:
             three, *cuts = cuts
-            if self.eager and self._adds_up(Split(map(loss, three))):
+            split = self._split(*map(loss, three)) if self.eager else None
+            if split is not None and split.shows() and judge(split, 1) is None:
                 cuts, doubtful = [], [(cuts[0], True)] if gradient else []
         for cut in cuts:
             if finding is not None and not self.several:
                 break
             whole = loss(cut[0]) if self.several else known.get(cut[0].places) or loss(cut[0])
-            split = Split((whole, loss(cut[1]), loss(cut[2])))
+            split = self._split(whole, loss(cut[1]), loss(cut[2]))
             found, known[cut[0].places] = self._judge(loss, cut, split, parts), whole
             finding = finding or found
-            # Halves of the same loss may hide that they count differently.
-            shows = split.spread(self.network.weighted) > self.tolerance_of(split)
-            doubtful += [(cut, shows)] if not shows or (gradient and cut is cuts[0]) else []
+            doubtful += [(cut, split.shows())] if not split.shows() or (gradient and cut is cuts[0]) else []
         # Where random numbers are drawn out of training, too, the noise of a gradient is not known.
         is_exact = self.evaluated is _AS_IN_TRAINING and not self.several
         if finding is None and doubtful and is_exact and self._can_differentiate():
@@ -214,39 +195,42 @@ class LossCheck:
             finding = next(filter(None, findings), None)
         return finding
 
-    def _adds_up(self, split: Split) -> bool:
-        """Return whether a loss is that of its parts, which differ."""
-        tolerance, weighted = self.tolerance_of(split), self.network.weighted
-        return judge(split, weighted, tolerance, 1) is None and split.spread(weighted) > tolerance
+    def _split(self, whole: Loss, *parts: Loss) -> Split:
+        """Return losses with the tolerance for them. Losses that all fit into 16 bits were computed in these."""
+        values = np.array([loss.value for loss in (whole, *parts)], np.float32)
+        tolerance = 0.0 if (values.view(np.uint32) & 0xFFFF).any() else TOLERANCES[ms.bfloat16]
+        if (values.astype(np.float16) == values).all():
+            tolerance = TOLERANCES[ms.float16]
+        return Split(whole, parts, self.network.weighted, max(self.tolerance, tolerance))
 
     def _judge(self, loss: Callable[[Rows], Loss], cut: Cut, split: Split, parts: int) -> Finding | None:
-        tolerance, weighted = self.tolerance_of(split), self.network.weighted
-        finding = judge(split, weighted, tolerance, parts)
+        finding = judge(split, parts)
         again = loss(cut[0]) if finding or self.several else split.whole
         if finding is None or not math.isfinite(finding.miss):
             return finding
-        noise = relative(again.value - split.whole.value, split)
-        if noise > tolerance:
+        noise = split.relative(again.value - split.whole.value)
+        if noise > split.tolerance:
             draws = [again.value, *(loss(cut[0]).value for _ in range(_REPEATS))]
-            noise = _DRAWS * relative(float(np.std(draws, ddof=1)), split)
-        if noise > (tolerance if self.evaluated is _AS_IN_TRAINING else _TOO_RANDOM) and finding.miss <= noise:
+            noise = _DRAWS * split.relative(float(np.std(draws, ddof=1)))
+        most = split.tolerance if self.evaluated is _AS_IN_TRAINING else _TOO_RANDOM
+        if noise > most and finding.miss <= noise:
             return not_measured("the same rows give another loss in each pass (random numbers, a counter)")
         if finding.miss <= noise or self.several:
             return finding if finding.miss > noise else None
         if finding.miss < _SURE and self._is_rounding(loss, cut[0], split, finding.miss):
             return None
-        larger, other = (cut[place] for place in split.larger_first())
+        places = split.larger_first()
+        larger, other = (cut[1 + place] for place in places)
         twice = larger.take([*range(larger.size)] * 2)
         more = twice.joined(other)
         halves = (other.take(range(begin, other.size, 2)) for begin in range(min(other.size, 2)))
-        alone = max(abs(loss(half).value - split[split.larger_first()[1]].value) for half in halves)
-        known = loss(twice).value, loss(more).value if more is not None else math.nan, alone
-        return judge(split, weighted, tolerance, parts, known)
+        alone = max(abs(loss(half).value - split.parts[places[1]].value) for half in halves)
+        return judge(split, parts, (loss(twice).value, loss(more).value if more is not None else math.nan, alone))
 
     def _is_rounding(self, loss: Callable[[Rows], Loss], rows: Rows, split: Split, miss: float) -> bool:
         """Return whether the same rows in another order differ by nearly as much."""
         other = loss(rows.take(range(rows.size)[::-1]))
-        return self.tolerance < _ORDERS * relative(other.value - split.whole.value, split) >= miss
+        return self.tolerance < _ORDERS * split.relative(other.value - split.whole.value) >= miss
 
     def _can_differentiate(self) -> bool:
         """Return whether a gradient has dense tensors and calls no hook of the user, who may note what it gets."""
@@ -268,17 +252,9 @@ class LossCheck:
     def _gradient(self, state: KeptState, rows: Rows, share: float) -> Array:
         """Return sums over the gradient that rows with a share of a batch have in training."""
         self._put_back(state)
-        forget_passes()
         run = self._run(rows, "gradient", lambda loss: GradientOfRows(loss, self.parameters))
         grads = (as_array(grad).reshape(-1) for grad in run(Tensor(share, ms.float32), *rows.tensors))
         return np.concatenate([[grad @ np.resize(signs, grad.size) for signs in _SIGNS] for grad in grads])
-
-    def tolerance_of(self, split: Split) -> float:
-        """Return the miss that rounding explains. Losses that all fit into 16 bits were computed in these."""
-        values = np.array([loss.value for loss in split], np.float32)
-        if (values.astype(np.float16) == values).all():
-            return max(self.tolerance, TOLERANCES[ms.float16])
-        return max(self.tolerance, 0.0 if (values.view(np.uint32) & 0xFFFF).any() else TOLERANCES[ms.bfloat16])
 
     def _loss(self, state: KeptState, rows: Rows) -> Loss:
         self._put_back(state)
@@ -292,15 +268,20 @@ class LossCheck:
 
     def _run(self, rows: Rows, kind: str, make: Callable[[WeightedLoss], nn.Cell]) -> Eager | Compiled:
         """Return what runs a cell around the loss, op by op or compiled."""
-        key = (kind, self.eager, self.evaluated, rows.structure)
-        if key not in self.runs:
-            build = partial(_built, make, self.network, rows.structure)
-            if self.eager:
-                with op_by_op():  # A gradient function that is built in GRAPH mode is compiled.
-                    self.runs[key] = Eager(build())
-            else:
-                code, axes = self.network.network, (None, *rows.axes) if kind == "loss" else None
-                self.runs[key] = Compiled(build, _OWNER, "the network", code, open_axes=axes)
+        network, structure = self.network, rows.structure
+
+        def build() -> nn.Cell:
+            cell = make(network.loss_of(structure))
+            cell.phase = "predict"
+            return cell
+
+        key = (kind, self.eager, self.evaluated, structure)
+        if key not in self.runs and self.eager:
+            with op_by_op():  # A gradient function that is built in GRAPH mode is compiled.
+                self.runs[key] = Eager(build())
+        elif key not in self.runs:
+            axes = (None, *rows.axes) if kind == "loss" else None
+            self.runs[key] = Compiled(build, _OWNER, "the network", network.network, open_axes=axes)
         return self.runs[key]
 
 
@@ -337,12 +318,6 @@ def not_measured(reason: str) -> Finding:
 def warn_of_larger_graph() -> None:
     """Warn, while a larger graph is compiled, that it trains a loss that is not measured."""
     warn(not_measured("the step is part of a larger graph").text)
-
-
-def _built(make: Callable[[WeightedLoss], nn.Cell], network: nn.Cell, structure: Hashable) -> nn.Cell:
-    cell = make(network.loss_of(structure))
-    cell.phase = "predict"
-    return cell
 
 
 def _is_batch_norm(cell: nn.Cell) -> bool:

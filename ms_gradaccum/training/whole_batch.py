@@ -58,8 +58,7 @@ class Eager:
         self.cell = cell
 
     def __call__(self, *tensors: Tensor) -> Any:
-        if isinstance(self.cell, WholeBatch):
-            # MindSpore divides the gradient of a BCEWithLogitsLoss by the rows of a pass before, if it knows one.
-            forget_passes()
+        # MindSpore divides the gradient of a BCEWithLogitsLoss by the rows of a pass before, if it knows one.
+        forget_passes()
         with op_by_op():
             return self.cell(*tensors)
