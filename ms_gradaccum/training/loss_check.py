@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -10,7 +11,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import first_line, warn
-from ms_gradaccum.backend.compiled import Compiled, op_by_op, runs_eagerly
+from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op, runs_eagerly
 from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept, tensors_of
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.network_code import NetworkCode
@@ -19,7 +20,6 @@ from ms_gradaccum.batch.rows import Cut, Rows
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.whole_batch import Eager
 
 # A right loss misses by what rounding makes of a sum in another order: some hundred steps of float32, which has
 # reductions over many elements, and some of a 16-bit format, in which no long sum is exact.
@@ -49,6 +49,19 @@ _MOVES = (
     "each micro batch does so, and the next one sees it. Change it at the end of an update, as in a callback's "
     "on_update_end()."
 )
+
+
+class Eager:
+    """Calls a cell op by op."""
+
+    def __init__(self, cell: nn.Cell) -> None:
+        self.cell = cell
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        # MindSpore divides the gradient of a BCEWithLogitsLoss by the rows of a pass before, if it knows one.
+        forget_passes()
+        with op_by_op():
+            return self.cell(*tensors)
 
 
 class LossCheck:

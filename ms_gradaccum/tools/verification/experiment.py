@@ -18,12 +18,12 @@ from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals
 from ms_gradaccum.gradients.mixed_precision import computes_in_16_bits
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.verification.comparison import Run
+from ms_gradaccum.tools.whole_batch import WholeBatch
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.loss_check import LossCheck
+from ms_gradaccum.training.loss_check import Eager, LossCheck
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.whole_batch import Eager, WholeBatch
 
 _OWNER = "verify"
 
