@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import argument_error
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, op_by_op
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, follow_mode, op_by_op
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
 from ms_gradaccum.batch.nested_inputs import first_inputs, flatten, unflatten, unflattener
@@ -26,13 +27,8 @@ _LOSS_REMEDY = "Its loss_fn returns one number: put what else there is to see in
 class FirstPass:
     """The pass over a batch before the micro steps of a `GradCacheLoss`.
 
-    Args:
-        owner: Class name used in error messages.
-        network: The GradAccumulation.
-        like: The cell whose mode and settings those that are compiled follow.
-        updated: The parameters that an optimizer updates; a forward pass may change the others.
-        reducer: What gathers rows over the processes.
-        half: Whether the network computes in 16 bits.
+    Compiled cells have the mode and the settings of ``like``. A forward pass may change parameters that no optimizer
+    updates, those that are not ``updated``. The network computes in 16 bits if ``half``.
     """
 
     def __init__(
@@ -49,10 +45,11 @@ class FirstPass:
         self.batch_axis = network.batch_axis
         self.tolerance = _ROUNDING_16_BIT if half else _ROUNDING
         known = {id(parameter) for parameter in updated}
-        state = [each for each in self.network.backbone.get_parameters() if id(each) not in known]
-        self.keep = Compiled(lambda: _Keep(state), owner, "the state of the network") if state else None
-        self.put_back = Compiled(lambda: _PutBack(state), owner, "the state of the network")
-        # By the structure of what they are given.
+        state = _State([each for each in self.network.backbone.get_parameters() if id(each) not in known])
+        self.has_state = len(state.state) > 0
+        self.keep = Compiled(lambda: Method(state, "keep"), owner, "the state of the network")
+        self.put_back = Compiled(lambda: Method(state, "put_back"), owner, "the state of the network")
+        # The keys are the structures of the inputs.
         self.forwards: dict[Hashable, Compiled] = {}
         self.losses: dict[Hashable, Compiled] = {}
         drawn = random_cells(self.network.loss_fn)
@@ -64,46 +61,46 @@ class FirstPass:
         """Return what has a mode and settings of its own."""
         return [*self.forwards.values(), *self.losses.values()]
 
-    def run(self, batch: SplitBatch, eager: bool) -> tuple[SplitBatch, int]:
+    def run(self, inputs: tuple[object, ...], batch: SplitBatch, eager: bool) -> tuple[SplitBatch, int]:
         """Return the micro batches for the micro steps, and the number of rows of all processes."""
-        inputs = [unflatten(batch.structure, part.tensors) for part in batch.micro_batches]
-        end = len(inputs[0]) - self.network.labels
+        end = len(inputs) - self.network.labels
         if end < 1:
-            self.network(*inputs[0])  # It says so.
-        counts = [part.rows for part in batch.micro_batches]
-        labels, leaves, axes = self._labels(inputs, end)
-        firsts = self._outputs(first_inputs(batch.structure, end), batch.micro_batches, eager)
-        outputs = [_joined(parts) for parts in zip(*firsts)]
-        floats = [i for i, output in enumerate(outputs) if output.dtype in mstype.float_type]
+            self.network(*inputs)  # It says so.
+        leaves: list[Tensor] = []
+        labels = flatten(inputs[end:], leaves)
+        axes = leaf_axes(inputs, self.batch_axis)
+        axes = axes[len(axes) - len(leaves) :]
+        structure = first_inputs(batch.structure, end)
+        firsts = self._outputs(structure, batch.micro_batches, eager)
+        outputs = [parts[0] if len(parts) == 1 else ops.concat(list(parts)) for parts in zip(*firsts)]
+        floats = tuple(i for i, output in enumerate(outputs) if output.dtype in mstype.float_type)
         if not floats:
             got = ", ".join(str(output.dtype) for output in outputs) or "nothing"
             rule, remedy = "a network that returns a floating-point tensor", "There is no gradient without one."
             raise ValueError(argument_error("GradCacheLoss", "backbone", rule, got, remedy))
-        split = [axis is not None for axis in axes]
-        own_rows = [*outputs, *(leaf for leaf, is_split in zip(leaves, split) if is_split)]
-        begin, rows, whole = self.reducer.gather_rows(sum(counts), own_rows)
+        counts = [part.rows for part in batch.micro_batches]
+        own_rows = [_moved(leaf, axis, 0) for leaf, axis in zip(leaves, axes) if axis is not None]
+        begin, rows, whole = self.reducer.gather_rows(sum(counts), [*outputs, *own_rows])
         # Labels that are split are those of all processes, the others this one's own.
         gathered = iter(whole[len(outputs) :])
-        leaves = [next(gathered) if s else leaf for leaf, s in zip(leaves, split)]
-        leaves = [_rows_to(axis, leaf) for axis, leaf in zip(axes, leaves)]
+        leaves = [leaf if axis is None else _moved(next(gathered), 0, axis) for leaf, axis in zip(leaves, axes)]
         loss, cache, own = self._loss(labels, whole[: len(outputs)], floats, leaves, eager)
-        ends = [begin + sum(counts[: i + 1]) for i in range(len(counts))]
-        bounds = list(zip([begin, *ends[:-1]], ends))
-        caches = zip(*(cut(grad, 0, bounds) for grad in cache))
-        parts, structure = [], batch.structure
-        for count, first, start, given in zip(counts, firsts, caches, inputs):
+        ends = [*accumulate(counts, initial=begin)]
+        caches = zip(*(cut(grad, 0, [*zip(ends, ends[1:])]) for grad in cache))
+        parts, around = [], batch.structure
+        for part, first, start in zip(batch.micro_batches, firsts, caches):
             tensors: list[Tensor] = []
-            items = (loss, tuple(own), tuple(first[i] for i in floats), tuple(start), *given[:end])
-            structure = flatten(items, tensors)
-            parts.append(MicroBatch(count, tuple(tensors)))
-        return SplitBatch(structure, parts), rows
+            given = unflatten(structure, part.tensors)
+            around = flatten((loss, own, tuple(first[i] for i in floats), start, *given), tensors)
+            parts.append(MicroBatch(part.rows, tuple(tensors)))
+        return SplitBatch(around, parts), rows
 
     def join(self) -> None:
-        """Take part in a batch of the other processes without one."""
+        """Join the collectives of a batch with no local data."""
         self.reducer.gather_rows(0, [])
 
     def check(self, outputs: Sequence[tuple[Tensor, ...]]) -> None:
-        """Raise if the outputs of the micro steps show that they have not computed what this pass has."""
+        """Raise if the outputs of the micro steps are not those of this pass."""
         for part in (each for output in outputs for each in output[3].asnumpy()):
             if not part <= self.tolerance:  # A NaN is no small difference.
                 cells = random_cells(self.network.backbone)
@@ -115,30 +112,14 @@ class FirstPass:
                     f"what the forward pass changes in parameters."
                 )
 
-    def _labels(self, inputs: list[Sequence[object]], end: int) -> tuple[Hashable, list[Tensor], list[int | None]]:
-        """Return the structure of the labels, those of all rows of this process, and where their rows are."""
-        columns: list[list[Tensor]] = []
-        structure: Hashable = None
-        for given in inputs:
-            tensors: list[Tensor] = []
-            structure = flatten(tuple(given[end:]), tensors)
-            columns.append(tensors)
-        axes = leaf_axes(tuple(inputs[0]), self.batch_axis)
-        axes = axes[len(axes) - len(columns[0]) :]
-        leaves = [
-            parts[0] if axis is None else _joined([_rows_first(axis, part) for part in parts])
-            for axis, parts in zip(axes, zip(*columns))
-        ]
-        return structure, leaves, axes
-
     def _outputs(
         self, structure: Hashable, micro_batches: Sequence[MicroBatch], eager: bool
     ) -> list[tuple[Tensor, ...]]:
-        """Return what the network returns for each micro batch. What that changes is then as it was before."""
+        """Return the network's outputs for each micro batch, and undo what that changes."""
         run = self._compiled(
             self.forwards, structure, lambda: Forward(self.network, structure), "the network", self.network.backbone
         )
-        kept = self.keep(NOTHING) if self.keep is not None else ()
+        kept = self.keep(NOTHING) if self.has_state else ()
         outputs = []
         try:
             for rows, tensors in micro_batches:
@@ -146,30 +127,25 @@ class FirstPass:
                 for output in outputs[-1]:
                     check_output(tuple(output.shape), rows)
         finally:
-            if self.keep is not None:
+            if self.has_state:
                 self.put_back(*kept)
         return outputs
 
     def _loss(
-        self, labels: Hashable, outputs: list[Tensor], floats: list[int], leaves: list[Tensor], eager: bool
+        self, labels: Hashable, outputs: list[Tensor], floats: tuple[int, ...], leaves: list[Tensor], eager: bool
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the loss of all rows and its gradients, with respect to the outputs and to its own parameters."""
-        places = tuple(floats)
-        # A graph for each number of rows: of some losses one for changing lengths fails while it runs.
+        # A graph for each number of rows: with some losses a graph for changing lengths fails while it runs.
+        key = labels, tuple(str(output.dtype) for output in outputs)
+        loss_fn = self.network.loss_fn
         run = self._compiled(
-            self.losses,
-            (labels, tuple(str(output.dtype) for output in outputs)),
-            lambda: LossAndCache(self.network.loss_fn, len(outputs), labels, places),
-            "the loss",
-            self.network.loss_fn,
-            needs_fixed=True,
+            self.losses, key, lambda: LossAndCache(loss_fn, len(outputs), labels, floats), "the loss", loss_fn, True
         )
-        tensors = (*outputs, *leaves)
-        loss, grads = _called(run, tensors, eager)
+        loss, grads = _called(run, (*outputs, *leaves), eager)
         cache, own = grads if run.cell.has_own else (grads, ())
-        # Of one output MindSpore returns the gradient alone.
+        # MindSpore returns the gradient of a single output alone.
         cache = cache if isinstance(cache, tuple) else (cache,)
-        # Op by op, MindSpore would else go back from them into the loss once more.
+        # Else MindSpore would go back from them into the loss once more, op by op.
         detach = ops.stop_gradient
         return detach(loss), tuple(detach(grad) for grad in cache), tuple(detach(grad) for grad in own)
 
@@ -209,11 +185,7 @@ class Forward(nn.Cell):
 class LossAndCache(nn.Cell):
     """A loss of all rows, its gradients with respect to outputs of the network, and those of its own parameters.
 
-    Args:
-        loss_fn: The loss.
-        count: The number of outputs.
-        labels: What `flatten` left of the labels.
-        floats: The places of the outputs that have gradients.
+    The inputs are so many outputs, of which those at ``floats`` have gradients, and labels of the structure ``labels``.
     """
 
     def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable, floats: tuple[int, ...]) -> None:
@@ -242,32 +214,29 @@ class _WholeLoss(RowWeight):
         return loss
 
 
-class _Keep(nn.Cell):
+class _State(nn.Cell):
+    """Parameters that a forward pass may change."""
+
     def __init__(self, state: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
         self.state = ParameterTuple(state)
+        self.map = ops.HyperMap()
 
-    def construct(self, nothing: Tensor) -> tuple[Tensor, ...]:
-        copies: tuple[Tensor, ...] = ()
-        for each in self.state:
-            copies += (each.copy(),)
+    def keep(self, nothing: Tensor) -> tuple[Tensor, ...]:
+        copies: tuple[Tensor, ...] = self.map(_copy, self.state)
         return copies
 
-
-class _PutBack(nn.Cell):
-    def __init__(self, state: Sequence[Parameter]) -> None:
-        super().__init__(auto_prefix=False)
-        self.state = ParameterTuple(state)
-
-    def construct(self, *values: Tensor) -> tuple[Tensor, ...]:
-        done: tuple[Tensor, ...] = ()
-        for i, each in enumerate(self.state):
-            done += (ops.assign(each, values[i]),)
+    def put_back(self, *values: Tensor) -> tuple[Tensor, ...]:
+        done: tuple[Tensor, ...] = self.map(ops.assign, self.state, values)
         return done
 
 
+def _copy(parameter: Parameter) -> Tensor:
+    return parameter.copy()
+
+
 def random_cells(network: nn.Cell) -> str:
-    """Return the names of the cells that draw random numbers in training, as far as it shows."""
+    """Return the names of the cells that are known to draw random numbers in training."""
     found = []
     for name, cell in network.cells_and_names():
         operators = (each.name for each in vars(cell).values() if isinstance(each, ops.Primitive))
@@ -285,13 +254,5 @@ def _called(run: Compiled, tensors: Sequence[Tensor], eager: bool) -> Any:
         return run.cell(*tensors)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else ops.concat(list(parts))
-
-
-def _rows_first(axis: int, tensor: Tensor) -> Tensor:
-    return tensor if axis == 0 else ops.movedim(tensor, axis, 0)
-
-
-def _rows_to(axis: int | None, tensor: Tensor) -> Tensor:
-    return tensor if axis in (0, None) else ops.movedim(tensor, 0, axis)
+def _moved(tensor: Tensor, axis: int, to: int) -> Tensor:
+    return tensor if axis == to else ops.movedim(tensor, axis, to)

@@ -1,11 +1,12 @@
 """Forward and backward of one micro batch, added into the sums of a window: as a graph, or op by op.
 
-The backward pass starts from a share of the micro batch's mean loss, and the gradients are multiplied by a factor when
-they are added. Share times factor is the number of rows, so the sums are the same for each choice of the two.
+The backward pass starts from a share of the micro batch's mean loss, and the gradients are added times a factor. Share
+times factor is the number of rows, so the sums are the same for each choice of the two.
 """
 
 from collections.abc import Hashable, Sequence
-from enum import Enum
+from itertools import accumulate
+from typing import Any, Literal
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
@@ -27,32 +28,33 @@ Outputs = tuple[Tensor, ...]
 _LOGITS_LOSSES = (nn.BCEWithLogitsLoss, mint.nn.BCEWithLogitsLoss, ops.BCEWithLogitsLoss)
 
 
-class BackwardStart(Enum):
-    """The number that the backward pass of a micro batch starts from, for a mean loss over rows.
+# The number that the backward pass of a micro batch starts from, for a mean loss over rows.
+# sum: the loss times its rows, so that gradients need no factor.
+# mean: the loss, so that 16-bit gradients have the size of those of a mean.
+# batch: the loss times the micro batch's share of the batch's rows. Each row then gets the same gradient as in the
+# whole batch, which a nonlinear backward pass needs, for example one with hooks or with clipping inside.
+BackwardStart = Literal["sum", "mean", "batch"]
 
-    ``SUM``: the loss times its rows, so that gradients need no factor.
-    ``MEAN``: the loss, so that 16-bit gradients have the size of those of a mean.
-    ``BATCH``: the loss times the micro batch's share of the batch's rows. Each row then gets the same gradient as in
-    the whole batch, which a nonlinear backward pass needs, for example one with hooks or with clipping inside.
-    """
 
-    SUM = "sum"
-    MEAN = "mean"
-    BATCH = "batch"
+def share_and_factor(start: BackwardStart, rows: Any, batch_rows: Any) -> tuple[Any, Any]:
+    """Return the share of the loss and the factor of the gradients, for numbers or, in a graph, for tensors of rows."""
+    if start == "sum":
+        return rows, ONE
+    return (ONE, rows) if start == "mean" else (rows / batch_rows, batch_rows)
 
-    def tensors(self, rows: int, batch_rows: int) -> tuple[Tensor, Tensor]:
-        """Return the first inputs of a micro step: the share of the loss, and the factor of the gradients."""
-        share, factor = {"sum": (rows, 1.0), "mean": (1.0, rows), "batch": (rows / batch_rows, batch_rows)}[self.value]
-        return Tensor(share, ms.float32), Tensor(factor, ms.float32)
+
+def start_tensors(start: BackwardStart, rows: int, batch_rows: int) -> tuple[Tensor, ...]:
+    """Return the first inputs of a micro step."""
+    return tuple(Tensor(each, ms.float32) for each in share_and_factor(start, rows, batch_rows))
 
 
 def backward_start_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> BackwardStart:
     """Return the backward start of a network that is run op by op (``eager``) or compiled, in half precision or not."""
     if weighted_loss.is_cached or NetworkCode(weighted_loss.network).has_own_backward():
-        return BackwardStart.BATCH
+        return "batch"
     if half:
-        return BackwardStart.MEAN
-    return BackwardStart.BATCH if eager else BackwardStart.SUM
+        return "mean"
+    return "batch" if eager else "sum"
 
 
 def divides_by_earlier_rows(network: nn.Cell) -> bool:
@@ -105,15 +107,13 @@ class AddMicroBatch(nn.Cell):
         super().__init__(auto_prefix=False)
         self.reducers = nn.CellList(reducers, auto_prefix=False)
         loss = None if micro_loss is None else micro_loss.weighted_loss
-        # True if the weight is the number of rows.
         self.counts_rows = loss is None or loss.counts_rows
-        # True if the loss was divided by its own weight before the backward pass.
         self.divides = micro_loss is not None and micro_loss.divides
         # True if the loss returns further values that are passed on.
         self.has_notes = loss is not None and loss.is_cached
         self.buffer = reducers[0].buffer
-        ends = [sum(len(group) for group in parameters[: i + 1]) for i in range(len(parameters))]
-        self.bounds = tuple(zip([0, *ends[:-1]], ends))
+        ends = [*accumulate(map(len, parameters), initial=0)]
+        self.bounds = tuple(zip(ends, ends[1:]))
         updated = [parameter for group in parameters for parameter in group]
         self.keep: nn.Cell = KeepFinite(updated) if drop_non_finite else None
         # True if it is the last one of its window and the ranks reduce the sums with it.
@@ -132,7 +132,7 @@ class AddMicroBatch(nn.Cell):
         return self.added(loss_sum, weight, factor, grads, ())
 
     def totals(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss sum, the weight and the factor of the gradients for the factor of the backward start."""
+        """Return the loss sum, the weight and the factor of the gradients, from that of the backward start."""
         if self.counts_rows:
             return value * factor, weight * factor, factor
         return value, weight, ops.maximum(weight, ONE) if self.divides else ONE
@@ -185,20 +185,14 @@ class MicroStep(nn.Cell):
     in_thread_pool = False
 
     def __init__(
-        self,
-        micro_loss: MicroLoss,
-        parameters: Sequence[ParameterTuple],
-        adding: AddMicroBatch,
-        backward_start: BackwardStart,
+        self, micro_loss: MicroLoss, parameters: ParameterTuple, adding: AddMicroBatch, backward_start: BackwardStart
     ) -> None:
         super().__init__(auto_prefix=False)
         self.micro_loss = micro_loss
-        self.parameters = ParameterTuple(parameter for group in parameters for parameter in group)
+        self.parameters = parameters
         self.adding = adding
         self.backward_start = backward_start
-        # A graph does not support an Enum.
-        self.is_sum, self.is_mean = backward_start is BackwardStart.SUM, backward_start is BackwardStart.MEAN
-        self.scales = backward_start is not BackwardStart.SUM or micro_loss.half
+        self.scales = backward_start != "sum" or micro_loss.half
         self.loss_and_grads = ops.value_and_grad(micro_loss, None, self.parameters, has_aux=True)
         self._get_attr_from_cell(micro_loss.weighted_loss.network)
 
@@ -208,16 +202,7 @@ class MicroStep(nn.Cell):
         loss_sum, weight, factor = self.adding.totals(outputs[1], outputs[2], factor)
         # A constant factor of 1 is free.
         factor = factor if self.scales else ONE
-        return self.end(self.adding.added(loss_sum, weight, factor, grads, outputs[3:]))
-
-    def share_and_factor(self, rows: Tensor, batch_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first two inputs of `construct`, as part of a graph."""
-        if self.is_sum:
-            return rows, ONE
-        return (ONE, rows) if self.is_mean else (rows / batch_rows, batch_rows)
-
-    def end(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the outputs, through a condition if MindSpore's thread pool runs the graph."""
+        outputs = self.adding.added(loss_sum, weight, factor, grads, outputs[3:])
         if self.in_thread_pool:
             outputs = (outputs[0], outputs[1], with_condition(outputs[2])) + outputs[3:]
         return outputs
@@ -238,17 +223,15 @@ class EagerMicroStep:
         self,
         owner: str,
         micro_loss: MicroLoss,
-        parameters: Sequence[ParameterTuple],
+        parameters: ParameterTuple,
         adding: AddMicroBatch,
         backward_start: BackwardStart,
         is_last: bool = False,
     ) -> None:
         self.backward_start = backward_start
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
-        self.micro_loss = micro_loss
-        self.parameters = ParameterTuple(parameter for group in parameters for parameter in group)
-        # The inputs of the current pass. They are not arguments of the differentiated function, which cannot be
-        # arbitrary Python values.
+        self.micro_loss, self.parameters = micro_loss, parameters
+        # The inputs of the current pass, no arguments of the differentiated function: they may be any Python values.
         self.inputs: tuple[object, ...] = ()
         self.forgets_passes = divides_by_earlier_rows(micro_loss.weighted_loss.network)
         self.reducer, self.is_last = adding.reducers[0], is_last

@@ -30,6 +30,7 @@ from ms_gradaccum.training.micro_step import (
     Outputs,
     backward_start_of,
     is_half,
+    start_tensors,
 )
 from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_modes
 from ms_gradaccum.training.settings import StepSettings
@@ -55,38 +56,39 @@ class MicroSteps:
         self, network: nn.Cell, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
     ) -> None:
         self.owner = owner = settings.owner
-        if reducers[0].comes_reduced:
+        self.comes_reduced = reducers[0].comes_reduced
+        if self.comes_reduced:
             _check_reduced(owner, network, settings)
         warn_of_slow_convolutions(owner, network)
         self.settings = settings
         self.events = events
         self.network = network
         self.reducers = reducers
-        # For each optimizer the whole parameters that it updates.
-        self.parameters = [ParameterTuple(reducer.replicas()) for reducer in reducers]
+        # The whole parameters that are updated, by optimizer and all of them.
+        self.by_optimizer = [ParameterTuple(reducer.replicas()) for reducer in reducers]
+        self.parameters = ParameterTuple(parameter for group in self.by_optimizer for parameter in group)
         # The micro step as part of a larger graph, which takes nested inputs.
         self.cell = self._build(network.weighted_loss)
         half = self.cell.micro_loss.half
         # The pass before the micro steps, for a loss over the whole batch.
-        self.first_pass = (
-            FirstPass(owner, network, self.cell, self.cell.parameters, reducers[0], half) if network.is_cached else None
-        )
+        self.first_pass: FirstPass | None = None
+        if network.is_cached:
+            self.first_pass = FirstPass(owner, network, self.cell, self.parameters, reducers[0], half)
         # The keys are the structure of the inputs, nearly always a single one, and whether the sums are reduced.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         # The keys say whether the sums are reduced.
         self.eager: dict[bool, EagerMicroStep] = {}
         # The first inputs of a micro step by the backward start, its rows and those of its batch.
-        self.starts = functools.lru_cache(_MANY_STARTS)(BackwardStart.tensors)
-        self.comes_reduced = reducers[0].comes_reduced
+        self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
         # True if other ranks can have more micro batches in a batch.
         self.waits_for_others = reducers[0].several or self.comes_reduced
         # Ranks share their cores, and their messages must keep one order.
         self.may_use_thread_pool = not reducers[0].several
         self.empty_step = EmptyStep(reducers)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
-        self.loss_check = LossCheck(network, self.cell.parameters, settings, half, reducers[0].several)
+        self.loss_check = LossCheck(network, self.parameters, settings, half, reducers[0].several)
         # The forward passes of rows would communicate, too.
-        self.loss_check.is_done |= reducers[0].comes_reduced
+        self.loss_check.is_done |= self.comes_reduced
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         """Return the compiled cells, which have a mode and settings of their own."""
@@ -104,7 +106,7 @@ class MicroSteps:
         split = self.network.split(*args, **kwargs) if self.has_split else self._first_split(args, kwargs, eager)
         batch_rows = sum(map(_rows_of, split.micro_batches))
         if self.first_pass is not None:
-            split, batch_rows = self.first_pass.run(split, eager)
+            split, batch_rows = self.first_pass.run(self.network.positional(args, kwargs), split, eager)
         structure, micro_batches = split
         step, start = self._micro_step(structure, micro_batches, eager)
         # This comes first, because all ranks must send their messages in the same order.
@@ -167,9 +169,10 @@ class MicroSteps:
     def _warn_of_network(self, eager: bool) -> None:
         """Warn of a network that trains in another way, or slowly."""
         warn_of_modes(self.owner, self.network, self.settings.adds_batches)
-        if not self.reducers[0].comes_reduced:
-            warn_custom_backward(self.owner, self.network, self.cell.parameters, self.settings.adds_batches)
-        if eager and not self.reducers[0].comes_reduced:
+        if self.comes_reduced:
+            return
+        warn_custom_backward(self.owner, self.network, self.parameters, self.settings.adds_batches)
+        if eager:
             _LOGGER.warning(
                 "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
                 "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
@@ -204,9 +207,7 @@ class MicroSteps:
         if not eager:
             compiled = self.by_structure.get((structure, reduces)) or self._compiled(structure, micro_batches, reduces)
             return compiled, compiled.cell.backward_start
-        if reduces not in self.eager:
-            self.eager[reduces] = self._build_eager(reduces)
-        step = self.eager[reduces]
+        step = self.eager.get(reduces) or self._build_eager(reduces)
         step.structure = structure
         return step, step.backward_start
 
@@ -216,42 +217,40 @@ class MicroSteps:
             rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
             remedy = "Use nn.Embedding, or give compile=True."
             raise ValueError(argument_error(self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
-        micro_loss, adding, start = self._parts(self.network.weighted_loss, True, is_last and self.reducers[0].overlaps)
-        return EagerMicroStep(self.owner, micro_loss, self.parameters, adding, start, is_last)
+        parts = self._parts(self.network.weighted_loss, True, is_last and self.reducers[0].overlaps)
+        self.eager[is_last] = EagerMicroStep(self.owner, *parts, is_last)
+        return self.eager[is_last]
 
-    def _parts(self, loss: WeightedLoss, eager: bool, reduces: bool) -> tuple[MicroLoss, AddMicroBatch, BackwardStart]:
-        """Return what a micro step differentiates, what adds its gradients, and its backward start."""
-        precision, comes_reduced = self.settings.precision, self.reducers[0].comes_reduced
+    def _parts(
+        self, loss: WeightedLoss, eager: bool, reduces: bool
+    ) -> tuple[MicroLoss, ParameterTuple, AddMicroBatch, BackwardStart]:
+        """Return the arguments of a micro step."""
+        precision, drops = self.settings.precision, self.settings.drop_non_finite
         half = is_half(loss, precision)
         # Divided by its own weight, a loss would have another factor on each rank.
-        micro_loss = MicroLoss(loss, half, precision.loss_scale, divides=not comes_reduced)
-        adding = AddMicroBatch(self.reducers, self.parameters, micro_loss, self.settings.drop_non_finite, reduces)
+        micro_loss = MicroLoss(loss, half, precision.loss_scale, divides=not self.comes_reduced)
+        adding = AddMicroBatch(self.reducers, self.by_optimizer, micro_loss, drops, reduces)
         # The gradients of all ranks have one factor, whatever rows each rank has.
-        start = BackwardStart.SUM if comes_reduced else backward_start_of(loss, half, eager)
-        return micro_loss, adding, start
-
-    def _is_for_thread_pool(self, micro_batches: list[MicroBatch]) -> bool:
-        if not micro_batches or not self.may_use_thread_pool:
-            return False
-        rows, tensors = micro_batches[0]
-        positions = pixels(tensors) if has_convolutions(self.network) else rows
-        return thread_pool_is_faster(self.cell.parameters, positions, self.cell.jit_config_dict)
+        start: BackwardStart = "sum" if self.comes_reduced else backward_start_of(loss, half, eager)
+        return micro_loss, self.parameters, adding, start
 
     def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
-        why_not = why_no_graph(structure)
+        why_not, rule = why_no_graph(structure), "None for inputs that no graph takes"
         if why_not:
             remedy = "Give a tuple or a dict, or leave compile out."
-            raise ValueError(
-                argument_error(self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
-            )
-        pooled = self._is_for_thread_pool(micro_batches)
-        compiled = self.by_structure[structure, reduces] = Compiled(
-            lambda: self._build(self.network.loss_of(structure), pooled, reduces),
-            self.owner,
-            "the network",
-            self.network.network,
-        )
+            raise ValueError(argument_error(self.owner, "compile", rule, why_not, remedy))
+        pooled = False
+        if self.may_use_thread_pool:
+            rows, tensors = micro_batches[0]
+            positions = pixels(tensors) if has_convolutions(self.network) else rows
+            pooled = thread_pool_is_faster(self.parameters, positions, self.cell.jit_config_dict)
+
+        def build() -> MicroStep:
+            return self._build(self.network.loss_of(structure), pooled, reduces)
+
+        compiled = Compiled(build, self.owner, "the network", self.network.network)
+        self.by_structure[structure, reduces] = compiled
         if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
             warn(
                 f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
@@ -260,8 +259,7 @@ class MicroSteps:
         return compiled
 
     def _build(self, loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
-        micro_loss, adding, start = self._parts(loss, False, reduces)
-        cell = MicroStep(micro_loss, self.parameters, adding, start)
+        cell = MicroStep(*self._parts(loss, False, reduces))
         cell.in_thread_pool = pooled
         if hasattr(self, "cell"):
             follow_mode(cell, self.cell)

@@ -19,6 +19,7 @@ from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
 from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.loss_check import warn_of_larger_graph
+from ms_gradaccum.training.micro_step import share_and_factor
 from ms_gradaccum.training.partitioned_step import PartitionedStep
 from ms_gradaccum.training.settings import STEP_REMEDY, StepSettings, check_stock_arguments
 from ms_gradaccum.training.step import Step
@@ -146,7 +147,7 @@ class HostDrivenStep(Step):
             batch_rows = batch_rows + part[0]
         done = Tensor(0.0, ms.float32)
         for part in parts:
-            share, factor = self.micro_step.share_and_factor(part[0], batch_rows)
+            share, factor = share_and_factor(self.micro_step.backward_start, part[0], batch_rows)
             done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
         if self.accumulation_steps == 1:
             output: tuple[Tensor, ...] = self.end(done)
