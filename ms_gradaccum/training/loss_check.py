@@ -52,14 +52,14 @@ _MOVES = (
 
 
 class Eager:
-    """Calls a cell op by op."""
+    """Calls a cell op by op. For a gradient MindSpore ``forgets`` its passes before, by whose rows it may divide."""
 
-    def __init__(self, cell: nn.Cell) -> None:
-        self.cell = cell
+    def __init__(self, cell: nn.Cell, forgets: bool) -> None:
+        self.cell, self.forgets = cell, forgets
 
     def __call__(self, *tensors: Tensor) -> Any:
-        # MindSpore divides the gradient of a BCEWithLogitsLoss by the rows of a pass before, if it knows one.
-        forget_passes()
+        if self.forgets:
+            forget_passes()
         with op_by_op():
             return self.cell(*tensors)
 
@@ -291,7 +291,7 @@ class LossCheck:
         key = (kind, self.eager, self.evaluated, structure)
         if key not in self.runs and self.eager:
             with op_by_op():  # A gradient function that is built in GRAPH mode is compiled.
-                self.runs[key] = Eager(build())
+                self.runs[key] = Eager(build(), kind == "gradient")
         elif key not in self.runs:
             axes = (None, *rows.axes) if kind == "loss" else None
             self.runs[key] = Compiled(build, _OWNER, "the network", network.network, open_axes=axes)

@@ -65,15 +65,15 @@ class MicroSteps:
         self.network = network
         self.reducers = reducers
         # The whole parameters that are updated, by optimizer and all of them.
-        self.by_optimizer = [ParameterTuple(reducer.replicas()) for reducer in reducers]
-        self.parameters = ParameterTuple(parameter for group in self.by_optimizer for parameter in group)
+        self.parameters = [ParameterTuple(reducer.replicas()) for reducer in reducers]
+        self.all_parameters = ParameterTuple(parameter for group in self.parameters for parameter in group)
         # The micro step as part of a larger graph, which takes nested inputs.
         self.cell = self._build(network.weighted_loss)
         half = self.cell.micro_loss.half
         # The pass before the micro steps, for a loss over the whole batch.
         self.first_pass: FirstPass | None = None
         if network.is_cached:
-            self.first_pass = FirstPass(owner, network, self.cell, self.parameters, reducers[0], half)
+            self.first_pass = FirstPass(owner, network, self.cell, self.all_parameters, reducers[0], half)
         # The keys are the structure of the inputs, nearly always a single one, and whether the sums are reduced.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         # The keys say whether the sums are reduced.
@@ -86,7 +86,7 @@ class MicroSteps:
         self.may_use_thread_pool = not reducers[0].several
         self.empty_step = EmptyStep(reducers)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
-        self.loss_check = LossCheck(network, self.parameters, settings, half, reducers[0].several)
+        self.loss_check = LossCheck(network, self.all_parameters, settings, half, reducers[0].several)
         # The forward passes of rows would communicate, too.
         self.loss_check.is_done |= self.comes_reduced
 
@@ -171,7 +171,7 @@ class MicroSteps:
         warn_of_modes(self.owner, self.network, self.settings.adds_batches)
         if self.comes_reduced:
             return
-        warn_custom_backward(self.owner, self.network, self.parameters, self.settings.adds_batches)
+        warn_custom_backward(self.owner, self.network, self.all_parameters, self.settings.adds_batches)
         if eager:
             _LOGGER.warning(
                 "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
@@ -229,10 +229,10 @@ class MicroSteps:
         half = is_half(loss, precision)
         # Divided by its own weight, a loss would have another factor on each rank.
         micro_loss = MicroLoss(loss, half, precision.loss_scale, divides=not self.comes_reduced)
-        adding = AddMicroBatch(self.reducers, self.by_optimizer, micro_loss, drops, reduces)
+        adding = AddMicroBatch(self.reducers, self.parameters, micro_loss, drops, reduces)
         # The gradients of all ranks have one factor, whatever rows each rank has.
         start: BackwardStart = "sum" if self.comes_reduced else backward_start_of(loss, half, eager)
-        return micro_loss, self.parameters, adding, start
+        return micro_loss, self.all_parameters, adding, start
 
     def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
@@ -244,7 +244,7 @@ class MicroSteps:
         if self.may_use_thread_pool:
             rows, tensors = micro_batches[0]
             positions = pixels(tensors) if has_convolutions(self.network) else rows
-            pooled = thread_pool_is_faster(self.parameters, positions, self.cell.jit_config_dict)
+            pooled = thread_pool_is_faster(self.all_parameters, positions, self.cell.jit_config_dict)
 
         def build() -> MicroStep:
             return self._build(self.network.loss_of(structure), pooled, reduces)

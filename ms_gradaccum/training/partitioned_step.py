@@ -121,16 +121,8 @@ class PartitionedStep(Step):
         mean = self.clip(mean, norm)
         if self.handed_scale != 1.0:
             mean = self.map(ops.partial(scale, Tensor(self.handed_scale, ms.float32)), mean)
-        report: tuple[Tensor, ...] = (
-            sums[0] * factor,
-            overflow,
-            loss_scale,
-            updated,
-            norm,
-            clipped_norm,
-            learning_rate,
-            weight,
-        )
+        report: tuple[Tensor, ...] = sums[0] * factor, overflow, loss_scale, updated, norm, clipped_norm
+        report += (learning_rate, weight)
         if updated:
             report = ops.depend(report, self.optimizer(mean))
         report = ops.depend(report, self.clear(report))
@@ -167,10 +159,9 @@ class BatchSums(nn.Cell):
         self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
         # They mark the end of a micro batch. Without them the compiler cannot tell the backward passes of micro batches
         # apart if the forward pass is one function for all of them (`lazy_inline`) up to the loss.
-        self.joins = [ops.Add().add_prim_attr("forward_end", i) for i in range(self.micro_size)]
-        if self.micro_size == 1:
-            self.joins = [ops.Add()]
-        # Not left to the compiler, which would put one element on each of two devices.
+        marked = [ops.Add().add_prim_attr("forward_end", i) for i in range(self.micro_size)]
+        self.joins = marked if self.micro_size > 1 else [ops.Add()]
+        # The compiler would put one element on each of two devices.
         self.at_place = ops.Mul().shard(((), (1,)))
         self.add_places = ops.Add().shard(((1,), (1,)))
         self._get_attr_from_cell(network)
@@ -205,8 +196,8 @@ def _clear(accumulator: Parameter) -> Tensor:
 
 
 # The global norm of gradients of which each device has a part, or a copy, or a part shared with some: the compiler
-# looks for square, sum and an ExpandDims with the attribute ``grad_scale`` on the way from a gradient to a square root.
-# It divides each sum by the number of devices that have it too and adds all up over the devices.
+# looks for square, sum and an ExpandDims with the attribute ``grad_scale`` on the way from a gradient to a square root,
+# divides each sum by the number of devices that have it too, and adds all up over the devices.
 _mark = ops.ExpandDims().add_prim_attr("grad_scale", True)
 # Over all axes, by no shape: each device will have another one than this graph.
 _reduce_sum = ops.ReduceSum()
@@ -265,14 +256,11 @@ def _cut_bounds(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: in
             f"For 'GradAccumulation', the argument 'micro_size' must divide the {count} rows of the batch of all "
             f"devices in semi-auto-parallel, but got {micro_size}. Choose another one, or drop the last rows."
         )
-    bounds: tuple[object, ...] = ()
-    for begin, end in rows:
-        bounds += (tuple(_bound(shape, axis, begin, end, micro_size) for shape, axis in zip(shapes, axes)),)
-    return count // micro_size, bounds
+    is_cut = [axis is not None and micro_size > 1 for axis in axes]
+    bounds = [[_bound(shape, *part) if each else None for each, shape in zip(is_cut, shapes)] for part in rows]
+    return count // micro_size, tuple(map(tuple, bounds))
 
 
-def _bound(shape: Shape, axis: int | None, begin: int, end: int, micro_size: int) -> object:
-    if axis is None or shape is None or micro_size == 1:
-        return None
-    rest = tuple(shape[1:])
-    return (begin, *[0] * len(rest)), (end, *rest), (1,) * len(shape)
+def _bound(shape: Shape, begin: int, end: int) -> object:
+    rest = tuple(shape or ())[1:]
+    return (begin, *[0] * len(rest)), (end, *rest), (1,) * (len(rest) + 1)

@@ -4,7 +4,6 @@ The sums are processed in place and chunk by chunk, so that no copy of all gradi
 """
 
 import itertools
-from collections.abc import Callable
 
 import mindspore as ms
 import numpy as np
@@ -34,7 +33,7 @@ class GroupFactors(nn.Cell):
         super().__init__(auto_prefix=False)
         groups, limits = clip.groups_of(reducer.buffer.names), list(clip.limits.values())
         self.reducer = reducer
-        # The members of each group, and the group of each gradient; the last group has the gradients without one.
+        # The members of each group, and the group of each gradient: the last one for gradients without a group.
         self.members = Tensor(np.arange(len(limits))[:, None] == np.array(groups))
         self.groups = Tensor([group % (len(limits) + 1) for group in groups], ms.int32)
         self.limits = Tensor(limits, ms.float32)
@@ -142,8 +141,8 @@ class Update(nn.Cell):
         """Return ``value`` after reading all parameters of the optimizer, so that the graph follows their storage.
 
         A parameter that a graph uses only in a branch, as in some optimizers, would keep its old storage when a
-        checkpoint is loaded. The reads come after the update, because the compiler copies values that are read before
-        they change. Each read depends on each change, so the cost is quadratic in the number of parameters.
+        checkpoint is loaded. The reads come after the update, because the compiler copies what is read before. The cost
+        is quadratic in the number of parameters.
         """
         value = copy_after(value, ())
         return ops.depend(value, self.map(ops.partial(_look_at, value), self.parameters))
@@ -190,8 +189,7 @@ class EagerUpdate:
         """Make MindSpore recompile its parts of the optimizer if parameters or states have moved in memory.
 
         Optimizers of `mindspore.experimental` compile a part of themselves in PYNATIVE mode, too, which MindSpore looks
-        up by the phase. After a checkpoint is loaded it would silently keep using the old memory, as in MindSpore's own
-        step.
+        up by the phase. After a checkpoint is loaded it would silently keep using the old memory.
         """
         places = self._places()
         if places != self.places:
@@ -206,9 +204,3 @@ class EagerUpdate:
     def _sums(self) -> tuple[Tensor, ...]:
         """Return the sums, or copies of them for a user's optimizer, which may keep its inputs."""
         return tuple(total.value() for total in self.sums) if self.is_users else tuple(self.sums)
-
-
-def build_update(owner: str, update: Update, eager: bool) -> Callable[..., Tensor]:
-    """Return a callable that runs an update, op by op or compiled."""
-    update.needs_hooks = needs_hooks(update.optimizer)
-    return EagerUpdate(owner, update) if eager else Compiled(lambda: update, owner, "the optimizer")

@@ -5,16 +5,14 @@ import threading
 from collections.abc import Sequence
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import hash_of
-from ms_gradaccum.gradients.buffer import GradientBuffer
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue
-from ms_gradaccum.gradients.non_finite import large_norm, why_not_finite
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.non_finite import why_not_finite
 from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import warn_of_same_data
@@ -38,21 +36,16 @@ class Window:
 
     # True if the optimizers report calls by somebody else; has_claims: if they belong to no step that was built later.
     watches_calls = has_claims = True
-    # True if the sums are those of all ranks already.
-    is_reduced = False
+    is_reduced = False  # True if the sums are those of all ranks already.
     # The report of each optimizer on the full window, before the update.
     outputs: list[StepOutput] | None = None
-    # False if gradients of the window came without a loss.
-    has_loss = True
-    # A clip for this window alone.
-    clip: ClipByGlobalNorm | ClipByValue | None = None
-    # The number of windows in which the learning rate was checked.
-    _watched = 0
+    has_loss = True  # False if gradients of the window came without a loss.
+    clip: ClipByGlobalNorm | ClipByValue | None = None  # For this window alone.
+    _watched = 0  # The number of windows in which the learning rate was checked.
     # The hash of the first batch of this rank, if there are several, and whether the ranks have compared theirs.
     first_batch: bytes | None = None
     has_compared = False
-    # True once a warning has said that a window was skipped for a gradient that is not finite.
-    has_told = False
+    has_told = False  # True once a warning has said that a window was skipped for a gradient that is not finite.
 
     def __init__(
         self,
@@ -76,7 +69,6 @@ class Window:
             WindowEnd(self.owner, optimizer, settings.clip, each, self.loss_scale, settings.compiles)
             for optimizer, each in zip(optimizers, self.reducers)
         ]
-        # Consecutive skipped windows.
         self.overflows_in_a_row = 0
         # The learning rates at each batch of the open window.
         self._rates: list[list[float]] = []
@@ -93,14 +85,10 @@ class Window:
 
     def state_dict(self) -> dict[str, object]:
         """Return the state of the window outside of its sums, as JSON. The sums are parameters of the buffers."""
-        batches = self.count.read()
+        batches, scale = self.count.read(), self.loss_scale.numbers()
         if batches and self.reducers[0].accumulates:
             raise RuntimeError(UNSAVED.format(owner=self.owner))
-        return {
-            "batches": batches,
-            "overflows_in_a_row": self.overflows_in_a_row,
-            "loss_scale": self.loss_scale.numbers(),
-        }
+        return {"batches": batches, "overflows_in_a_row": self.overflows_in_a_row, "loss_scale": scale}
 
     def load_state_dict(self, saved: State) -> None:
         """Load the result of `state_dict`."""
@@ -158,7 +146,7 @@ class Window:
 
     def goes_on(self, error: BaseException) -> bool:
         """Return whether this rank stays in its window after an error, which a program may catch."""
-        can = self.several and not self.reducers[0].comes_reduced
+        can = self.several and not self.comes_reduced
         return can and isinstance(error, Exception) and not isinstance(error, StopIteration)
 
     def join(self) -> None:
@@ -177,9 +165,7 @@ class Window:
                 if self.comes_reduced:
                     self.reducers[0].check_window(self.owner)
                 outputs = [end.reduce(self.is_reduced) for end in self.ends]
-                if len(outputs) > 1:
-                    outputs = with_one_norm(outputs)
-                self.outputs = outputs if outputs[0].is_updated else self._with_large_norm(outputs)
+                self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
             except BaseException:
                 self.discard()
                 raise
@@ -201,7 +187,11 @@ class Window:
             if updated:
                 self.overflows_in_a_row = 0
             elif outputs[0].has_overflow:
-                self._count_overflow()
+                self.overflows_in_a_row += 1
+            if self.overflows_in_a_row >= MAX_OVERFLOWS:
+                # No loss scale helps against a broken gradient.
+                self.overflows_in_a_row = 0
+                raise RuntimeError(broken_gradient(self.owner))
         except BaseException:
             self.discard()
             if 0 < len(outputs) < len(self.ends):
@@ -239,22 +229,6 @@ class Window:
                 weight.set_data(Tensor(-math.inf, weight.dtype))
         self.reset()
 
-    def _with_large_norm(self, outputs: list[StepOutput]) -> list[StepOutput]:
-        """Return the reports, with the norm of a finite gradient if only its squares are not finite in float32."""
-        # Ranks may have shards, a loss scale wants to know of it, and norms of groups are computed in the update.
-        by_group = isinstance(self.ends[0].clip, ClipByGroupNorm)
-        leaves_it = self.several or self.loss_scale.scales or by_group
-        weight = 0.0 if leaves_it or not outputs[0].has_overflow else float(outputs[0].weight.asnumpy())
-        norm = large_norm(self._buffers()) / weight if weight > 0 else 0.0
-        if not 0.0 < norm <= float(np.finfo(np.float32).max):
-            return outputs
-        size = Tensor(norm, ms.float32)
-        found = {"overflow": Tensor(False), "updated": Tensor(True), "grad_norm": size, "clipped_grad_norm": size}
-        return [output._replace(**found) for output in outputs]
-
-    def _buffers(self) -> list[GradientBuffer]:
-        return [reducer.buffer for reducer in self.reducers]
-
     def _skipped(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Warn why a window makes no update, and return its report."""
         weight = float(outputs[0].weight.asnumpy()) if self.several or not self.has_told else 0.0
@@ -272,11 +246,12 @@ class Window:
         scale = float(outputs[0].loss_scale.asnumpy())
         if not (self.loss_scale.searches and scale > 1.0):
             self.has_told = True
+            why = why_not_finite([reducer.buffer for reducer in self.reducers], weight, scale)
             remedy = "lower the loss scale or the learning rate" if scale > 1.0 else "lower the learning rate"
             warn(
-                f"For '{self.owner}', the gradient of a window must have a finite norm, but got "
-                f"{why_not_finite(self._buffers(), weight, scale)}: this window makes no update, and further ones "
-                f"like it make none without a word. Look for NaN in the data and the loss, or {remedy}."
+                f"For '{self.owner}', the gradient of a window must have a finite norm, but got {why}: this window "
+                f"makes no update, and further ones like it make none without a word. Look for NaN in the data and the "
+                f"loss, or {remedy}."
             )
         return outputs
 
@@ -289,10 +264,3 @@ class Window:
         # Not in windows of one batch, which nobody counts.
         if self.count.known or self.count.is_stale:
             self.count.was_cleared()
-
-    def _count_overflow(self) -> None:
-        """Raise if a training skips all updates: no loss scale helps against a broken gradient."""
-        self.overflows_in_a_row += 1
-        if self.overflows_in_a_row >= MAX_OVERFLOWS:
-            self.overflows_in_a_row = 0
-            raise RuntimeError(broken_gradient(self.owner))

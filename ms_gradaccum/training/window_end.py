@@ -1,7 +1,6 @@
 """The order of an update. No other file knows it."""
 
 import math
-from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
@@ -10,13 +9,13 @@ from mindspore.ops.primitive import _primexpr
 from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, runs_eagerly
 from ms_gradaccum.backend.device import device_target
-from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, scale_for
+from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_hooks, scale_for
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue, ClipCell
 from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.update import MeanGradients, Update, build_update
+from ms_gradaccum.training.update import EagerUpdate, MeanGradients, Update
 
 # The limit of consecutive skipped windows. The largest scale in use is 1 after 24 halvings.
 MAX_OVERFLOWS = 100
@@ -45,7 +44,7 @@ class WindowEnd(nn.Cell):
         self.buffer = reducer.buffer
         self.reducer = reducer
         self.loss_scale = loss_scale
-        # True if the optimizer is compiled in PYNATIVE mode, too.
+        # In PYNATIVE mode, too.
         self.compiles = compiles or compiles_itself(optimizer)
         self.handed_scale = scale_for(owner, optimizer, loss_scale)
         self.learning_rate = LearningRate(optimizer)
@@ -53,15 +52,12 @@ class WindowEnd(nn.Cell):
         # True if the optimizer runs op by op in the current window.
         self.eager = False
         self.update = Update(optimizer, MeanGradients(clip, reducer, loss_scale, self.handed_scale))
-        self.run_partial_report = Compiled(
-            lambda: Method(self, "partial_report"), owner, "the report on an open window"
-        )
+        self.run_partial_report = Compiled(lambda: Method(self, "partial_report"), owner, "the report")
         # The keys say whether the ranks reduce the sums in it, and whether it has the learning rate, a user's code.
         self.reports: dict[tuple[bool, bool], Compiled] = {}
-        # The keys are the kind of clip that the caller chooses for each update (None: the window's own), and whether
-        # the optimizer runs op by op.
-        self.updates: dict[tuple[type | None, bool], Callable[..., Tensor]] = {}
-        # How many windows in a row a graph has skipped.
+        # The keys are the kind of clip of the caller (None: the window's own), and whether the optimizer runs op by op.
+        self.updates: dict[tuple[type | None, bool], Compiled | EagerUpdate] = {}
+        # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
         # Errors inside graphs have been tried on CPU alone.
@@ -157,15 +153,13 @@ class WindowEnd(nn.Cell):
         # The limit of a clip is an input, so that a new one needs no new graph.
         limit = () if clip is None else (clip.as_tensor(),)
         key = None if clip is None else type(clip), self.eager
-        if key not in self.updates:
-            self.updates[key] = self._build_update(clip)
-        rate = output.learning_rate
+        run, rate = self.updates.get(key) or self._build_update(clip), output.learning_rate
         if self.eager and self.learning_rate.is_recorded:
             with self.learning_rate.recording() as recorded:
-                clipped_norm = self.updates[key](output.grad_norm, *limit)
+                clipped_norm = run(output.grad_norm, *limit)
             rate = recorded()
         else:
-            clipped_norm = self.updates[key](output.grad_norm, *limit)
+            clipped_norm = run(output.grad_norm, *limit)
         if self.reducer.several:
             self.reducer.check_replicas()
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
@@ -183,13 +177,16 @@ class WindowEnd(nn.Cell):
             bad = Tensor(output.has_overflow or bool(bad.asnumpy()))
         self.loss_scale.adjust(output.is_updated, bad)
 
-    def _build_update(self, clip: ClipByGlobalNorm | ClipByValue | None) -> Callable[..., Tensor]:
-        """Return the update with another clip, or with the window's own."""
+    def _build_update(self, clip: ClipByGlobalNorm | ClipByValue | None) -> Compiled | EagerUpdate:
+        """Return what runs the update with another clip, or with the window's own, op by op or compiled."""
         update = self.update
         if clip is not None:
             gradients = MeanGradients(clip, self.reducer, self.loss_scale, self.handed_scale)
             update = Update(self.update.optimizer, gradients, like=self.update)
-        return build_update(self.owner, update, self.eager)
+        update.needs_hooks = needs_hooks(update.optimizer)
+        run = EagerUpdate(self.owner, update) if self.eager else Compiled(lambda: update, self.owner, "the optimizer")
+        self.updates[None if clip is None else type(clip), self.eager] = run
+        return run
 
 
 def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, Tensor]:

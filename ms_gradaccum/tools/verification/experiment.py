@@ -117,7 +117,7 @@ class Experiment:
             if by_reference:
                 loss = RowWeight(self.reference, batch.structure, network.losses)
             cell, code = WholeBatch(loss, self.parameters), network.network
-            self._whole_steps[key] = Eager(cell) if eager else Compiled(lambda: cell, _OWNER, "the network", code)
+            self._whole_steps[key] = Eager(cell, True) if eager else Compiled(lambda: cell, _OWNER, "the network", code)
         loss, weight, grads = self._whole_steps[key](*tensors)
         weight = weight if network.weighted and not by_reference else batch.size
         arrays = [grad.asnumpy().astype(np.float32) for grad in grads]
