@@ -118,9 +118,9 @@ class ContrastiveLoss(Settled, nn.Cell):
 class LogSumExps(nn.Cell):
     """Weighted sum of log-sum-exp of the products of all rows of ``a`` and ``b``, along both axes.
 
-    The products of ``block_rows`` rows exist at a time. For one tower, ``a`` and ``b`` have the same rows, and each is
-    excluded from its own comparisons. No matrix is broadcast: on CPU, MindSpore stores two index lists as long as the
-    result for each such operator. To add numbers to whole rows or columns, the rows get one more element.
+    The products of ``block_rows`` rows exist at a time. With one tower, each row is excluded from its own comparisons.
+    No matrix is broadcast: on CPU, MindSpore stores two index lists as long as the result for each such operator. To
+    add numbers to whole rows or columns, the rows get one more element.
     """
 
     def __init__(self, block_rows: int, is_one: bool) -> None:
@@ -130,10 +130,7 @@ class LogSumExps(nn.Cell):
         self.along_row, self.along_column = ops.LogSoftmax(-1), ops.LogSoftmax(0)
 
     def construct(self, a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum, weighted by ``weights``, along both axes, or along the rows of ``a`` for one tower.
-
-        The logarithms follow it, for the backward pass. The weights get no gradient.
-        """
+        """Return the sum, along the rows of ``a`` alone for one tower, and the logarithms for the backward pass."""
         by_row: tuple[Tensor, ...] = ()
         by_column = ops.zeros((b.shape[0],), ms.float32) + _NONE
         for begin, end in blocks_of(a.shape[0], self.block_rows):

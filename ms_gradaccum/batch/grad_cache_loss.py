@@ -1,7 +1,7 @@
 """A loss over all rows of a batch together, and its substitute in a micro batch once its gradient is known.
 
-Given the gradient with respect to the outputs of the network, the gradient of such a loss is a sum over micro batches:
-L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
+Given the gradient with respect to the outputs of the network, that of the loss is a sum over micro batches: L. Gao et
+al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,7 @@ class GradCacheLoss(Settled, nn.Cell):
     r"""A network and a loss that looks at all rows of a batch together: contrastive, ranking, correlation, batch Dice.
 
     Inside :class:`GradAccumulation` it is trained with the gradient of the whole batch, over all processes, with the
-    memory of a micro batch. A first pass computes the outputs of `backbone`, micro batch by micro batch and without
-    gradients. Then `loss_fn` is called once with all outputs, and its gradient with respect to them is kept. A second
-    pass computes each micro batch again and starts its backward pass from that gradient:
+    memory of a micro batch:
 
     .. code-block:: python
 
@@ -36,11 +34,11 @@ class GradCacheLoss(Settled, nn.Cell):
         for rows, start in zip(micro_batches, split(cache)):
             sums += grad((backbone(rows) * start).sum())
 
-    Anywhere else, for example in evaluation, it is an ordinary loss cell. With `accumulation_steps` each batch has its
-    own loss, and the loss of the window is their mean, weighted by their rows.
+    Anywhere else, for example in evaluation, it is an ordinary loss cell. With `accumulation_steps` the loss of the
+    window is the mean of those of its batches, weighted by their rows.
 
-    Parameters that the forward pass changes (averages, counters) are changed once per micro batch. The second pass must
-    reproduce the outputs of the first one: if it does not, for example because of Dropout, the training step raises a
+    Parameters that the forward pass changes (averages, counters) are changed once per micro batch. If the second pass
+    does not reproduce the outputs of the first one, for example because of Dropout, the training step raises a
     RuntimeError. :class:`ReplayDropout` draws the same masks again.
 
     Args:
@@ -119,9 +117,8 @@ class GradCacheLoss(Settled, nn.Cell):
 class CachedLoss(WeightedLoss):
     """Substitute that a micro batch differentiates in place of a loss whose gradient is known.
 
-    The inputs are the micro batch's share of the rows, the loss of the whole batch, the gradients of the loss's own
-    parameters, the floating-point outputs of the first pass, the gradients of the loss with respect to them, and the
-    inputs of the network. It returns the share of the loss, the share, and the `distance` of each such output.
+    The inputs are the micro batch's share of the rows and those that `FirstPass` returns. It returns the share of the
+    loss, the share, and the `distance` of each floating-point output from that of the first pass.
     """
 
     counts_rows = True

@@ -23,8 +23,7 @@ class TokenMeanLoss(Settled, nn.Cell):
 
     In :class:`GradAccumulation`, :class:`TrainOneStepCell`, :class:`Model` and :class:`Accumulator` the sums and the
     numbers of tokens are added over micro batches and ranks, and one division gives the mean over all tokens of the
-    window, however they are distributed. This is the loss that the section "Gradient accumulation on variable size
-    training samples" of Hugging Face Accelerate's guide describes, without prefetching a window to count its tokens.
+    window, however they are distributed, without prefetching a window to count its tokens.
 
     A network that computes its loss itself does not need this cell: it returns `(loss_sum, tokens)`, and
     ``GradAccumulation(network, micro_size, weighted=True)`` takes it.
@@ -114,17 +113,16 @@ def _refuse_own_loss(signature: str, given: int) -> None:
 
 @_primexpr
 def _check_shapes(logits: tuple[int, ...], labels: tuple[int, ...]) -> None:
-    if len(logits) > 0 and tuple(logits[:-1]) == tuple(labels):
-        return
     if len(logits) == 0:
         raise ValueError(
             f"For '{_OWNER}', the backbone must return logits with an axis of classes, but got a scalar. "
             f"{_OWN_LOSS_REMEDY}"
         )
-    raise ValueError(
-        f"For '{_OWNER}', the labels must have the shape of the logits without their last axis, but got labels of "
-        f"shape {tuple(labels)} and logits of shape {tuple(logits)}. Give one label per token."
-    )
+    if tuple(logits[:-1]) != tuple(labels):
+        raise ValueError(
+            f"For '{_OWNER}', the labels must have the shape of the logits without their last axis, but got labels of "
+            f"shape {tuple(labels)} and logits of shape {tuple(logits)}. Give one label per token."
+        )
 
 
 @_primexpr

@@ -11,17 +11,13 @@ from ms_gradaccum.gradients.buffer import GradientBuffer
 class BatchCount:
     """The number of batches in an open window, which the host counts and a parameter of the buffer keeps.
 
-    A loaded checkpoint writes the parameter, and so does a larger graph. Then the host reads it, and only then.
-
-    Attributes:
-        known: The number as the host knows it.
-        is_ahead: True if the host has not written it yet.
-        is_stale: True if others have written the parameter since the host has read it.
-        is_changed: True if others have changed the number since the host set it.
+    The host reads the parameter only after a loaded checkpoint or a larger graph has written it.
     """
 
-    known = 0
-    is_ahead = is_stale = is_changed = False
+    known = 0  # The number as the host knows it.
+    is_ahead = False  # True if the host has not written it yet.
+    is_stale = False  # True if others have written the parameter since the host has read it.
+    is_changed = False  # True if others have changed the number since the host set it.
 
     def __init__(self, buffer: GradientBuffer) -> None:
         self.buffer, self.parameter = buffer, buffer.batches

@@ -68,9 +68,9 @@ class GradAccumulation(Settled, nn.Cell):
     The interface is that of ``mindspore.parallel.nn.GradAccumulation``, whose `micro_size` is also a count.
 
     Args:
-        network (Cell): Loss cell. Its inputs are those of this cell; it returns a scalar floating-point mean loss
-            over its rows, or a tuple that starts with one. Of further outputs, `losses` says what becomes of scalars;
-            others, such as logits, are neither differentiated nor kept.
+        network (Cell): Loss cell. It takes the inputs of this cell and returns a scalar floating-point mean loss over
+            its rows, or a tuple that starts with one. `losses` says what becomes of further scalars; other outputs
+            (e.g. logits) are ignored.
         micro_size (int): The number of micro batches that one batch is split into (a count, not rows). If
             `micro_size` does not divide the rows, the first micro batches have one row more, and each counts
             by its rows. A batch of fewer rows is split into single rows.
@@ -79,15 +79,14 @@ class GradAccumulation(Settled, nn.Cell):
         weighted (bool): If ``True``, `network` returns `(loss_sum, weight)`, two scalars, and each micro batch counts
             by its weight (for example its number of tokens; not negative). If ``False``, by its rows.
             :class:`TokenMeanLoss` says so itself. Default: ``False``.
-        losses (Union[str, None]): What becomes of further floating-point scalars that `network` returns: ``"sum"``
-            trains the sum of them all, ``"first"`` the first alone, and ``None`` refuses them. In both cases
-            ``StepOutput.other_losses`` reports what each of the further ones was: its mean over the window, each micro
-            batch weighted as in the loss. At most 64. Default: ``None``.
-        batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per input, in
-            the order of the network's arguments, where ``None`` means that an input goes whole into each micro
-            batch. An entry for an input that is itself a tuple or a dict stands for all its tensors, or is
-            a tuple or dict of entries. What is no tensor, and a tensor without axes, is never split.
-            Default: ``0``.
+        losses (Union[str, None]): What becomes of further floating-point scalars that `network` returns, at most 64:
+            ``"sum"`` trains the sum of them all, ``"first"`` the first alone, and ``None`` refuses them.
+            ``StepOutput.other_losses`` reports the mean of each over the window, weighted as the loss.
+            Default: ``None``.
+        batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per argument of
+            the network, ``None`` for an input that goes whole into each micro batch. For an input that is a tuple or a
+            dict, one entry for all its tensors, or a tuple or dict of entries. Tensors without axes and values that
+            are no tensors are never split. Default: ``0``.
 
     Inputs:
         - **\*inputs** - Inputs of `network`: tensors of any dtype and shape, tuples, lists and dicts of
@@ -170,7 +169,7 @@ class GradAccumulation(Settled, nn.Cell):
         """Return this cell around `network` followed by `loss_fn`, which takes its output and one label."""
         axis = self.batch_axis
         if isinstance(axis, tuple) and len(axis) == 1:
-            axis = (*axis, 0)  # It speaks of the network's only input; the label's rows are on axis 0.
+            axis = (*axis, 0)  # The rows of the label are on axis 0.
         return self.around(nn.WithLossCell(self.network, loss_fn), axis)
 
     def around(self, network: nn.Cell, batch_axis: BatchAxis) -> "GradAccumulation":
@@ -218,8 +217,8 @@ class GradAccumulation(Settled, nn.Cell):
     def cls_name(self) -> str:
         """Name by which MindSpore's own ``Model`` chooses a train cell.
 
-        With this class's real name it would choose the one for its own GradAccumulation, which needs
-        semi-auto-parallel and trains nothing without it. With any other it differentiates `construct`.
+        For the real name it would take that of its own GradAccumulation, which trains nothing outside of
+        semi-auto-parallel. For any other it differentiates `construct`.
         """
         return "MicroBatchedLoss"
 
@@ -272,13 +271,13 @@ class GradAccumulation(Settled, nn.Cell):
     def split_in_graph(self, inputs: tuple[object, ...]) -> tuple[tuple[object, ...], ...]:
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""
         if self.is_cached:
-            _refuse_cached_in_graph()
+            _refuse_in_graph("cached")
         shapes: tuple[object, ...] = ()
         for item in inputs:
             if isinstance(item, (tuple, list, dict)):
-                _refuse_nested()
+                _refuse_in_graph("nested")
             if isinstance(item, Tensor) and not F.isconstant(item.shape):
-                _refuse_unknown_rows()
+                _refuse_in_graph("open")
             shapes += (item.shape if isinstance(item, Tensor) else None,)
         axes, bounds = _split_shapes(shapes, self.batch_axis, self.micro_size)
         parts: tuple[tuple[object, ...], ...] = ()
@@ -297,7 +296,7 @@ def as_grad_accumulation(owner: str, network: nn.Cell) -> GradAccumulation:
     ours: GradAccumulation = network if isinstance(network, GradAccumulation) else GradAccumulation(network, 1)
     if ours is not network:
         ours.owner = owner
-    # As a call of MindSpore's step does: two parameters of one name get the names of their cells.
+    # As in MindSpore's step, two parameters of one name get the names of their cells.
     ours.network.check_names_and_refresh_name()
     return ours
 
@@ -353,30 +352,19 @@ def _check_cached(network: nn.Cell, weighted: bool, losses: object) -> None:
 
 
 _split_shapes = _primexpr(split_shapes)
+_NOT_IN_GRAPH = {
+    "nested": "the inputs inside a larger graph must be tensors and Python values, but got a tuple, list or dict. Give "
+    "its tensors one by one.",
+    "cached": "a GradCacheLoss must be trained by a step that is called from Python, but got one inside a larger graph, "
+    "as in data sink mode. Call the step from Python, with dataset_sink_mode=False.",
+    "open": "the inputs inside a larger graph must have known shapes, but got one whose lengths are open. Give "
+    "set_inputs() whole shapes, or call the training step from Python.",
+}
 
 
 @_primexpr
-def _refuse_nested() -> None:
-    raise TypeError(
-        f"For '{_OWNER}', the inputs inside a larger graph must be tensors and Python values, but got a tuple, list "
-        f"or dict. Give its tensors one by one."
-    )
-
-
-@_primexpr
-def _refuse_cached_in_graph() -> None:
-    raise ValueError(
-        f"For '{_OWNER}', a GradCacheLoss must be trained by a step that is called from Python, but got one inside a "
-        f"larger graph, as in data sink mode. Call the step from Python, with dataset_sink_mode=False."
-    )
-
-
-@_primexpr
-def _refuse_unknown_rows() -> None:
-    raise ValueError(
-        f"For '{_OWNER}', the inputs inside a larger graph must have known shapes, but got one whose lengths are "
-        f"open. Give set_inputs() whole shapes, or call the training step from Python."
-    )
+def _refuse_in_graph(what: str) -> None:
+    raise (TypeError if what == "nested" else ValueError)(f"For '{_OWNER}', {_NOT_IN_GRAPH[what]}")
 
 
 @_primexpr

@@ -64,10 +64,10 @@ def divides_by_earlier_rows(network: nn.Cell) -> bool:
 
 
 class MicroLoss(nn.Cell):
-    """The differentiated value, followed by the outputs of `WeightedLoss`, which `AddMicroBatch` turns into sums.
+    """The differentiated value, followed by the outputs of `WeightedLoss`. Kept minimal: eager operators are slow.
 
-    Kept minimal: each eager operator costs a fraction of a millisecond. If the network computes in half precision
-    (``half``), a loss with its own weight is divided by it before the backward pass, unless ``divides`` is False.
+    If the network computes in half precision (``half``), a loss with its own weight is divided by it before the
+    backward pass, unless ``divides`` is False.
     """
 
     def __init__(self, weighted_loss: WeightedLoss, half: bool, loss_scale: NoLossScale, divides: bool = True) -> None:
@@ -116,7 +116,7 @@ class AddMicroBatch(nn.Cell):
         self.bounds = tuple(zip(ends, ends[1:]))
         updated = [parameter for group in parameters for parameter in group]
         self.keep: nn.Cell = KeepFinite(updated) if drop_non_finite else None
-        # True if it is the last one of its window and the ranks reduce the sums with it.
+        # True if the ranks reduce the sums with the last micro batch of a window, which this is.
         self.reduces = reduces
         # True if gradients are reduced before they are added, so that they need this rank's factor first.
         self.scales_first = reducers[0].every_batch
@@ -127,9 +127,7 @@ class AddMicroBatch(nn.Cell):
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         """Add gradients that were computed outside of this graph, after other losses or notes. Return as `added`."""
         loss_sum, weight, factor = self.totals(value, weight, factor)
-        if self.others:
-            return self.added(loss_sum, weight, factor, grads[1:], grads[:1])
-        return self.added(loss_sum, weight, factor, grads, ())
+        return self.added(loss_sum, weight, factor, grads[self.others :], grads[: self.others])
 
     def totals(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss sum, the weight and the factor of the gradients, from that of the backward start."""

@@ -17,8 +17,7 @@ _TRAINS_ONLY = (*_BATCH_NORMS, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropou
 
 
 def warn_of_modes(owner: str, network: nn.Cell, adds_batches: bool) -> None:
-    """Warn of a network that is in evaluation mode as a whole, in which MindSpore's step leaves it without a word, and
-    of a BatchNorm in training."""
+    """Warn of a BatchNorm in training, and of a network that is in evaluation mode as a whole."""
     cells = [cell for _, cell in network.network.cells_and_names()]
     norms = [cell.cls_name for cell in cells if isinstance(cell, _BATCH_NORMS) and takes_batch_statistics(cell)]
     has_parts = network.micro_size > 1 or adds_batches
