@@ -355,8 +355,8 @@ _split_shapes = _primexpr(split_shapes)
 _NOT_IN_GRAPH = {
     "nested": "the inputs inside a larger graph must be tensors and Python values, but got a tuple, list or dict. Give "
     "its tensors one by one.",
-    "cached": "a GradCacheLoss must be trained by a step that is called from Python, but got one inside a larger graph, "
-    "as in data sink mode. Call the step from Python, with dataset_sink_mode=False.",
+    "cached": "a GradCacheLoss must be trained by a step that is called from Python, but got one inside a larger "
+    "graph, as in data sink mode. Call the step from Python, with dataset_sink_mode=False.",
     "open": "the inputs inside a larger graph must have known shapes, but got one whose lengths are open. Give "
     "set_inputs() whole shapes, or call the training step from Python.",
 }
@@ -371,5 +371,5 @@ def _refuse_in_graph(what: str) -> None:
 def _warn_without_train_step() -> None:
     warn(
         "For 'GradAccumulation', the train cell around it is not one of ms_gradaccum: it trains the same weights, but "
-        "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell).",
+        "keeps the activations of all micro batches. Write 'from ms_gradaccum import Model' (or TrainOneStepCell)."
     )

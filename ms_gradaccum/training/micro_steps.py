@@ -254,7 +254,7 @@ class MicroSteps:
         if len({known for known, _ in self.by_structure}) == _MANY_STRUCTURES and not reduces:
             warn(
                 f"For '{self.owner}', the inputs must keep their structure and Python values, but got "
-                f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors.",
+                f"{_MANY_STRUCTURES} different ones, each compiled on its own. Make values that change tensors."
             )
         return compiled
 
