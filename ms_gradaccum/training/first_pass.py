@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -95,10 +96,6 @@ class FirstPass:
             parts.append(MicroBatch(part.rows, tuple(tensors)))
         return SplitBatch(around, parts), rows
 
-    def join(self) -> None:
-        """Join the collectives of a batch with no local data."""
-        self.reducer.gather_rows(0, [])
-
     def check(self, outputs: Sequence[tuple[Tensor, ...]]) -> None:
         """Raise if the outputs of the micro steps are not those of this pass."""
         for part in (each for output in outputs for each in output[3].asnumpy()):
@@ -116,9 +113,10 @@ class FirstPass:
         self, structure: Hashable, micro_batches: Sequence[MicroBatch], eager: bool
     ) -> list[tuple[Tensor, ...]]:
         """Return the network's outputs for each micro batch, and undo what that changes."""
-        run = self._compiled(
-            self.forwards, structure, lambda: Forward(self.network, structure), "the network", self.network.backbone
-        )
+        run = self.forwards.get(structure)
+        if run is None:
+            build = partial(self._built, Forward, self.network, structure)
+            run = self.forwards[structure] = Compiled(build, self.owner, "the network", self.network.backbone)
         kept = self.keep(NOTHING) if self.has_state else ()
         outputs = []
         try:
@@ -135,12 +133,12 @@ class FirstPass:
         self, labels: Hashable, outputs: list[Tensor], floats: tuple[int, ...], leaves: list[Tensor], eager: bool
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the loss of all rows and its gradients, with respect to the outputs and to its own parameters."""
-        # A graph for each number of rows: with some losses a graph for changing lengths fails while it runs.
-        key = labels, tuple(str(output.dtype) for output in outputs)
-        loss_fn = self.network.loss_fn
-        run = self._compiled(
-            self.losses, key, lambda: LossAndCache(loss_fn, len(outputs), labels, floats), "the loss", loss_fn, True
-        )
+        key, loss_fn = (labels, tuple(str(output.dtype) for output in outputs)), self.network.loss_fn
+        run = self.losses.get(key)
+        if run is None:
+            build = partial(self._built, LossAndCache, loss_fn, len(outputs), labels, floats)
+            # A graph for each number of rows: with some losses a graph for changing lengths fails while it runs.
+            run = self.losses[key] = Compiled(build, self.owner, "the loss", loss_fn, needs_fixed=True)
         loss, grads = _called(run, (*outputs, *leaves), eager)
         cache, own = grads if run.cell.has_own else (grads, ())
         # MindSpore returns the gradient of a single output alone.
@@ -149,24 +147,11 @@ class FirstPass:
         detach = ops.stop_gradient
         return detach(loss), tuple(detach(grad) for grad in cache), tuple(detach(grad) for grad in own)
 
-    def _compiled(
-        self,
-        known: dict[Hashable, Compiled],
-        structure: Hashable,
-        make: Callable[[], nn.Cell],
-        what: str,
-        code: nn.Cell,
-        needs_fixed: bool = False,
-    ) -> Compiled:
-        def build() -> nn.Cell:
-            cell = make()
-            follow_mode(cell, self.like)
-            cell._get_attr_from_cell(self.like)
-            return cell
-
-        if structure not in known:
-            known[structure] = Compiled(build, self.owner, what, code, needs_fixed)
-        return known[structure]
+    def _built(self, kind: Callable[..., nn.Cell], *arguments: object) -> nn.Cell:
+        cell = kind(*arguments)
+        follow_mode(cell, self.like)
+        cell._get_attr_from_cell(self.like)
+        return cell
 
 
 class Forward(nn.Cell):

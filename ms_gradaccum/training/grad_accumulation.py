@@ -197,12 +197,12 @@ class GradAccumulation(Settled, nn.Cell):
         """Let an error of a batch begin with the class that the user called."""
         error.args = tuple(self.headed(each) if isinstance(each, str) else each for each in error.args)
 
-    def explain_split(self, error: Exception, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def explain_split(self, error: Exception, inputs: tuple[object, ...]) -> None:
         """Add to an error of a micro batch, after its first line, which inputs may be split by mistake."""
         text = error.args[0] if error.args else None
         if self.micro_size == 1 or not isinstance(text, str) or text.startswith(_SAY_IT_THEMSELVES):
             return
-        hint = hint_of_split(text, self.positional(args, kwargs), self.batch_axis, self.name_of_input)
+        hint = hint_of_split(text, inputs, self.batch_axis, self.name_of_input)
         if hint:
             first, _, rest = text.partition("\n")
             error.args = ("\n".join((first, hint, rest)).rstrip("\n"), *error.args[1:])
@@ -222,9 +222,8 @@ class GradAccumulation(Settled, nn.Cell):
         """
         return "MicroBatchedLoss"
 
-    def split(self, *args: object, **kwargs: object) -> SplitBatch:
-        """Return the micro batches of one batch, given as `network` takes it."""
-        inputs = self.positional(args, kwargs)
+    def split(self, *inputs: object) -> SplitBatch:
+        """Return the micro batches of one batch, whose inputs are those of `positional`."""
         batch = split_batch(inputs, self.micro_size, self.batch_axis)
         self.bind(inputs, {})
         return batch

@@ -110,7 +110,8 @@ class LossCheck:
             return
         moved = [state.tensors[i] for i in state.changed()]
         self.moved = set(map(id, moved))
-        norms = [cell for _, cell in self.network.cells_and_names() if _is_batch_norm(cell)]
+        cells = [cell for _, cell in self.network.cells_and_names()]
+        norms = [cell for cell in cells if any("BatchNorm" in kind.__name__ for kind in type(cell).__mro__)]
         known = self.updated | {id(each) for norm in norms for each in norm.get_parameters()}
         names = [repr(each.name) for each in moved if isinstance(each, Parameter) and id(each) not in known]
         if names:
@@ -120,14 +121,14 @@ class LossCheck:
         """Return whether a tensor can be put back: a copy of all that a forward pass leaves alone would be large."""
         return self.moved is None or id(tensor) in self.moved or tensor.size <= _SMALL
 
-    def after_batch(self, parts: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def after_batch(self, parts: int, inputs: tuple[object, ...]) -> None:
         """Count a batch of which so many micro batches have run, and measure if it is time."""
         if self.is_done or not self.adds_parts:
             return
         self.batches += 1
         if self.batches & (self.batches - 1) != 0 and self.row is None:
             return
-        rows: Rows | None = Rows.of(self.network.positional(args, kwargs), self.network.batch_axis)
+        rows: Rows | None = Rows.of(inputs, self.network.batch_axis)
         if rows is not None and rows.size == 1:
             # It is measured with that of the batch before.
             before, self.row = self.row, rows if self.row is None else None
@@ -230,8 +231,11 @@ class LossCheck:
             return not_measured("the same rows give another loss in each pass (random numbers, a counter)")
         if finding.miss <= noise or self.several:
             return finding if finding.miss > noise else None
-        if finding.miss < _SURE and self._is_rounding(loss, cut[0], split, finding.miss):
-            return None
+        if finding.miss < _SURE:
+            other_order = loss(cut[0].take(range(cut[0].size)[::-1])).value
+            # Rounding, if the same rows in another order differ by nearly as much.
+            if self.tolerance < _ORDERS * split.relative(other_order - split.whole.value) >= finding.miss:
+                return None
         places = split.larger_first()
         larger, other = (cut[1 + place] for place in places)
         twice = larger.take([*range(larger.size)] * 2)
@@ -239,11 +243,6 @@ class LossCheck:
         halves = (other.take(range(begin, other.size, 2)) for begin in range(min(other.size, 2)))
         alone = max(abs(loss(half).value - split.parts[places[1]].value) for half in halves)
         return judge(split, parts, (loss(twice).value, loss(more).value if more is not None else math.nan, alone))
-
-    def _is_rounding(self, loss: Callable[[Rows], Loss], rows: Rows, split: Split, miss: float) -> bool:
-        """Return whether the same rows in another order differ by nearly as much."""
-        other = loss(rows.take(range(rows.size)[::-1]))
-        return self.tolerance < _ORDERS * split.relative(other.value - split.whole.value) >= miss
 
     def _can_differentiate(self) -> bool:
         """Return whether a gradient has dense tensors and calls no hook of the user, who may note what it gets."""
@@ -331,7 +330,3 @@ def not_measured(reason: str) -> Finding:
 def warn_of_larger_graph() -> None:
     """Warn, while a larger graph is compiled, that it trains a loss that is not measured."""
     warn(not_measured("the step is part of a larger graph").text)
-
-
-def _is_batch_norm(cell: nn.Cell) -> bool:
-    return any("BatchNorm" in kind.__name__ for kind in type(cell).__mro__)

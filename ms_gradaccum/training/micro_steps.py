@@ -103,27 +103,27 @@ class MicroSteps:
         eager = runs_eagerly(self.settings.compiles)
         if self.comes_reduced:
             check_hooks_run(self.owner, eager)
-        split = self.network.split(*args, **kwargs) if self.has_split else self._first_split(args, kwargs, eager)
+        inputs = self.network.positional(args, kwargs)
+        split = self.network.split(*inputs) if self.has_split else self._first_split(inputs, eager)
         batch_rows = sum(map(_rows_of, split.micro_batches))
         if self.first_pass is not None:
-            split, batch_rows = self.first_pass.run(self.network.positional(args, kwargs), split, eager)
+            split, batch_rows = self.first_pass.run(inputs, split, eager)
         structure, micro_batches = split
         step, start = self._micro_step(structure, micro_batches, eager)
         # This comes first, because all ranks must send their messages in the same order.
         count = len(micro_batches)
         self.rounds = self.reducers[0].max_micro_batches(count) if self.waits_for_others else count
         last = self._micro_step(structure, micro_batches, eager, True)[0] if reduces else step
-        inputs = [(rows, (*self.starts(start, rows, batch_rows), *tensors)) for rows, tensors in micro_batches]
-        return self._run_all([step] * (count - 1) + [last], inputs, args, kwargs)
+        parts = [(rows, (*self.starts(start, rows, batch_rows), *tensors)) for rows, tensors in micro_batches]
+        return self._run_all([step] * (count - 1) + [last], parts, inputs)
 
     def _run_all(
         self,
         steps: Sequence[Compiled | EagerMicroStep],
-        inputs: Sequence[tuple[int, tuple[Tensor, ...]]],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        parts: Sequence[tuple[int, tuple[Tensor, ...]]],
+        inputs: tuple[object, ...],
     ) -> list[Outputs]:
-        """Run the micro steps of a batch, with the rows and the inputs of each, and return their outputs."""
+        """Run the micro steps of a batch, with the rows and the tensors of each, and return their outputs."""
         outputs: list[Outputs] = []
         done, heard, is_measured = self.events.micro_batches, self.events.heard, not self.loss_check.is_done
         if is_measured:
@@ -131,7 +131,7 @@ class MicroSteps:
         # A callback may raise before its first run.
         steps[0].has_run = False
         try:
-            for index, (step, (rows, tensors)) in enumerate(zip(steps, inputs)):
+            for index, (step, (rows, tensors)) in enumerate(zip(steps, parts)):
                 if heard:
                     self.events.micro_batch_begin(index, rows)
                 outputs.append(step(*tensors))
@@ -144,60 +144,47 @@ class MicroSteps:
             if self.first_pass is not None:
                 self.first_pass.check(outputs)
             if is_measured:
-                self.loss_check.after_batch(len(steps), args, kwargs)
+                self.loss_check.after_batch(len(steps), inputs)
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
             if isinstance(error, Exception):
-                self.network.explain_split(error, args, kwargs)
+                self.network.explain_split(error, inputs)
             raise
         if self.rounds:
-            self._add_nothing(self.rounds)
+            self.join(self.rounds)
         return outputs
 
-    def _first_split(self, args: tuple[object, ...], kwargs: dict[str, object], eager: bool) -> SplitBatch:
-        """Split a batch, and warn of what the first ones show."""
+    def _first_split(self, inputs: tuple[object, ...], eager: bool) -> SplitBatch:
+        """Split one of the first batches, and warn of what it shows and of a network that trains in another way."""
         is_first, self.has_begun = not self.has_begun, True
+        adds_batches = self.settings.adds_batches
         if is_first:
-            self._warn_of_network(eager)
-        batch: SplitBatch = self.network.split(*args, **kwargs)
-        if not self.has_split:
-            inputs = self.network.positional(args, kwargs)
-            self.has_split = warn_of_split(self.network, inputs, len(batch.micro_batches), is_first)
+            warn_of_modes(self.owner, self.network, adds_batches)
+        if is_first and not self.comes_reduced:
+            warn_custom_backward(self.owner, self.network, self.all_parameters, adds_batches)
+            if eager:
+                _LOGGER.warning(
+                    "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
+                    "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
+                    self.owner,
+                )
+        batch: SplitBatch = self.network.split(*inputs)
+        self.has_split = warn_of_split(self.network, inputs, len(batch.micro_batches), is_first)
         return batch
 
-    def _warn_of_network(self, eager: bool) -> None:
-        """Warn of a network that trains in another way, or slowly."""
-        warn_of_modes(self.owner, self.network, self.settings.adds_batches)
-        if self.comes_reduced:
-            return
-        warn_custom_backward(self.owner, self.network, self.all_parameters, self.settings.adds_batches)
-        if eager:
-            _LOGGER.warning(
-                "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
-                "verify(network, batch, micro_size, compile=True) says whether it then trains the same.",
-                self.owner,
-            )
-
-    def take_part(self) -> None:
-        """Join the remaining collectives of a batch that has failed on this rank."""
-        if self.rounds < 0:
-            self.join()
-        else:
-            self._add_nothing(self.rounds)
-
-    def measure_loss(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def measure_loss(self, batch: tuple[object, ...]) -> None:
         """Measure the loss of a batch that a larger graph will train."""
-        self.loss_check.after_batch(len(self.network.split(*args, **kwargs).micro_batches), args, kwargs)
+        inputs = self.network.positional(batch, {})
+        self.loss_check.after_batch(len(self.network.split(*inputs).micro_batches), inputs)
 
-    def join(self) -> None:
-        """Join the collectives of a batch with no local data."""
-        if self.first_pass is not None:
-            self.first_pass.join()
-        self._add_nothing(self.reducers[0].max_micro_batches(0))
-
-    def _add_nothing(self, micro_batches: int) -> None:
-        for _ in range(micro_batches):
+    def join(self, rounds: int = -1) -> None:
+        """Join the collectives of so many micro batches, or of all of a batch with no local data."""
+        if rounds < 0:
+            if self.first_pass is not None:
+                self.reducers[0].gather_rows(0, [])
+            rounds = self.reducers[0].max_micro_batches(0)
+        for _ in range(rounds):
             self.run_empty_step(NOTHING)
 
     def _micro_step(

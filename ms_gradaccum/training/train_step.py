@@ -85,7 +85,7 @@ class HostDrivenStep(Step):
         self.window.compare_ranks()
         if self.is_unmeasured:
             self.is_unmeasured = False
-            self.window.micro_steps.measure_loss(batch, {})
+            self.window.micro_steps.measure_loss(batch)
 
     def join(self) -> StepOutput:
         self.window.join()

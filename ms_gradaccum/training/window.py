@@ -131,7 +131,7 @@ class Window:
             self.discard(for_all=True)
             warn_of_dropped(self.owner, batches)
         if self.goes_on(error):
-            self.micro_steps.take_part()
+            self.micro_steps.join(self.micro_steps.rounds)
 
     def note_batch(self, inputs: object) -> None:
         """Note the first batch of this rank, if there are several."""

@@ -81,7 +81,7 @@ def test_compiled_they_are_found_as_well(name, monkeypatch):
     check = LossCheck(network, cell.trainable_params(), settings, half=False, several=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check.after_batch(PARTS, inputs, {})
+        check.after_batch(PARTS, inputs)
     assert bool([each for each in caught if NAME in str(each.message)]) == (name in WRONG)
 
 

@@ -603,7 +603,7 @@ def alarm(seed, batches=4):
     network = GradAccumulation(loss, parts, weighted=loss.weighted).in_precision("Model", settings.precision)
     check = LossCheck(network, loss.trainable_params(), settings, half=precision is not None, several=False)
     rows = [int(numbers.integers(parts + 1, 40)) for _ in range(batches)]
-    return said_by(lambda: [check.after_batch(parts, loss.batch(each), {}) for each in rows])
+    return said_by(lambda: [check.after_batch(parts, loss.batch(each)) for each in rows])
 
 
 def test_right_losses_are_not_named(eager):

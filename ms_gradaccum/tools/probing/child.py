@@ -127,9 +127,9 @@ class FewMicroBatches(GradAccumulation):
     copied, that takes as much as the batch.
     """
 
-    def split(self, *args: object, **kwargs: object) -> SplitBatch:
+    def split(self, *inputs: object) -> SplitBatch:
         """Return a few of the micro batches of one batch; the larger ones come first, the smaller ones last."""
-        batch = self.whole = super().split(*args, **kwargs)
+        batch = self.whole = super().split(*inputs)
         # A loss of the whole batch takes the memory of all its rows.
         if self.is_cached or len(batch.micro_batches) <= 2 * _ENDS:
             return batch
