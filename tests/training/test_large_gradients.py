@@ -21,7 +21,7 @@ def test_what_has_no_finite_norm_makes_no_update(value, said, mode):
     rows[1, 1] = value
     with pytest.warns(UserWarning, match=SAID.format(said)):
         output = step(Tensor(rows))
-    assert output.overflow and not output.updated and step.optimizer.gradients() == []
+    assert output.overflow and not output.updated
     after = values_of(step)
     assert all(np.array_equal(after[name], value) for name, value in before.items())
     # The next window has nothing of it.
