@@ -13,7 +13,6 @@ from mindspore.ops.primitive import _primexpr
 from ms_gradaccum._checks import first_line, warn
 from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op, runs_eagerly
 from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept, tensors_of
-from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient
 from ms_gradaccum.batch.rows import Cut, Rows
@@ -263,58 +262,44 @@ class LossCheck:
 
     def _gradient(self, state: KeptState, rows: Rows, share: float) -> Array:
         """Return sums over the gradient that rows with a share of a batch have in training."""
-        self._put_back(state)
-        run = self._run(rows, "gradient", lambda loss: GradientOfRows(loss, self.parameters))
-        grads = (as_array(grad).reshape(-1) for grad in run(Tensor(share, ms.float32), *rows.tensors))
+        grads = (as_array(grad).reshape(-1) for grad in self._run(state, rows, share, of_gradient=True))
         return np.concatenate([[grad @ np.resize(signs, grad.size) for signs in _SIGNS] for grad in grads])
 
     def _loss(self, state: KeptState, rows: Rows) -> Loss:
-        self._put_back(state)
-        value, weight = (float(number.asnumpy()) for number in self._run(rows, "loss", LossOfRows)(ONE, *rows.tensors))
+        value, weight = (float(number.asnumpy()) for number in self._run(state, rows, 1.0))
         return Loss(value, weight if self.network.weighted else rows.size)
 
-    def _put_back(self, state: KeptState) -> None:
+    def _run(self, state: KeptState, rows: Rows, share: float, of_gradient: bool = False) -> tuple[Tensor, ...]:
+        """Return the loss of rows, a mean or a sum and its weight, or its gradient, op by op or compiled."""
         if self.moved != set():
             # The others, which may be large, are looked at once, at the end.
             state.tensors.put_back(state.tensors.values)
-
-    def _run(self, rows: Rows, kind: str, make: Callable[[WeightedLoss], nn.Cell]) -> Eager | Compiled:
-        """Return what runs a cell around the loss, op by op or compiled."""
         network, structure = self.network, rows.structure
 
         def build() -> nn.Cell:
-            cell = make(network.loss_of(structure))
+            loss = network.loss_of(structure)
+            loss.reports = False
+            cell = GradientOfRows(loss, self.parameters) if of_gradient else loss
             cell.phase = "predict"
             return cell
 
-        key = (kind, self.eager, self.evaluated, structure)
+        key = (of_gradient, self.eager, self.evaluated, structure)
         if key not in self.runs and self.eager:
             with op_by_op():  # A gradient function that is built in GRAPH mode is compiled.
-                self.runs[key] = Eager(build(), kind == "gradient")
+                self.runs[key] = Eager(build(), of_gradient)
         elif key not in self.runs:
-            axes = (None, *rows.axes) if kind == "loss" else None
+            axes = None if of_gradient else (None, *rows.axes)
             self.runs[key] = Compiled(build, _OWNER, "the network", network.network, open_axes=axes)
-        return self.runs[key]
-
-
-class LossOfRows(nn.Cell):
-    """The loss of some rows: a mean times ``share`` and ``share``, or a sum and its weight."""
-
-    def __init__(self, loss: WeightedLoss) -> None:
-        super().__init__(auto_prefix=False)
-        self.loss = loss
-
-    def construct(self, share: Tensor, *tensors: object) -> tuple[Tensor, Tensor]:
-        sums = self.loss(share, *tensors)
-        return sums[0], sums[1]
+        found: tuple[Tensor, ...] = self.runs[key](Tensor(share, ms.float32), *rows.tensors)
+        return found
 
 
 class GradientOfRows(nn.Cell):
-    """The gradient of the loss of some rows that have a share of a batch."""
+    """The gradient of the loss of some rows."""
 
     def __init__(self, loss: WeightedLoss, parameters: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
-        self.gradient = ops.grad(LossOfRows(loss), None, parameters, has_aux=True)
+        self.gradient = ops.grad(loss, None, parameters, has_aux=True)
 
     def construct(self, share: Tensor, *tensors: object) -> tuple[Tensor, ...]:
         grads: tuple[Tensor, ...] = self.gradient(share, *tensors)[0]

@@ -17,8 +17,9 @@ from step_probe import Around
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TokenMeanLoss, TrainOneStepCell
 from ms_gradaccum.backend.kept_state import KeptTensors, kept
 from ms_gradaccum.batch.rows import Rows
+from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.training import loss_check
-from ms_gradaccum.training.loss_check import LossCheck, LossOfRows
+from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.settings import StepSettings
 
 NAME = "For 'GradAccumulation', the loss should be a mean over rows, but "
@@ -205,7 +206,7 @@ def compilations_of(cell, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(nn.Cell, "compile", lambda self, *args: (compiled.append(type(self)), original(self, *args))[1])
         said = said_by(lambda: step_of(cell)(Tensor(X), Tensor(Y)))
-    return LossOfRows in compiled, said
+    return RowWeight in compiled, said
 
 
 def test_a_loss_that_is_right_op_by_op_is_not_compiled_to_be_measured(monkeypatch):
