@@ -50,8 +50,7 @@ class Rows(NamedTuple):
 
         The rows are those that differ most in what fills them up: padding, ignored labels and the zeros of a mask are
         the smallest or the largest value of a tensor. Full and empty ones are in different halves, or mixed. Halves
-        have as many rows as each other, so that two lengths do for a graph that takes no others. The three parts are a
-        mixed half and what the other one has of each half; None if there are too few rows.
+        are equally long. The three parts are a mixed half and the rest of each half; None if there are too few rows.
         """
         filled = sum(_filled(*pair, self.size) for pair in zip(self.sources, self.axes))
         order = np.argsort(filled, kind="stable")

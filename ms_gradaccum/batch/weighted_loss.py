@@ -94,17 +94,13 @@ class WeightedLoss(nn.Cell):
     The ``structure`` is that of flattened inputs. Further ``losses`` are treated as GradAccumulation says.
     """
 
-    # True if the weight is the number of rows, False if the network returns it.
-    counts_rows = False
-    # True if it stands for a loss of the whole batch, see grad_cache_loss.py.
-    is_cached = False
+    counts_rows = False  # True if the weight is the number of rows, False if the network returns it.
+    is_cached = False  # True if it stands for a loss of the whole batch, see grad_cache_loss.py.
 
     def __init__(self, network: nn.Cell, structure: object = None, losses: str | None = None) -> None:
         super().__init__(auto_prefix=False)
-        self.network = network
-        self.losses = losses
-        # True if further losses are reported.
-        self.reports = losses is not None
+        self.network, self.losses = network, losses
+        self.reports = losses is not None  # True if further losses are reported.
         self.structure = None if structure is None or is_flat(structure) else unflattener(structure)
 
     def outputs(self, tensors: tuple[object, ...]) -> Any:

@@ -149,9 +149,7 @@ class LossCheck:
         return self.measure_cuts(cuts, parts, gradient=number == 1 and not self.half)
 
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
-        """Return why the loss cannot be trained in so many parts, as the first of these cuts in halves that shows it.
-
-        They may follow a cut in three parts. If the losses show nothing, gradients can be compared as well.
+        """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it.
 
         A loss that is right op by op is right in a graph, and needs no compilation. Anything else is measured as the
         training runs the network. Several processes do that at once: an error of one would leave the others alone.
@@ -174,7 +172,7 @@ class LossCheck:
         """Measure with the cells of these names in evaluation mode."""
         self.evaluated = evaluated
         try:
-            # An infinite loss or gradient is found by others, and one beyond 16 bits is no error.
+            # A loss or a gradient may be infinite, or beyond 16 bits.
             with kept(self.network.network, self._is_copied) as state, np.errstate(all="ignore"):
                 state.evaluate(evaluated)
                 return self._judge_all(state, cuts, parts, gradient)

@@ -179,8 +179,7 @@ class AddMicroBatch(nn.Cell):
 class MicroStep(nn.Cell):
     """Forward and backward of one micro batch, added into the buffers, as one graph."""
 
-    # True if MindSpore's thread pool runs it, see cpu.py.
-    in_thread_pool = False
+    in_thread_pool = False  # True if MindSpore's thread pool runs it, see cpu.py.
 
     def __init__(
         self, micro_loss: MicroLoss, parameters: ParameterTuple, adding: AddMicroBatch, backward_start: BackwardStart
@@ -212,10 +211,8 @@ class EagerMicroStep:
     A network that adds its gradients up itself hands them over in the last micro batch of a window (``is_last``).
     """
 
-    # The structure of the inputs of the current batch, from `flatten`.
-    structure: Hashable = None
-    # True once the last call has started to add gradients.
-    has_run = False
+    structure: Hashable = None  # That of the inputs of the current batch, from `flatten`.
+    has_run = False  # True once the last call has started to add gradients.
 
     def __init__(
         self,

@@ -45,12 +45,9 @@ _LOGGER = logging.getLogger("ms_gradaccum")
 class MicroSteps:
     """The micro steps of the batches of a network."""
 
-    # True once the network, and a batch that is split, have been checked in this training.
-    has_begun = has_split = False
-    # True if the last batch may have added something before it failed.
-    has_added = False
-    # The micro batches of the last batch whose collectives other ranks may still wait in; -1 before the count.
-    rounds = -1
+    has_begun = has_split = False  # True once the network, and a batch that is split, have been checked.
+    has_added = False  # True if the last batch may have added something before it failed.
+    rounds = -1  # The micro batches in whose collectives other ranks may still wait; -1 before the count.
 
     def __init__(
         self, network: nn.Cell, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
@@ -76,7 +73,6 @@ class MicroSteps:
             self.first_pass = FirstPass(owner, network, self.cell, self.all_parameters, reducers[0], half)
         # The keys are the structure of the inputs, nearly always a single one, and whether the sums are reduced.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
-        # The keys say whether the sums are reduced.
         self.eager: dict[bool, EagerMicroStep] = {}
         # The first inputs of a micro step by the backward start, its rows and those of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
@@ -87,8 +83,7 @@ class MicroSteps:
         self.empty_step = EmptyStep(reducers)
         self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
         self.loss_check = LossCheck(network, self.all_parameters, settings, half, reducers[0].several)
-        # The forward passes of rows would communicate, too.
-        self.loss_check.is_done |= self.comes_reduced
+        self.loss_check.is_done |= self.comes_reduced  # The forward passes of rows would communicate, too.
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         """Return the compiled cells, which have a mode and settings of their own."""

@@ -16,12 +16,9 @@ class Step(nn.Cell):
     """The body of a `TrainOneStepCell`, which need not ask which one it has. Here each call ends its window."""
 
     accumulation_steps = 1
-    # True if a Model leaves windows open at the end of its data.
-    is_carried = False
-    # True if the optimizer belongs to no step that was built later.
-    has_claims = True
-    # True as long as a loss that should be measured has not been.
-    is_unmeasured = False
+    is_carried = False  # True if a Model leaves windows open at the end of its data.
+    has_claims = True  # True if the optimizer belongs to no step that was built later.
+    is_unmeasured = False  # True as long as a loss that should be measured has not been.
 
     def __init__(self, network: nn.Cell, settings: StepSettings, events: Events) -> None:
         super().__init__(auto_prefix=False)

@@ -49,8 +49,7 @@ class WindowEnd(nn.Cell):
         self.handed_scale = scale_for(owner, optimizer, loss_scale)
         self.learning_rate = LearningRate(optimizer)
         self.clip = clip
-        # True if the optimizer runs op by op in the current window.
-        self.eager = False
+        self.eager = False  # True if the optimizer runs op by op in the current window.
         self.update = Update(optimizer, MeanGradients(clip, reducer, loss_scale, self.handed_scale))
         self.run_partial_report = Compiled(lambda: Method(self, "partial_report"), owner, "the report")
         # The keys say whether the ranks reduce the sums in it, and whether it has the learning rate, a user's code.
@@ -60,8 +59,7 @@ class WindowEnd(nn.Cell):
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
-        # Errors inside graphs have been tried on CPU alone.
-        self.can_raise = device_target() == "CPU"
+        self.can_raise = device_target() == "CPU"  # Errors inside graphs have been tried on CPU alone.
         self.broken = broken_gradient(owner)
         # True if the loss scale was too large for the last window, or for a micro batch that was left out.
         self.is_bad = Tensor(False)
@@ -69,8 +67,7 @@ class WindowEnd(nn.Cell):
     def report(self, reduces: bool, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
         """Run the first half as part of a graph, after ``done``: all but clip, optimizer and clear.
 
-        Return whether the loss scale was too large, then the items of a StepOutput. Inside graphs they are a plain
-        tuple: strict syntax knows no NamedTuple.
+        Return whether the loss scale was too large, then the items of a StepOutput, which no graph knows.
         """
         reduced = ops.depend(self.reducer.reduce(), done) if reduces else done
         loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
