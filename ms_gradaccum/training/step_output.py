@@ -127,12 +127,12 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     @cached_property
     def is_updated(self) -> bool:
         """True if this call ran the optimizer: `updated`, read once."""
-        return bool(self.updated.asnumpy())
+        return bool(self._further[0].asnumpy())
 
     @cached_property
     def has_overflow(self) -> bool:
         """True if the window's gradient had an Inf or a NaN: `overflow`, read once."""
-        return bool(self.overflow.asnumpy())
+        return bool(self[1].asnumpy())
 
     @property
     def ends_window(self) -> bool:
