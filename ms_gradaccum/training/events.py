@@ -11,16 +11,14 @@ NAMES = ("on_micro_batch_begin", "on_micro_batch_end", "on_update_begin", "on_up
 
 
 class StepEvent(NamedTuple):
-    """Argument of a callback at the begin or end of a micro batch or an update. All counts are those of this process
-    since its training step was built.
+    """Argument of a callback at the begin or end of a micro batch or an update.
 
     Attributes:
-        batch: Number of the current batch, from 1 on.
+        batch: Number of the current batch in this process since its training step was built, from 1 on.
         micro_batch: Number of the micro batch in its batch, from 0 on; None for an update.
         rows: Rows of the micro batch; None for an update, and for gradients that the caller has taken.
         updates: Updates made so far. At the end of an update it is among them, unless it was skipped.
-        skipped_updates: Windows whose update was skipped so far, for a gradient with an Inf or a NaN or for want of
-            weight.
+        skipped_updates: Windows skipped so far, for an Inf or a NaN in the gradient or for want of weight.
         output: Report on the window, at the end of an update; None otherwise.
 
     Examples:
@@ -173,10 +171,9 @@ class Observed:
                 callback.attach(self)
 
     def add_callback(self, callback: StepCallback) -> None:
-        """Call those of the callback's methods `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and
-        `on_update_end` that it has, each with a :class:`StepEvent`; of several networks, for each of them.
+        """Call a callback's methods `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and `on_update_end`.
 
-        They are called from Python, so not inside a larger graph (data sink mode, a compiled function).
+        Each gets a :class:`StepEvent`, for each network. A larger graph (data sink mode) does not call them.
 
         Args:
             callback (object): Anything with at least one of these methods, for example a :class:`MetricsLogger`.

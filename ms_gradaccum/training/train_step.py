@@ -327,9 +327,9 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         return self.body.run(args, kwargs, super().__call__)
 
     def join(self) -> StepOutput:
-        """Join the collectives of a batch with no local data, once this process has run out of data.
+        """Join the collectives of a batch with no local data, which counts as a batch of the window.
 
-        It counts as a batch of the window. All other processes must call the step at the same time.
+        All other processes must call the step, or join, at the same time.
         """
         self.check_claims()
         self.events.batches += 1
@@ -342,7 +342,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     def flush(self) -> StepOutput | None:
         """Apply an unfinished window, divided by its true weight. Return None if there is none.
 
-        Of several processes all must call it: one whose window is empty adds nothing to the others'.
+        All processes must call it, with an empty window too.
         """
         self.check_claims()
         return self.body.flush()
