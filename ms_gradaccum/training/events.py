@@ -171,7 +171,7 @@ class Observed:
                 callback.attach(self)
 
     def add_callback(self, callback: StepCallback) -> None:
-        """Call a callback's methods `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and `on_update_end`.
+        """Call those of `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and `on_update_end` that it has.
 
         Each gets a :class:`StepEvent`, for each network. A larger graph (data sink mode) does not call them.
 
