@@ -171,9 +171,10 @@ class Observed:
                 callback.attach(self)
 
     def add_callback(self, callback: StepCallback) -> None:
-        """Call those of `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and `on_update_end` that it has.
+        """Call those methods of the callback that have the names of events, each with a :class:`StepEvent`.
 
-        Each gets a :class:`StepEvent`, for each network. A larger graph (data sink mode) does not call them.
+        The events are `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and `on_update_end` of each
+        network. A larger graph (data sink mode, a compiled function) has none.
 
         Args:
             callback (object): Anything with at least one of these methods, for example a :class:`MetricsLogger`.
