@@ -109,16 +109,12 @@ class ClipByGlobalNorm(Settled, nn.Cell):
 
     def factor(self, norm: Tensor, max_norm: Tensor | None = None) -> Tensor:
         """Return the factor for all gradients of this norm."""
-        limit = self.limit_or(max_norm)
+        limit = Tensor(self.max_norm, ms.float32) if max_norm is None else max_norm
         return limit / ops.maximum(norm, limit)
-
-    def limit_or(self, max_norm: Tensor | None) -> Tensor:
-        """Return the limit of this call: ``max_norm`` if given, else that of the cell."""
-        return Tensor(self.max_norm, ms.float32) if max_norm is None else max_norm
 
     def norm_after(self, norm: Tensor, max_norm: Tensor | None = None) -> Tensor:
         """Return the norm after clipping."""
-        return ops.minimum(norm, self.limit_or(max_norm))
+        return ops.minimum(norm, Tensor(self.max_norm, ms.float32) if max_norm is None else max_norm)
 
 
 class ClipByValue(Settled, nn.Cell):

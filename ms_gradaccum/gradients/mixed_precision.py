@@ -58,7 +58,7 @@ class MixedPrecision:
         growth_interval (int): Clean windows until the scale grows. Default: ``2000``.
         reduce_dtype (Union[mindspore.dtype, str]): The dtype in which several processes reduce their gradients:
             ``float32``, ``float16`` or ``bfloat16``. 16 bits halve the messages and round each process's part of the
-            scaled mean gradient; loss and weight stay in float32. Keyword only. Default: ``mindspore.float32``.
+            scaled mean gradient. Keyword only. Default: ``mindspore.float32``.
         loss_scale (Union[LossScaler, LossScaleManager, None]): An object of ``mindspore.amp`` that chooses the scale
             instead of the four arguments above. It is asked once per window. With
             ``FixedLossScaleManager(scale, drop_overflow_update=False)`` no window is skipped, and an optimizer with a

@@ -21,9 +21,8 @@ class DataParallel:
             sums and optimizer as ``HSDP(threshold=0, optimizer_level="level2")`` does. The name is that of Hugging Face
             Accelerate's ``GradientAccumulationPlugin``. Default: ``False``.
         overlap (bool): Whether the last micro batch of a window adds up its gradients over the ranks while its backward
-            pass goes on, as PyTorch's DistributedDataParallel does, where a device computes and communicates at a
-            time. That takes one more graph of the network to be compiled; where PYNATIVE mode runs the network op by
-            op, the messages follow the backward pass. Default: ``False``.
+            pass goes on, as PyTorch's DistributedDataParallel does. That takes one more graph of the network; op by op,
+            the messages follow the backward pass. Default: ``False``.
         check_weights (bool): Whether to compare a hash of the weights over the ranks after each update and raise a
             RuntimeError if they differ; for debugging. Default: ``False``.
 
@@ -66,18 +65,10 @@ class HSDP:
     The name and the arguments are those of ``AutoParallel.hsdp``; the idea is that of ZeRO (Rajbhandari et al., 2020),
     stage 1, with the hybrid groups of PyTorch's HSDP.
 
-    ==========  ===============  ===================  ====================
-    level       optimizer state  sums of a window     weights
-    ==========  ===============  ===================  ====================
-    ``level1``  sharded          whole, then sharded  whole
-    ``level2``  sharded          sharded              whole
-    ``level3``  sharded          sharded              whole (with a warning)
-    ==========  ===============  ===================  ====================
-
-    Shards are rows of axis 0. With ``level1`` an update costs a reduce-scatter of the sums and an all-gather of the
-    weights inside each group and, if there are several groups, an all-reduce of the shards across them. With ``level2``
-    each micro batch costs the reduce-scatter. Sharding the weights too takes the compiler's HSDP, inside
-    ``AutoParallel`` on Ascend or GPU.
+    Shards are rows of axis 0. ``level1`` shards the optimizer's state: an update costs a reduce-scatter of the sums, an
+    all-gather of the weights inside each group and, if there are several groups, an all-reduce of the shards across
+    them. ``level2`` shards the sums, too, and each micro batch costs the reduce-scatter. ``level3`` is the same with a
+    warning: sharding the weights takes the compiler's HSDP, inside ``AutoParallel`` on Ascend or GPU.
 
     Args:
         shard_size (int): Number of ranks that share one copy. It divides the number of ranks. ``-1``: all ranks.
