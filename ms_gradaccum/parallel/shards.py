@@ -182,7 +182,7 @@ def _assign_rows(index: int, shard: Parameter, whole: Tensor) -> Tensor:
 
 def check_shardable(optimizer: nn.Cell) -> None:
     """Raise unless each row of a parameter can be updated from the same row of the gradient and the state."""
-    remedy = "Use an optimizer that works element by element, or DataParallel()."
+    remedy = "Use an optimizer that works element by element, or DataParallel() without sync_each_batch."
     if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
         got = f"{type(optimizer).__name__}, which looks at whole parameters"
         raise ValueError(argument_error(_HSDP, "optimizer", "one that works element by element", got, remedy))

@@ -66,7 +66,7 @@ def test_optimizers_that_look_at_whole_parameters_are_refused(build):
     text = (
         f"For 'HSDP', the argument 'optimizer' must be one that works element by element, but got "
         f"{type(optimizer).__name__}, which looks at whole parameters. Use an optimizer that works element by element, "
-        f"or DataParallel()."
+        f"or DataParallel() without sync_each_batch."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         check_shardable(optimizer)
