@@ -11,7 +11,7 @@ from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, ReduceTogether, in_buckets
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
-from ms_gradaccum.parallel.layout import Layout, Traffic
+from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
 
 
@@ -38,10 +38,6 @@ class GradientReducer(nn.Cell):
         self.overlaps = False
         # For each sharded parameter, by name, the function that gathers its whole value.
         self.gathers: dict[str, Callable[[object], Tensor]] = {}
-
-    def messages(self, norm_passes: int = 1) -> Traffic:
-        """Return the messages of this rank for a number of passes over the gradients for norms."""
-        return Traffic()
 
     def most(self, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""
@@ -134,9 +130,6 @@ class DataParallelReducer(GradientReducer):
         self.further = ParameterTuple(buffer.totals()[2:])
         self.check_weights = settings.check_weights
         self.overlaps = isinstance(settings, DataParallel) and settings.overlap
-
-    def messages(self, norm_passes: int = 1) -> Traffic:
-        return self.layout.messages(norm_passes)
 
     def most(self, count: int) -> int:
         return max(gather_counts(count))

@@ -108,7 +108,7 @@ def train_and_look_at_the_graphs(name, kind):
     network, step = build_step(clip=CLIPS["norm"](), parallel=kind)
     with mock.patch.object(_cell_graph_executor, "compile", note):
         record(f"{name}, norm", network, step.optimizer, train_batches(step, range(STEPS), rank, size))
-    traffic = step.body.reducer.messages()
+    traffic = step.body.reducer.layout.messages()
     results[f"graphs {name}"] = {
         "sent": collectives_in(cells),
         "described": sorted(message.operator for message in traffic.per_micro_batch + traffic.per_update),
@@ -185,7 +185,7 @@ def messages_of(kind, micro_size, clip=None):
     step = TrainOneStepCell(loss_cell, nn.SGD(parameters, 0.1), **settings)
     sent = count_in(step)
     kept = {total.name: total.nbytes for total in (*step.body.buffer.sums, *step.body.reducer.sums)}
-    traffic = step.body.reducer.messages(check_clip("test", clip).norm_passes)
+    traffic = step.body.reducer.layout.messages(check_clip("test", clip).norm_passes)
     return {
         "sent": sent,
         "planned": plan.window_messages,
@@ -210,7 +210,7 @@ def unforeseen_messages_of(kind):
     sums = [*step.body.buffer.sums, *step.body.reducer.sums]
     return {
         "sent": sent,
-        "described": step.body.reducer.messages().of_window(1, 4),
+        "described": step.body.reducer.layout.messages().of_window(1, 4),
         "kept": sum({total.name: total.nbytes for total in sums}.values()),
         "kept by description": step.body.reducer.layout.sum_bytes,
     }

@@ -156,7 +156,7 @@ def count_messages():
     del sizes[:]
     with mock.patch.object(reduced, "gather_counts", lambda count: counts.append(count) or gather(count)):
         train(network, accumulator, 3, 1, first=3)
-    planned = reducer.messages().of_window(3, 3)
+    planned = reducer.layout.messages().of_window(3, 3)
     results["messages"] = [sizes, counts, [[each.operator, each.nbytes] for each in planned]]
 
 
