@@ -17,11 +17,6 @@ def device_target() -> str:
     return _stand_in_for or ms.get_context("device_target")
 
 
-def stands_in() -> bool:
-    """Return whether cells are being built for a simulated device."""
-    return _stand_in_for is not None
-
-
 @contextmanager
 def built_for(target: str) -> Iterator[None]:
     """Build cells for ``target``, while operators still run on the device of this process."""

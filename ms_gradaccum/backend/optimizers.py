@@ -187,7 +187,10 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
     MindSpore documents this use for ``FixedLossScaleManager(scale, drop_overflow_update=False)``: its step leaves the
     gradients scaled, and the optimizer is built with the scale.
     """
-    own = _divisor_of(inner_optimizer(optimizer))
+    inner = inner_optimizer(optimizer)
+    # Some packages store only the reciprocal of the divisor.
+    stored = hasattr(inner, "loss_scale")
+    own = float(inner.loss_scale) if stored else 1.0 / _floats(getattr(inner, "reciprocal_scale", 1.0))[0]
     if loss_scale.is_left_to_optimizer:
         return own
     if own != 1.0 and loss_scale.scales:
@@ -197,13 +200,6 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
             f"drop_overflow_update=False)."
         )
     return 1.0
-
-
-def _divisor_of(optimizer: nn.Cell) -> float:
-    """Return the divisor that an optimizer applies to gradients. Some packages store only its reciprocal."""
-    if hasattr(optimizer, "loss_scale"):
-        return float(optimizer.loss_scale)
-    return 1.0 / _floats(getattr(optimizer, "reciprocal_scale", 1.0))[0]
 
 
 class LearningRate(nn.Cell):

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import Parameter, amp, nn
 
 from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int
-from ms_gradaccum.backend.device import multiply, stands_in
+from ms_gradaccum.backend.device import device_target, multiply
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
 _OWNER = "MixedPrecision"
@@ -192,11 +192,11 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
     if settings is None:
         return Precision("O0", ms.float32, NoLossScale(), "None", ms.float32)
     scale: NoLossScale = NoLossScale()
-    if settings.dtype == ms.bfloat16 and not stands_in():
+    if settings.dtype == ms.bfloat16 and device_target() == ms.get_context("device_target"):
         try:
             multiply(ms.bfloat16)
         except Exception as error:
-            rule, got = "one that the device has", f"bfloat16 on {ms.get_context('device_target')}"
+            rule, got = "one that the device has", f"bfloat16 on {device_target()}"
             remedy = "Use float16 here, for example mixed_precision='fp16'."
             raise ValueError(argument_error(owner, "mixed_precision", rule, got, remedy)) from error
     if settings.loss_scale is not None:
