@@ -10,18 +10,11 @@ from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
 from ms_gradaccum.gradients.non_finite import check_can_drop
+from ms_gradaccum.parallel import reduced
 from ms_gradaccum.parallel.agreement import settings_of, shapes_of, structure_of
 from ms_gradaccum.parallel.collectives import check_sent
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, check_kind, choose_kind
 from ms_gradaccum.parallel.layout import Layout, Ranks, layout_of
-from ms_gradaccum.parallel.reduced import (
-    ReducedReducer,
-    check_reducing,
-    check_state,
-    schedulers_of,
-    shard_size_of,
-    whole,
-)
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.shards import ShardedReducer, check_shardable
@@ -33,9 +26,9 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
     check_kind(owner, parallel)
     _check_not_wrapped(owner, network)
     world = current_world(owner)
-    schedulers = schedulers_of(network)
+    schedulers = reduced.schedulers_of(network)
     if schedulers:
-        return check_reducing(owner, parallel, network, schedulers)
+        return reduced.check_reducing(owner, parallel, network, schedulers)
     if world.size == 1:
         return None
     tell_peers_of_failure(owner, world)
@@ -97,7 +90,7 @@ def build_reducers(
         layout = reducer_layout(kind, parameters, ranks, totals.sizes, dtype)
         buffer = GradientBuffer(parameters, dense_only, layout.buffer_shapes, totals)
         if isinstance(kind, Reduced):
-            reducers.append(ReducedReducer(optimizer, buffer, layout, world.rank, kind, network))
+            reducers.append(reduced.ReducedReducer(optimizer, buffer, layout, world.rank, kind, network))
         else:
             reducer = DataParallelReducer if layout.group.size == 1 else ShardedReducer
             reducers.append(reducer(optimizer, buffer, layout, world.rank, kind))
@@ -119,7 +112,7 @@ def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dt
     check_sent(owner, dtype)
     check_parameters_sent(owner, optimizer.parameters)
     if isinstance(kind, Reduced):
-        check_state(owner, optimizer)
+        reduced.check_state(owner, optimizer)
     lookup = sparse_lookup(network) if kind.sync_each_batch else None
     if lookup is not None:
         remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
@@ -147,9 +140,9 @@ def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     for cell in (network, optimizer):
         cell.init_parameters_data()
     parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
-    if any(shard_size_of(item) > 1 for item in optimizer.parameters):
+    if any(reduced.shard_size_of(item) > 1 for item in optimizer.parameters):
         # The state belongs to the shards, which differ by design.
-        parameters = {item.name: item for item in whole(network.get_parameters())}
+        parameters = {item.name: item for item in reduced.whole(network.get_parameters())}
     if broadcast_parameters(parameters.values()):
         warn(
             f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
@@ -169,6 +162,6 @@ def reducer_layout(
     Scalars of these sizes are reduced besides the sums. ``kind`` is None for one process.
     """
     kind = DataParallel() if kind is None else kind
-    shares = tuple(shard_size_of(each) / world.size for each in tensors) if isinstance(kind, Reduced) else ()
+    shares = tuple(reduced.shard_size_of(each) / world.size for each in tensors) if isinstance(kind, Reduced) else ()
     size = world.size if kind.shard_size == -1 else kind.shard_size
     return layout_of(tensors, scalars, world, dtype, size, kind.threshold, kind.sync_each_batch, shares)
