@@ -25,24 +25,16 @@ def hosts() -> State:
     return {"python": [version, list(words), gauss], "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
 
-def checked(saved: Any, what: str) -> State:
+def checked(saved: Any, what: str, has_device: bool = True) -> State:
     """Return ``saved`` as states for `put`. Raise if it is invalid; nothing is changed in either case."""
-    state = checked_hosts(saved, what)
-    words = saved.get("mindspore")
-    if not isinstance(words, list) or not all(isinstance(word, int) and 0 <= word < 256 for word in words):
-        raise DamagedState(f"{what} has no state of MindSpore's random generator")
-    if len(words) != ms.get_rng_state().size:
-        raise DamagedState(f"{what} has the state of another version's random generator")
-    return {**state, "mindspore": words}
-
-
-def checked_hosts(saved: Any, what: str) -> State:
-    """Return ``saved`` as states for `put_hosts`. Raise if it is invalid."""
     try:
         _set(saved, random.Random(), np.random.RandomState())
+        words = list(bytes(list(saved["mindspore"]))) if has_device else []
     except (IndexError, KeyError, OverflowError, TypeError, ValueError):
         raise DamagedState(f"{what} has no states of random generators") from None
-    return {"python": saved["python"], "numpy": saved["numpy"]}
+    if has_device and len(words) != ms.get_rng_state().size:
+        raise DamagedState(f"{what} has the state of another version's random generator")
+    return {"python": saved["python"], "numpy": saved["numpy"]} | ({"mindspore": words} if has_device else {})
 
 
 def _set(state: Any, python: Any, numpy: Any) -> None:

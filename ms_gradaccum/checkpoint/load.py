@@ -105,7 +105,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Found:
         random = random_state.checked(numbers.get("random"), "the state")
         if not isinstance(numbers.get("data"), list):
             raise DamagedState("the state does not say where in its data it was saved")
-        places = [PassPlace.of_json(place, len(everyone))._replace(random_now=random) for place in numbers["data"]]
+        places = [PassPlace.of_json(place, len(everyone), random) for place in numbers["data"]]
         # An open window continues on all ranks, also on those that did not save.
         windows = [{**its, "batches": max(counts)} for its, counts in zip(numbers["windows"], zip(*batches))]
         contents.load_state_dict({**numbers, "windows": windows})

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 from mindspore import Tensor, nn
 
@@ -16,7 +16,9 @@ from ms_gradaccum._checks import (
     check_cell,
     check_choice,
     check_tensor,
+    listed,
     refuse_unknown,
+    require,
     typed,
 )
 from ms_gradaccum.backend.optimizers import check_claims, claim_optimizers
@@ -34,6 +36,9 @@ from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
 _OWNER = "Accumulator"
 # The reduction of the caller's loss over its rows.
 _Reduction = Literal["mean", "sum"]
@@ -41,8 +46,8 @@ _Reduction = Literal["mean", "sum"]
 _Outputs = StepOutput | tuple[StepOutput, ...] | None
 _A = TypeVar("_A")
 _B = TypeVar("_B")
-_C = TypeVar("_C")
-_D = TypeVar("_D")
+if TYPE_CHECKING:
+    _Others = TypeVarTuple("_Others")
 
 
 class Accumulator(Settled, Uncopied, nn.Cell, Observed):
@@ -58,11 +63,9 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
                 accumulator.zero_grad()
 
     No loss needs to be divided: the update has the mean gradient over all rows (or tokens) of its window, and of all
-    processes. In all batches but the last of a window, `clip_grad_norm`, `step` and `zero_grad` do nothing.
-
-    MindSpore's mode says whether networks and optimizers are compiled (GRAPH mode) or run op by op (PYNATIVE mode),
-    unless `compile` does. The cells keep their training mode: with BatchNorm or Dropout, call ``network.set_train()``
-    before the first batch, and with `mixed_precision` before the Accumulator is built.
+    processes. In all batches but the last of a window, `clip_grad_norm`, `step` and `zero_grad` do nothing. The cells
+    keep their training mode: with BatchNorm or Dropout, call ``network.set_train()`` before the first batch, and with
+    `mixed_precision` before the Accumulator is built.
 
     With MindSpore's functional idiom, call the accumulator in place of the optimizer:
 
@@ -95,8 +98,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
           `mixed_precision` those of ``accumulator.scale(loss)``, since a small gradient of `loss` itself is 0 in
           half precision.
         - **weight** (Union[int, float]) - The number of rows or tokens of the batch. Default: ``1.0``.
-        - **loss** (Union[Tensor, float], optional) - The batch's loss, for the report. Default: ``None``, a report
-            without one.
+        - **loss** (Union[Tensor, float], optional) - The batch's loss, for the report. Default: ``None``.
         - **reduction** (str) - ``"mean"`` if `grads` and `loss` are means over `weight` rows, ``"sum"`` if they are
           sums. Default: ``"mean"``.
         - **network** (Cell, optional) - The network that they belong to, of several. Default: ``None``.
@@ -150,33 +152,22 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         self.config = merge_config(_OWNER, accumulation_steps, config)
         pairs = pair_networks(network, optimizer)
         check_scale_of_each(_OWNER, mixed_precision, len(pairs))
-        settings = [
-            StepSettings.checked(
-                _OWNER,
-                clip=clip,
-                mixed_precision=mixed_precision,
-                parallel=parallel,
-                bad_micro_batch=bad_micro_batch,
-                compile=self.config.compile if compile is None else compile,
-                check_loss=check_loss,
-            )
-            for _ in pairs  # Each network has a loss scale of its own.
-        ]
+        options: dict[str, Any] = {"clip": clip, "mixed_precision": mixed_precision, "parallel": parallel}
+        options |= {"bad_micro_batch": bad_micro_batch, "compile": compile, "check_loss": check_loss}
+        # Each network has a loss scale of its own.
+        settings = [StepSettings.checked(_OWNER, **options) for _ in pairs]
         self.events = Events(_OWNER)
         # The windows of the networks, with their sums, optimizers and loss scales.
         self.windows = [TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)]
         claim_optimizers(self.windows)
         self.window = LoopWindow(self.config, self.windows, self.events)
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
-        self.in_graph = self._window_in_graph()
+        # The cell of this loop inside a larger graph, which supports one network with one optimizer.
+        first, end = self.windows[0], self.windows[0].ends[0]
+        is_single = len(self.windows) == len(first.ends) == 1 and self.config.schedule is None
+        steps = self.config.accumulation_steps
+        self.in_graph = GraphWindow(first.add_grads_cell, end, steps) if is_single else None
         self._is_built = True
-
-    def _window_in_graph(self) -> GraphWindow | None:
-        """Return the cell of this loop inside a larger graph, which supports one network with one optimizer."""
-        first = self.windows[0]
-        if len(self.windows) > 1 or len(first.ends) > 1 or self.config.schedule is not None:
-            return None
-        return GraphWindow(first.add_grads_cell, first.ends[0], self.config.accumulation_steps)
 
     def set_train(self, mode: bool = True) -> "Accumulator":
         """Set the mode of the networks and all cells in them, see ``nn.Cell.set_train``."""
@@ -200,15 +191,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     @overload
     def prepare(self, first: _A, /) -> _A: ...
     @overload
-    def prepare(self, first: _A, second: _B, /) -> tuple[_A, _B]: ...
-    @overload
-    def prepare(self, first: _A, second: _B, third: _C, /) -> tuple[_A, _B, _C]: ...
-    @overload
-    def prepare(self, first: _A, second: _B, third: _C, fourth: _D, /) -> tuple[_A, _B, _C, _D]: ...
-    @overload
-    def prepare(
-        self, first: _A, second: _B, third: _C, fourth: _D, fifth: object, /, *others: object
-    ) -> tuple[object, ...]: ...
+    def prepare(self, first: _A, second: _B, /, *others: "Unpack[_Others]") -> "tuple[_A, _B, Unpack[_Others]]": ...
     def prepare(self, *objects: object) -> object | tuple[object, ...]:
         """Return datasets that know their last batch, and learning rate schedulers that step once per update.
 
@@ -247,7 +230,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """Return the context of one batch. It is known from its beginning whether it ends the window.
 
         Args:
-            networks (Cell): The networks, as for Accelerate. They are ignored: all networks share the window.
+            networks (Cell): Accepted as Accelerate does, and ignored: all networks share the window.
         """
         for each in networks:
             check_cell(_OWNER, "networks", each, "Write 'with accumulator.accumulate():'.")
@@ -330,8 +313,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip as :meth:`clip_grad_norm` does, with Accelerate's arguments; `parameters` are all trained ones."""
         self._check_all(parameters)
-        if norm_type != 2.0:
-            raise ValueError(argument_error(_OWNER, "norm_type", "2, the only norm", typed(norm_type), "Leave it out."))
+        require(norm_type == 2.0, _OWNER, "norm_type", "2, the only norm", typed(norm_type), "Leave it out.")
         return self.clip_grad_norm(max_norm)
 
     def clip_grad_value_(self, parameters: object, clip_value: float) -> Tensor | None:
@@ -347,9 +329,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         trained = [each for network in self.windows for group in network.optimizers for each in group.parameters]
         missing = [each.name for each in trained if id(each) not in given]
-        if missing:
-            got, remedy = f"none of {missing[0]!r}", "The norm is that of the whole gradient: see ClipByGroupNorm."
-            raise ValueError(argument_error(_OWNER, "parameters", rule, got, remedy))
+        remedy = "The norm is that of the whole gradient: see ClipByGroupNorm."
+        require(not missing, _OWNER, "parameters", rule, f"none of {listed([*map(repr, missing)], 1)}", remedy)
 
     def clip_grad_norm(
         self, max_norm: float, *more: NoReturn, network: nn.Cell | None = None, **unknown: NoReturn
@@ -406,9 +387,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         return _one_or_all(tuple(self.window.step(trained) for trained in chosen))
 
     def zero_grad(self, *, network: nn.Cell | None = None) -> None:
-        """Discard a full window that has not been stepped. After `step` and inside a window, it does nothing, nor
-        before `backward`, where loops for PyTorch often call it.
-        """
+        """Discard a full window that has not been stepped. After `step` and before `backward`, it does nothing."""
         for trained in chosen_of(self.windows, network):
             if self.sync_gradients and trained.is_open and (trained.has_batch or not self.window.in_batch):
                 trained.discard()

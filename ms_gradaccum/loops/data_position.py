@@ -15,7 +15,7 @@ from mindspore.dataset.core.config import _config
 from mindspore.dataset.engine.datasets import ShuffleDataset
 from mindspore.dataset.transforms.py_transforms_util import Implementation
 
-from ms_gradaccum._checks import DamagedState, State, is_count, warn
+from ms_gradaccum._checks import DamagedState, State, check_saved, is_count, warn
 from ms_gradaccum.backend import random_state
 
 # The seed that MindSpore takes for "not set".
@@ -23,24 +23,28 @@ _UNSET = 5489
 _PYTHON_INSIDE = (ds.NumpySlicesDataset, ds.PaddedDataset)
 
 
+def _is_count_or_none(value: object) -> bool:
+    return value is None or is_count(value)
+
+
+# The counts of a `PassPlace` in a state.
+_COUNTS = {
+    "epoch": lambda epoch: is_count(epoch, least=-1),
+    "batches": _is_count_or_none,
+    "length": _is_count_or_none,
+    "first_epoch": is_count,
+}
+
+
 class Sources(NamedTuple):
-    """The sources of the order of the samples of an epoch.
+    """The sources of the order of the samples of an epoch."""
 
-    Attributes:
-        seed: Seed of MindSpore's pipelines.
-        random: States of the generators of Python and NumPy.
-    """
-
-    seed: int
-    random: State
+    seed: int  # Of MindSpore's pipelines.
+    random: State  # Of the generators of Python and NumPy.
 
     @staticmethod
     def now(ranks: int) -> "Sources":
-        """Return the sources of a pass that begins now. One process without a seed gets one, which is then known.
-
-        Several processes go on with a random seed each, or, where they deal the samples among them, with a seed of
-        MindSpore's that all have.
-        """
+        """Return the sources of a pass that begins now. One process without a seed gets one, which is then known."""
         seed = ds.config.get_seed()
         if seed == _UNSET and ranks == 1:
             # A seed from the system leaves the program's own random numbers alone.
@@ -67,10 +71,9 @@ class Sources(NamedTuple):
 
     @contextmanager
     def begun(self, data: object, random_now: State | None) -> Iterator[None]:
-        """Return the context in which the first batch of a pass over ``data`` is taken.
+        """Take the first batch of a pass over ``data`` inside this context, after which the program has ``random_now``.
 
-        A resumed pass begins with these sources, and the program has ``random_now`` after it; unless the data draws
-        from Python's and NumPy's generators itself, in threads that are ahead by then.
+        Data that draws from Python's and NumPy's generators in threads is ahead by then, and keeps them.
         """
         if random_now is not None:
             random_state.put_hosts(self.random)
@@ -133,25 +136,15 @@ def rest_of(
 
 
 class PassPlace(NamedTuple):
-    """The position of a process in its data.
+    """The position of a process in its data."""
 
-    Attributes:
-        epoch: Number of the pass, from 0 on; -1 before the first one.
-        batches: Number of its batches that were taken; None between two passes.
-        length: Number of batches of a pass on this rank, if known.
-        sources: Sources of the order of the samples of this pass.
-        ranks: Number of processes that shared the data.
-        random_now: States with which Python and NumPy go on after the resumed pass has begun.
-        first_epoch: Number of the pass with which the sources began.
-    """
-
-    epoch: int
-    batches: int | None
-    length: int | None
-    sources: Sources | None
-    ranks: int = 1
-    random_now: State | None = None
-    first_epoch: int = 0
+    epoch: int  # Number of the pass, from 0 on; -1 before the first one.
+    batches: int | None  # Number of its batches that were taken; None between two passes.
+    length: int | None  # Number of batches of a pass on this rank, if known.
+    sources: Sources | None  # Sources of the order of the samples of this pass.
+    ranks: int = 1  # Number of processes that shared the data.
+    random_now: State | None = None  # States with which Python and NumPy go on after the resumed pass has begun.
+    first_epoch: int = 0  # Number of the pass with which the sources began.
 
     def as_json(self) -> State:
         """Return the place as JSON."""
@@ -159,20 +152,15 @@ class PassPlace(NamedTuple):
         return {name: getattr(self, name) for name in names} | {"sources": self.sources and self.sources._asdict()}
 
     @staticmethod
-    def of_json(saved: object, ranks: int) -> "PassPlace":
+    def of_json(saved: State, ranks: int, random_now: State) -> "PassPlace":
         """Return the place in a state that so many ranks have saved. Raise if it is invalid."""
-        what = "the state"
-        if not isinstance(saved, dict) or not is_count(saved.get("epoch"), least=-1):
-            raise DamagedState(f"{what} does not say how often its data was gone through")
-        batches, length, first_epoch = saved.get("batches"), saved.get("length"), saved.get("first_epoch")
-        if not all(value is None or is_count(value) for value in (batches, length)) or not is_count(first_epoch):
-            raise DamagedState(f"{what} does not say where in its data it was saved")
+        counts = check_saved(saved, "where in its data it was saved", _COUNTS)
         sources = saved.get("sources")
-        if sources is not None or batches is not None:
-            if not isinstance(sources, dict) or not is_count(sources.get("seed")) or sources["seed"] >= 2**32:
-                raise DamagedState(f"{what} has no seed of its data")
-            sources = Sources(sources["seed"], random_state.checked_hosts(sources.get("random"), what))
-        return PassPlace(saved["epoch"], batches, length, sources, ranks, first_epoch=int(first_epoch or 0))
+        if sources is not None or counts["batches"] is not None:
+            rules = {"seed": lambda seed: is_count(seed) and int(seed) < 2**32, "random": lambda states: True}
+            seed, states = check_saved(sources, "the seed of its data", rules).values()
+            sources = Sources(seed, random_state.checked(states, "the state", has_device=False))
+        return PassPlace(**counts, sources=sources, ranks=ranks, random_now=random_now)
 
     @property
     def next_epoch(self) -> int:
@@ -182,8 +170,7 @@ class PassPlace(NamedTuple):
     def among(self, length: int | None, ranks: int) -> "PassPlace":
         """Return the place on a rank of so many, which has ``length`` batches in a pass.
 
-        The ranks share the samples, so another number of ranks shares the rest anew, in as many batches in all. If
-        these do not divide, some samples come twice rather than never.
+        Another number of ranks shares the remaining samples anew. If they do not divide, some come twice.
         """
         if self.length is None or length is None or length == self.length:
             return self

@@ -26,21 +26,16 @@ Iterate = Callable[[Dataset], Iterable[object]]
 
 
 class PreparedData:
-    """The prepared datasets and schedulers of a loop. Its `LoopWindow` is one.
+    """The prepared datasets and schedulers of a loop. Its `LoopWindow` is one."""
 
-    Attributes:
-        in_batch: True if the program is inside a batch.
-        passes: Passes over the datasets.
-        places: Positions in a loaded state at which the datasets go on, by the number of the dataset.
-        schedulers: Learning rate schedulers.
-    """
-
+    # True if the program is inside a batch.
     in_batch = False
 
     def __init__(self) -> None:
         # Weak references, since a program may prepare anew for each pass.
         self._datasets: list[weakref.ref[PreparedDataset]] = []
         self.passes = ActivePasses()
+        # Positions in a loaded state at which the datasets go on, by the number of the dataset.
         self.places: dict[int, PassPlace] = {}
         self.schedulers: list[PreparedScheduler] = []
 
@@ -63,22 +58,20 @@ class PreparedData:
 
 
 class PreparedDataset:
-    """A dataset whose last batch is known before it is used.
+    """A dataset whose last batch is known before it is used. Each iteration over it is an epoch.
 
-    Each iteration over it is an epoch. All processes must iterate at the same time; those with fewer batches join the
-    collectives of the others' last ones.
+    All processes must iterate at the same time; those with fewer batches join the collectives of the others' last ones.
     """
 
+    epoch, at_end = -1, False
+    # For the current epoch: the batches taken, the batches that every process has, and the sources of their order.
+    batches = common = 0
+    sources: Sources | None = None
+
     def __init__(self, dataset: Dataset | Iterable[object], window: PreparedData) -> None:
-        self.dataset = dataset
-        self.window = window
+        self.dataset, self.window = dataset, window
         self.number = window.enroll(self)
-        self.epoch = -1
-        self.at_end = False
         self.handed = HandedBatches()
-        # For the current epoch: the batches taken, the batches that every process has, and the sources of their order.
-        self.batches = self.common = 0
-        self.sources: Sources | None = None
         self.ranks = current_world(_OWNER).size
         if self.ranks > 1:
             len(self)  # It raises for data without a length.
@@ -94,14 +87,12 @@ class PreparedDataset:
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # A copy does not have it yet.
             raise AttributeError(name)
-        value = getattr(self.dataset, name)
-        if not isinstance(self.dataset, Dataset):
-            if name in _ITERATORS:
-                rule, got = f"a pipeline of MindSpore's for {name}()", type(self.dataset).__name__
-                remedy = "Loop over what prepare() has returned."
-                raise AttributeError(argument_error(_OWNER, "dataset", rule, got, remedy))
-            return value
-        return functools.partial(self._call, name) if callable(value) else value
+        value, is_pipeline = getattr(self.dataset, name), isinstance(self.dataset, Dataset)
+        if name in _ITERATORS and not is_pipeline:
+            rule, got = f"a pipeline of MindSpore's for {name}()", type(self.dataset).__name__
+            remedy = "Loop over what prepare() has returned."
+            raise AttributeError(argument_error(_OWNER, "dataset", rule, got, remedy))
+        return functools.partial(self._call, name) if is_pipeline and callable(value) else value
 
     def _call(self, name: str, *args: object, **kwargs: object) -> object:
         """Call a method of the pipeline. Its iterators are prepared; a new pipeline would not be."""
@@ -120,20 +111,17 @@ class PreparedDataset:
 
     def passed(self, iterate: Iterate) -> Generator[object, None, None]:
         """Yield the batches of one epoch, which ``iterate`` takes from a pipeline of MindSpore."""
-        begin = self._begin()
-        passes = self.window.passes
+        batches, is_left = self._begin(iterate), True
         left = len(self) - self.batches if self.ranks > 1 else 0
         lengths = gather_counts(left) if self.ranks > 1 else [left]
         missing, self.common = max(lengths) - left, self.batches + min(lengths)
-        is_left = True
         try:
             # Each batch is held until the next one is there, which tells whether it is the last one.
-            for batch, following in itertools.pairwise(itertools.chain(self._batches(*begin, iterate), [_END])):
+            for batch, following in itertools.pairwise(itertools.chain(batches, [_END])):
                 self.at_end = following is _END and missing == 0
                 self.batches += 1
-                passes.enter(self.handed)
-                place = self.epoch, self.batches, self.at_end, self.sources
-                self.handed.hand_out(Handed(self.handed, batch, *place))
+                self.window.passes.enter(self.handed)
+                self.handed.hand_out(Handed(self.handed, batch, self.epoch, self.batches, self.at_end, self.sources))
                 yield batch
             is_left = False
             if self.handed.are_fetched:
@@ -144,10 +132,10 @@ class PreparedDataset:
         finally:
             self.handed.end(is_left)
             self.at_end, self.sources = False, None
-            passes.leave(self.handed)
+            self.window.passes.leave(self.handed)
 
-    def _begin(self) -> tuple[Sources, State | None]:
-        """Begin or resume a pass. Return its sources, and the random states after its beginning if it is resumed."""
+    def _begin(self, iterate: Iterate) -> Iterator[object]:
+        """Begin or resume a pass, and return its batches."""
         place, random_now = self.window.places.pop(self.number, None), None
         is_resumed, self.batches, self.sources = place is not None, 0, None
         if place is not None:
@@ -156,8 +144,7 @@ class PreparedDataset:
             if place.batches is not None:
                 self.batches, self.sources, random_now = place.batches, place.sources, place.random_now
         self.epoch += 1
-        if self.sources is None:
-            self.sources = Sources.now(self.ranks)
+        self.sources = self.sources or Sources.now(self.ranks)
         restarts = self.handed.restarts
         self.window.begin_pass(self.handed, is_resumed)
         if self.handed.restarts and not restarts:
@@ -166,7 +153,7 @@ class PreparedDataset:
                 f"the end of that one, but its last batch has ended a window. Prepare only the data whose end ends "
                 f"the loop."
             )
-        return self.sources, random_now
+        return self._batches(self.sources, random_now, iterate)
 
     def _batches(self, sources: Sources, random_now: State | None, iterate: Iterate) -> Iterator[object]:
         with sources.begun(self.dataset, random_now):
@@ -197,18 +184,13 @@ class PreparedDataset:
 
 
 class PreparedIterator:
-    """An iterator over a prepared dataset. Each loop over it is an epoch, as for an iterator of MindSpore.
+    """An iterator over a prepared dataset. Each loop over it is an epoch, as for an iterator of MindSpore."""
 
-    Args:
-        dataset: The prepared dataset.
-        iterate: Function that yields the batches of one epoch of a MindSpore pipeline.
-    """
+    current: Generator[object, None, None] | None = None
+    is_stopped = False
 
     def __init__(self, dataset: PreparedDataset, iterate: Iterate) -> None:
-        self.dataset = dataset
-        self.iterate = iterate
-        self.current: Generator[object, None, None] | None = None
-        self.is_stopped = False
+        self.dataset, self.iterate = dataset, iterate
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -232,8 +214,7 @@ class PreparedIterator:
 
     def get_col_names(self) -> list[str]:
         """Return the names of the columns."""
-        pipeline: Dataset = self.dataset.dataset
-        names: list[str] = pipeline.get_col_names()
+        names: list[str] = self.dataset.get_col_names()
         return names
 
     def stop(self) -> None:
@@ -255,13 +236,13 @@ class PreparedScheduler:
     If it is called once per epoch, outside the loop over the batches, it steps if there was an update in between.
     """
 
+    # True if it is called in each batch; then it also steps when this process joins an update.
+    follows_updates = False
+    # True if there was an update since its last step.
+    is_due = False
+
     def __init__(self, scheduler: LRScheduler | ReduceLROnPlateau | SequentialLR, window: PreparedData) -> None:
-        self.scheduler = scheduler
-        self.window = window
-        # True if it is called in each batch; then it also steps when this process joins an update.
-        self.follows_updates = False
-        # True if there was an update since its last step.
-        self.is_due = False
+        self.scheduler, self.window = scheduler, window
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # A copy does not have it yet.

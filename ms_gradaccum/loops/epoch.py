@@ -9,7 +9,7 @@ import numpy as np
 from mindspore.dataset import Dataset
 from mindspore.train.callback import Callback, LossMonitor, RunContext, _CallbackManager, _InternalCallbackParam
 
-from ms_gradaccum._checks import argument_error
+from ms_gradaccum._checks import require
 from ms_gradaccum.backend import random_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
@@ -23,52 +23,46 @@ _PASSES_ONLY = "A state knows passes over the data, and no sinks."
 class ResumingCallback(Protocol):
     """A callback that saves the states of a training. It runs after all others, since it saves their changes."""
 
-    def watching(self, model: ms.Model) -> AbstractContextManager[None]:
-        """Return the context of a training of ``model``."""
+    def watching(self, model: ms.Model) -> AbstractContextManager[None]: ...
 
-    def resume_into(self, model: ms.Model) -> None:
-        """Give ``model`` the last state that was kept, if there is one. Collective."""
+    def resume_into(self, model: ms.Model) -> None: ...
 
 
 class PassSteps(Callback):
     """The first callback of a training, which completes each step before the other callbacks see it.
 
-    A pass has as many steps on each process as it has batches on the process with the most. Processes without a batch
-    join the others in it, and their callbacks are called.
+    A pass has as many steps on each process as batches on the process with the most: the others join in them.
     """
+
+    in_pass = False
+    # True if an epoch of MindSpore's has the batches of a sink instead of those of a pass.
+    in_sinks = False
+    # The number of steps of all passes that are done.
+    done = 0
+    run_context: RunContext = None
+    sources: Sources | None = None
+    resumed: PassPlace | None = None
 
     def __init__(self, model: ms.Model, callbacks: Sequence[Callback], dataset: Dataset, first_epoch: int) -> None:
         super().__init__()
-        self.model = model
-        self.train_step = model.train_network
+        self.model, self.train_step, self.dataset, self.first_epoch = model, model.train_network, dataset, first_epoch
         self.train_step.check_claims()
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
         self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
         # The number of batches that the step has counted.
         self.batches = self.train_step.events.batches
-        self.dataset = dataset
-        self.first_epoch = first_epoch
         self.world = current_world(_OWNER)
         self.length = dataset.get_dataset_size()
         lengths = gather_counts(self.length) if self.train_step.windows[0].several else [self.length]
         # In a pass, the number of steps on every process, and of batches that all of them have.
         self.steps, self.common = max(lengths), min(lengths)
-        self.done = 0
-        self.in_pass = False
-        # True if an epoch of MindSpore's has the batches of a sink instead of those of a pass.
-        self.in_sinks = False
-        self.run_context: RunContext = None
-        self.sources: Sources | None = None
-        self.resumed: PassPlace | None = None
         self._until_first_batch = ExitStack()
 
     def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
         """Load the last state and let the training go on there. Return False if it has ended already."""
         if self.model.resumed_place is None:
-            if not checkpoints:
-                rule = "some with a StateCheckpoint to resume"
-                remedy = "Give StateCheckpoint(directory), or call load_state(model, directory) first."
-                raise ValueError(argument_error(_OWNER, "callbacks", rule, "none", remedy))
+            remedy = "Give StateCheckpoint(directory), or call load_state(model, directory) first."
+            require(checkpoints, _OWNER, "callbacks", "some with a StateCheckpoint to resume", "none", remedy)
             checkpoints[0].resume_into(self.model)
         place, self.model.resumed_place = self.model.resumed_place, None
         if place is None:
@@ -99,8 +93,7 @@ class PassSteps(Callback):
 
     def place(self) -> PassPlace:
         """Return where this process is in its data, after a step."""
-        if self.in_sinks:
-            raise ValueError(argument_error(_OWNER, "sink_size", "-1 where a state is saved", "another", _PASSES_ONLY))
+        require(not self.in_sinks, _OWNER, "sink_size", "-1 where a state is saved", "another", _PASSES_ONLY)
         passes, batches = divmod(self.done, self.steps)
         if not self.is_common:
             raise RuntimeError(
@@ -133,9 +126,7 @@ class PassSteps(Callback):
             # A sink is one graph there, in which a pass cannot end.
             rule = "-1 or a divisor of the batches of a pass, where that ends in mid-window"
             remedy = "Give last_window='carry', or as many batches as whole windows have."
-        if rule:
-            got = f"{sink_size} with {self.length} batches in a pass"
-            raise ValueError(argument_error(_OWNER, "sink_size", rule, got, remedy))
+        require(not rule, _OWNER, "sink_size", rule, f"{sink_size} with {self.length} batches in a pass", remedy)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self.in_pass = True

@@ -16,13 +16,13 @@ from mindspore.train.callback import _CallbackManager, _InternalCallbackParam
 from ms_gradaccum._checks import (
     LastWindow,
     Settled,
-    argument_error,
     check_bool,
     check_cell,
     check_choice,
     check_dataset,
     check_last_window,
     refuse_unknown,
+    require,
     warn,
 )
 from ms_gradaccum.backend.device import device_target
@@ -137,7 +137,6 @@ class Model(Settled, ms.Model):
         loss_scale_manager: amp.LossScaleManager | None = None,
         **kwargs: NoReturn,
     ) -> None:
-        _check_cells(network, loss_fn, eval_network)
         check_choice(_OWNER, "boost_level", boost_level, ("O0",), "Boost has an accumulation of its own.")
         self.last_window = check_last_window(_OWNER, last_window)
         refuse_unknown(_OWNER, Model.__init__, kwargs)
@@ -153,22 +152,35 @@ class Model(Settled, ms.Model):
         }
         # The stock Model takes only the name of the level, by which its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level
-        self._init_stock(adopted(network), loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
+        self._init_stock(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
         self._is_built = True
 
-    def _init_stock(self, network: nn.Cell, loss_fn: nn.Cell | None, optimizer: nn.Cell | None, *args: object) -> None:
-        settings = self._step_settings
+    def _init_stock(
+        self,
+        network: nn.Cell,
+        loss_fn: nn.Cell | None,
+        optimizer: nn.Cell | None,
+        metrics: object,
+        eval_network: nn.Cell | None,
+        *args: object,
+    ) -> None:
+        check_cell(_OWNER, "network", network, "Give a GradAccumulation, a loss cell, or a network and a loss_fn.")
+        if loss_fn is not None:
+            check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")
+        if eval_network is not None:
+            check_cell(_OWNER, "eval_network", eval_network, "Leave it out to evaluate network and loss_fn.")
+        network, settings = adopted(network), self._step_settings
         if isinstance(network, AutoParallel) and device_target() == "CPU":
             # Its settings are taken over here. If they were set, the compiler would look for another device.
             if settings["parallel"] == "auto" and optimizer is not None:
                 settings["parallel"] = check_parallel(_OWNER, "auto", network) or "auto"
             network = adopted(network.network)
-        elif isinstance(network, AutoParallel) and adopted(network.network) is not network.network:
-            remedy = "Write 'from ms_gradaccum import GradAccumulation'."
+        elif isinstance(network, AutoParallel):
+            rule, remedy = "a GradAccumulation of ms_gradaccum", "Write 'from ms_gradaccum import GradAccumulation'."
             got = "MindSpore's, which sums the losses of a batch where it evaluates"
-            raise ValueError(argument_error(_OWNER, "network", "a GradAccumulation of ms_gradaccum", got, remedy))
+            require(adopted(network.network) is network.network, _OWNER, "network", rule, got, remedy)
         try:
-            super().__init__(network, loss_fn, optimizer, *args)
+            super().__init__(network, loss_fn, optimizer, metrics, eval_network, *args)
         except BaseException:
             # The context was set from the network above, and would change the next compilation.
             _clear_auto_parallel_context(network)
@@ -197,29 +209,29 @@ class Model(Settled, ms.Model):
 
     def _evaluation(self) -> nn.Cell:
         """Return the evaluation of a network with its loss inside, as MindSpore makes it of a network and its loss."""
-        inner = self._network.network if isinstance(self._network, AutoParallel) else self._network
-        inner = inner.network if isinstance(inner, TrainOneStepCell) else inner
-        loss_cell = inner.network if isinstance(inner, GradAccumulation) else inner
-        if type(loss_cell) is not nn.WithLossCell:
-            rule, got = "a cell that returns loss, output and label where there are metrics", type(loss_cell).__name__
-            remedy = "Give eval_network=nn.WithEvalCell(network, loss_fn), or network and loss_fn apart."
-            raise ValueError(argument_error(_OWNER, "eval_network", rule, f"None beside {got}", remedy))
+        loss_cell = self._network
+        for kind in (AutoParallel, TrainOneStepCell, GradAccumulation):
+            loss_cell = loss_cell.network if isinstance(loss_cell, kind) else loss_cell
+        rule, got = "a cell that returns loss, output and label where there are metrics", type(loss_cell).__name__
+        remedy = "Give eval_network=nn.WithEvalCell(network, loss_fn), or network and loss_fn apart."
+        is_stock = type(loss_cell) is nn.WithLossCell
+        require(is_stock, _OWNER, "eval_network", rule, f"None beside {got}", remedy)
         casts = self._amp_level in ("O2", "O3", "auto")
         return nn.WithEvalCell(loss_cell.backbone_network, loss_cell._loss_fn, casts)
 
     def _adopt(self, train_step: TrainOneStepCell) -> TrainOneStepCell:
         """Train with a step that the user built; its settings are its own."""
-        if self._optimizer is not None or self._loss_fn is not None:
-            got = "a TrainOneStepCell together with a loss_fn or an optimizer"
-            remedy = "Give Model(train_step), or the cell inside it with the optimizer."
-            raise ValueError(argument_error(_OWNER, "network", "a loss cell", got, remedy))
-        if isinstance(self._network, AutoParallel) and is_semi_auto(self._network):
-            got, remedy = "AutoParallel around a TrainOneStepCell", "Put AutoParallel inside that cell."
-            raise ValueError(argument_error(_OWNER, "network", "a loss cell in AutoParallel", got, remedy))
-        if self._step_settings != TrainOneStepCell.__init__.__kwdefaults__:
-            got = "a TrainOneStepCell with its own settings"
-            remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
-            raise ValueError(argument_error(_OWNER, "network", "a loss cell", got, remedy))
+        got = "a TrainOneStepCell together with a loss_fn or an optimizer"
+        remedy = "Give Model(train_step), or the cell inside it with the optimizer."
+        is_alone = self._optimizer is None and self._loss_fn is None
+        require(is_alone, _OWNER, "network", "a loss cell", got, remedy)
+        got, remedy = "AutoParallel around a TrainOneStepCell", "Put AutoParallel inside that cell."
+        is_whole = not (isinstance(self._network, AutoParallel) and is_semi_auto(self._network))
+        require(is_whole, _OWNER, "network", "a loss cell in AutoParallel", got, remedy)
+        got = "a TrainOneStepCell with its own settings"
+        remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
+        has_none = self._step_settings == TrainOneStepCell.__init__.__kwdefaults__
+        require(has_none, _OWNER, "network", "a loss cell", got, remedy)
         # Callbacks that change the learning rate look for it here.
         self._optimizer: nn.Cell = train_step.optimizer
         return train_step
@@ -279,10 +291,15 @@ class Model(Settled, ms.Model):
     def _resuming(self, resume: bool, initial_epoch: int, dataset: Dataset) -> Iterator[None]:
         check_dataset(_OWNER, "train_dataset", dataset, "An Accumulator loops over anything.")
         check_bool(_OWNER, "resume", resume, "True goes on from the last state.")
-        if resume and initial_epoch != 0:
-            remedy = "The state knows in which pass it was saved."
-            raise ValueError(argument_error(_OWNER, "initial_epoch", "0 with resume=True", initial_epoch, remedy))
-        self._resume = resume
+        rule, remedy = "0 with resume=True", "The state knows in which pass it was saved."
+        require(not resume or initial_epoch == 0, _OWNER, "initial_epoch", rule, initial_epoch, remedy)
+        trains = isinstance(self._train_network, TrainOneStepCell)
+        if trains and not self._has_trained and (frozen := frozen_cell(self._network)):
+            warn(
+                f"For '{_OWNER}', a cell that was set to evaluation mode should stay in it, but got {frozen}, which "
+                f"train() sets to training mode with all others. Freeze it with {FREEZE}."
+            )
+        self._resume, self._has_trained = resume, trains
         try:
             yield
         finally:
@@ -292,9 +309,6 @@ class Model(Settled, ms.Model):
         callbacks = self._transform_callbacks(callbacks)
         if not isinstance(self._train_network, TrainOneStepCell):
             return super()._train(epoch, train_dataset, callbacks=callbacks, **kwargs)
-        if not self._has_trained:
-            self._has_trained = True
-            _warn_of_frozen(self._network)
         if self._train_network.windows[0].several:
             agreed = {name: kwargs.get(name) for name in ("initial_epoch", "dataset_sink_mode")}
             check_agreement(_OWNER, {"epoch": epoch, "last_window": self.last_window, "resume": self._resume, **agreed})
@@ -351,20 +365,3 @@ class Model(Settled, ms.Model):
         if self._steps is not None:
             self._steps.end_epoch(cb_params, list_callback)
         super()._eval_during_train(valid_infos, cb_params, list_callback)
-
-
-def _warn_of_frozen(network: nn.Cell) -> None:
-    """Warn of a cell in evaluation mode, which a training will set to training mode."""
-    if cell := frozen_cell(network):
-        warn(
-            f"For '{_OWNER}', a cell that was set to evaluation mode should stay in it, but got {cell}, which train() "
-            f"sets to training mode with all others. Freeze it with {FREEZE}."
-        )
-
-
-def _check_cells(network: object, loss_fn: object, eval_network: object) -> None:
-    check_cell(_OWNER, "network", network, "Give a GradAccumulation, a loss cell, or a network and a loss_fn.")
-    if loss_fn is not None:
-        check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")
-    if eval_network is not None:
-        check_cell(_OWNER, "eval_network", eval_network, "Leave it out to evaluate network and loss_fn.")

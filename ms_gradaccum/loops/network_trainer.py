@@ -7,7 +7,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import MAX_INT, argument_error, check_loss
+from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -28,19 +28,13 @@ _OWNER = "Accumulator"
 class TrainedNetwork(Window):
     """The window of one network of a loop.
 
-    Args:
-        network: A loss cell, or a GradAccumulation.
-        optimizers: The optimizers of its parameters.
-        settings: Options of its training.
-        config: Options of the Accumulator for windows and ranks.
-        events: Event dispatcher.
-
     Attributes:
         names: The network as the caller gave it, and the one inside.
         has_batch: True if something of the current batch is in the buffers.
         last_clip: The last clip of the caller, for a process that joins in an update of the others.
     """
 
+    has_batch = False
     last_clip: nn.Cell | None = None
 
     def __init__(
@@ -51,24 +45,25 @@ class TrainedNetwork(Window):
         config: AccumulationConfig,
         events: Events,
     ) -> None:
-        _check_groups(settings.clip, optimizers)
+        rule, got = "one for all optimizers of a network", f"{settings.clip!r} with {len(optimizers)} optimizers"
+        remedy = "A group would be two: use one optimizer, or ClipByGlobalNorm."
+        fits = len(optimizers) == 1 or not isinstance(settings.clip, ClipByGroupNorm)
+        require(fits, _OWNER, "clip", rule, got, remedy)
         kind = _with_sync(check_parallel(_OWNER, settings.parallel, network), config.sync_each_batch)
         network = as_grad_accumulation(_OWNER, network)
         for optimizer in optimizers:
             check_optimizer(_OWNER, optimizer, network)
-        _check_disjoint([optimizer.parameters for optimizer in optimizers])
+        _check_disjoint(optimizers)
         self.names = (network, network.network)
-        self.has_batch = False
         network = network.in_precision(_OWNER, settings.precision)
         agreed = {**settings.agreed(), "config": config.as_text()}
         reducers = build_reducers(_OWNER, kind, network, optimizers, agreed, **settings.of_sums())
         most = config.accumulation_steps if config.schedule is None else MAX_INT
         super().__init__(network, optimizers, reducers, replace(settings, accumulation_steps=most), events)
         self.add_grads_cell = AddGrads(self.reducers, self.micro_steps.parameters, settings.drop_non_finite)
-        self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
+        # Two graphs: one with gradients, and one without, for a network that keeps them until the end of a window.
+        self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
-        # For a network that keeps its gradients until the last micro batch of a window.
-        self.run_add_totals = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum")
 
     def backward(self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False) -> Tensor:
         """Add one batch and return its mean loss."""
@@ -85,15 +80,10 @@ class TrainedNetwork(Window):
         """Add one batch of which the caller has taken the gradients."""
         number = check_loss(_OWNER, loss)
         numbers = [Tensor(number, ms.float32) for number in (factor, number * factor, weight)]
-        reducer = self.reducers[0]
-        if reducer.keeps_grads:
-            reducer.end_micro_batch(factor)
-            self.run_add_totals(*numbers)
-        else:
-            parameters = [parameter for group in self.micro_steps.parameters for parameter in group]
-            grads = _check_grads(grads, parameters)
-            reducer.end_micro_batch(factor)
-            self.run_add_grads(*numbers, *grads)
+        parameters = [parameter for group in self.micro_steps.parameters for parameter in group]
+        added = () if self.reducers[0].keeps_grads else _check_grads(grads, parameters)
+        self.reducers[0].end_micro_batch(factor)
+        self.run_add_grads(*numbers, *added)
         self.has_batch = True
         self.has_loss = self.has_loss and loss is not None
 
@@ -122,40 +112,26 @@ class BatchMeanLoss(nn.Cell):
 def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | None:
     """Return the kind of parallelism with the setting of AccumulationConfig."""
     if isinstance(kind, SemiAuto):
-        got, remedy = (
-            "AutoParallel on this device",
-            "Use TrainOneStepCell or Model: the compiler partitions a whole step.",
-        )
-        raise ValueError(
-            argument_error(_OWNER, "network", "for a loop whose micro batches are run one by one", got, remedy)
-        )
-    if isinstance(kind, DataParallel) and kind.overlap:
-        remedy = "Its step() adds up the gradients; overlap is for TrainOneStepCell and Model."
-        raise ValueError(argument_error(_OWNER, "parallel", "one without overlap", repr(kind), remedy))
+        rule, got = "for a loop whose micro batches are run one by one", "AutoParallel on this device"
+        remedy = "Use TrainOneStepCell or Model: the compiler partitions a whole step."
+        raise ValueError(argument_error(_OWNER, "network", rule, got, remedy))
+    overlaps = isinstance(kind, DataParallel) and kind.overlap
+    remedy = "Its step() adds up the gradients; overlap is for TrainOneStepCell and Model."
+    require(not overlaps, _OWNER, "parallel", "one without overlap", repr(kind), remedy)
     if not sync_each_batch or kind is None:
         return kind
     if isinstance(kind, DataParallel):
         return replace(kind, sync_each_batch=True)
-    if kind.sync_each_batch:
-        return kind
     remedy = "Give HSDP(optimizer_level='level2'), which shares the gradients of each micro batch."
-    raise ValueError(argument_error(_OWNER, "parallel", "one that sync_each_batch fits", repr(kind), remedy))
+    require(kind.sync_each_batch, _OWNER, "parallel", "one that sync_each_batch fits", repr(kind), remedy)
+    return kind
 
 
-def _check_groups(clip: object, optimizers: Sequence[object]) -> None:
-    if isinstance(clip, ClipByGroupNorm) and len(optimizers) > 1:
-        remedy = "A group would be two: use one optimizer, or ClipByGlobalNorm."
-        got = f"{clip!r} with {len(optimizers)} optimizers"
-        raise ValueError(argument_error(_OWNER, "clip", "one for all optimizers of a network", got, remedy))
-
-
-def _check_disjoint(groups: list[Sequence[Parameter]]) -> None:
+def _check_disjoint(optimizers: Sequence[nn.Cell]) -> None:
     seen: set[int] = set()
-    for parameter in (parameter for group in groups for parameter in group):
-        if id(parameter) in seen:
-            remedy = "Give each parameter to one optimizer."
-            got = f"{parameter.name!r} in two of them"
-            raise ValueError(argument_error(_OWNER, "optimizer", "optimizers of different parameters", got, remedy))
+    for parameter in (parameter for optimizer in optimizers for parameter in optimizer.parameters):
+        rule, got = "optimizers of different parameters", f"{parameter.name!r} in two of them"
+        require(id(parameter) not in seen, _OWNER, "optimizer", rule, got, "Give each parameter to one optimizer.")
         seen.add(id(parameter))
 
 
@@ -165,8 +141,7 @@ def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ..
         grads = (grads,)
     if not isinstance(grads, (tuple, list)) or not all(isinstance(grad, Tensor) for grad in grads):
         raise TypeError(argument_error(_OWNER, "grads", "a tuple of tensors", type(grads).__name__, remedy))
-    found = [tuple(grad.shape) for grad in grads]
-    expected = [tuple(parameter.shape) for parameter in parameters]
+    found, expected = ([tuple(each.shape) for each in tensors] for tensors in (grads, parameters))
     if found != expected:
         rule = f"gradients of the optimizer's {len(expected)} parameters, of shapes {expected}"
         raise ValueError(argument_error(_OWNER, "grads", rule, f"shapes {found}", remedy))
@@ -179,35 +154,36 @@ def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ..
 
 def pair_networks(network: object, optimizer: object) -> list[tuple[nn.Cell, list[nn.Cell]]]:
     """Return each network with its optimizers."""
-    networks = list(network) if isinstance(network, (list, tuple)) else [network]
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    networks, groups = _as_list(network), [_as_list(each) for each in _as_list(optimizer)]
     remedy = "Several networks take a list with the optimizer (or optimizers) of each."
-    for name, items in (("network", networks), ("optimizer", optimizers)):
-        if not items:
-            raise ValueError(argument_error(_OWNER, name, "at least one", "an empty list", remedy))
-    if any(isinstance(each, (list, tuple)) and not each for each in optimizers):
-        raise ValueError(argument_error(_OWNER, "optimizer", "at least one per network", "an empty list", remedy))
-    if len({id(each) for each in networks}) < len(networks):
-        got, remedy = "one of them twice", "Nobody could tell its batches apart: put its losses into one cell."
-        raise ValueError(argument_error(_OWNER, "network", "different networks", got, remedy))
-    if len(networks) == 1 and not isinstance(optimizers[0], (list, tuple)):
-        return [(networks[0], optimizers)]
-    if len(networks) != len(optimizers):
-        got = f"{len(optimizers)} for {len(networks)} networks"
-        raise ValueError(argument_error(_OWNER, "optimizer", "one per network", got, remedy))
-    groups = [list(each) if isinstance(each, (list, tuple)) else [each] for each in optimizers]
-    if len({id(each) for group in groups for each in group}) < sum(len(group) for group in groups):
-        got, remedy = "one of them twice", "Put losses that train the same weights into one cell."
-        raise ValueError(argument_error(_OWNER, "optimizer", "different optimizers", got, remedy))
+    require(networks, _OWNER, "network", "at least one", "an empty list", remedy)
+    require(groups, _OWNER, "optimizer", "at least one", "an empty list", remedy)
+    require(all(groups), _OWNER, "optimizer", "at least one per network", "an empty list", remedy)
+    if len(networks) == 1 and all(len(group) == 1 for group in groups):
+        groups = [[group[0] for group in groups]]
+    got = f"{len(groups)} for {len(networks)} networks"
+    require(len(networks) == len(groups), _OWNER, "optimizer", "one per network", got, remedy)
+    twice, remedy = "one of them twice", "Nobody could tell its batches apart: put its losses into one cell."
+    require(_differ(networks), _OWNER, "network", "different networks", twice, remedy)
+    remedy = "Put losses that train the same weights into one cell."
+    differ = len(groups) == 1 or _differ([each for group in groups for each in group])
+    require(differ, _OWNER, "optimizer", "different optimizers", twice, remedy)
     return list(zip(networks, groups))
+
+
+def _as_list(items: object) -> list[nn.Cell]:
+    return list(items) if isinstance(items, (list, tuple)) else [items]
+
+
+def _differ(items: list[nn.Cell]) -> bool:
+    return len({id(each) for each in items}) == len(items)
 
 
 def chosen_of(networks: Sequence[TrainedNetwork], network: nn.Cell | None) -> Sequence[TrainedNetwork]:
     """Return the one that trains ``network``, or all of them for None."""
     chosen = [each for each in networks if network is None or any(network is name for name in each.names)]
-    if not chosen:
-        got, remedy = type(network).__name__, "Give a network that the Accumulator was built with."
-        raise ValueError(argument_error(_OWNER, "network", "one of its networks", got, remedy))
+    got, remedy = type(network).__name__, "Give a network that the Accumulator was built with."
+    require(chosen, _OWNER, "network", "one of its networks", got, remedy)
     return chosen
 
 
@@ -219,6 +195,5 @@ def only_of(
 ) -> TrainedNetwork:
     """Return the one that trains ``network``, or the only one for None."""
     chosen = chosen_of(networks, network)
-    if len(chosen) > 1:
-        raise ValueError(argument_error(owner, "network", f"one of the {len(chosen)} networks", None, remedy))
+    require(len(chosen) == 1, owner, "network", f"one of the {len(chosen)} networks", None, remedy)
     return chosen[0]

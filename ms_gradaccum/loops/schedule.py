@@ -10,9 +10,9 @@ from ms_gradaccum._checks import (
     check_bool,
     check_choice,
     check_positive_int,
+    require,
     typed,
 )
-from ms_gradaccum.backend.compiled import check_compile
 
 _OWNER = "AccumulationConfig"
 _SCHEDULE = "AccumulationSchedule"
@@ -54,15 +54,13 @@ class AccumulationSchedule:
         rule, remedy = "a dict from counts to numbers of batches", "For example {0: 1, 4: 2}."
         if not isinstance(self.milestones, dict):
             raise TypeError(argument_error(_SCHEDULE, "milestones", rule, typed(self.milestones), remedy))
-        if not self.milestones:
-            raise ValueError(argument_error(_SCHEDULE, "milestones", rule, "an empty one", remedy))
+        require(self.milestones, _SCHEDULE, "milestones", rule, "an empty one", remedy)
         for count, steps in self.milestones.items():
             if isinstance(count, bool) or not isinstance(count, int):
-                rule = "a dict whose keys are ints"
-                raise TypeError(argument_error(_SCHEDULE, "milestones", rule, typed(count), remedy))
-            if count < 0:
-                rule = "a dict whose keys are not negative"
-                raise ValueError(argument_error(_SCHEDULE, "milestones", rule, count, remedy))
+                raise TypeError(
+                    argument_error(_SCHEDULE, "milestones", "a dict whose keys are ints", typed(count), remedy)
+                )
+            require(count >= 0, _SCHEDULE, "milestones", "a dict whose keys are not negative", count, remedy)
             check_positive_int(_SCHEDULE, f"milestones[{count}]", steps, "It counts the batches of one update.")
         check_choice(_SCHEDULE, "unit", self.unit, get_args(_Unit), "It says what the milestones count.")
 
@@ -94,7 +92,6 @@ class AccumulationConfig:
         schedule (Union[AccumulationSchedule, dict[int, int], Callable, None]): `accumulation_steps` that change: a
             schedule; its milestones in epochs; or a function of the number of updates so far that returns the number
             of batches of the next one, as ``every_k_schedule`` of optax's ``MultiSteps``. Default: ``None``.
-        compile (Union[bool, None]): As for :class:`TrainOneStepCell`. Default: ``None``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -114,10 +111,8 @@ class AccumulationConfig:
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
     schedule: Schedule | None = field(default=None, hash=False)
-    compile: bool | None = None
 
     def __post_init__(self) -> None:
-        check_compile(_OWNER, self.compile)
         check_accumulation_steps(_OWNER, self.accumulation_steps)
         check_bool(_OWNER, "sync_with_dataloader", self.sync_with_dataloader, "False carries the last window over.")
         check_bool(_OWNER, "sync_each_batch", self.sync_each_batch, "The default is False.")
@@ -126,10 +121,10 @@ class AccumulationConfig:
         elif not (self.schedule is None or isinstance(self.schedule, AccumulationSchedule) or callable(self.schedule)):
             rule, remedy = "an AccumulationSchedule, a dict, a function or None", "For example schedule={0: 1, 4: 2}."
             raise TypeError(argument_error(_OWNER, "schedule", rule, typed(self.schedule), remedy))
-        if self.schedule is not None and self.accumulation_steps != 1:
-            remedy = "Put the number into the schedule, for example schedule={0: 1, 4: 2}."
-            got = f"{self.accumulation_steps} and a schedule"
-            raise ValueError(argument_error(_OWNER, "accumulation_steps", "1 with a schedule", got, remedy))
+        is_once = self.schedule is None or self.accumulation_steps == 1
+        got = f"{self.accumulation_steps} and a schedule"
+        remedy = "Put the number into the schedule, for example schedule={0: 1, 4: 2}."
+        require(is_once, _OWNER, "accumulation_steps", "1 with a schedule", got, remedy)
 
     def as_text(self) -> str:
         """Return the settings as a text that is the same on all ranks, with the name of a function, not its address."""
@@ -167,8 +162,7 @@ def merge_config(owner: str, accumulation_steps: object, config: object) -> Accu
         raise TypeError(argument_error(owner, "config", rule, typed(config), remedy))
     if accumulation_steps in (1, config.accumulation_steps):
         return config
-    if config.accumulation_steps != 1 or config.schedule is not None:
-        theirs = "a schedule" if config.schedule is not None else config.accumulation_steps
-        rule, got = "the same as that of config", f"{accumulation_steps} and a config with {theirs}"
-        raise ValueError(argument_error(owner, "accumulation_steps", rule, got, "Give it in one place."))
+    theirs = config.accumulation_steps if config.schedule is None else "a schedule"
+    rule, got = "the same as that of config", f"{accumulation_steps} and a config with {theirs}"
+    require(theirs == 1, owner, "accumulation_steps", rule, got, "Give it in one place.")
     return replace(config, accumulation_steps=accumulation_steps)
