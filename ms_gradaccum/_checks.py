@@ -18,6 +18,8 @@ from mindspore import nn
 
 # The treatment of a window that is unfinished at the end of the data.
 LastWindow = Literal["apply", "drop", "carry"]
+# The state of an object, as JSON.
+State = dict[str, Any]
 # The limits of int32 and float32.
 MAX_INT = 2**31 - 1
 _LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -25,20 +27,16 @@ _LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.fi
 LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
 # The names of arguments in other libraries.
 _OTHER_NAMES = {
-    "accumulation_steps": "gradient_accumulation_steps grad_accumulation_steps gradient_accumulate_steps "
-    "grad_accum_steps accumulate_grad_batches gradient_accumulation accum_steps acc_steps accumulate_steps accum_iter",
-    "micro_size": "micro_batches num_micro_batches micro_batch_num micro_batch_size num_microbatches chunks",
-    "clip": "clip_grad clip_grad_norm clip_norm clip_value max_norm max_grad_norm gradient_clip_val gradient_clipping "
-    "grad_clip clip_global_norm use_clip_grad",
-    "mixed_precision": "precision amp amp_level use_amp fp16 bf16 float16 bfloat16 dtype autocast loss_scale "
-    "loss_scaler loss_scale_manager scaler grad_scaler scale_sense keep_batchnorm_fp32",
-    "last_window": "drop_last drop_remainder",
-    "batch_axis": "batch_dim axis dim",
-    "compile": "jit use_jit jit_level",
+    "accumulation_steps": "gradient_accumulation_steps accumulate_grad_batches gradient_accumulation accum_iter",
+    "micro_size": "num_micro_batches micro_batches micro_batch_num micro_batch_size",
+    "clip": "clip_grad_norm clip_norm max_norm max_grad_norm gradient_clip_val gradient_clipping use_clip_grad",
+    "mixed_precision": "precision amp fp16 bf16 float16 bfloat16 autocast loss_scale scaler keep_batchnorm_fp32",
+    "last_window": "drop_last",
+    "batch_axis": "batch_dim",
+    "compile": "jit",
 }
 _RIGHT_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other in (name, *others.split())}
 _IN_FULL = {"clip": "clip=ClipByGlobalNorm(1.0)", "mixed_precision": "mixed_precision='fp16'"}
-_OF_GRAD_ACCUMULATION = ("micro_size", "batch_axis")
 
 
 def argument_error(owner: str, name: str, rule: str, value: object, remedy: str) -> str:
@@ -59,9 +57,8 @@ def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mappi
     known = [name for name, each in inspect.signature(function).parameters.items() if each.kind != each.VAR_KEYWORD]
     meant = []
     for name in arguments:
-        right = _RIGHT_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
-        if right is not None:
-            home = "GradAccumulation" if right in _OF_GRAD_ACCUMULATION else "TrainOneStepCell or Model"
+        for right in [_RIGHT_NAMES[name]] if name in _RIGHT_NAMES else difflib.get_close_matches(name, known, 1):
+            home = "GradAccumulation" if right in ("micro_size", "batch_axis") else "TrainOneStepCell or Model"
             place = "" if right in known else f" of {home}"
             meant.append(f"{_IN_FULL.get(right, right)}{place}" + f" for {name}" * (len(arguments) > 1))
     remedy = f"Did you mean {', '.join(meant)}?" if meant else f"It has {', '.join(known[1:])}."
@@ -78,11 +75,11 @@ class Settled:
     _is_built = False
 
     def __setattr__(self, name: str, value: object) -> None:
-        if self._is_built and name in _settings(type(self)) and value is not getattr(self, name, None):
-            kind = next(each for each in type(self).__mro__ if each.__module__.startswith(f"{__package__}.")).__name__
-            if (kind, name) not in _OBEYED:
-                rule, remedy = "the one that it was built with", f"Build a new {kind}; an optimizer goes with one."
-                raise ValueError(argument_error(kind, name, rule, "another one", remedy))
+        own: Any = type(self)
+        if self._is_built and name in _settings(own) and value is not getattr(self, name, None):
+            kind = next(each for each in own.__mro__ if each.__module__.startswith(f"{__package__}.")).__name__
+            rule, remedy = "the one that it was built with", f"Build a new {kind}; an optimizer goes with one."
+            require((kind, name) in _OBEYED, kind, name, rule, "another one", remedy)
             value = _OBEYED[kind, name](value)
         super().__setattr__(name, value)
 
@@ -106,14 +103,12 @@ class Uncopied:
     register_backward_pre_hook = register_backward_hook = _refuse_hook
 
 
-def _settings_of(kind: Any) -> frozenset[str]:
+@functools.cache
+def _settings(kind: Any) -> frozenset[str]:
     """Return the argument names of a class and of its bases, and their synonyms in other libraries."""
     constructors = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)]
     ours = [each for each in constructors if getattr(each, "__module__", "").startswith(f"{__package__}.")]
-    return frozenset(_RIGHT_NAMES).union(_RIGHT_NAMES.values(), *(inspect.signature(each).parameters for each in ours))
-
-
-_settings: Callable[[Any], frozenset[str]] = functools.cache(_settings_of)
+    return frozenset(_RIGHT_NAMES).union(*(inspect.signature(each).parameters for each in ours))
 
 
 def typed(value: object) -> str:
@@ -125,10 +120,8 @@ def check_positive_int(owner: str, name: str, value: object, remedy: str, most: 
     """Return ``value`` if it is an int from 1 to ``most`` (a bool is not an int here)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(argument_error(owner, name, "a positive int", typed(value), remedy))
-    if value < 1:
-        raise ValueError(argument_error(owner, name, "a positive int", value, remedy))
-    if value > most:
-        raise ValueError(argument_error(owner, name, f"a positive int of at most {most}", value, remedy))
+    require(value >= 1, owner, name, "a positive int", value, remedy)
+    require(value <= most, owner, name, f"a positive int of at most {most}", value, remedy)
     return value
 
 
@@ -136,8 +129,8 @@ def check_int(owner: str, name: str, value: object, remedy: str) -> int:
     """Return ``value`` if it is an int in the range of int32 (a bool is not an int here)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(argument_error(owner, name, "an int", typed(value), remedy))
-    if not -MAX_INT - 1 <= value <= MAX_INT:
-        raise ValueError(argument_error(owner, name, f"an int from {-MAX_INT - 1} to {MAX_INT}", value, remedy))
+    rule = f"an int from {-MAX_INT - 1} to {MAX_INT}"
+    require(-MAX_INT - 1 <= value <= MAX_INT, owner, name, rule, value, remedy)
     return value
 
 
@@ -145,18 +138,15 @@ def check_positive_float(owner: str, name: str, value: object, remedy: str) -> f
     """Return ``value`` as a float if it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(argument_error(owner, name, "a positive number", typed(value), remedy))
-    number = _as_float(value)
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(argument_error(owner, name, "a positive number", value, remedy))
-    return number
+    require(0 < value <= sys.float_info.max, owner, name, "a positive number", value, remedy)
+    return float(value)
 
 
 def check_positive_float32(owner: str, name: str, value: object, remedy: str) -> float:
     """Return ``value`` as a float if it is positive and finite as a float32, too, the dtype of its tensor."""
     number = check_positive_float(owner, name, value, remedy)
-    if not _LEAST_FLOAT32 <= number <= _LARGEST_FLOAT32:
-        rule = f"a positive number in the range of float32, {_LEAST_FLOAT32:.3g} to {_LARGEST_FLOAT32:.3g}"
-        raise ValueError(argument_error(owner, name, rule, value, remedy))
+    rule = f"a positive number in the range of float32, {_LEAST_FLOAT32:.3g} to {_LARGEST_FLOAT32:.3g}"
+    require(_LEAST_FLOAT32 <= number <= _LARGEST_FLOAT32, owner, name, rule, value, remedy)
     return number
 
 
@@ -166,32 +156,21 @@ def check_number(owner: str, name: str, value: object, remedy: str) -> float:
     number = number.item() if isinstance(number, (np.ndarray, np.generic)) and number.size == 1 else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise TypeError(argument_error(owner, name, "a number", typed(value), remedy))
-    if not (math.isfinite(_as_float(number)) and number >= 0):
-        raise ValueError(argument_error(owner, name, "a number of at least 0", number, remedy))
+    require(0 <= number <= sys.float_info.max, owner, name, "a number of at least 0", number, remedy)
     return float(number)
-
-
-def _as_float(value: float) -> float:
-    """Return ``value`` as a float: Inf for an int that is too large."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
 
 
 def check_loss(owner: str, value: object) -> float:
     """Return a loss for the report as a float; NaN for None. An Inf or a NaN is accepted."""
     if value is None:
         return math.nan
-    got = typed(value)
+    rule, got, remedy = "a number, a tensor of one or None", typed(value), "It is for the report alone."
     if isinstance(value, (int, float, ms.Tensor, np.ndarray, np.generic)):
         try:
             return float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError):
             got = repr(value)
-    raise TypeError(
-        argument_error(owner, "loss", "a number, a tensor of one or None", got, "It is for the report alone.")
-    )
+    raise TypeError(argument_error(owner, "loss", rule, got, remedy))
 
 
 def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
@@ -214,8 +193,7 @@ def check_choice(owner: str, name: str, value: object, choices: Sequence[str], r
     rule = "one of " + ", ".join(repr(choice) for choice in choices)
     if not isinstance(value, str):
         raise TypeError(argument_error(owner, name, rule, typed(value), remedy))
-    if value not in choices:
-        raise ValueError(argument_error(owner, name, rule, repr(value), remedy))
+    require(value in choices, owner, name, rule, repr(value), remedy)
     return value
 
 
@@ -227,8 +205,7 @@ def check_path(owner: str, name: str, value: object, remedy: str) -> str:
         path = os.fsdecode(os.fsencode(value))
     except UnicodeEncodeError:
         path = ""
-    if not path or "\0" in path:
-        raise ValueError(argument_error(owner, name, "a path that the system can have", repr(value), remedy))
+    require(path and "\0" not in path, owner, name, "a path that the system can have", repr(value), remedy)
     return path
 
 
@@ -237,19 +214,6 @@ def check_cell(owner: str, name: str, value: object, remedy: str) -> nn.Cell:
     if not isinstance(value, nn.Cell):
         raise TypeError(argument_error(owner, name, "an nn.Cell", typed(value), remedy))
     return value
-
-
-def check_tensor(owner: str, name: str, value: object, remedy: str) -> ms.Tensor:
-    """Return ``value`` if it is a tensor."""
-    if not isinstance(value, ms.Tensor):
-        raise TypeError(argument_error(owner, name, "a tensor", typed(value), remedy))
-    return value
-
-
-def check_dataset(owner: str, name: str, value: object, remedy: str) -> None:
-    """Raise unless ``value`` is a dataset of ``mindspore.dataset`` or a prepared one."""
-    if not hasattr(value, "get_dataset_size"):
-        raise TypeError(argument_error(owner, name, "a dataset of mindspore.dataset", typed(value), remedy))
 
 
 def check_accumulation_steps(owner: str, value: object) -> int:
@@ -338,10 +302,6 @@ def is_flag(value: object) -> bool:
 def another_program(what: str) -> DamagedState:
     """Return the error for an intact state that does not fit this program."""
     return DamagedState(f"the state is one of another network, optimizer or setting: it {what}")
-
-
-# The state of an object, as JSON.
-State = dict[str, Any]
 
 
 def check_saved(saved: object, what: str, rules: Mapping[str, Callable[[object], bool]]) -> dict[str, Any]:

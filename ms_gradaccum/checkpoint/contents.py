@@ -45,19 +45,12 @@ class SavedState(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A tensor of a state.
+    """A tensor of a state."""
 
-    Attributes:
-        target: The parameter that it is loaded into.
-        source: The parameter that it is saved from, of which this rank may have only a shard.
-        gather: Collective function that returns the whole tensor of a shard.
-        window: Index of the window if it is one of its sums, which each rank has for itself.
-    """
-
-    target: Parameter
-    source: Parameter
-    gather: Callable[[Parameter], Tensor] | None
-    window: int | None
+    target: Parameter  # It is loaded into this.
+    source: Parameter  # It is saved from this, of which this rank may have only a shard.
+    gather: Callable[[Parameter], Tensor] | None  # Collective: returns the whole tensor of a shard.
+    window: int | None  # Index of the window if it is one of its sums, which each rank has for itself.
 
     def value(self) -> Array:
         """Return the whole tensor as an array."""
@@ -66,22 +59,17 @@ class Held(NamedTuple):
 
 
 class Contents:
-    """The contents of a training step that a state saves.
-
-    Attributes:
-        held: Tensors by their names in MindSpore's checkpoints. With several networks or optimizers, the names of the
-            second and later ones get a prefix.
-        is_partitioned: True if the compiler has given each rank its own part of all tensors.
-        has_shards: True if the network has given each rank its own part of some parameters.
-    """
+    """The contents of a training step that a state saves."""
 
     def __init__(self, step: TrainOneStepCell | Accumulator) -> None:
         self.step = step
+        # True if the compiler has given each rank its own part of all tensors; has_shards: the network, of some.
         self.is_partitioned = not step.windows[0].reducers
         # A partitioned step has an open window only during a call, so there are tensors but no numbers to save.
         self.windows = [] if self.is_partitioned else step.windows
         self.reducers = [reducer for window in self.windows for reducer in window.reducers]
         self.has_shards = any(reducer.has_shards for reducer in self.reducers)
+        # By their names in MindSpore's checkpoints; those of a second or later network or optimizer get a prefix.
         self.held: dict[str, Held] = {}
         seen: set[int] = set()
         for prefix, parameters, reducer, window in _groups(step):

@@ -1,8 +1,7 @@
 """The files of saved states, which are written atomically and checked before use.
 
 A state is a folder with tensors in safetensors files and a ``manifest.json`` with all other values, the sizes and
-checksums of these files, and a checksum of its own content. It is written under a temporary name and renamed once all
-files are on the disk. Nothing in it is ever executed.
+checksums of these files, and a checksum of its own content. It is renamed once all files are on the disk.
 """
 
 import errno
@@ -19,23 +18,21 @@ import safetensors
 from mindspore.common import np_dtype
 from safetensors.numpy import save as to_bytes
 
-from ms_gradaccum._checks import DamagedState, State, warn
+from ms_gradaccum._checks import DamagedState, State
 from ms_gradaccum.backend.tensors import Array
 
-# States of version 1 have no checksum of their manifest.
-FORMAT, VERSION, UNSIGNED = "ms_gradaccum", 2, 1
+FORMAT, VERSION = "ms_gradaccum", 2
 MANIFEST = "manifest.json"
 # The size of the tensors that one process holds at a time. Unit: bytes.
 CHUNK = 256 * 2**20
 _STATE, _PARTIAL = re.compile(r"state-(\d{6,})"), ".partial-"
 _FILE = re.compile(r"(rank_\d+/)?parameters-\d{5}\.safetensors")
-_OTHER_CONTENT = "has another checksum than what was written"
+_CHANGED = "has another checksum than what was written"
 _CODES = "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8".split()
 _DTYPES = {f"{code[0].upper()}{8 * int(code[1])}": np.dtype(code) for code in _CODES}
 _DTYPES |= {"BOOL": np.dtype(bool), "BF16": np.dtype(np_dtype.bfloat16)}
 # The size and the checksum of each file of a state, by its name; and arrays by their names.
-_Facts = dict[str, int | str]
-Files = dict[str, _Facts]
+Files = dict[str, dict[str, int | str]]
 Arrays = dict[str, Array]
 
 
@@ -168,15 +165,10 @@ def read_manifest(state: Path) -> State:
         raise DamagedState(f"{path} is no JSON") from None
     _check(isinstance(found, dict) and found.get("format") == FORMAT, path, "is no manifest of a state")
     manifest: State = found
-    version = manifest.get("version")
     files, ranks, extra = (manifest.get(key, ()) for key in ("files", "ranks", "extra"))
-    _check(version in (VERSION, UNSIGNED), path, f"has the version {version!r}, not {VERSION}")
-    if version == UNSIGNED and "sha256" not in manifest:
-        warn(
-            f"For 'load_state', {path} should have a checksum, but got one of an older version, without. Save it anew."
-        )
-    else:
-        _check(manifest.get("sha256") == signed(manifest)["sha256"], path, _OTHER_CONTENT)
+    version = manifest.get("version")
+    _check(version == VERSION, path, f"has the version {version!r}, not {VERSION}")
+    _check(manifest.get("sha256") == signed(manifest)["sha256"], path, _CHANGED)
     _check(isinstance(files, dict), path, "lists no files")
     for name, facts in files.items():
         kinds = {key: type(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
@@ -195,10 +187,10 @@ def read_tensors(state: Path, files: Files, prefix: str) -> Arrays:
     return {key: value for name in names for key, value in _read_file(state / name, files[name]).items()}
 
 
-def _read_file(path: Path, facts: _Facts) -> Arrays:
+def _read_file(path: Path, facts: dict[str, int | str]) -> Arrays:
     data = b"" if path.is_symlink() else _read(path)
     _check(len(data) == facts["size"], path, f"has not the {facts['size']} bytes that were written")
-    _check(hashlib.sha256(data).hexdigest() == facts["sha256"], path, _OTHER_CONTENT)
+    _check(hashlib.sha256(data).hexdigest() == facts["sha256"], path, _CHANGED)
     try:
         items = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
         return {name: np.frombuffer(it["data"], _DTYPES[it["dtype"]]).reshape(it["shape"]) for name, it in items}

@@ -39,8 +39,8 @@ _Found = tuple[_Plan, State, list[PassPlace], dict[str, Json]]
 def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str | os.PathLike[str]) -> SavedState:
     r"""Load the state that :func:`save_state` has saved into a training step.
 
-    Build the step as before: with the same network, optimizer and settings. The whole state is checked first; if it is
-    damaged or does not match, an error is raised and the step is unchanged. Nothing in the files is executed.
+    Build the step as before: with the same network, optimizer and settings. The whole state is checked first; after an
+    error the step is unchanged. Nothing in the files is executed.
 
     With as many processes as before, the training continues bit for bit, except for operators with a random state
     inside a kernel, such as ``nn.Dropout`` on CPU, which MindSpore restarts from their seed. The number of processes
@@ -59,8 +59,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `directory` is not a valid path, there is no state, it is damaged, or it belongs to another
-            program.
+        ValueError: If there is no state in `directory`, it is damaged, or it belongs to another program.
         RuntimeError: If an Accumulator is in the middle of a batch.
 
     Supported Platforms:
@@ -110,7 +109,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Found:
         windows = [{**its, "batches": max(counts)} for its, counts in zip(numbers["windows"], zip(*batches))]
         contents.load_state_dict({**numbers, "windows": windows})
     except DamagedState as error:
-        before = [other for other in files.states_in(state.parent) if files.number_of(other) < files.number_of(state)]
+        before = [each for each in files.states_in(state.parent) if files.number_of(each) < files.number_of(state)]
         remedy = f"The state before it is {before[-1]}: give that folder." if before else "There is none before it."
         raise ValueError(
             f"For '{_OWNER}', the state {state} cannot be used: {error}. Nothing was changed. {remedy}"
@@ -127,10 +126,8 @@ def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list
             what, remedy = "the compiler's partition over", "MindSpore's transform_checkpoints makes one of the other"
         raise another_program(f"has {what} {len(everyone)} processes, not {ranks}. {remedy}")
     windows = [check_saved_list(each.get("windows"), "windows", len(contents.windows)) for each in everyone]
-    rule = {"batches": is_count}
-    batches = [
-        [check_saved(its, "how many batches its windows had", rule)["batches"] for its in each] for each in windows
-    ]
+    what, rule = "how many batches its windows had", {"batches": is_count}
+    batches = [[check_saved(its, what, rule)["batches"] for its in each] for each in windows]
     limit = getattr(contents.step, "accumulation_steps", None)
     most = max((count for counts in batches for count in counts), default=0)
     if limit is not None and 0 < most >= limit:

@@ -35,10 +35,8 @@ def save_state(
     generators of Python, NumPy and MindSpore, and `extra`.
 
     A state is a folder ``state-000001``, ``state-000002``, ... in `directory`, which gets its name once all files are
-    on the disk: a program that is killed at any time leaves the previous state intact. Tensors are in safetensors
-    files, which ``mindspore.load_checkpoint`` reads; all other values are in ``manifest.json``.
-
-    In a job of several processes all of them call it, with a folder that all can access. It fails on all or on none.
+    on the disk: a program that is killed at any time leaves the previous state intact. ``mindspore.load_checkpoint``
+    reads its safetensors files. All processes of a job call it, with a folder that all can access.
 
     Args:
         step (Union[TrainOneStepCell, Accumulator, Model]): The training step.

@@ -15,7 +15,6 @@ from ms_gradaccum._checks import (
     argument_error,
     check_cell,
     check_choice,
-    check_tensor,
     listed,
     refuse_unknown,
     require,
@@ -247,7 +246,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             loss (Tensor): A loss, of any shape and floating-point dtype.
             network (Cell, optional): The network, of several. Default: ``None``, the only one.
         """
-        loss = check_tensor(_OWNER, "loss", loss, "Give what is differentiated.")
+        if not isinstance(loss, Tensor):
+            raise TypeError(argument_error(_OWNER, "loss", "a tensor", typed(loss), "Give what is differentiated."))
         return loss * only_of(self.windows, network).loss_scale.value()
 
     def backward(self, *args: object, network: nn.Cell | None = None, **kwargs: object) -> Tensor:

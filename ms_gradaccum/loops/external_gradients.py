@@ -19,13 +19,7 @@ def _none_of(empty: Tensor, grad: Tensor) -> Tensor:
 
 
 class AddGrads(AddMicroBatch):
-    """Add gradients that the caller has taken into the buffers.
-
-    Args:
-        reducers: One per optimizer: its buffer, and what becomes of its gradients.
-        parameters: One per optimizer: the parameters that it updates.
-        drop_non_finite: Whether gradients that are not finite are left out.
-    """
+    """Add gradients that the caller has taken into the buffers."""
 
     def __init__(
         self, reducers: Sequence[GradientReducer], parameters: Sequence[ParameterTuple], drop_non_finite: bool
@@ -35,10 +29,7 @@ class AddGrads(AddMicroBatch):
         self.others = 0
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        """Add ``factor`` times the gradients, and the loss sum ``value``; nothing if it is 0, whatever they are.
-
-        Return what `added` returns.
-        """
+        """Add ``factor`` times the gradients and the loss sum ``value``, or nothing if it is 0. Return as `added`."""
         # A mean over nothing is 0 / 0.
         empty = factor == 0.0
         value = ops.select(empty, ops.zeros_like(value), value)
@@ -57,9 +48,7 @@ class GraphWindow(nn.Cell):
 
     def __init__(self, add_grads: AddGrads, end: WindowEnd, steps: int) -> None:
         super().__init__(auto_prefix=False)
-        self.add_grads = add_grads
-        self.end = end
-        self.steps = steps
+        self.add_grads, self.end, self.steps = add_grads, end, steps
 
     def construct(
         self, grads: Tensors, weight: Tensor | float, loss: Tensor | float | None, reduction: str

@@ -19,27 +19,16 @@ TensorOrArray: TypeAlias = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.gene
 
 @dataclass(eq=False)
 class Handed:
-    """One batch that a prepared dataset has handed out.
-
-    Attributes:
-        source: The batches of its dataset.
-        batch: The batch itself, which is recognised by its tensors and arrays.
-        epoch: Number of its pass.
-        place: Number of the batch in its pass, from 1 on.
-        is_last: True if it ends the pass, on all ranks.
-        origin: Sources of the order of the samples of its pass.
-        pieces: Number of times that `accumulate()` was entered for it so far.
-        rows_trained: Number of rows of the pieces that were trained; None if it is not known.
-    """
+    """One batch that a prepared dataset has handed out."""
 
     source: "HandedBatches"
-    batch: InitVar[object]
+    batch: InitVar[object]  # It is recognised by its tensors and arrays.
     epoch: int
-    place: int
-    is_last: bool
+    place: int  # Number of the batch in its pass, from 1 on.
+    is_last: bool  # True if it ends the pass, on all ranks.
     origin: Sources | None
-    pieces: int = 0
-    rows_trained: float | None = 0.0
+    pieces: int = 0  # Number of times that `accumulate()` was entered for it so far.
+    rows_trained: float | None = 0.0  # Number of rows of the pieces that were trained; None if it is not known.
 
     def __post_init__(self, batch: object) -> None:
         arrays = list(arrays_in(batch))
@@ -71,30 +60,31 @@ class Handed:
 
 
 class HandedBatches:
-    """The batches of one prepared dataset that were handed out.
+    """The batches of one prepared dataset that were handed out."""
 
-    Attributes:
-        waiting: Batches of which nothing was trained yet, in order.
-        current: The batch that was trained last.
-        newest: The batch that was handed out last in this pass.
-        is_open: True if a pass is under way.
-        is_ahead: True if the loop fetches batches before it trains the ones before them.
-        depth: Number of batches that were waiting when the first batch of the pass was trained, if it was not
-            recognised: the loop fetches ahead or skips batches, and its second batch shows which.
-        is_shuffled: True if the loop trains a pass in another order.
-        restarts: True if passes begin anew inside one over another dataset that is trained with it.
-        pieces_before: Number of pieces of the batch before the current one; 0 if there was none.
-        piece_rows: Number of rows of the last piece, which the next one is expected to have.
-        joins: Number of batches of other ranks that this one joins once it has trained its last.
-    """
-
-    is_open = is_ahead = is_shuffled = restarts = False
+    # True if a pass is under way.
+    is_open = False
+    # True if the loop fetches batches before it trains the ones before them.
+    is_ahead = False
+    # True if the loop trains a pass in another order.
+    is_shuffled = False
+    # True if passes begin anew inside one over another dataset that is trained with it.
+    restarts = False
+    # The batch that was trained last, and the one that was handed out last in this pass.
     current: Handed | None = None
     newest: Handed | None = None
-    pieces_before = joins = depth = 0
+    # Number of pieces of the batch before the current one; 0 if there was none.
+    pieces_before = 0
+    # Number of rows of the last piece, which the next one is expected to have.
     piece_rows: float | None = None
+    # Number of batches that were waiting when the first batch of the pass was trained, if it was not recognised: the
+    # loop fetches ahead or skips batches, and its second batch shows which.
+    depth = 0
+    # Number of batches of other ranks that this one joins once it has trained its last.
+    joins = 0
 
     def __init__(self) -> None:
+        # Batches of which nothing was trained yet, in order.
         self.waiting: list[Handed] = []
 
     def begin(self) -> None:
@@ -186,17 +176,14 @@ class HandedBatches:
 
 
 class ActivePasses:
-    """The passes over prepared datasets that are under way.
-
-    Attributes:
-        trained: The sources of the batches that the loop has trained last.
-    """
+    """The passes over prepared datasets that are under way."""
 
     def __init__(self) -> None:
         # The passes that have given a batch, the innermost one last.
         self._open: list[HandedBatches] = []
         # The passes that may still be trained: strong references, since a loop may have the batches without the data.
         self._recent: list[HandedBatches] = []
+        # The sources of the batches that the loop has trained last.
         self.trained: list[HandedBatches] = []
 
     def begin(self, handed: HandedBatches) -> bool:

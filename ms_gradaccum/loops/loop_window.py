@@ -30,19 +30,17 @@ _COUNTS = {"batches": is_count, "updates": is_count, "tokens": is_number, "steps
 
 
 class LoopWindow(PreparedData):
-    """The common window of all networks of a loop.
+    """The common window of all networks of a loop."""
 
-    Attributes:
-        batches: Number of batches in the window, the current one included. The buffers have the number, too.
-        steps: Number of batches that the window shall have; 0 if the next one decides it.
-        ends: True if the current batch ends the window.
-        updated: True if its update was made.
-        updates: Number of updates made, with `tokens`, the weight of their windows.
-    """
-
-    ends = updated = _has_warned_of_rows = _has_warned_of_open = False
-    batches = steps = updates = 0
-    tokens = 0.0
+    # True if the current batch ends the window, and if its update was made.
+    ends = updated = False
+    # Number of batches in the window, the current one included. The buffers have the number, too.
+    batches = 0
+    # Number of batches that the window shall have; 0 if the next one decides it.
+    steps = 0
+    # Number of updates made, and the weight of their windows.
+    updates, tokens = 0, 0.0
+    _has_warned_of_rows = _has_warned_of_open = False
     # The open contexts of no_sync(), and whether the current batch has begun inside one.
     _withheld, _is_withheld = 0, False
     # The rows of the window's last batch that came without a weight, if known.

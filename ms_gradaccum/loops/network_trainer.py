@@ -26,15 +26,11 @@ _OWNER = "Accumulator"
 
 
 class TrainedNetwork(Window):
-    """The window of one network of a loop.
+    """The window of one network of a loop."""
 
-    Attributes:
-        names: The network as the caller gave it, and the one inside.
-        has_batch: True if something of the current batch is in the buffers.
-        last_clip: The last clip of the caller, for a process that joins in an update of the others.
-    """
-
+    # True if something of the current batch is in the buffers.
     has_batch = False
+    # The last clip of the caller, for a process that joins in an update of the others.
     last_clip: nn.Cell | None = None
 
     def __init__(
@@ -54,6 +50,7 @@ class TrainedNetwork(Window):
         for optimizer in optimizers:
             check_optimizer(_OWNER, optimizer, network)
         _check_disjoint(optimizers)
+        # The network as the caller gave it, and the one inside.
         self.names = (network, network.network)
         network = network.in_precision(_OWNER, settings.precision)
         agreed = {**settings.agreed(), "config": config.as_text()}

@@ -274,21 +274,6 @@ def test_one_batch_more_in_a_window_is_not_trained_on(saved):
     assert_refused(saved, f"{manifest} has another checksum than what was written")
 
 
-def test_a_state_of_an_older_version_is_loaded_with_a_warning(saved):
-    manifest, step = json.loads((saved / files.MANIFEST).read_text()), new_step()
-    assert load_state(step, saved).batches == 4
-    expected = held(step)
-    del manifest["sha256"]
-    (saved / files.MANIFEST).write_text(json.dumps({**manifest, "version": 1}))
-    step = new_step()
-    text = (
-        f"For 'load_state', {saved / files.MANIFEST} should have a checksum, but got one of an older version, without"
-    )
-    with pytest.warns(UserWarning, match=f"^{text}. Save it anew.$"):
-        assert load_state(step, saved).batches == 4
-    assert held(step) == expected
-
-
 def test_a_state_of_other_settings_is_refused(saved):
     assert_refused(saved, "has 1 batches in its window, where accumulation_steps is 1", new_step(1))
     assert_refused(saved, "it lacks accu_grads.weight.window_dropped", new_step(bad_micro_batch="drop"))
