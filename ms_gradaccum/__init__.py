@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ms_gradaccum.loops.ema import EMA as EMA
     from ms_gradaccum.loops.model import Model as Model
     from ms_gradaccum.loops.schedule import AccumulationConfig as AccumulationConfig
-    from ms_gradaccum.loops.schedule import AccumulationSchedule as AccumulationSchedule
     from ms_gradaccum.parallel.kinds import HSDP as HSDP
     from ms_gradaccum.parallel.kinds import DataParallel as DataParallel
     from ms_gradaccum.parallel.kinds import Reduced as Reduced
@@ -61,7 +60,6 @@ _MODULES = {
     "EMA": "loops.ema",
     "Model": "loops.model",
     "AccumulationConfig": "loops.schedule",
-    "AccumulationSchedule": "loops.schedule",
     "HSDP": "parallel.kinds",
     "DataParallel": "parallel.kinds",
     "Reduced": "parallel.kinds",

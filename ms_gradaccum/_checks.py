@@ -289,11 +289,6 @@ def is_count(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
 
 
-def is_number(value: object) -> bool:
-    """Return whether a value from a manifest is a number."""
-    return isinstance(value, float) or is_count(value, -MAX_INT)
-
-
 def is_flag(value: object) -> bool:
     """Return whether a value from a manifest is a bool."""
     return isinstance(value, bool)

@@ -200,10 +200,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         Args:
             objects: Datasets (of ``mindspore.dataset``, or anything to loop over; with a length if there are several
                 processes), schedulers of ``mindspore.experimental.optim.lr_scheduler``, and cells, which are
-                returned as they are.
-
-        Returns:
-            The prepared object, or a tuple of them in the same order.
+                returned as they are. Several objects are returned as a tuple.
         """
         prepared = tuple(prepare(item, self.window) for item in objects)
         for trained in self.windows:

@@ -12,7 +12,6 @@ from ms_gradaccum._checks import (
     check_saved_list,
     is_count,
     is_flag,
-    is_number,
     warn,
     warn_of_open,
 )
@@ -26,7 +25,7 @@ from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Accumulator"
 _BETWEEN = "Call it at the end of the loop's body."
-_COUNTS = {"batches": is_count, "updates": is_count, "tokens": is_number, "steps": is_count}
+_COUNTS = dict.fromkeys(("batches", "updates", "steps"), is_count)
 
 
 class LoopWindow(PreparedData):
@@ -38,8 +37,8 @@ class LoopWindow(PreparedData):
     batches = 0
     # Number of batches that the window shall have; 0 if the next one decides it.
     steps = 0
-    # Number of updates made, and the weight of their windows.
-    updates, tokens = 0, 0.0
+    # Number of updates made.
+    updates = 0
     _has_warned_of_rows = _has_warned_of_open = False
     # The open contexts of no_sync(), and whether the current batch has begun inside one.
     _withheld, _is_withheld = 0, False
@@ -126,7 +125,7 @@ class LoopWindow(PreparedData):
         found = batches[0].epoch if batches else None
         end, epoch = join or (any(each.ends_with(each.source.piece_rows) for each in batches), found)
         if self.batches == 0 or self.steps == 0:
-            self.steps = self.config.steps_for(epoch, self.updates, self.tokens)
+            self.steps = self.config.steps_for(epoch, self.updates)
         self.batches += 1
         self._is_withheld = self._withheld > 0
         self._find_end(end)
@@ -234,7 +233,7 @@ class LoopWindow(PreparedData):
         """Go on from what `state_dict` has returned. The windows of the networks must have loaded theirs."""
         flags = check_saved(saved, "where its window stands", dict.fromkeys(("ends", "updated"), is_flag))
         schedulers = check_saved_list(saved.get("schedulers"), "schedulers", len(self.schedulers))
-        counts = check_saved(saved.get("counter"), "how many batches, updates and tokens its loop had", _COUNTS)
+        counts = check_saved(saved.get("counter"), "how many batches and updates its loop had", _COUNTS)
         with all_or_nothing(self):
             for scheduler, its in zip(self.schedulers, schedulers):
                 scheduler.load_state_dict(its)
@@ -254,7 +253,6 @@ class LoopWindow(PreparedData):
         if output.is_updated:
             if not self.updated:
                 self.updates += 1
-                self.tokens += float(output.weight.asnumpy())
             self.updated = True
             for scheduler in self.schedulers:
                 scheduler.is_due = True

@@ -48,10 +48,9 @@ _OWNER = "Model"
 class Model(Settled, ms.Model):
     r"""Train, evaluate and predict as ``mindspore.train.Model`` does, with gradient accumulation.
 
-    Everything of ``mindspore.train.Model`` works as it is documented there: `train`, `fit`, `eval`, `predict`,
-    callbacks. One call of the training network takes one batch of the dataset; callbacks find a
-    :class:`StepOutput` in ``cb_params.net_outputs``. `train` sets all cells to training mode at its first step, and
-    MindSpore's mode says whether they are compiled, unless `compile` does.
+    `train`, `fit`, `eval`, `predict` and callbacks work as they are documented there. One call of the training network
+    takes one batch of the dataset; callbacks find a :class:`StepOutput` in ``cb_params.net_outputs``. `train` sets all
+    cells to training mode at its first step.
 
     Args:
         network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, around a network with its
@@ -248,16 +247,7 @@ class Model(Settled, ms.Model):
         *,
         resume: bool = False,
     ) -> None:
-        """Train, see ``mindspore.train.Model.train``.
-
-        Args:
-            epoch (int): Number of passes over the data, those before a resumption included.
-            train_dataset (Dataset): The data.
-            callbacks (Union[Callback, list[Callback], None]): Callbacks. Default: ``None``.
-            dataset_sink_mode (bool): Whether to send the data to the device in data sink mode. Default: ``False``.
-            sink_size (int): Number of batches of a sink, which MindSpore counts as an epoch in data sink mode; ``-1``:
-                all batches of a pass. Default: ``-1``.
-            initial_epoch (int): Number of the first pass. Default: ``0``.
+        """Train, see ``mindspore.train.Model.train``. ``epoch`` includes the passes before a resumption.
 
         Keyword Args:
             resume (bool): Whether to go on from the last state of the :class:`StateCheckpoint` among `callbacks`, or of

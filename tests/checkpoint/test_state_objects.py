@@ -179,12 +179,12 @@ def test_a_count_is_a_whole_number(count):
         events.load_state_dict({**events.state_dict(), "updates": count})
 
 
-@pytest.mark.parametrize("tokens", [2**62, True, "1"])
-def test_tokens_are_a_number(tokens):
+@pytest.mark.parametrize("updates", [2**62, True, "1"])
+def test_the_updates_of_a_loop_are_a_whole_number(updates):
     loop = new_loop("loop")
     saved = loop.state_dict()
-    with pytest.raises(DamagedState, match="^the state does not say how many batches, updates and tokens its loop had"):
-        loop.load_state_dict({**saved, "counter": {**saved["counter"], "tokens": tokens}})
+    with pytest.raises(DamagedState, match="^the state does not say how many batches and updates its loop had"):
+        loop.load_state_dict({**saved, "counter": {**saved["counter"], "updates": updates}})
 
 
 def test_more_batches_than_a_buffer_counts_are_refused():

@@ -18,7 +18,6 @@ from ms_gradaccum import (
     EMA,
     HSDP,
     AccumulationConfig,
-    AccumulationSchedule,
     Accumulator,
     ClipByGlobalNorm,
     ClipByGroupNorm,
@@ -158,10 +157,9 @@ def by_model(folder: Path) -> Model:
 def by_loop() -> int:
     loss_cell, _, _ = build()
     optimizer = SGD(loss_cell.trainable_params(), 0.02)
-    schedule = AccumulationSchedule({0: 2, 3: 4}, unit="update")
-    config = AccumulationConfig(schedule=schedule, sync_with_dataloader=True)
+    config = AccumulationConfig(schedule={0: 2, 3: 4}, sync_with_dataloader=True)
     assert_type(config.accumulation_steps, int)
-    assert_type(schedule.steps_at(5), int)
+    assert_type(config.steps_for(5, updates=0), int)
     accumulator = Accumulator(loss_cell, optimizer, config=config, clip=ClipByGroupNorm({"*": 1000.0}))
     x = np.arange(1, 9, dtype=np.float32).reshape(4, 2, 1)
     batches = [(Tensor(rows), Tensor(2 * rows)) for rows in x]

@@ -13,7 +13,6 @@ from strategies import ALL_ROWS, endless
 
 from ms_gradaccum import (
     AccumulationConfig,
-    AccumulationSchedule,
     Accumulator,
     ClipByGlobalNorm,
     ClipByGroupNorm,
@@ -134,11 +133,10 @@ def test_batch_axis_is_made_of_ints_and_none(batch_axis, wrong):
 
 # What is wrong with one value: the error, the call, whose argument it is, and the rest of the sentence.
 EXAMPLE, SEVERAL = (
-    "For example {0: 1, 4: 2}.",
+    "For example schedule={0: 1, 4: 2}.",
     "Several networks take a list with the optimizer (or optimizers) of each.",
 )
-MILESTONES, KEYS = "a dict from counts to numbers of batches, but got", "a dict whose keys are"
-UNIT = "one of 'epoch', 'update', 'token', but got {}. It says what the milestones count."
+SCHEDULE, KEYS = "a dict from epochs to numbers of batches, a function or None, but got", "a dict whose keys are"
 LAST_WINDOW = (
     "one of 'apply', 'drop', 'carry', but got {}. "
     "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
@@ -204,62 +202,37 @@ WRONG = {
         TypeError,
         lambda: AccumulationConfig(schedule=3),
         ("AccumulationConfig", "schedule"),
-        f"an AccumulationSchedule, a dict, a function or None, but got {typed(3)}. "
-        "For example schedule={0: 1, 4: 2}.",
-    ),
-    "milestones": (
-        TypeError,
-        lambda: AccumulationSchedule([1]),
-        ("AccumulationSchedule", "milestones"),
-        f"{MILESTONES} {typed([1])}. {EXAMPLE}",
+        f"{SCHEDULE} {typed(3)}. {EXAMPLE}",
     ),
     "no milestones": (
         ValueError,
-        lambda: AccumulationSchedule({}),
-        ("AccumulationSchedule", "milestones"),
-        f"{MILESTONES} an empty one. {EXAMPLE}",
+        lambda: AccumulationConfig(schedule={}),
+        ("AccumulationConfig", "schedule"),
+        f"{SCHEDULE} an empty dict. {EXAMPLE}",
     ),
     "a float as a milestone": (
         TypeError,
-        lambda: AccumulationSchedule({1.0: 1}),
-        ("AccumulationSchedule", "milestones"),
+        lambda: AccumulationConfig(schedule={1.0: 1}),
+        ("AccumulationConfig", "schedule"),
         f"{KEYS} ints, but got {typed(1.0)}. {EXAMPLE}",
     ),
     "a bool as a milestone": (
         TypeError,
         lambda: AccumulationConfig(schedule={True: 1}),
-        ("AccumulationSchedule", "milestones"),
+        ("AccumulationConfig", "schedule"),
         f"{KEYS} ints, but got {typed(True)}. {EXAMPLE}",
     ),
     "a negative milestone": (
         ValueError,
-        lambda: AccumulationSchedule({-1: 1}),
-        ("AccumulationSchedule", "milestones"),
+        lambda: AccumulationConfig(schedule={-1: 1}),
+        ("AccumulationConfig", "schedule"),
         f"{KEYS} not negative, but got -1. {EXAMPLE}",
     ),
     "no batches": (
         ValueError,
-        lambda: AccumulationSchedule({0: 0}),
-        ("AccumulationSchedule", "milestones[0]"),
+        lambda: AccumulationConfig(schedule={0: 0}),
+        ("AccumulationConfig", "schedule[0]"),
         "a positive int, but got 0. It counts the batches of one update.",
-    ),
-    "unit": (
-        ValueError,
-        lambda: AccumulationSchedule({0: 1}, "step"),
-        ("AccumulationSchedule", "unit"),
-        UNIT.format("'step'"),
-    ),
-    "no unit": (
-        TypeError,
-        lambda: AccumulationSchedule({0: 1}, 1),
-        ("AccumulationSchedule", "unit"),
-        UNIT.format(typed(1)),
-    ),
-    "count": (
-        TypeError,
-        lambda: AccumulationSchedule({0: 1}).steps_at("x"),
-        ("AccumulationSchedule", "count"),
-        f"a number, but got {typed('x')}. It counts epochs, updates or tokens.",
     ),
     "config": (
         TypeError,
@@ -421,7 +394,7 @@ def test_a_wrong_argument_is_refused_in_a_sentence(error, call, about, rest, eag
 
 
 def test_what_is_like_a_wrong_argument_is_taken():
-    assert AccumulationConfig(schedule={0: 1}).steps_for(-1, 0, 0) == 1
+    assert AccumulationConfig(schedule={0: 1}).steps_for(-1, 0) == 1
     _, accumulator = toy_loop()
     assert list(copy.copy(accumulator.prepare(FOUR))) == FOUR
 

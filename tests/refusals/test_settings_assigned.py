@@ -40,7 +40,6 @@ OBJECTS = {
     "ClipByGroupNorm": lambda: ms_gradaccum.ClipByGroupNorm({"weight": 1.0}),
     "MixedPrecision": lambda: ms_gradaccum.MixedPrecision("float16"),
     "AccumulationConfig": lambda: ms_gradaccum.AccumulationConfig(2),
-    "AccumulationSchedule": lambda: ms_gradaccum.AccumulationSchedule({0: 2}),
     "DataParallel": ms_gradaccum.DataParallel,
     "HSDP": ms_gradaccum.HSDP,
     "Reduced": ms_gradaccum.Reduced,

@@ -78,7 +78,7 @@ def bits_of(step):
     """All that a training step holds, to compare exactly."""
     if isinstance(step, Accumulator):
         window = step.window
-        counts = [window.batches, window.updates, window.tokens, step.sync_gradients, window.is_open]
+        counts = [window.batches, window.updates, step.sync_gradients, window.is_open]
     else:
         counts = [step.open_batches()]
     events = step.events
