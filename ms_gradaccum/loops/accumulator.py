@@ -355,8 +355,11 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
         chosen = chosen_of(self.windows, network)
         full = [trained for trained in chosen if self.sync_gradients and trained.is_open]
-        for trained in full:
-            trained.check_clip_with(clip)
+        if any(type(trained.clip) not in (type(None), type(clip)) for trained in full):
+            raise RuntimeError(
+                f"For '{_OWNER}', an update must be clipped by its norm or by value, but got both. Call one of "
+                f"clip_grad_norm() and clip_grad_value()."
+            )
         for trained in chosen:
             trained.last_clip = clip
         for trained in full:

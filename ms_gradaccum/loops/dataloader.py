@@ -187,7 +187,6 @@ class PreparedIterator:
     """An iterator over a prepared dataset. Each loop over it is an epoch, as for an iterator of MindSpore."""
 
     current: Generator[object, None, None] | None = None
-    is_stopped = False
 
     def __init__(self, dataset: PreparedDataset, iterate: Iterate) -> None:
         self.dataset, self.iterate = dataset, iterate
@@ -199,11 +198,10 @@ class PreparedIterator:
         return self
 
     def __next__(self) -> object:
-        if self.is_stopped:
-            raise RuntimeError(f"For '{_OWNER}', an iterator must not be used after stop(). Create another one.")
-        if self.dataset.number in self.dataset.window.places:
+        if self.current is not None and self.dataset.number in self.dataset.window.places:
             # A state was loaded, so the next batch is another one.
-            self._leave()
+            self.current.close()
+            self.current = None
         if self.current is None:
             self.current = self.dataset.passed(self.iterate)
         try:
@@ -211,23 +209,6 @@ class PreparedIterator:
         except BaseException:
             self.current = None
             raise
-
-    def get_col_names(self) -> list[str]:
-        """Return the names of the columns."""
-        names: list[str] = self.dataset.get_col_names()
-        return names
-
-    def stop(self) -> None:
-        """End the epoch. No other one can follow."""
-        self._leave()
-        self.is_stopped = True
-
-    release = stop
-
-    def _leave(self) -> None:
-        if self.current is not None:
-            self.current.close()
-            self.current = None
 
 
 class PreparedScheduler:

@@ -291,6 +291,7 @@ class LoopWindow(PreparedData):
         for trained in self.networks:
             if not trained.has_batch:
                 trained.join()
+                trained.has_batch = True
                 trained.count.set(self.batches, writes=False)
 
     def _end_joined(self) -> None:

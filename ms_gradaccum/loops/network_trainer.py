@@ -84,18 +84,6 @@ class TrainedNetwork(Window):
         self.has_batch = True
         self.has_loss = self.has_loss and loss is not None
 
-    def join(self) -> None:
-        super().join()
-        self.has_batch = True
-
-    def check_clip_with(self, clip: nn.Cell) -> None:
-        """Raise if the coming update is clipped in another way already."""
-        if self.clip is not None and type(self.clip) is not type(clip):
-            raise RuntimeError(
-                f"For '{_OWNER}', an update must be clipped by its norm or by value, but got both. Call one of "
-                f"clip_grad_norm() and clip_grad_value()."
-            )
-
 
 class BatchMeanLoss(nn.Cell):
     """The mean loss of a batch from the loss sums of its micro batches and their weights, without a read."""

@@ -117,7 +117,6 @@ def test_an_iterator_gives_what_it_is_told():
         assert isinstance(label, np.ndarray) and label[0] % 2 == 0
     for each in dataset.create_dict_iterator(output_numpy=True):
         assert list(each) == ["data", "label"] and isinstance(each["data"], np.ndarray)
-    assert dataset.create_dict_iterator().get_col_names() == ["data", "label"]
     assert not hasattr(accumulator.prepare(FOUR), "create_dict_iterator")
 
 
@@ -131,19 +130,6 @@ def test_data_with_an_iterator_of_its_own_of_that_name_is_refused():
     rule = r"'dataset' must be a pipeline of MindSpore's for create_tuple_iterator\(\), but got Loader"
     with pytest.raises(AttributeError, match=rule):
         prepared.create_tuple_iterator(num_epochs=1)
-
-
-def test_an_iterator_that_is_stopped_gives_nothing_more():
-    """As MindSpore's. Its pass is over, and what follows begins a window as after a break."""
-    _, accumulator = toy_loop(3)
-    dataset = accumulator.prepare(batches(2))
-    iterator = dataset.create_tuple_iterator()
-    assert updates_of(accumulator, itertools.islice(iterator, 3)) == [False, False, True]
-    iterator.stop()
-    iterator.release()
-    with pytest.raises(RuntimeError, match="an iterator must not be used after stop()"):
-        next(iterator)
-    assert updates_of(accumulator, dataset.create_tuple_iterator()) == [False, False, True, True]
 
 
 def test_an_iterator_goes_on_where_a_loaded_state_was_saved(tmp_path):
