@@ -107,7 +107,7 @@ def test_the_windows_of_a_schedule_are_the_updates_of_its_rows():
 @given(st.dictionaries(st.integers(0, 9), st.integers(1, 6), min_size=1), st.lists(st.integers(0, 8), max_size=6))
 def test_a_window_never_has_more_batches_than_when_it_began(milestones, passes):
     _, accumulator = toy_loop(schedule=milestones, sync_with_dataloader=False)
-    schedule = accumulator.config
+    schedule = AccumulationConfig(schedule=milestones)
     dataset = accumulator.prepare(range(0))
     batches, begun = 0, None
     for epoch, length in enumerate(passes):
