@@ -30,7 +30,7 @@ _OTHER_NAMES = {
     "accumulation_steps": "gradient_accumulation_steps accumulate_grad_batches gradient_accumulation accum_iter",
     "micro_size": "num_micro_batches micro_batches micro_batch_num micro_batch_size",
     "clip": "clip_grad_norm clip_norm max_norm max_grad_norm gradient_clip_val gradient_clipping use_clip_grad",
-    "mixed_precision": "precision amp fp16 bf16 float16 bfloat16 autocast loss_scale scaler keep_batchnorm_fp32",
+    "mixed_precision": "precision amp use_amp fp16 bf16 float16 bfloat16 loss_scale scaler keep_batchnorm_fp32",
     "last_window": "drop_last",
     "batch_axis": "batch_dim",
     "compile": "jit",
