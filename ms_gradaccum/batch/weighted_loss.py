@@ -119,8 +119,8 @@ class WeightedLoss(nn.Cell):
             _check_loss(None, None, what, remedy)
         return scalar(outputs)
 
-    def further(self, outputs: Any, begin: int) -> tuple[Tensor, ...]:
-        """Return the further losses: the floating-point scalars among ``outputs`` from the index ``begin`` on."""
+    def further(self, outputs: Any, begin: int, remedy: str) -> tuple[Tensor, ...]:
+        """Return the floating-point scalars among ``outputs`` from the index ``begin`` on. Raise if none are wanted."""
         found: tuple[Tensor, ...] = ()
         if not isinstance(outputs, (tuple, list)):
             return found
@@ -131,16 +131,15 @@ class WeightedLoss(nn.Cell):
                     # A tensor of shape (1,) is an output for a single row, unless the first loss has that shape, too.
                     if _is_loss_in_graph(item.shape, item.dtype, outputs[0].ndim):
                         found += (item,)
+        if self.losses is None and len(found) > 0:
+            _refuse_losses(len(found), remedy)
         return found
 
-    def other_losses(self, outputs: Any, begin: int, remedy: str) -> tuple[Tensor, ...]:
-        """Return the further losses as one tensor, or nothing if they are not reported. Raise if there must be none.
+    def reported(self, further: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return further losses as one tensor, or nothing if they are not reported.
 
         The first row has their values, the second one 1 for each of them; zeros fill both up.
         """
-        further = self.further(outputs, begin)
-        if self.losses is None and len(further) > 0:
-            _refuse_losses(len(further), remedy)
         if not self.reports:
             return ()
         presence = Tensor(_presence_of(len(further)), ms.float32)
@@ -160,11 +159,11 @@ class RowWeight(WeightedLoss):
     def construct(self, rows: Tensor, *tensors: object) -> tuple[Tensor, ...]:
         outputs = self.outputs(tensors)
         loss = self.first(outputs, "its mean loss", _MEAN_REMEDY)
-        others = self.other_losses(outputs, 1, _LOSSES_REMEDY)
+        further = self.further(outputs, 1, _LOSSES_REMEDY)
         if self.losses == "sum":
-            for other in self.further(outputs, 1):
+            for other in further:
                 loss = loss + scalar(other)
-        return (loss * rows, rows) + others
+        return (loss * rows, rows) + self.reported(further)
 
 
 class OwnWeight(WeightedLoss):
@@ -180,4 +179,5 @@ class OwnWeight(WeightedLoss):
             _check_weight(weight.shape)
         else:
             _check_weight(None)
-        return (loss_sum, ops.stop_gradient(scalar(weight))) + self.other_losses(outputs, 2, _FURTHER_REMEDY)
+        further = self.further(outputs, 2, _FURTHER_REMEDY)
+        return (loss_sum, ops.stop_gradient(scalar(weight))) + self.reported(further)

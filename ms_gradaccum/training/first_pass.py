@@ -195,7 +195,7 @@ class _WholeLoss(RowWeight):
     def construct(self, *tensors: Tensor) -> Tensor:
         returned = self.network(*tensors[: self.count], *self.rebuild(tensors[self.count :]))
         loss = self.first(returned, "its loss", _LOSS_REMEDY) * ONE
-        self.other_losses(returned, 1, _LOSS_REMEDY)
+        self.further(returned, 1, _LOSS_REMEDY)
         return loss
 
 
