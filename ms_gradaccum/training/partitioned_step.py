@@ -18,7 +18,6 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.kernels import scale
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
-from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.batch.split import BatchAxis, Shape, split_shapes
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByValue
@@ -109,7 +108,9 @@ class PartitionedStep(Step):
         grads = self.grad(self.sums, self.parameters)(*inputs, loss_scale * Tensor([1.0, 0.0], ms.float32))
         weight = sums[1]
         factor = reciprocal(weight)
-        mean = self.mean_of(grads, self.loss_scale.unscaled(factor))
+        # The mean gradient in the dtype of each weight, on each device its part of it.
+        totals = grads if gradient_is_returned(self.micro_size) else ops.depend(self.accumulators, grads)
+        mean = self.map(ops.partial(_mean_like, self.loss_scale.unscaled(factor)), totals, self.parameters)
         if self.clips_by_value:
             # It needs no norm. Both norms go in one message.
             norm, clipped_norm = partitioned_norms(mean, self.clip(mean, _NO_NORM))
@@ -125,21 +126,12 @@ class PartitionedStep(Step):
         report += (learning_rate, weight)
         if updated:
             report = ops.depend(report, self.optimizer(mean))
-        report = ops.depend(report, self.clear(report))
-        report = ops.depend(report, self.loss_scale(updated, overflow, report))
-        return report
-
-    def mean_of(self, grads: tuple[Tensor, ...], factor: Tensor) -> tuple[Tensor, ...]:
-        """Return the window's mean gradient in the dtype of each weight, on each device its part of it."""
-        sums = grads if gradient_is_returned(self.micro_size) else ops.depend(self.accumulators, grads)
-        mean: tuple[Tensor, ...] = self.map(ops.partial(_mean_like, factor), sums, self.parameters)
-        return mean
-
-    def clear(self, done: Done) -> Done:
-        """Assign zeros, after ``done``; a product with 0 would keep NaN and Inf for ever."""
         if not self.is_called:
             warn_of_no_end()
-        return self.map(_clear, ops.depend(self.accumulators, done))
+        # Zeros are assigned; a product with 0 would keep NaN and Inf for ever.
+        report = ops.depend(report, self.map(_clear, ops.depend(self.accumulators, report)))
+        report = ops.depend(report, self.loss_scale(updated, overflow, report))
+        return report
 
 
 class BatchSums(nn.Cell):

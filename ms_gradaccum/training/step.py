@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
@@ -26,10 +25,6 @@ class Step(nn.Cell):
         self.network = network
         self.events = events
         self.loss_scale = settings.precision.loss_scale
-
-    def as_window(self) -> Any:
-        """Return what has the optimizers, the reducers and the loss scale."""
-        return self
 
     def attach_to(self, step: nn.Cell) -> None:
         """Prepare ``step``, the TrainOneStepCell around this one."""

@@ -56,9 +56,6 @@ class HostDrivenStep(Step):
         step.parallel_parameter_merge_net_dict = self.reducer.gathers
         weakref.finalize(step, self.warn_if_open)
 
-    def as_window(self) -> Window:
-        return self.window
-
     def saved(self, parameter: Parameter) -> Parameter | None:
         return self.reducer.saved(parameter)
 
@@ -266,8 +263,8 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         else:
             self.body = HostDrivenStep(self.network, optimizer, kind, settings, self.events)
         self.body.attach_to(self)
-        # An Accumulator has one for each network.
-        self.windows: list[Window | Step] = [self.body.as_window()]
+        # What has the optimizers, the reducers and the loss scale. An Accumulator has one for each network.
+        self.windows: list[Window | Step] = [getattr(self.body, "window", self.body)]
         claim_optimizers(self.windows)
         self._shows_whole = self._is_built = True
 
