@@ -264,7 +264,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
             self.body = HostDrivenStep(self.network, optimizer, kind, settings, self.events)
         self.body.attach_to(self)
         # What has the optimizers, the reducers and the loss scale. An Accumulator has one for each network.
-        self.windows: list[Window | Step] = [getattr(self.body, "window", self.body)]
+        self.windows: list[Window | Step] = [self.body.window if isinstance(self.body, HostDrivenStep) else self.body]
         claim_optimizers(self.windows)
         self._shows_whole = self._is_built = True
 
