@@ -17,8 +17,7 @@ _VALUES = (int, float, str, np.generic, list, tuple, dict)
 def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis) -> list[int]:
     """Return the indices of the inputs that are split although they may not be a batch.
 
-    These are tensors that are as long as the batch on another axis, too, such as a mask, and vectors of floating-point
-    numbers.
+    They are tensors as long as the batch on another axis, too, such as a mask, and vectors of floating-point numbers.
     """
     places, found = 0, []
     for i, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):

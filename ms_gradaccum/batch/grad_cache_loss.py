@@ -1,7 +1,6 @@
 """A loss over all rows of a batch together, and its substitute in a micro batch once its gradient is known.
 
-Given the gradient with respect to the outputs of the network, that of the loss is a sum over micro batches: L. Gao et
-al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
+After L. Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.
 """
 
 from collections.abc import Callable

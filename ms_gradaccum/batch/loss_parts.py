@@ -1,7 +1,6 @@
 """Compare the loss of some rows with the losses of their parts, to decide whether it can be split into micro batches.
 
-A mean over rows is the mean of its parts, weighted by their rows. For a loss with its own weight, sums and weights add
-up. Micro batches of any other loss have another gradient than the whole batch.
+A mean over rows is the mean of its parts, weighted by their rows. Sums and weights of a loss with weights add up.
 """
 
 import math

@@ -69,11 +69,7 @@ def _axis_error(rule: str, got: object) -> str:
 
 
 def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAxis) -> SplitBatch:
-    """Split ``inputs`` into at most ``micro_size`` micro batches whose numbers of rows differ by at most one.
-
-    Tensors and NumPy arrays inside tuples, lists and dicts are split, too. Tensors without axes and all other values
-    go whole into each micro batch.
-    """
+    """Split ``inputs`` into at most ``micro_size`` micro batches whose numbers of rows differ by at most one."""
     tensors: list[Tensor] = []
     try:
         structure = flatten(inputs, tensors)

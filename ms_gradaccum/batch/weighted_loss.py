@@ -136,10 +136,7 @@ class WeightedLoss(nn.Cell):
         return found
 
     def reported(self, further: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return further losses as one tensor, or nothing if they are not reported.
-
-        The first row has their values, the second one 1 for each of them; zeros fill both up.
-        """
+        """Return a row of further losses and a row of 1 for each, filled up with zeros, or nothing without a report."""
         if not self.reports:
             return ()
         presence = Tensor(_presence_of(len(further)), ms.float32)

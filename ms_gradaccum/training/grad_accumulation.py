@@ -204,8 +204,7 @@ class GradAccumulation(Settled, nn.Cell):
     def cls_name(self) -> str:
         """Name by which MindSpore's own ``Model`` chooses a train cell.
 
-        For the real name it would take that of its own GradAccumulation, which trains nothing outside of
-        semi-auto-parallel. For any other it differentiates `construct`.
+        The real name is that of its own GradAccumulation, whose train cell trains nothing on one card.
         """
         return "MicroBatchedLoss"
 

@@ -25,8 +25,7 @@ from ms_gradaccum.training.settings import StepSettings
 TOLERANCES = {ms.float32: 2.0**-14, ms.float16: 2.0**-6, ms.bfloat16: 2.0**-4}
 # A smaller miss in float32 may be a small difference of large numbers: it must be larger than what another order makes.
 _SURE, _ORDERS = 1e-2, 10
-# By how many standard deviations of a loss that draws random numbers it must miss, how many draws tell these, and when
-# they are too much to say anything.
+# A loss that draws random numbers must miss by so many standard deviations of so many draws, which may be too large.
 _DRAWS, _REPEATS, _TOO_RANDOM = 10, 8, 0.5
 # A gradient has cancelled more than its loss. Of each parameter's gradient some sums with random signs are compared,
 # and at most so many rows are differentiated: op by op they may take more memory than in a graph.

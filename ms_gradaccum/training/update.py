@@ -188,8 +188,8 @@ class EagerUpdate:
     def _follow_memory(self) -> list[int]:
         """Make MindSpore recompile its parts of the optimizer if parameters or states have moved in memory.
 
-        Optimizers of `mindspore.experimental` compile a part of themselves in PYNATIVE mode, too, which MindSpore looks
-        up by the phase. After a checkpoint is loaded it would silently keep using the old memory.
+        Optimizers of `mindspore.experimental` compile a part of themselves in PYNATIVE mode, too, looked up by the
+        phase. After a checkpoint is loaded it would silently keep using the old memory.
         """
         places = self._places()
         if places != self.places:
