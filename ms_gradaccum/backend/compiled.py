@@ -266,8 +266,7 @@ def graph_mode() -> AbstractContextManager[None]:
 def inlined(cells: Iterable[nn.Cell]) -> Iterator[None]:
     """On CPU, let the compiler inline cells built with ``lazy_inline`` as ``policy="front"`` does.
 
-    The results are the same. Without this, MindSpore fails on CPU (its own step does), and the failure can break the
-    next compilation in the process.
+    Without this, MindSpore fails there (its own step does), which can break the next compilation in the process.
     """
     on_cpu = ms.get_context("device_target") == "CPU"
     built = [cell for cell in cells if on_cpu and getattr(cell, "cell_init_args", "").startswith("lazy_inline_")]

@@ -169,8 +169,7 @@ def may_have_branches(optimizer: nn.Cell) -> bool:
 def compiles_itself(optimizer: nn.Cell) -> bool:
     """Return whether MindSpore compiles the update in PYNATIVE mode too, as it does with most of ``mindspore.nn``.
 
-    An update then runs no Python code. Called op by op, such a graph would keep using the old weights after a
-    checkpoint was loaded; as part of a larger graph it does not.
+    Called op by op, such a graph would keep using the old weights after a checkpoint was loaded.
     """
     construct = type(optimizer).construct
     return hasattr(construct, "__wrapped__") and construct.__code__.co_filename.startswith(LIBRARIES)
@@ -205,9 +204,9 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
 class LearningRate(nn.Cell):
     """Learning rate of the next update: a float32 scalar, or one entry per parameter if groups differ.
 
-    It is computed as in ``nn.Optimizer.get_lr``, which is not called because optimizers override it and count their
-    updates in it. A user's schedule may have side effects, too. So in a graph a schedule with parameters of its own is
-    not evaluated. Of an optimizer that runs op by op, an overridden ``get_lr`` is recorded when the update calls it.
+    It is computed as in ``nn.Optimizer.get_lr``, which some optimizers override to count their updates. In a graph, a
+    schedule with parameters of its own, which may have side effects, is not evaluated; op by op, what an overridden
+    ``get_lr`` returns is recorded when the update calls it.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:

@@ -34,8 +34,8 @@ Done = Any
 def chunks_of(sizes: Sequence[int]) -> Chunks:
     """Return the begin and end of each chunk of consecutive tensors.
 
-    The memory of a running chunk grows with its elements, and that of the compiled graph with the number of chunks.
-    Both are equal if a chunk has as many elements as the square root of all elements times ``_COMPILED``.
+    Large chunks take memory while they run, many chunks in the compiled graph. Both are equal if a chunk has as many
+    elements as the square root of all elements times ``_COMPILED``.
     """
     elements = sum(sizes)
     limit = max(*sizes, elements // _MOST_CHUNKS, isqrt(elements * _COMPILED), _FEW)

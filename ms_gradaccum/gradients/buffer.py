@@ -39,9 +39,8 @@ _NOTHING_ELSE = WindowTotals()
 class GradientBuffer(nn.Cell):
     """The sums of the gradients, the losses and the weights of one window, which are cleared together.
 
-    The names begin with ``accu_grads``, a prefix that is known to MindSpore's checkpoint merges and transforms, its
-    fault tolerance and its compiler. The sums have the shapes of the parameters, or ``shapes`` if they are shards.
-    With ``dense_only``, gradients of sparse lookups raise.
+    The names begin with ``accu_grads``, a prefix that MindSpore's checkpoints, fault tolerance and compiler know. The
+    sums have the shapes of the parameters, or ``shapes``. With ``dense_only``, gradients of sparse lookups raise.
     """
 
     # True if a graph counts the batches of the window.
@@ -88,9 +87,7 @@ class GradientBuffer(nn.Cell):
         """Return the scalars that are reduced over the ranks besides the gradients."""
         return [self.loss, self.weight, *(each for each in (self.dropped, self.other_losses) if each is not None)]
 
-    def add(
-        self, loss_sum: Tensor, weight: Tensor, grads: tuple[Tensor, ...], factor: Tensor
-    ) -> tuple[Tensors, Tensor, Tensor]:
+    def add(self, loss_sum: Tensor, weight: Tensor, grads: Tensors, factor: Tensor) -> tuple[Tensors, Tensor, Tensor]:
         """Add one micro batch, with its gradients times ``factor``. Return the updated sums, loss and weight."""
         # A backward pass computes the last gradient first, and its memory is freed once it is added.
         return add_each_in_place(self.add_one, factor, tuple(self.sums), grads), *self.add_totals(loss_sum, weight)

@@ -68,8 +68,7 @@ def build_reducers(
 ) -> list[GradientReducer]:
     """Return the reducer of each optimizer, with its buffer, after all ranks have agreed on settings. Collective.
 
-    ``kind`` is None for one process. The settings in ``agreed`` must be equal on all ranks, which reduce gradients in
-    ``dtype``.
+    ``kind`` is None for one process. The ranks reduce gradients in ``dtype``.
     """
     world = current_world(owner)
     if kind is not None and world.size > 1:
