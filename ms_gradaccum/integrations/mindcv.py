@@ -51,7 +51,7 @@ def create_trainer(
         metrics (Union[dict, set]): Metrics of the evaluation.
         amp_level (str): mindcv's level, ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
         amp_cast_list (Union[str, None]): As in mindcv.
-        loss_scale_type (str): ``"fixed"``, ``"dynamic"``, or ``"auto"`` with a `loss_scale` of 1, which scales nothing.
+        loss_scale_type (str): ``"fixed"``, ``"dynamic"``, or ``"auto"``, which is a fixed one.
         loss_scale (float): The scale; of a dynamic one, its initial value. Default: ``1.0``.
         drop_overflow_update (bool): Whether a window whose gradient has an Inf or a NaN makes no update; a dynamic
             scale always drops it. Default: ``False``.
@@ -64,10 +64,7 @@ def create_trainer(
     Keyword Args:
         micro_size (int): The number of micro batches that each batch is split into (a count, not rows).
             Default: ``1``.
-        last_window (str): As of :class:`ms_gradaccum.Model`. Default: ``"apply"``.
-        parallel (Union[str, DataParallel, HSDP]): As of :class:`ms_gradaccum.Model`. Default: ``"auto"``.
-        bad_micro_batch (str): As of :class:`ms_gradaccum.Model`. Default: ``"skip_window"``.
-        compile (Union[bool, None]): As of :class:`ms_gradaccum.Model`. Default: ``None``.
+        last_window, parallel, bad_micro_batch, compile (optional): As of :class:`ms_gradaccum.Model`.
 
     Returns:
         :class:`ms_gradaccum.Model`.
@@ -79,31 +76,23 @@ def create_trainer(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    _check_no_ema(ema, ema_decay)
+    if check_bool(_OWNER, "ema", ema, "It averages the weights."):
+        remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
+        raise ValueError(argument_error(_OWNER, "ema", "False", True, remedy))
     _check_own_scale(optimizer)
+    from mindcv.utils.amp import auto_mixed_precision
+    from mindcv.utils.trainer_factory import add_loss_network
+
     clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_value.")
     settings: dict[str, Any] = {"parallel": parallel, "last_window": last_window, "bad_micro_batch": bad_micro_batch}
     settings |= {"compile": compile, "accumulation_steps": gradient_accumulation_steps}
     settings |= {"clip": ClipByGlobalNorm(clip_value) if clips else None}
     settings |= {"mixed_precision": _loss_scale(loss_scale_type, loss_scale, drop_overflow_update)}
     eval_network = nn.WithEvalCell(network, loss, amp_level in ("O2", "O3", "auto"))
-    loss_cell = GradAccumulation(_with_loss(network, loss, amp_level, amp_cast_list), micro_size)
-    return Model(loss_cell, None, optimizer, metrics, eval_network, [0, 1, 2], **settings)
-
-
-def _with_loss(network: nn.Cell, loss: nn.Cell, amp_level: str, amp_cast_list: str | None) -> nn.Cell:
-    """Return mindcv's loss cell. mindcv converts the network in place."""
-    from mindcv.utils.amp import auto_mixed_precision
-    from mindcv.utils.trainer_factory import add_loss_network
-
+    # mindcv converts the network in place.
     auto_mixed_precision(network, amp_level, amp_cast_list)
-    return add_loss_network(network, loss, amp_level)
-
-
-def _check_no_ema(ema: object, ema_decay: object) -> None:
-    if check_bool(_OWNER, "ema", ema, "It averages the weights."):
-        remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
-        raise ValueError(argument_error(_OWNER, "ema", "False", True, remedy))
+    loss_cell = GradAccumulation(add_loss_network(network, loss, amp_level), micro_size)
+    return Model(loss_cell, None, optimizer, metrics, eval_network, [0, 1, 2], **settings)
 
 
 def _check_own_scale(optimizer: nn.Cell) -> None:
@@ -112,22 +101,16 @@ def _check_own_scale(optimizer: nn.Cell) -> None:
     factor = factor.asnumpy().item() if isinstance(factor, Tensor) else factor
     if factor != 1:
         remedy = "The gradient is divided by the scale before: create_optimizer(..., loss_scale=1.0)."
-        raise ValueError(
-            argument_error(_OWNER, "optimizer", "one with a loss_scale of 1", f"one of {1 / factor:g}", remedy)
-        )
+        got = f"one of {1 / factor:g}"
+        raise ValueError(argument_error(_OWNER, "optimizer", "one with a loss_scale of 1", got, remedy))
 
 
 def _loss_scale(kind: object, value: object, drops: object) -> Any:
-    remedy = "A fixed scale stays, a dynamic one halves and doubles."
     name = kind.lower() if isinstance(kind, str) else kind
+    remedy = "A fixed scale stays, a dynamic one halves and doubles."
     name = check_choice(_OWNER, "loss_scale_type", name, ("fixed", "dynamic", "auto"), remedy)
     value = check_positive_float32(_OWNER, "loss_scale", value, "1.0 scales nothing.")
-    if value < 1:
-        raise ValueError(argument_error(_OWNER, "loss_scale", "at least 1", value, "1.0 scales nothing."))
+    drops = check_bool(_OWNER, "drop_overflow_update", drops, "It is about windows with an Inf or a NaN.")
     if name == "dynamic":
         return amp.DynamicLossScaler(value, _GROWTH_FACTOR, _GROWTH_INTERVAL)
-    if name == "auto" and value != 1:
-        remedy = "Say loss_scale_type='fixed' or 'dynamic' for another one."
-        raise ValueError(argument_error(_OWNER, "loss_scale", "1.0 with loss_scale_type='auto'", value, remedy))
-    drops = check_bool(_OWNER, "drop_overflow_update", drops, "It is about windows with an Inf or a NaN.")
     return amp.FixedLossScaleManager(value, drops)

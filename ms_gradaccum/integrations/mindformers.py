@@ -24,17 +24,11 @@ _OFF = {
 
 
 class SummedLoss(nn.Cell):
-    """Sum of the loss terms of a model, such as mindformers' models without ``use_legacy``.
-
-    Args:
-        network: Returns four mean losses, or six items with sums of losses and the number of tokens.
-        per_token: True for six items.
-    """
+    """Sum of the loss terms of a model without ``use_legacy``: four means, or ``per_token`` six sums and counts."""
 
     def __init__(self, network: nn.Cell, per_token: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.network = network
-        self.per_token = per_token
+        self.network, self.per_token = network, per_token
 
     def construct(self, *inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         terms = self.network(*inputs)
@@ -91,9 +85,8 @@ class AccumulatedStep(TrainOneStepCell):
         is_legacy = is_legacy_model()
         _check_settings(settings, is_legacy)
         # The trainer gives None for what is not in the YAML file.
-        per_token = check_bool(
-            _OWNER, "calculate_per_token_loss", calculate_per_token_loss or False, "It is what the network returns."
-        )
+        remedy, per_token = "It is what the network returns.", calculate_per_token_loss or False
+        check_bool(_OWNER, "calculate_per_token_loss", per_token, remedy)
         clips = check_bool(_OWNER, "use_clip_grad", use_clip_grad, "The limit is max_grad_norm.")
         loss_cell = network if is_legacy else SummedLoss(network, per_token)
         super().__init__(
@@ -118,9 +111,8 @@ class AccumulatedStep(TrainOneStepCell):
 def _check_settings(settings: dict[str, object], is_legacy: bool) -> None:
     if in_semi_auto():
         remedy = "There, mindformers' own gradient_accumulation_steps accumulates: use MFTrainOneStepCell."
-        raise ValueError(
-            argument_error(_OWNER, "parallel_mode", "stand-alone or data parallel", "semi-auto-parallel", remedy)
-        )
+        rule = "stand-alone or data parallel"
+        raise ValueError(argument_error(_OWNER, "parallel_mode", rule, "semi-auto-parallel", remedy))
     for name, value in settings.items():
         # A legacy model returns one loss, whatever the trainer's default says.
         if name in _UNUSED or (name == "print_separate_loss" and is_legacy) or (name in _OFF and not value):

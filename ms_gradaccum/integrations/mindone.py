@@ -30,8 +30,7 @@ class ModelLoss(nn.Cell):
         The loss.
 
     Raises:
-        TypeError: If `model` is not a Cell or `columns` are not names.
-        ValueError: If there are no `columns`.
+        TypeError: If `model` is not a Cell or `columns` are no names.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -41,10 +40,8 @@ class ModelLoss(nn.Cell):
         super().__init__(auto_prefix=False)
         self.model = check_cell("ModelLoss", "model", model, "Give the model itself.")
         rule, remedy = "the names of the model's inputs", "For example ('input_ids', 'labels')."
-        if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
+        if isinstance(columns, str) or not all(isinstance(name, str) for name in columns) or not columns:
             raise TypeError(argument_error("ModelLoss", "columns", rule, repr(columns), remedy))
-        if not columns:
-            raise ValueError(argument_error("ModelLoss", "columns", rule, "none", remedy))
         self.columns = tuple(columns)
 
     def construct(self, *inputs: Tensor) -> Tensor:
@@ -83,21 +80,18 @@ def train_step(
         scale_sense (Union[int, float, Tensor, Cell]): The loss scale: a number, or a ``FixedLossScaleUpdateCell`` or
             ``DynamicLossScaleUpdateCell``, which is adjusted once per window. Default: ``1.0``.
         ema (None): Only None: :class:`ms_gradaccum.EMA` is a callback. Default: ``None``.
-        updates (int): Unused, as in mindone. Default: ``0``.
+        updates, verbose: Unused, as in mindone.
         drop_overflow_update (bool): Whether a window whose gradient has an Inf or a NaN makes no update. A dynamic
             scale always drops it. Default: ``True``.
         gradient_accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
         clip_grad (bool): Whether the window's mean gradient is clipped by its global norm. Default: ``False``.
         clip_norm (float): The largest norm that is not clipped. Default: ``1.0``.
-        verbose (bool): Unused, as in mindone. Default: ``False``.
-        zero_helper (None): Only None: `parallel` says what several processes share. Default: ``None``.
+        zero_helper (None): Only None: `parallel` says what several processes share.
 
     Keyword Args:
         micro_size (int): The number of micro batches that each batch is split into (a count, not rows).
             Default: ``1``.
-        parallel (Union[str, DataParallel, HSDP]): As of :class:`ms_gradaccum.TrainOneStepCell`. Default: ``"auto"``.
-        bad_micro_batch (str): As of :class:`ms_gradaccum.TrainOneStepCell`. Default: ``"skip_window"``.
-        compile (Union[bool, None]): As of :class:`ms_gradaccum.TrainOneStepCell`. Default: ``None``.
+        parallel, bad_micro_batch, compile (optional): As of :class:`ms_gradaccum.TrainOneStepCell`.
 
     Returns:
         :class:`ms_gradaccum.TrainOneStepCell`, which returns the loss, whether the update was skipped, and the loss
@@ -110,12 +104,12 @@ def train_step(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    if ema is not None:
-        remedy = "Give an ms_gradaccum.EMA to add_callback() of the step."
-        raise ValueError(argument_error(_OWNER, "ema", "None", type(ema).__name__, remedy))
-    if zero_helper is not None:
-        remedy = "parallel=HSDP() shares the optimizer's state among the processes."
-        raise ValueError(argument_error(_OWNER, "zero_helper", "None", type(zero_helper).__name__, remedy))
+    for name, given, remedy in (
+        ("ema", ema, "Give an ms_gradaccum.EMA to add_callback() of the step."),
+        ("zero_helper", zero_helper, "parallel=HSDP() shares the optimizer's state among the processes."),
+    ):
+        if given is not None:
+            raise ValueError(argument_error(_OWNER, name, "None", type(given).__name__, remedy))
     clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm.")
     drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It is about an Inf or a NaN.")
     return TrainOneStepCell(

@@ -310,10 +310,6 @@ def test_a_trainer_of_mindcv_refuses_what_would_go_wrong(mindcv):
         trainer(network, scaled)
     with pytest.raises(ValueError, match="'loss_scale_type' must be one of 'fixed', 'dynamic', 'auto', but got 'none'"):
         trainer(network, kind="none")
-    with pytest.raises(ValueError, match="'loss_scale' must be at least 1, but got 0.5"):
-        trainer(network, scale=0.5)
-    with pytest.raises(ValueError, match="'loss_scale' must be 1.0 with loss_scale_type='auto', but got 2.0"):
-        trainer(network, kind="auto", scale=2.0)
 
 
 class ReturnsADict(nn.Cell):
@@ -383,9 +379,9 @@ def test_a_step_of_mindone_refuses_what_has_another_place():
         train_step(loss_cell(network), sgd(network), ema=object())
     with pytest.raises(ValueError, match="'zero_helper' must be None, but got object. parallel=HSDP()"):
         train_step(loss_cell(network), sgd(network), zero_helper=object())
-    for columns, error in (("labels", TypeError), ((1,), TypeError), ((), ValueError)):
+    for columns in ("labels", (1,), ()):
         with pytest.raises(
-            error, match="For 'ModelLoss', the argument 'columns' must be the names of the model's inputs"
+            TypeError, match="For 'ModelLoss', the argument 'columns' must be the names of the model's inputs"
         ):
             ModelLoss(network, columns)
 
