@@ -63,7 +63,6 @@ def _add_micro_size(option: Callable[..., argparse.Action]) -> None:
 def _add_simulate(option: Callable[..., argparse.Action]) -> None:
     option("build", metavar="train.py:build", help="a function that returns (step, batch); or module:build")
     option("--devices", type=int, default=8, metavar="N", help="how many the job has; default: %(default)s")
-    option("--target", default="GPU", metavar="KIND", help="the kind of device, of which there is one; default: GPU")
     run = "train three updates on as many CPU processes, too; default: compile only"
     option("--run", action="store_true", help=run)
     option("--no-compare", action="store_true", help="leave MindSpore's own cell out; default: compile it too")
@@ -128,8 +127,8 @@ def _simulate(args: argparse.Namespace) -> int:
     with _held_interrupts():
         from ms_gradaccum.tools.simulation.simulate import simulate
 
-    settings = {"run": args.run, "compare": not args.no_compare, "timeout": args.timeout, "progress": True}
-    found = simulate(args.build, args.devices, args.target, **settings)
+    settings = {"run": args.run, "compare": not args.no_compare, "timeout": args.timeout}
+    found = simulate(args.build, args.devices, **settings)
     text = json.dumps(found.to_dict(), indent=2)
     # This is printed before it is written, since it has taken its time and a file may fail.
     print(text if args.json == "-" else found)

@@ -33,6 +33,8 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 # The polling interval of a folder. Unit: seconds.
 _MOMENT = 0.2
+# The phase of a rank that has reported.
+_DONE = "done"
 # The number of characters of a log in an error.
 _LAST_WORDS = 3000
 # The types of errors that are raised again with their type; all others become a RuntimeError.
@@ -83,11 +85,10 @@ def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
 
 
 class Job:
-    """Processes that call one function in a folder of their own. As a context manager it ends them.
+    """Processes, several by msrun, that call one function in a folder of their own. A context manager that ends them.
 
-    Several processes are started with msrun, and ``variable`` marks them in their environment. ``function``, as
-    ``module:function``, takes a Meeting and the ``task``, as JSON holds it, and returns a report. ``extra`` returns
-    further environment variables, given the folder.
+    ``variable`` marks them in their environment, to which ``extra`` adds more, given the folder. ``function``, as
+    ``module:function``, takes a Meeting and the ``task``, and returns a report.
     """
 
     def __init__(
@@ -122,9 +123,7 @@ class Job:
         if self.count > 1:
             msrun = shutil.which("msrun", path=path)
             if msrun is None:
-                raise RuntimeError(
-                    f"For '{owner}', msrun must be found, but it is not in the PATH. MindSpore comes with it."
-                )
+                raise RuntimeError(f"For '{owner}', msrun must be in the PATH, but is not. MindSpore comes with it.")
             # More threads than cores only wait for each other.
             settings["OMP_NUM_THREADS"] = "1"
             command = [msrun, f"--worker_num={self.count}", f"--local_worker_num={self.count}"]
@@ -211,9 +210,6 @@ class Job:
                     process.kill()
 
 
-_DONE = "done"
-
-
 def _has_ended(file: Path) -> bool:
     """Return whether the process whose number is in a file has ended."""
     try:
@@ -223,10 +219,7 @@ def _has_ended(file: Path) -> bool:
 
 
 class Meeting:
-    """Files in which the ranks of a job report to the process that started it, and with which they synchronize.
-
-    They do not wait in a collective: on CPU it times out after half a minute, and a compilation may take longer.
-    """
+    """Files in which ranks report and synchronize: on CPU a collective would time out while others compile."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.rank, self.size = Path(folder), 0, 1
@@ -248,9 +241,8 @@ class Meeting:
     def error(self, error: BaseException) -> None:
         """Report an error of this rank."""
         facts = {"kind": type(error).__name__, "text": str(error), "line": first_line(error)}
-        self.write(
-            f"error_{self.rank}.json", json.dumps({**facts, "rank": self.rank, "traceback": traceback.format_exc()})
-        )
+        facts |= {"traceback": traceback.format_exc()}
+        self.write(f"error_{self.rank}.json", json.dumps({"rank": self.rank, **facts}))
 
     def wait_for(self, name: str) -> None:
         """Wait until all ranks have reached this point."""

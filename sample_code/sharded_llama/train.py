@@ -23,7 +23,7 @@ def build():
 
 
 if __name__ == "__main__":
-    found = simulate(f"{__file__}:build", devices=8, run=True, progress=True)
+    found = simulate(f"{__file__}:build", devices=8, run=True)
     print(found)
     assert found.training is not None
     assert found.training.difference < 1e-5 < 1e-3 < found.training.moved, (

@@ -206,7 +206,7 @@ def before_a_training() -> TrainingPlan:
 def in_processes_of_their_own() -> str:
     """Is not run by the test: these start processes that import this file."""
     assert_type(find_micro_size(build, "4GiB", report=print), int)
-    simulation = simulate(build_partitioned, devices=4, target="GPU", run=True)
+    simulation = simulate(build_partitioned, devices=4, run=True)
     assert_type(simulation, Simulation)
     assert_type(simulation.ours.compile_seconds, float)
     assert_type(simulation.stock_error, str | None)

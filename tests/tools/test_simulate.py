@@ -77,7 +77,7 @@ def test_a_sharded_network_trains_as_one_process_does(tmp_path, capsys):
     norm = [kind for kind in result["ours"]["messages"] if kind["purpose"] == "norm"]
     assert [(kind["operator"], kind["count"], kind["nbytes"]) for kind in norm] == [("AllReduce", 1, 4)]
     assert "norm" not in {kind["purpose"] for kind in result["stock"]["messages"]}
-    assert "One of 2 GPU devices" in printed and f"{training['difference']:.1e}" in printed
+    assert "One of 2 GPUs" in printed and f"{training['difference']:.1e}" in printed
     assert "MindSpore's" in printed
 
 
@@ -113,7 +113,7 @@ def test_a_step_that_nothing_partitions_is_refused(tmp_path):
     meeting = Meeting(str(tmp_path))
     sentence = "For 'simulate', the argument 'build' must be a function that returns a step which the compiler "
     with refuses(ValueError, f"{sentence}partitions, but got one without AutoParallel") as raised:
-        build_step(Builder.of("simulate", programs.alone), str(ROOT), "GPU")
+        build_step(Builder.of("simulate", programs.alone), str(ROOT))
     meeting.error(raised.value)
     with job_of(tmp_path, 1) as job, refuses(ValueError, str(raised.value)):
         wait_for_reports(job, 60.0, str)
@@ -197,8 +197,6 @@ def test_what_cannot_be_simulated_is_refused(monkeypatch):
         simulate(sharded, 1)
     with refuses(TypeError, "For 'simulate', the argument 'devices' must be a positive int, but got '8'"):
         simulate(sharded, "8")
-    with refuses(ValueError, "For 'simulate', the argument 'target' must be one of 'GPU', but got 'Ascend'."):
-        simulate(sharded, 2, "Ascend")
     with refuses(ValueError, "For 'simulate', the argument 'build' must be a function that a new process can import"):
         simulate(lambda: None, 2)
     with refuses(TypeError, "For 'simulate', the argument 'run' must be a bool, but got 1"):

@@ -41,7 +41,7 @@ STOCK = program(("gradients", [1, 3], 100, 2), ("gradients", [1, 3], 100, 1), ("
 
 @pytest.fixture
 def simulation():
-    return Simulation(4, "GPU", OURS, STOCK, None, None)
+    return Simulation(4, OURS, STOCK, None, None)
 
 
 def test_groups_of_another_rank_are_those_of_rank_0(simulation):
@@ -117,5 +117,5 @@ def test_relative_paths_begin_where_the_user_is(tmp_path):
             raise Told(Path.cwd())
 
     with pytest.raises(Told) as told:
-        worker.build_step(Here(), str(tmp_path), "GPU")
+        worker.build_step(Here(), str(tmp_path))
     assert told.value.args == (tmp_path,) and Path.cwd() == before

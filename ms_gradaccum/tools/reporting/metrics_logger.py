@@ -91,16 +91,7 @@ class MetricsLogger(Settled, Callback):
         self._is_built = True
 
     def log(self, output: StepOutput | StepReport | None, **extra: SupportsFloat) -> StepReport | None:
-        """Write the report of an update, and return it.
-
-        Args:
-            output (Union[StepReport, StepOutput], optional): The report, or an output of which one is made. None, and
-                an output inside a window, are ignored.
-            extra (dict): Numbers to write beside it, by name.
-
-        Raises:
-            TypeError: If something in `extra` is not a number.
-        """
+        """Write the report of an update with the numbers of `extra`, and return it; None inside a window."""
         report = output if isinstance(output, StepReport) else self._reporter.report(output)
         if report is None:
             return None

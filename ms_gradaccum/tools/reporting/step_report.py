@@ -29,10 +29,9 @@ _OWNER = "StepReporter"
 class StepReport:
     """Report on one window, made by a :class:`StepReporter`. Items that were not requested or are not known are None.
 
-    docs/observing.md lists the items. `update` is the optimizer's `global_step`, which a checkpoint keeps; for
-    optimizers without one, the reporter counts. `rows_per_second`, or `tokens_per_second` for a network that counts
-    tokens, is None in the first report, which includes compiling, and if the reporter has missed updates since the last
-    one (in data sink mode it sees the last update of a sink).
+    docs/observing.md lists the items. `update` is the optimizer's `global_step`; for optimizers without one, the
+    reporter counts. There is no rate in the first report, which includes compiling, nor if updates were missed since
+    the last one (in data sink mode the reporter sees the last update of a sink).
     """
 
     update: int
@@ -84,8 +83,7 @@ class StepReporter(Settled):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `every` is less than 1, an item needs a `train_step`, or `network` is missing for an Accumulator
-            of several.
+        ValueError: If `every` is less than 1, or `network` is missing for an Accumulator of several.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
@@ -128,14 +126,7 @@ class StepReporter(Settled):
         self._is_built = True
 
     def report(self, output: StepOutput | None) -> StepReport | None:
-        """Return the report of a window, or None: inside it, for None, and for windows between those of `every`.
-
-        Args:
-            output (StepOutput, optional): The result of the training step or of ``Accumulator.step``.
-
-        Raises:
-            TypeError: If `output` is something else.
-        """
+        """Return the report of a window from a step's output, or None: inside it, and between those of `every`."""
         check_output(_OWNER, output)
         if output is None or not output.ends_window:
             return None
@@ -173,7 +164,7 @@ class StepReporter(Settled):
 
 
 class _WeightNorm(nn.Cell):
-    """The L2 norm of all trained parameters, taken as one vector. They are whole on each rank."""
+    """The L2 norm of all trained parameters, which are whole on each rank, as one vector."""
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         super().__init__(auto_prefix=False)

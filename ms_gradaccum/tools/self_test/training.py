@@ -52,11 +52,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """One test, and its process in a job of its own.
-
-    ``function``, as ``module:function``, takes the cell and returns a Found. ``parallel`` says how several processes
-    train together, ``dtype`` in which dtype the layers compute. Cells exchange files in the ``folder``.
-    """
+    """One test, and its process in a job: ``function``, as ``module:function``, takes the cell and returns a Found."""
 
     name: str
     function: str
@@ -68,7 +64,7 @@ class Cell:
     size: int = 1
     workers: int = 2
     device: str = "CPU"
-    folder: str = ""
+    folder: str = ""  # Of files that cells exchange.
 
     @property
     def title(self) -> str:
@@ -118,8 +114,7 @@ def labelled_rows(number: int, rows: int) -> Arrays:
 class Training:
     """A network with the step that trains it in windows, and the losses and norms of its updates.
 
-    ``loss`` builds the loss cell of a window, ``whole_loss`` is that of MindSpore's step on the whole batch, ``batch``
-    returns rows, ``around`` wraps the GradAccumulation, and the settings are those of the TrainOneStepCell.
+    ``whole_loss`` is that of MindSpore's step on the whole batch; ``around`` wraps the GradAccumulation.
     """
 
     def __init__(
@@ -156,10 +151,7 @@ class Training:
     def compared(
         self, values: Values | None = None, part: Callable[[str, Any], Any] = lambda name, value: value
     ) -> Found:
-        """Compare two updates with MindSpore's own step, for which each window is one batch.
-
-        ``values`` are the parameters, if the network does not have them; ``part`` is this process's part of one.
-        """
+        """Compare two updates with MindSpore's own step, for which each window is one batch."""
         batches, clip = self.settings.get("accumulation_steps", 1), self.settings.get("clip")
         network, rows = perceptron(), self.cell.rows
         optimizer = nn.Momentum(network.trainable_params(), _RATE, _MOMENTUM)

@@ -33,8 +33,7 @@ _created: set[str] = set()
 class CpuProgram:
     """One rank's part of a training step, with its parameters. All ranks build it and call it together.
 
-    ``model`` is the inlined program of this rank, ``values`` are the whole parameters at the start, and ``layouts``,
-    ``Cell.parameter_layout_dict``, say how the compiler has laid them out over the ranks.
+    ``values`` are the whole parameters at the start; ``layouts`` is ``Cell.parameter_layout_dict``.
     """
 
     def __init__(self, model: Any, values: Values, layouts: dict[str, Any], rank: int) -> None:

@@ -80,7 +80,6 @@ class Simulation:
 
     Attributes:
         devices: Number of devices.
-        target: Their kind.
         ours: The program of one device: its messages, memory and compilation.
         stock: The same for MindSpore's own cell. None if it could not be compiled, or with ``compare=False``.
         stock_error: The reason why it could not be compiled, else None.
@@ -88,7 +87,6 @@ class Simulation:
     """
 
     devices: int
-    target: str
     ours: Program
     stock: Program | None
     stock_error: str | None
@@ -101,7 +99,7 @@ class Simulation:
     def __str__(self) -> str:
         held = ", ".join(f"{kind} {size_text(size)}" for kind, size in self.ours.held_bytes.items())
         own = f"; MindSpore's own cell in {_compilation(self.stock)}" if self.stock else ""
-        lines = [f"One of {self.devices} {self.target} devices, per update:", *self._table()]
+        lines = [f"One of {self.devices} GPUs, per update:", *self._table()]
         lines += [f"Held by each device: {held}.", f"Compiled here in {_compilation(self.ours)}{own}."]
         if self.stock_error is not None:
             lines.append(f"MindSpore's own cell could not be compiled: {self.stock_error}")
@@ -125,7 +123,7 @@ class Simulation:
         return aligned(rows, indent="  ")
 
 
-def simulation_of(devices: int, target: str, reports: list[dict[str, Any]]) -> Simulation:
+def simulation_of(devices: int, reports: list[dict[str, Any]]) -> Simulation:
     """Return the results that the ranks have reported."""
     stock, training = reports[1].get("stock"), None
     runs = [report["run"] for report in reports if "run" in report]
@@ -135,7 +133,7 @@ def simulation_of(devices: int, target: str, reports: list[dict[str, Any]]) -> S
         moved = max(run["moved"] for run in runs)
         training = Training(tuple(runs[0]["losses"]), whole_losses, worst["difference"], moved, worst["farthest"])
     program, error = (None, stock) if isinstance(stock, str) else (stock, None)
-    return Simulation(devices, target, reports[0]["ours"], program, error, training)
+    return Simulation(devices, reports[0]["ours"], program, error, training)
 
 
 def _numbers(values: Any) -> str:

@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
-from ms_gradaccum._checks import argument_error, check_bool, check_choice, check_positive_float, check_positive_int
+from ms_gradaccum._checks import argument_error, check_bool, check_positive_float, check_positive_int
 from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.tools.builder import Builder, check_build
@@ -24,14 +24,12 @@ _WORK = "ms_gradaccum.tools.simulation.worker:work"
 def simulate(
     build: Callable[[], tuple[TrainOneStepCell | Model, Batch]] | str,
     devices: int = 8,
-    target: Literal["GPU"] = "GPU",
     *,
     run: bool = False,
     compare: bool = True,
     timeout: float = 3600.0,
-    progress: bool = False,
 ) -> Simulation:
-    """Compile a training step for several devices on this machine, and report what each of them sends and holds.
+    """Compile a training step for several GPUs on this machine, and report what each of them sends and holds.
 
     MindSpore's own compiler partitions the step as in a job of so many devices: it inserts the messages and splits the
     parameters, and the report counts both. With `run` the programs of all devices also train for three updates, each in
@@ -44,13 +42,11 @@ def simulate(
             GradAccumulation is inside ``AutoParallel``, and the batch of all devices together, a tuple or a dict of
             tensors. It must not choose the device, start processes or call ``init()``.
         devices (int): Number of devices. Default: ``8``.
-        target (str): Their kind. MindSpore's CPU wheel can compile for ``"GPU"``. Default: ``"GPU"``.
 
     Keyword Args:
         run (bool): Whether the programs also train, on as many CPU processes and on this batch. Default: ``False``.
         compare (bool): Whether MindSpore's own cell is compiled too, for the same network. Default: ``True``.
         timeout (Union[int, float]): The longest time for all of it. Unit: seconds. Default: ``3600.0``.
-        progress (bool): Whether a line on the terminal shows the current phase. Default: ``False``.
 
     Returns:
         Simulation. ``print`` shows it as a table.
@@ -72,10 +68,8 @@ def simulate(
     check_positive_int(_OWNER, "devices", devices, "It is the number of devices of the job.")
     if devices < 2:
         raise ValueError(argument_error(_OWNER, "devices", "at least 2", devices, "One device partitions nothing."))
-    remedy = "MindSpore's wheel for CPU compiles for GPU too; Ascend partitions by the same rules."
-    check_choice(_OWNER, "target", target, ("GPU",), remedy)
-    for name, value in (("run", run), ("compare", compare), ("progress", progress)):
-        check_bool(_OWNER, name, value, "It is a switch.")
+    check_bool(_OWNER, "run", run, "It is a switch.")
+    check_bool(_OWNER, "compare", compare, "It is a switch.")
     check_positive_float(_OWNER, "timeout", timeout, "It is the time of all of it, in seconds.")
     builder = Builder.of(_OWNER, build)._replace(device=["CPU"])
     if isinstance(build, str):
@@ -85,12 +79,12 @@ def simulate(
             f"For '{_OWNER}', this machine must have gcc, nm and the GPU plugin of MindSpore's wheel, but {lacking}. "
             f"Install gcc and binutils with the system's package manager, and mindspore with pip."
         )
-    task = {"builder": builder, "home": os.getcwd(), "target": target, "updates": 3 if run else 0}
+    task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
     with Job(_OWNER, devices, IN_JOB, _WORK, {**task, "stock": compare}, stand_ins) as job:
-        # None shows the line only on a terminal.
-        with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None if progress else True) as line:
+        # A line with the current phase, only on a terminal.
+        with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             reports = wait_for_reports(job, timeout, line.set_description_str)
-    return simulation_of(devices, target, reports)
+    return simulation_of(devices, reports)
 
 
 def wait_for_reports(job: Job, timeout: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:

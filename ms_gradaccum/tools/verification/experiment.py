@@ -51,11 +51,7 @@ class Start(KeptState):
         return {i: as_array(tensors[i]).copy() for i in self.tensors.changed() if isinstance(tensors[i], Parameter)}
 
     def begin(self, frozen: tuple[str, ...], same_random: bool = True) -> None:
-        """Restore all and set training mode, except for cells that were frozen before and the ``frozen`` ones.
-
-        These have one of the words in the names of their classes. Generators inside kernels cannot be restored, and
-        attributes are left, so that their changes show.
-        """
+        """Restore all but attributes, and set training mode, except for cells frozen before and the ``frozen`` ones."""
         self.tensors.put_back()
         if same_random:
             self.put_back_random()
@@ -68,9 +64,7 @@ class Start(KeptState):
 class Experiment:
     """One batch of one network: its window, and any of its rows in one piece, each from the same start.
 
-    ``reference`` is another loss cell of the same parameters, which returns the mean loss of its batch. Cells with a
-    word of ``frozen`` in the names of their classes are in evaluation mode. With ``compiles`` the network is compiled
-    in PYNATIVE mode, too.
+    Cells with a word of ``frozen`` in the names of their classes are in evaluation mode.
     """
 
     network: GradAccumulation

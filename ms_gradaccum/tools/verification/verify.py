@@ -65,20 +65,16 @@ def verify(
         differs = norm(window - whole) > rtol * max(norm(window), norm(whole), 0.01 * norm of all parameters)
 
     Compared are the gradients that the optimizer of a :class:`TrainOneStepCell` gets, and the parameters that forward
-    passes change (moving averages). An experiment confirms each cause before it is named: BatchNorm, dropout and other
-    random operators, state, losses that average over something else than rows, sums, divisions done twice, and rows
-    that depend on each other.
+    passes change (moving averages). An experiment confirms each cause before it is named.
 
-    Both run compiled in GRAPH mode and op by op in PYNATIVE mode, and in training mode. If `network` is in training
-    mode already, cells in it that ``set_train(False)`` has frozen stay frozen. Afterwards parameters, modes, the random
-    state, and the attributes of cells with the items of their lists and dicts are restored, but not the random state
-    inside MindSpore's operators, globals, and the inside of other objects.
+    Both run as MindSpore's mode says, in training mode; in a `network` in training mode, cells that
+    ``set_train(False)`` has frozen stay frozen. Afterwards parameters, modes, the random state and the attributes of
+    cells are restored, but not the random state inside MindSpore's operators, globals, and the inside of other objects.
 
     Args:
         network (Cell): A loss cell, or a :class:`GradAccumulation` around one.
         batch (Union[Tensor, tuple, list, dict]): The whole batch: the inputs of `network` in their order, by name, or
-            the only one. It must fit into memory in one piece, and a diagnosis keeps the gradients of all micro batches
-            on the host. Rows that differ, as real data do, show most.
+            the only one. It must fit into memory in one piece. Rows that differ, as real data do, show most.
         micro_size (Union[int, None]): The number of micro batches. For a GradAccumulation its own number or ``None``.
 
     Keyword Args:
@@ -87,13 +83,13 @@ def verify(
         batch_axis (Union[int, None, tuple, dict]): Axis of the rows. The setting of a :class:`GradAccumulation` holds.
             Default: ``0``.
         reference (Union[Cell, None]): The loss cell for the whole batch, if it is not `network`: it has the same
-            parameters and inputs and returns the mean loss. Only with it does a division of the loss by the number of
-            micro batches show. Default: ``None``.
+            parameters and inputs and returns the mean loss. Only with it a loss that is divided by the number of micro
+            batches shows. Default: ``None``.
         rtol (Union[float, None]): Relative difference up to which gradients are equal. ``None`` means 1e-4, and 2e-2
             if the network has 16-bit parameters or computes in mixed precision. Default: ``None``.
         compile (Union[bool, None]): ``True`` also compares the window op by op with the window compiled, without
-            dropout, see `compiled` of the report. This cannot see what your program changes later: a graph keeps the
-            values of attributes and globals that it was compiled with. Default: ``None``.
+            dropout, see `compiled` of the report. It cannot see what your program changes later, which a graph does
+            not follow. Default: ``None``.
 
     Returns:
         :class:`VerifyReport`.
