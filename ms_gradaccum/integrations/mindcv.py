@@ -42,23 +42,16 @@ def create_trainer(
 ) -> Model:
     r"""Return a Model like mindcv's function of the same name, with this package's accumulation.
 
-    The positional arguments are those of mindcv 0.3.0, whose conversion to half precision is used.
+    The positional arguments are those of mindcv 0.3.0, whose conversion to half precision is used. The same as there
+    are `network`, `loss`, `metrics`, `amp_level`, `amp_cast_list`, `clip_grad` and `clip_value`.
 
     Args:
-        network (Cell): The network without its loss.
-        loss (Cell): The loss of its output and the label: a mean over rows.
         optimizer (Cell): The optimizer, with a `loss_scale` of 1: the gradient is divided by the scale before.
-        metrics (Union[dict, set]): Metrics of the evaluation.
-        amp_level (str): mindcv's level, ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
-        amp_cast_list (Union[str, None]): As in mindcv.
         loss_scale_type (str): ``"fixed"``, ``"dynamic"``, or ``"auto"``, which is a fixed one.
         loss_scale (float): The scale; of a dynamic one, its initial value. Default: ``1.0``.
         drop_overflow_update (bool): Whether a window whose gradient has an Inf or a NaN makes no update; a dynamic
             scale always drops it. Default: ``False``.
-        ema (bool): Only ``False``: :class:`ms_gradaccum.EMA` is a callback. Default: ``False``.
-        ema_decay (float): Unused. Default: ``0.9999``.
-        clip_grad (bool): Whether the window's mean gradient is clipped by its global norm. Default: ``False``.
-        clip_value (float): The largest norm that is not clipped. Default: ``15.0``.
+        ema (bool): Only ``False``: :class:`ms_gradaccum.EMA` is a callback, which takes `ema_decay`.
         gradient_accumulation_steps (int): Number of batches of one update. Default: ``1``.
 
     Keyword Args:

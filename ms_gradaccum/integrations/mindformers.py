@@ -44,16 +44,13 @@ class AccumulatedStep(TrainOneStepCell):
     Name it in ``runner_wrapper`` of the YAML file, in place of ``MFTrainOneStepCell``.
 
     Args:
-        network (Cell): The network, which mindformers' trainer gives.
-        optimizer (Cell): The optimizer, which mindformers' trainer gives.
+        network, optimizer (Cell): What mindformers' trainer gives.
         micro_size (int): The number of micro batches of one batch (a count, not rows). Default: ``1``.
-        use_clip_grad (bool): Whether the window's mean gradient is clipped by its global norm. Default: ``False``.
-        max_grad_norm (float): The largest norm that is not clipped. Default: ``1.0``.
+        use_clip_grad (bool): Whether the window's mean gradient is clipped to the global norm `max_grad_norm`.
         scale_sense (Union[int, float, Tensor, Cell]): The loss scale: a number, or a ``FixedLossScaleUpdateCell`` or
             ``DynamicLossScaleUpdateCell``, which is adjusted once per window. Default: ``1.0``.
-        calculate_per_token_loss (bool): Whether the network returns the sum of the loss and the number of tokens. Then
-            the loss is the mean over all tokens of the batch, else the mean over its rows. mindformers' trainer
-            gives the setting of the same name. Default: ``False``.
+        calculate_per_token_loss (bool): mindformers' setting: the network returns the sum of the loss and the number
+            of tokens, and the loss is the mean over all tokens of the batch. Default: ``False``.
 
     Inputs:
         - **\*inputs** - One batch, as `network` takes it.

@@ -72,20 +72,18 @@ def train_step(
 ) -> TrainOneStepCell:
     """Return the training step for mindone's trainers, in place of ``TrainOneStepWrapper``.
 
-    The positional arguments are those of ``mindone.trainers.train_step.TrainOneStepWrapper`` in mindone 0.5.0.
+    The positional arguments are those of ``mindone.trainers.train_step.TrainOneStepWrapper`` in mindone 0.5.0, of which
+    `updates` and `verbose` are unused there too.
 
     Args:
         network (Cell): The loss cell, for example a :class:`ModelLoss`.
-        optimizer (Cell): The optimizer.
         scale_sense (Union[int, float, Tensor, Cell]): The loss scale: a number, or a ``FixedLossScaleUpdateCell`` or
             ``DynamicLossScaleUpdateCell``, which is adjusted once per window. Default: ``1.0``.
         ema (None): Only None: :class:`ms_gradaccum.EMA` is a callback. Default: ``None``.
-        updates, verbose: Unused, as in mindone.
         drop_overflow_update (bool): Whether a window whose gradient has an Inf or a NaN makes no update. A dynamic
             scale always drops it. Default: ``True``.
         gradient_accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
-        clip_grad (bool): Whether the window's mean gradient is clipped by its global norm. Default: ``False``.
-        clip_norm (float): The largest norm that is not clipped. Default: ``1.0``.
+        clip_grad (bool): Whether the window's mean gradient is clipped to the global norm `clip_norm`.
         zero_helper (None): Only None: `parallel` says what several processes share.
 
     Keyword Args:

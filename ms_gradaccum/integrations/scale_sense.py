@@ -14,18 +14,12 @@ _REMEDY = "For example 1024, or nn.DynamicLossScaleUpdateCell(65536, 2, 1000)."
 
 
 def precision_of(owner: str, scale_sense: ScaleSense, drop_overflow_update: bool = True) -> PrecisionChoice:
-    """Return a `mixed_precision` with the loss scale of ``scale_sense`` and no conversion.
-
-    With a fixed scale, ``drop_overflow_update=False`` makes updates in spite of an Inf or a NaN.
-    """
+    """Return a `mixed_precision` with the loss scale of ``scale_sense`` and no conversion."""
     if isinstance(scale_sense, (amp.LossScaler, amp.LossScaleManager)):
         return scale_sense
-    if isinstance(scale_sense, nn.Cell):
-        number = _number_of_cell(owner, scale_sense)
-        if isinstance(number, MixedPrecision):
-            return number
-    else:
-        number = scale_sense
+    number = _number_of_cell(owner, scale_sense) if isinstance(scale_sense, nn.Cell) else scale_sense
+    if isinstance(number, MixedPrecision):
+        return number
     if isinstance(number, Tensor) and number.size == 1:
         number = number.asnumpy().item()
     number = check_positive_float32(owner, "scale_sense", number, _REMEDY)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -167,10 +167,8 @@ class TrainingPlan:
             ("left over", "; ".join(self._left_over()) or "nothing"),
         ]
         if self.traffic is not None:
-            lines += [
-                ("gradient sums", f"{size_text(self.buffer_bytes or 0)} on each rank"),
-                ("messages", self._messages()),
-            ]
+            lines.append(("gradient sums", f"{size_text(self.buffer_bytes or 0)} on each rank"))
+            lines.append(("messages", self._messages()))
         return "\n".join(aligned(lines))
 
     def _left_over(self) -> Iterator[str]:
@@ -199,12 +197,11 @@ class _Shape(NamedTuple):
 
 
 def _shapes_of(parameters: object) -> tuple[_Shape, ...]:
-    if not isinstance(parameters, (list, tuple)) or not all(
-        isinstance(each, (Parameter, _Shape)) for each in parameters
-    ):
+    given: Sequence[Any] = parameters if isinstance(parameters, (list, tuple)) else [None]
+    if not all(isinstance(each, (Parameter, _Shape)) for each in given):
         rule, got = "a list of parameters", type(parameters).__name__
         raise TypeError(argument_error(_OWNER, "parameters", rule, got, "Give network.trainable_params()."))
-    return tuple(_Shape(tuple(each.shape), each.itemsize) for each in parameters)
+    return tuple(_Shape(tuple(each.shape), each.itemsize) for each in given)
 
 
 def _bytes(messages: Sequence[Message]) -> str:

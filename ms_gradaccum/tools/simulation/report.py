@@ -15,12 +15,11 @@ class MessageKind:
 
     Attributes:
         operator: Their class in ``mindspore.ops``.
-        purpose: Why the compiler inserted them, for example ``"gradients"``, ``"weights"``, ``"norm"`` or ``"forward of
-            a sharded operator"``; ``"something else"`` if their names do not tell.
+        purpose: Why the compiler inserted them, such as ``"gradients"`` or ``"norm"``; else ``"something else"``.
         size: Number of ranks in a group.
         ranks: The group that rank 0 is in. None if the program does not list it.
         count: Number of these messages.
-        nbytes: Size of the tensors that each rank passes to these messages, added up. Unit: bytes.
+        nbytes: Bytes of the tensors that each rank passes to these messages, added up.
     """
 
     operator: str
@@ -39,7 +38,7 @@ class Program:
         messages: The messages of one update, those with the most bytes first.
         held_bytes: The memory between updates, by kind: ``"parameters"``, ``"optimizer state"`` and ``"buffer"``, the
             sum of a window's gradients. Empty for MindSpore's own cell.
-        compile_seconds: Time of the compilation, beside that of the other devices with `run`, of one without it.
+        compile_seconds: Time of the compilation, with `run` beside those of the other devices.
         compile_bytes: Peak memory of the process after the compilation.
     """
 
@@ -93,7 +92,7 @@ class Simulation:
     training: Training | None
 
     def to_dict(self) -> dict[str, Json]:
-        """Return all of it as dicts, lists, numbers and texts, as JSON holds them."""
+        """Return all of it, as JSON holds it."""
         return asdict(self)
 
     def __str__(self) -> str:
