@@ -291,7 +291,7 @@ def test_a_method_of_a_step():
         assert not changed(before, values_of(step)) and (step.open_batches(), step.events.batches) == (1, 1)
 
 
-@pytest.mark.parametrize("name", ["path", "log", "append", "every", "train_step", "weight_norm"])
+@pytest.mark.parametrize("name", ["path", "log", "every", "train_step", "weight_norm"])
 def test_metrics_logger(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number, make in enumerate(ODD):

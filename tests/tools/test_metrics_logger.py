@@ -183,19 +183,19 @@ def test_inf_and_nan_are_null_in_the_lines_alone(tmp_path):
     assert calls[0]["loss"] == np.inf and np.isnan(calls[0]["grad_norm"])
 
 
-def test_a_file_with_lines_is_neither_overwritten_nor_mixed_up(tmp_path):
+def test_a_file_with_lines_is_continued_and_its_last_run_is_read(tmp_path):
     path = tmp_path / "run.jsonl"
-    MetricsLogger(path).log(output_of(1.0))
-    with pytest.raises(ValueError) as raised:
-        MetricsLogger(path)
-    assert str(raised.value) == (
-        f"For 'MetricsLogger', the argument 'path' must be a new or empty file, but got {path} with lines in it. "
-        "Give another one, delete it, or go on in it with append=True."
-    )
+    first = MetricsLogger(path)
+    for loss in (1.0, 2.0, 3.0):
+        first.log(output_of(loss))
     path.write_bytes(path.read_bytes() + b'{"loss": 2.0, "upd')  # what a killed program leaves
-    MetricsLogger(path, append=True).log(output_of(3.0))
-    first, torn, last = path.read_text().splitlines()
-    assert (json.loads(first)["loss"], torn, json.loads(last)["loss"]) == (1.0, '{"loss": 2.0, "upd', 3.0)
+    second = MetricsLogger(path)
+    for loss in (4.0, 5.0):
+        second.log(output_of(loss))
+    *_, torn, fourth, last = path.read_text().splitlines()
+    assert (torn, json.loads(fourth)["loss"], json.loads(last)["loss"]) == ('{"loss": 2.0, "upd', 4.0, 5.0)
+    with pytest.warns(UserWarning, match="Skipped 1 line"):
+        assert [record["loss"] for record in read_run(path)] == [4.0, 5.0]
 
 
 def test_each_line_is_there_at_once(tmp_path):
@@ -311,11 +311,6 @@ def test_a_model_of_mindspore_with_our_step_logs_or_is_refused(tmp_path):
             TypeError,
             "the argument 'log' must be a function of a dict and a step, or None, but got 'wandb' of type str. "
             "Give wandb.log.",
-        ),
-        (
-            {"append": 1},
-            TypeError,
-            "the argument 'append' must be a bool, but got 1 of type int. True goes on in a file that has lines.",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from typing import SupportsFloat
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, argument_error, check_bool, check_path, typed, warn
+from ms_gradaccum._checks import Settled, argument_error, check_path, typed, warn
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.reporting.step_report import StepReport, StepReporter
@@ -33,20 +33,19 @@ class MetricsLogger(Settled, Callback):
     report writes it too.
 
     Args:
-        path (Union[str, os.PathLike]): The file of the lines. Its folder is made if there is none.
+        path (Union[str, os.PathLike]): The file of the lines, to which they are appended. Its folder is made if there
+            is none.
         log (Callable, optional): Called with a dict from names to numbers and the number of the update, as
             ``wandb.log`` and ``swanlab.log`` are. Default: ``None``.
 
     Keyword Args:
         train_step (Union[TrainOneStepCell, Accumulator], optional): The training step of a loop without a Model.
             Default: ``None``.
-        append (bool): True goes on in a file that has lines, of a training that is resumed; False refuses it.
-            Default: ``False``.
         every (int), weight_norm (bool), peak_memory (bool): As of :class:`StepReporter`.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If `path` has lines and `append` is False, or an argument is out of range.
+        ValueError: If an argument is out of range.
         OSError: If `path` cannot be written.
 
     Supported Platforms:
@@ -69,7 +68,6 @@ class MetricsLogger(Settled, Callback):
         log: Callable[[dict[str, float], int], object] | None = None,
         *,
         train_step: TrainOneStepCell | Accumulator | None = None,
-        append: bool = False,
         every: int = 1,
         weight_norm: bool = False,
         peak_memory: bool = False,
@@ -78,7 +76,6 @@ class MetricsLogger(Settled, Callback):
         if log is not None and not callable(log):
             rule = "a function of a dict and a step, or None"
             raise TypeError(argument_error(_OWNER, "log", rule, typed(log), "Give wandb.log."))
-        check_bool(_OWNER, "append", append, "True goes on in a file that has lines.")
         self._make_reporter = partial(StepReporter, every=every, weight_norm=weight_norm, peak_memory=peak_memory)
         # The step of a Model comes when the training begins.
         self._train_step: object = train_step
@@ -86,7 +83,7 @@ class MetricsLogger(Settled, Callback):
         self._epoch: dict[str, float] = {}
         self._update = 0
         is_first = current_world(_OWNER).rank == 0
-        self._file = _JsonLines(path, append) if is_first else None
+        self._file = _JsonLines(path) if is_first else None
         self._log = log if is_first else None
         self._is_built = True
 
@@ -139,7 +136,7 @@ class MetricsLogger(Settled, Callback):
 class _JsonLines:
     """A file with one JSON object per line. It is opened for each line, and has it afterwards."""
 
-    def __init__(self, path: object, append: bool) -> None:
+    def __init__(self, path: object) -> None:
         # Absolute, since the program may change its folder.
         self.path = Path(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,10 +144,6 @@ class _JsonLines:
         # Lines that a full disk has refused.
         self.unwritten, self.has_failed = b"", False
         if self.path.stat().st_size:  # A pipe has none.
-            if not append:
-                remedy = "Give another one, delete it, or go on in it with append=True."
-                got = f"{self.path} with lines in it"
-                raise ValueError(argument_error(_OWNER, "path", "a new or empty file", got, remedy))
             with self.path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)
                 # A program that was killed can leave the start of a line.

@@ -26,11 +26,12 @@ Run = Sequence[Mapping[str, Any]]
 
 
 def read_run(path: str | PathLike[str]) -> Run:
-    """Return the last report on each update, in order of the updates: a resumed training makes some of them again.
+    """Return the reports of the last run, and of runs that it goes on from, in order of the updates.
 
     A line that a killed program has left unfinished is skipped with a warning. ValueError: no report.
     """
-    reports, torn = {}, 0
+    reports: dict[int, Mapping[str, Any]] = {}
+    torn = 0
     for line in filter(str.strip, Path(path).read_text(encoding="utf-8", errors="replace").splitlines()):
         try:
             record = json.loads(line)
@@ -38,12 +39,14 @@ def read_run(path: str | PathLike[str]) -> Run:
             torn += 1
             continue
         if isinstance(record, dict) and record.keys() & {"loss", "grad_norm"} and isinstance(record.get("update"), int):
+            while reports and next(reversed(reports)) >= record["update"]:
+                reports.popitem()  # A resumed training makes some updates again, another one all.
             reports[record["update"]] = record
     if not reports:
         raise ValueError(f"There is no report in {path}. Give a file that MetricsLogger has written.")
     if torn:
         warn(f"Skipped {counted(torn, 'line')} of {path} that cannot be read as JSON.")
-    return [reports[update] for update in sorted(reports)]
+    return list(reports.values())
 
 
 def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> None:
