@@ -93,7 +93,6 @@ class Job:
 
     def __init__(
         self,
-        owner: str,
         count: int,
         variable: str,
         function: str,
@@ -104,12 +103,12 @@ class Job:
         self.folder = Path(tempfile.mkdtemp(prefix="ms_gradaccum_"))
         try:
             arguments = ", ".join(map(repr, (str(self.folder), function, json.dumps(task))))
-            self.process = self._start(owner, arguments, extra(self.folder))
+            self.process = self._start(arguments, extra(self.folder))
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def _start(self, owner: str, arguments: str, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, arguments: str, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
         # amp.auto_mixed_precision adds folders of MindSpore's layers to the path; their math.py would hide Python's.
         inside = str(Path(mindspore.__file__).parent)
         places = [os.path.abspath(place) for place in sys.path if not place.startswith(inside)]
@@ -121,12 +120,9 @@ class Job:
         settings = {**outside, **extra, **self.mark, "PATH": path, "TMPDIR": str(self.folder)}
         command = [sys.executable]
         if self.count > 1:
-            msrun = shutil.which("msrun", path=path)
-            if msrun is None:
-                raise RuntimeError(f"For '{owner}', msrun must be in the PATH, but is not. MindSpore comes with it.")
             # More threads than cores only wait for each other.
             settings["OMP_NUM_THREADS"] = "1"
-            command = [msrun, f"--worker_num={self.count}", f"--local_worker_num={self.count}"]
+            command = ["msrun", f"--worker_num={self.count}", f"--local_worker_num={self.count}"]
             command += [f"--master_port={free_port()}", f"--log_dir={self.folder / 'log'}", "--join=True"]
         with (self.folder / "msrun.log").open("wb") as log:
             return subprocess.Popen(

@@ -159,7 +159,7 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Me
     """Train in ``micro_size`` micro batches in a new process. Raise if it fails for another reason than memory."""
     must_run = f"For '{OWNER}', the training must run, but with micro_size={micro_size}"
     task = {"builder": builder, "micro_size": micro_size, "limit": limit, "home": os.getcwd()}
-    with Job(OWNER, 1, IN_CHILD, f"{work.__module__}:{work.__name__}", task) as job:
+    with Job(1, IN_CHILD, f"{work.__module__}:{work.__name__}", task) as job:
 
         def watch(phase: str) -> None:
             cap = begun(job.folder).cap

@@ -80,7 +80,7 @@ def _run(cell: Cell, timeout: float, facts: dict[str, Any]) -> dict[str, Any]:
         return _result("skipped", f"CPU compiles for GPUs that are not there, but {lacking}")
     task = {"cell": asdict(cell), "simulated": simulated, "describes": "devices" not in facts}
     extra = stand_ins if simulated else lambda folder: {}
-    with Job(_OWNER, cell.size, IN_TEST, f"{__name__}:try_cell", task, extra) as job:
+    with Job(cell.size, IN_TEST, f"{__name__}:try_cell", task, extra) as job:
         try:
             reports = job.wait(timeout, lambda phase: None)
         except RankError as error:

@@ -80,7 +80,7 @@ def simulate(
             f"Install gcc and binutils with the system's package manager, and mindspore with pip."
         )
     task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
-    with Job(_OWNER, devices, IN_JOB, _WORK, {**task, "stock": compare}, stand_ins) as job:
+    with Job(devices, IN_JOB, _WORK, {**task, "stock": compare}, stand_ins) as job:
         # A line with the current phase, only on a terminal.
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             reports = wait_for_reports(job, timeout, line.set_description_str)
