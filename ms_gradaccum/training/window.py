@@ -5,14 +5,15 @@ import threading
 from collections.abc import Sequence
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import hash_of
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
-from ms_gradaccum.gradients.non_finite import why_not_finite
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue
+from ms_gradaccum.gradients.non_finite import large_norm, why_not_finite
 from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import warn_of_same_data
@@ -165,7 +166,8 @@ class Window:
                 if self.comes_reduced:
                     self.reducers[0].check_window(self.owner)
                 outputs = [end.reduce(self.is_reduced) for end in self.ends]
-                self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
+                outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
+                self.outputs = outputs if outputs[0].is_updated else self._with_large_norm(outputs)
             except BaseException:
                 self.discard()
                 raise
@@ -228,6 +230,19 @@ class Window:
                 weight = reducer.buffer.weight
                 weight.set_data(Tensor(-math.inf, weight.dtype))
         self.reset()
+
+    def _with_large_norm(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        """Return the reports, with the norm of a finite gradient if only its squares are not finite in float32."""
+        # Ranks may have shards, a loss scale wants to know of it, and norms of groups are computed in the update.
+        by_group = isinstance(self.ends[0].clip, ClipByGroupNorm)
+        leaves_it = self.several or self.loss_scale.scales or by_group
+        weight = 0.0 if leaves_it or not outputs[0].has_overflow else float(outputs[0].weight.asnumpy())
+        norm = large_norm([reducer.buffer for reducer in self.reducers]) / weight if weight > 0 else 0.0
+        if not 0.0 < norm <= float(np.finfo(np.float32).max):
+            return outputs
+        size = Tensor(norm, ms.float32)
+        found = {"overflow": Tensor(False), "updated": Tensor(True), "grad_norm": size, "clipped_grad_norm": size}
+        return [output._replace(**found) for output in outputs]
 
     def _skipped(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Warn why a window makes no update, and return its report."""
