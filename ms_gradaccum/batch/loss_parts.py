@@ -25,6 +25,10 @@ _GRADIENT = (
     "hides from the loss, as what is subtracted again without a gradient or added in a backward pass of its own. Split "
     "no batch."
 )
+_PAIR_GRADIENT = (
+    "the gradients of parts of a batch miss it by up to {miss}: the weight depends on parameters, or some of the sum "
+    "hides from its value. Give the weight ops.stop_gradient if it is a number, else train a GradCacheLoss."
+)
 _CONSTANT = "parts of a batch miss the weight by up to {miss}. Return the number that the loss sum is over."
 _MEAN = "it returns a mean where its sum is expected, missed by up to {miss}. Return (loss_sum, weight)."
 _OTHER = (
@@ -152,8 +156,10 @@ def _judge_pairs(split: Split) -> Finding | None:
     return Finding(miss, f"{_PAIR_BEGIN} {(_MEAN if is_mean else _OTHER).format(miss=_percent(miss))}")
 
 
-def other_gradient(miss: float, shows: bool) -> Finding:
+def other_gradient(miss: float, shows: bool, weighted: bool) -> Finding:
     """Return the finding for a loss whose parts add up while their gradients do not. Equal parts hide their weights."""
+    if weighted:
+        return Finding(miss, f"{_PAIR_BEGIN} {_PAIR_GRADIENT.format(miss=_percent(miss))}")
     return Finding(miss, f"{_BEGIN} {(_GRADIENT if shows else _WEIGHTS).format(miss=_percent(miss), pair=_PAIR)}")
 
 

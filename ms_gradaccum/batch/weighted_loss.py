@@ -177,4 +177,4 @@ class OwnWeight(WeightedLoss):
         else:
             _check_weight(None)
         further = self.further(outputs, 2, _FURTHER_REMEDY)
-        return (loss_sum, ops.stop_gradient(scalar(weight))) + self.reported(further)
+        return (loss_sum, scalar(weight)) + self.reported(further)

@@ -17,7 +17,7 @@ from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient
 from ms_gradaccum.batch.rows import Cut, Rows
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
-from ms_gradaccum.gradients.buffer import sparse_lookup
+from ms_gradaccum.gradients.buffer import reciprocal, sparse_lookup
 from ms_gradaccum.training.settings import StepSettings
 
 # A right loss misses by what rounding makes of a sum in another order: some hundred steps of float32, which has
@@ -188,13 +188,15 @@ class LossCheck:
         if len(cuts[0]) > 3:
             three, *cuts = cuts
             split = self._split(*map(loss, three)) if self.eager else None
-            if split is not None and split.shows() and judge(split, 1) is None:
+            if split is None or judge(split, 1) is not None:
+                cuts = [*cuts, three]  # Halves may fit by chance.
+            elif split.shows():
                 cuts, doubtful = [], [(cuts[0], True)] if gradient else []
         for cut in cuts:
             if finding is not None and not self.several:
                 break
             whole = loss(cut[0]) if self.several else known.get(cut[0].places) or loss(cut[0])
-            split = self._split(whole, loss(cut[1]), loss(cut[2]))
+            split = self._split(whole, *map(loss, cut[1:]))
             found, known[cut[0].places] = self._judge(loss, cut, split, parts), whole
             finding = finding or found
             doubtful += [(cut, split.shows())] if not split.shows() or (gradient and cut is cuts[0]) else []
@@ -247,7 +249,7 @@ class LossCheck:
 
     def _judge_gradient(self, state: KeptState, cut: Cut, shows: bool) -> Finding | None:
         """Return the finding for rows whose losses show nothing, of which their gradients can tell more."""
-        first, second = (part.take(range(min(part.size, _FEW_ROWS // 2))) for part in cut[1:])
+        first, second = (part.take(range(min(part.size, _FEW_ROWS // 2))) for part in cut[1:3])
         both = first.joined(second) or first
         whole, *parts = (self._gradient(state, rows, rows.size / both.size) for rows in (both, first, second))
         size = max(map(np.linalg.norm, (whole, *parts)))
@@ -255,7 +257,7 @@ class LossCheck:
         if not miss > max(self.tolerance, _GRADIENT):
             return None
         noise = float(np.linalg.norm(whole - self._gradient(state, both, 1.0)) / size)
-        return None if miss <= _DRAWS * noise else other_gradient(miss, shows)
+        return None if miss <= _DRAWS * noise else other_gradient(miss, shows, self.network.weighted)
 
     def _gradient(self, state: KeptState, rows: Rows, share: float) -> Array:
         """Return sums over the gradient that rows with a share of a batch have in training."""
@@ -291,12 +293,24 @@ class LossCheck:
         return found
 
 
+class LossLessMean(nn.Cell):
+    """The loss of some rows, whose gradient is that of its mean times the weight, which may depend on parameters."""
+
+    def __init__(self, loss: WeightedLoss) -> None:
+        super().__init__(auto_prefix=False)
+        self.loss = loss
+
+    def construct(self, share: Tensor, *tensors: object) -> tuple[Tensor, Tensor]:
+        total, weight = self.loss(share, *tensors)
+        return total - ops.stop_gradient(total * reciprocal(weight)) * weight, weight
+
+
 class GradientOfRows(nn.Cell):
     """The gradient of the loss of some rows."""
 
     def __init__(self, loss: WeightedLoss, parameters: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
-        self.gradient = ops.grad(loss, None, parameters, has_aux=True)
+        self.gradient = ops.grad(LossLessMean(loss), None, parameters, has_aux=True)
 
     def construct(self, share: Tensor, *tensors: object) -> tuple[Tensor, ...]:
         grads: tuple[Tensor, ...] = self.gradient(share, *tensors)[0]

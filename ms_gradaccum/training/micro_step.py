@@ -80,7 +80,7 @@ class MicroLoss(nn.Cell):
 
     def construct(self, share: object, *tensors: object) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.weighted_loss(share, *tensors)
-        start = outputs[0] / ops.maximum(outputs[1], ONE) if self.divides else outputs[0]
+        start = outputs[0] / ops.maximum(ops.stop_gradient(outputs[1]), ONE) if self.divides else outputs[0]
         if self.half:
             start = start * self.loss_scale.value()
         return (start, *outputs)

@@ -173,7 +173,7 @@ class BatchSums(nn.Cell):
             loss_sum = self.joins[i](loss_sum, part_sum)
             weight = part_weight if weight is None else weight + part_weight
         first = self.at_place(loss_sum, Tensor([1.0, 0.0], ms.float32))
-        return self.add_places(first, self.at_place(weight, Tensor([0.0, 1.0], ms.float32)))
+        return self.add_places(first, self.at_place(ops.stop_gradient(weight), Tensor([0.0, 1.0], ms.float32)))
 
 
 # A loop over the parameters would nest in the compiler, so what follows are functions for maps.

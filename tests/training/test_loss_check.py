@@ -467,6 +467,35 @@ def test_a_weight_that_is_never_0_is_seen(mode):
     assert ["miss the weight by up to" in each for each in said] == [True]
 
 
+def test_halves_that_fit_by_chance_are_not_believed(mode):
+    """Rows below the mean of their losses are trained, here one of each half: three parts of the rows show it."""
+
+    def easy_rows(self, rows):
+        each = rows[:, 0] * (1 + self.net[2].bias.sum())
+        return (each * (each < each.mean())).mean()
+
+    rows = np.full((16, 3), [2, 5, -5], np.float32)
+    rows[[0, 1, 14, 15], 0] = 1, 3, 3, 1
+    (said,) = said_by(lambda: step_of(Of(easy_rows))(Tensor(rows)))
+    assert "its rows meet" in said
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_weight_that_depends_on_parameters_is_told_by_the_gradient(learns, mode):
+    """Micro batches train the sum, and a mean over what the network selects has the gradient of the weight, too."""
+
+    def selective(self, x, y):
+        out = self.net(x)
+        chosen = ops.sigmoid(out.sum(-1))
+        each = (out - y).square().mean(-1)
+        chosen = chosen if learns else ops.stop_gradient(chosen)
+        return (each * chosen).sum(), chosen.sum()
+
+    step = step_of(Of(selective), weighted=True)
+    said = [said_by(lambda: step(Tensor(X), Tensor(Y))) for _ in range(2)]
+    assert [["the weight depends on parameters" in each for each in batch] for batch in said] == [[], [True] * learns]
+
+
 def test_a_token_mean_is_right(eager):
     labels = np.where(MASK == 1, LABELS, -100).astype(np.int32)
     assert said_by(lambda: step_of(TokenMeanLoss(net()))(Tensor(X), Tensor(labels))) == []
