@@ -188,10 +188,11 @@ class LossCheck:
         if len(cuts[0]) > 3:
             three, *cuts = cuts
             split = self._split(*map(loss, three)) if self.eager else None
-            if split is None or judge(split, 1) is not None:
-                cuts = [*cuts, three]  # Halves may fit by chance.
-            elif split.shows():
+            found = None if split is None else judge(split, 1)
+            if split is not None and split.shows() and found is None:
                 cuts, doubtful = [], [(cuts[0], True)] if gradient else []
+            elif found is None or math.isfinite(found.miss):
+                cuts = [*cuts, three]  # Halves may fit by chance.
         for cut in cuts:
             if finding is not None and not self.several:
                 break
