@@ -10,9 +10,10 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
-from ms_gradaccum._checks import argument_error
+from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import Array, Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
@@ -32,6 +33,11 @@ from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
 
 _HSDP = "HSDP"
+# Names in the code of an optimizer that looks at more than one element at a time.
+_WHOLE = frozenset(
+    "clip_by_global_norm clip_by_norm clip_grad_norm clip_grad_norm_ ClipByNorm norm Norm LpNorm L2Loss L2Normalize "
+    "sum ReduceSum reduce_sum mean ReduceMean reduce_mean matmul MatMul mm bmm svd qr".split()
+)
 
 
 class ShardedReducer(DataParallelReducer):
@@ -181,7 +187,10 @@ def _assign_rows(index: int, shard: Parameter, whole: Tensor) -> Tensor:
 
 
 def check_shardable(optimizer: nn.Cell) -> None:
-    """Raise unless each row of a parameter can be updated from the same row of the gradient and the state."""
+    """Raise unless each row of a parameter can be updated from the same row of the gradient and the state.
+
+    Code of the user that may need other rows has a warning: whether it runs is not known.
+    """
     remedy = "Use an optimizer that works element by element, or DataParallel() without sync_each_batch."
     if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
         got = f"{type(optimizer).__name__}, which looks at whole parameters"
@@ -193,6 +202,13 @@ def check_shardable(optimizer: nn.Cell) -> None:
             got = f"{type(optimizer).__name__} with the state {item.name!r} of shape {tuple(item.shape)}"
             rule = "one whose state has its parameters' shapes"
             raise ValueError(argument_error(_HSDP, "optimizer", rule, got, remedy))
+    whole = sorted(NetworkCode(optimizer).names & _WHOLE)
+    if whole:
+        code = f"the code of {type(optimizer).__name__} has {', '.join(whole)}"
+        warn(
+            f"For '{_HSDP}', the optimizer must work element by element, but {code}, which sees only this rank's rows "
+            f"of sharded parameters. Clip with the step's clip, or use DataParallel() without sync_each_batch."
+        )
 
 
 def _matching(optimizer: nn.Cell, shapes: list[object]) -> list[ParameterTuple]:

@@ -3,8 +3,9 @@
 import re
 
 import mindspore as ms
+import mindspore.experimental.optim as experimental
 import pytest
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum import HSDP, DataParallel
 from ms_gradaccum.parallel.factory import check_parameters_sent
@@ -82,6 +83,34 @@ def test_an_optimizer_whose_state_has_other_shapes_is_refused():
     network = nn.Dense(2, 3)
     with pytest.raises(ValueError, match=r"but got Rows with the state 'row_norms' of shape \(3,\)"):
         check_shardable(Rows(network.trainable_params()))
+
+
+class ClippedSGD(nn.SGD):
+    def construct(self, grads):
+        return super().construct(ops.clip_by_global_norm(grads, 1.0))
+
+
+class DecayedSGD(nn.SGD):
+    def construct(self, grads):
+        return super().construct(tuple(grad + 0.1 * weight for grad, weight in zip(grads, self.parameters)))
+
+
+def test_an_optimizer_whose_code_takes_a_norm_is_named():
+    """Each rank would clip by the norm of its own rows, and train another thing than one process."""
+    weights = nn.Dense(2, 2).trainable_params()
+    sentence = (
+        "For 'HSDP', the optimizer must work element by element, but the code of ClippedSGD has clip_by_global_norm, "
+        "which sees only this rank's rows of sharded parameters. Clip with the step's clip, or use DataParallel() "
+        "without sync_each_batch."
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(sentence)}$"):
+        check_shardable(ClippedSGD(weights, 0.1))
+
+
+@pytest.mark.parametrize("kind", [DecayedSGD, nn.SGD, nn.AdamWeightDecay, nn.FTRL, experimental.AdamW])
+def test_an_optimizer_that_works_element_by_element_is_taken_in_silence(kind, recwarn):
+    check_shardable(kind(nn.Dense(2, 2).trainable_params()))
+    assert not recwarn.list
 
 
 def test_float64_parameters_cannot_be_added_up_over_processes():
