@@ -25,15 +25,18 @@ MAX_INT = 2**31 - 1
 _LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 # Path prefixes of code that is not the user's: this package, MindSpore, and the standard library between them.
 LIBRARIES = (f"{Path(__file__).parent}{os.sep}", f"{Path(ms.__file__).parent}{os.sep}", contextlib.__file__)
-# The names of arguments in other libraries.
+# The names of arguments in other libraries. Assigned to an object that is built, they would be ignored in silence.
 _OTHER_NAMES = {
-    "accumulation_steps": "gradient_accumulation_steps accumulate_grad_batches gradient_accumulation accum_iter",
-    "micro_size": "num_micro_batches micro_batches micro_batch_num micro_batch_size",
-    "clip": "clip_grad_norm clip_norm max_norm max_grad_norm gradient_clip_val gradient_clipping use_clip_grad",
-    "mixed_precision": "precision amp use_amp fp16 bf16 float16 bfloat16 loss_scale scaler keep_batchnorm_fp32",
-    "last_window": "drop_last",
-    "batch_axis": "batch_dim",
-    "compile": "jit",
+    "accumulation_steps": "gradient_accumulation_steps grad_accumulation_steps gradient_accumulate_steps "
+    "grad_accum_steps accumulate_grad_batches gradient_accumulation accum_steps acc_steps accumulate_steps accum_iter",
+    "micro_size": "micro_batches num_micro_batches micro_batch_num micro_batch_size num_microbatches chunks",
+    "clip": "clip_grad clip_grad_norm clip_norm clip_value max_norm max_grad_norm gradient_clip_val gradient_clipping "
+    "grad_clip clip_global_norm use_clip_grad",
+    "mixed_precision": "precision amp amp_level use_amp fp16 bf16 float16 bfloat16 dtype autocast loss_scale "
+    "loss_scaler loss_scale_manager scaler grad_scaler scale_sense keep_batchnorm_fp32",
+    "last_window": "drop_last drop_remainder",
+    "batch_axis": "batch_dim axis dim",
+    "compile": "jit use_jit jit_level",
 }
 _RIGHT_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other in (name, *others.split())}
 _IN_FULL = {"clip": "clip=ClipByGlobalNorm(1.0)", "mixed_precision": "mixed_precision='fp16'"}

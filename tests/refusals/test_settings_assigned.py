@@ -52,6 +52,10 @@ OBJECTS = {
     "ContrastiveLoss": ms_gradaccum.ContrastiveLoss,
     "ReplayDropout": ms_gradaccum.ReplayDropout,
 }
+SYNONYMS = (
+    "accumulation_steps gradient_accumulation_steps grad_accumulation_steps accum_steps micro_size num_microbatches "
+    "max_grad_norm clip_grad grad_clip clip_value amp_level loss_scale_manager grad_scaler drop_remainder use_jit"
+)
 OBEYED = {("GradAccumulation", "micro_size"), ("Model", "last_window")}
 
 
@@ -70,7 +74,7 @@ def test_each_setting_of_each_object_is_refused(name, tmp_path, monkeypatch):
 
 def test_settings_of_another_object_are_refused_too():
     for built in (toy_loop(2)[1], step()[1]):
-        for name in ("accumulation_steps", "gradient_accumulation_steps", "micro_size", "max_grad_norm"):
+        for name in SYNONYMS.split():
             rule = f"For '{type(built).__name__}', the argument '{name}' must be the one that it was built with, but"
             with pytest.raises(ValueError, match=rule):
                 setattr(built, name, 8)
