@@ -59,7 +59,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If there is no state in `directory`, it is damaged, or it belongs to another program.
+        ValueError: If `directory` is no path, there is no state in it, it is damaged, or of another program.
         RuntimeError: If an Accumulator is in the middle of a batch.
 
     Supported Platforms:

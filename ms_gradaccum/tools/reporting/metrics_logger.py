@@ -88,7 +88,15 @@ class MetricsLogger(Settled, Callback):
         self._is_built = True
 
     def log(self, output: StepOutput | StepReport | None, **extra: SupportsFloat) -> StepReport | None:
-        """Write the report of an update with the numbers of `extra`, and return it; None inside a window."""
+        """Write the report of an update, and return it; None inside a window.
+
+        Args:
+            output (Union[StepReport, StepOutput], optional): The report, or an output of which one is made.
+            extra (dict): Numbers to write beside it, by name.
+
+        Raises:
+            TypeError: If `output` is something else, or something in `extra` is not a number.
+        """
         report = output if isinstance(output, StepReport) else self._reporter.report(output)
         if report is None:
             return None

@@ -126,7 +126,14 @@ class StepReporter(Settled):
         self._is_built = True
 
     def report(self, output: StepOutput | None) -> StepReport | None:
-        """Return the report of a window from a step's output, or None: inside it, and between those of `every`."""
+        """Return the report of a window, or None: inside it, and between those of `every`.
+
+        Args:
+            output (StepOutput, optional): The result of the training step or of ``Accumulator.step``.
+
+        Raises:
+            TypeError: If `output` is something else.
+        """
         check_output(_OWNER, output)
         if output is None or not output.ends_window:
             return None
