@@ -198,6 +198,21 @@ def test_a_bar_that_is_given_twice_is_one_bar(open_terminal):
     assert "8/8" in terminal.getvalue()
 
 
+@pytest.mark.parametrize("live", [True, False])
+def test_a_bar_that_the_environment_disables_is_not_drawn_and_lines_are(live, open_terminal, monkeypatch):
+    class Disabled(progress_bar._Bar):
+        """The default of `disable` is True, as with TQDM_DISABLE=1, which tqdm reads when it is imported."""
+
+        def __init__(self, facts, **settings):
+            super().__init__(facts, **{"disable": True, **settings})
+
+    terminal = open_terminal()
+    monkeypatch.setattr(progress_bar, "_Bar", Disabled)
+    train(ProgressBar(live=live))
+    assert sys.stdout is terminal
+    assert terminal.getvalue().startswith("" if live else "epoch 2/2: 8/8 [") and bool(terminal.getvalue()) != live
+
+
 def test_the_environment_asks_for_the_bar_in_a_log(monkeypatch, capsys):
     monkeypatch.setenv("MS_GRADACCUM_LIVE_BAR", "1")
     train(ProgressBar())

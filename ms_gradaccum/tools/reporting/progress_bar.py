@@ -70,9 +70,12 @@ class ProgressBar(Settled, Callback):
             return
         live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty() if self.live is None else self.live
         lines = {"file": _Lines(), "bar_format": _LINE, "mininterval": _SECONDS, "delay": _SECONDS, "leave": False}
+        lines["disable"] = False  # $TQDM_DISABLE is about bars.
         total = params.epoch_num * params.batch_num
-        self._bar = _Bar(self._facts, total=total, unit="batch", miniters=0, position=0, **({} if live else lines))
-        self._streams = ExitStack()
+        bar = _Bar(self._facts, total=total, unit="batch", miniters=0, position=0, **({} if live else lines))
+        if bar.disable:
+            return
+        self._bar, self._streams = bar, ExitStack()
         if live:
             # Whole lines that others write go above the bar.
             self._streams.enter_context(redirect_stdout(DummyTqdmFile(sys.stdout)))
