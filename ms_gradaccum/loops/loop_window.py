@@ -102,11 +102,14 @@ class LoopWindow(PreparedData):
         if error is not None:
             raise error
 
+    def _follow_others(self) -> None:
+        """Go on in the window of a checkpoint or of a compiled function, as long as one that would begin now."""
+        if any([trained.count.was_changed() for trained in self.networks]):
+            self.ends, self.steps, self.batches = False, 0, self.batches_added
+
     def _begin(self, join: tuple[bool, int] | None) -> None:
         check_claims(_OWNER, self.networks)
-        if any([trained.count.was_changed() for trained in self.networks]):
-            # Go on in the window of a checkpoint or of a compiled function, as long as one that would begin now.
-            self.ends, self.steps, self.batches = False, 0, self.batches_added
+        self._follow_others()
         if self.ends and self.is_open:
             remedy = "Call step(), or zero_grad() to throw the window away; a batch in no_sync() ends none."
             raise _disorder("a full window must be followed by step()", "the next batch", remedy)
@@ -218,10 +221,12 @@ class LoopWindow(PreparedData):
         """Warn, once, if there is an unfinished window."""
         if self.is_open and not (self.in_batch or self._has_warned_of_open):
             self._has_warned_of_open = True
+            self._follow_others()
             warn_of_open(_OWNER, self.batches or self.batches_added, when)
 
     def state_dict(self) -> State:
         """Return the state of the loop, as JSON. Its networks and datasets have states of their own."""
+        self._follow_others()
         return {
             "ends": self.ends,
             "updated": self.updated,
@@ -237,7 +242,8 @@ class LoopWindow(PreparedData):
         with all_or_nothing(self):
             for scheduler, its in zip(self.schedulers, schedulers):
                 scheduler.load_state_dict(its)
-        vars(self).update(flags | counts)
+        # Another rank may have had more batches in the window.
+        vars(self).update(flags | counts | {"batches": max(counts["batches"], self.batches_added)})
 
     def check_between_batches(self, owner: str) -> None:
         """Raise unless the program is between two batches, where a state can be saved."""

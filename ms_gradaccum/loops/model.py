@@ -247,7 +247,16 @@ class Model(Settled, ms.Model):
         *,
         resume: bool = False,
     ) -> None:
-        """Train, see ``mindspore.train.Model.train``. ``epoch`` includes the passes before a resumption.
+        """Train, see ``mindspore.train.Model.train``.
+
+        Args:
+            epoch (int): Number of passes over the data, those before a resumption included.
+            train_dataset (Dataset): The data.
+            callbacks (Union[Callback, list[Callback], None]): Callbacks. Default: ``None``.
+            dataset_sink_mode (bool): Whether to send the data to the device in data sink mode. Default: ``False``.
+            sink_size (int): Number of batches of a sink, MindSpore's epoch in data sink mode; ``-1``: those of a pass.
+                Default: ``-1``.
+            initial_epoch (int): Number of the first pass. Default: ``0``.
 
         Keyword Args:
             resume (bool): Whether to go on from the last state of the :class:`StateCheckpoint` among `callbacks`, or of

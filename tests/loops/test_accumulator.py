@@ -12,7 +12,7 @@ from loop_toy import FOUR, batch, global_step, optimizer_of, renew, toy_loop, tr
 from mindspore import Tensor, nn, ops
 from step_probe import compilations, number
 
-from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput, save_state
+from ms_gradaccum import AccumulationConfig, Accumulator, GradAccumulation, StepOutput, load_state, save_state
 from ms_gradaccum.training.window import WATCHED_WINDOWS
 
 PAIRS = ((1, 2), (3, 4), (5, 6), (7, 8))
@@ -347,6 +347,33 @@ def test_a_window_of_a_checkpoint_goes_on_after_a_look_at_it(before, tmp_path, e
     save_state(accumulator, tmp_path / "states")
     assert updates_of(accumulator, FOUR[2:]) == [False, True]
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_state_knows_the_window_of_a_checkpoint_that_was_loaded_before(before, tmp_path, eager):
+    network, accumulator = toy_loop(4)
+    list(train(accumulator, FOUR[:2]))
+    ms.save_checkpoint(accumulator, str(tmp_path / "middle.ckpt"))
+    network, accumulator = toy_loop(4)
+    list(train(accumulator, FOUR[:before]))
+    accumulator.flush()
+    ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
+    save_state(accumulator, tmp_path / "states")
+    network, accumulator = toy_loop(4)
+    load_state(accumulator, tmp_path / "states")
+    assert updates_of(accumulator, FOUR[2:]) == [False, True]
+    assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
+
+
+def test_an_open_window_of_a_checkpoint_is_named_with_its_batches(tmp_path, eager):
+    _, accumulator = toy_loop(4)
+    list(train(accumulator, FOUR[:1]))
+    ms.save_checkpoint(accumulator, str(tmp_path / "one.ckpt"))
+    accumulator.drop()
+    list(train(accumulator, FOUR[:3]))
+    ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "one.ckpt")))
+    with pytest.warns(UserWarning, match="a window of 1 batch was still open"):
+        accumulator.window.warn_if_open("at the end")
 
 
 @pytest.mark.parametrize("end", ["flush", "drop"])
