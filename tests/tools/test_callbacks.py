@@ -191,6 +191,13 @@ def test_the_streams_are_given_back(open_terminal, fails):
     assert sys.stdout is terminal and sys.stderr is terminal
 
 
+def test_streams_that_someone_else_redirected_since_are_left_alone(open_terminal, monkeypatch):
+    open_terminal()
+    other = io.StringIO()
+    train(AtStep(lambda step: monkeypatch.setattr(sys, "stdout", other)), ProgressBar())
+    assert sys.stdout is other
+
+
 def test_a_bar_that_is_given_twice_is_one_bar(open_terminal):
     terminal, bar = open_terminal(), ProgressBar()
     train(bar, bar)

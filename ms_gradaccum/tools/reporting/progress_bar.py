@@ -108,10 +108,12 @@ class ProgressBar(Settled, Callback):
             return
         if self._bar.n != self._bar.last_print_n:
             self._bar.refresh()
-        for stream in (sys.stdout, sys.stderr):
-            if any(getattr(stream, "_buf", [])):  # The start of a line without its end.
-                stream.write("\n")
-        self._streams.close()
+        # Else the bar is lines, or someone has redirected the streams since and keeps them.
+        if all(isinstance(stream, DummyTqdmFile) for stream in (sys.stdout, sys.stderr)):
+            for stream in (sys.stdout, sys.stderr):
+                if any(getattr(stream, "_buf", [])):  # The start of a line without its end.
+                    stream.write("\n")
+            self._streams.close()
         self._bar.close()
         self._bar = None
 
