@@ -29,7 +29,7 @@ class DataParallel:
     Raises:
         TypeError: If an argument is not a bool.
         ValueError: If `overlap` is set together with `sync_each_batch`; later, if an :class:`Accumulator` gets it,
-            which adds up in `step()`.
+            which adds up in `step()`, or if an optimizer looks at whole parameters, with `sync_each_batch`.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
