@@ -192,7 +192,9 @@ class LossCheck:
             if split is not None and split.shows() and found is None:
                 cuts, doubtful = [], [(cuts[0], True)] if gradient else []
             elif found is None or math.isfinite(found.miss):
-                cuts = [*cuts, three]  # Halves may fit by chance.
+                # Halves may fit by chance. If so, the parts of one of them do not.
+                rest = three[2:]
+                cuts = [*cuts, (rest[0].joined(rest[1]) or three[0], *rest)]
         for cut in cuts:
             if finding is not None and not self.several:
                 break

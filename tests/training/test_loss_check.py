@@ -480,6 +480,23 @@ def test_halves_that_fit_by_chance_are_not_believed(mode):
     assert "its rows meet" in said
 
 
+def largest(self, rows):
+    return (rows[:, 0] * (1 + self.net[2].bias.sum())).max()
+
+
+def masked(self, rows):
+    return (rows[:, 0] * (1 + self.net[2].bias.sum()) * rows[:, 1]).sum() / rows[:, 1].sum()
+
+
+@pytest.mark.parametrize("function, reason", [(largest, "its rows meet"), (masked, "it is a mean over something else")])
+def test_the_reason_is_known_where_halves_fit_by_chance(function, reason, mode):
+    """Each half has the largest loss and as much of the mask, but not each quarter."""
+    rows = np.full((8, 4), [0, 0, -9, 9], np.float32)
+    rows[:, 0], rows[:, 1] = [3, 3, 3, 3, 3, 1, 3, 2], [3, 1, 3, 1, 1, 3, 1, 3]
+    (said,) = said_by(lambda: step_of(Of(function), 1, accumulation_steps=2)(Tensor(rows)))
+    assert reason in said
+
+
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_weight_that_depends_on_parameters_is_told_by_the_gradient(learns, mode):
     """Micro batches train the sum, and a mean over what the network selects has the gradient of the weight, too."""
