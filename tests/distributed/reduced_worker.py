@@ -24,7 +24,7 @@ from ms_gradaccum import (  # noqa: E402
     load_state,
     save_state,
 )
-from ms_gradaccum.parallel import factory, reduced  # noqa: E402
+from ms_gradaccum.parallel import reduced, reduced  # noqa: E402
 
 init()
 rank, size = get_rank(), get_group_size()
@@ -133,7 +133,7 @@ def train_wrongly():
     """As if nobody knew that the gradients are reduced: the errors, or numbers that are not right."""
     for level in WRONG[size]:
         for accumulates in (False, True):
-            with mock.patch.object(factory, "schedulers_of", lambda network: []):
+            with mock.patch.object(reduced, "schedulers_of", lambda network: []):
                 key = f"wrong level{level} {accumulates}"
                 try:
                     network, accumulator = build(2, parallel=DataParallel(), **options_of(level, accumulates))
