@@ -24,7 +24,7 @@ from ms_gradaccum import (  # noqa: E402
     load_state,
     save_state,
 )
-from ms_gradaccum.parallel import reduced, reduced  # noqa: E402
+from ms_gradaccum.parallel import reduced  # noqa: E402
 
 init()
 rank, size = get_rank(), get_group_size()
