@@ -1,4 +1,4 @@
-"""Inputs whose shapes do not show whether they are a batch: warnings at the first batch."""
+"""Inputs whose shapes do not show whether they are a batch: warnings at the first batch, and hints in errors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +14,11 @@ _OWNER = "GradAccumulation"
 _VALUES = (int, float, str, np.generic, list, tuple, dict)
 
 
-def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis) -> list[int]:
+def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
     """Return the indices of the inputs that are split although they may not be a batch.
 
-    They are tensors as long as the batch on another axis, too, such as a mask, and vectors of floating-point numbers.
+    These are tensors that are as long as the batch on another axis, too, such as a mask, and vectors of floating-point
+    numbers. With ``with_integers`` they include integer tensors, which may contain indices of rows.
     """
     places, found = 0, []
     for i, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):
@@ -25,9 +26,19 @@ def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis) -> list[
             continue
         places, others = places + 1, list(item.shape)
         rows = others.pop(axis)
-        if rows > 1 and (rows in others or (not others and "float" in str(item.dtype).lower())):
+        dtype = str(item.dtype).lower()
+        if rows > 1 and (rows in others or (not others and "float" in dtype) or (with_integers and "int" in dtype)):
             found.append(i)
     return found if places > 1 else []  # A single tensor must be the batch.
+
+
+def hint_of_split(
+    error: str, inputs: tuple[object, ...], batch_axis: BatchAxis, name_of_input: Callable[[int], str]
+) -> str:
+    """Return a hint for an error in a micro batch: the inputs that may be split by mistake. "" if there are none."""
+    shapes = _described(ambiguous_inputs(inputs, batch_axis, "indices" in error), inputs, name_of_input)
+    begin = f"For '{_OWNER}', the split may be at fault, where no shape shows what the batch is"
+    return shapes and f"{begin}: {shapes}. What is no batch needs None in batch_axis."
 
 
 def _described(places: Sequence[int], inputs: tuple[Any, ...], name_of_input: Callable[[int], str]) -> str:

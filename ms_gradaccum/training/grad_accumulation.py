@@ -21,6 +21,7 @@ from ms_gradaccum._checks import (
     refuse_unknown,
     warn,
 )
+from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
 from ms_gradaccum.batch.nested_inputs import how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes, spread_axes
@@ -37,6 +38,8 @@ _SPLIT_THEMSELVES = {
     "PipelineCell": "Give the cell inside it: pipelines are trained by MindSpore's own step alone.",
     "MicroBatchInterleaved": "Give the cell inside it, and a larger micro_size for less memory.",
 }
+# The beginnings of errors that need no hint about the split.
+_SAY_IT_THEMSELVES = (f"For '{_OWNER}'", "For 'TokenMeanLoss'")
 # The treatment of several losses that a network returns.
 _Losses = Literal["sum", "first"]
 
@@ -194,6 +197,16 @@ class GradAccumulation(Settled, nn.Cell):
         """Let an error of a batch begin with the class that the user called."""
         error.args = tuple(self.headed(each) if isinstance(each, str) else each for each in error.args)
 
+    def explain_split(self, error: Exception, inputs: tuple[object, ...]) -> None:
+        """Add to an error of a micro batch, after its first line, which inputs may be split by mistake."""
+        text = error.args[0] if error.args else None
+        if self.micro_size == 1 or not isinstance(text, str) or text.startswith(_SAY_IT_THEMSELVES):
+            return
+        hint = hint_of_split(text, inputs, self.batch_axis, self.name_of_input)
+        if hint:
+            first, _, rest = text.partition("\n")
+            error.args = ("\n".join((first, hint, rest)).rstrip("\n"), *error.args[1:])
+
     def in_precision(self, owner: str, precision: Precision) -> "GradAccumulation":
         """Return this cell around a network that computes in half precision, with the same parameters."""
         if precision.level == "O0":
@@ -251,7 +264,7 @@ class GradAccumulation(Settled, nn.Cell):
             values = self.weighted_loss(*part)
             # Not '+=': in a graph that adds in place, here into one constant that both sums start from.
             loss_sum, weight = loss_sum + values[0], weight + values[1]
-        return loss_sum * reciprocal(weight)
+        return loss_sum * reciprocal(ops.stop_gradient(weight))
 
     def split_in_graph(self, inputs: tuple[object, ...]) -> tuple[tuple[object, ...], ...]:
         """Return `(rows, *inputs)` per micro batch, as part of a graph. Inputs are tensors and Python values."""

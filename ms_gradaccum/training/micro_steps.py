@@ -140,9 +140,11 @@ class MicroSteps:
                 self.first_pass.check(outputs)
             if is_measured:
                 self.loss_check.after_batch(len(steps), inputs)
-        except BaseException:
+        except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
             self.events.micro_batches = done
+            if isinstance(error, Exception):
+                self.network.explain_split(error, inputs)
             raise
         if self.rounds:
             self.join(self.rounds)

@@ -1,4 +1,4 @@
-"""Inputs that are no batch: `verify` names them where the shapes cannot tell."""
+"""Inputs that are no batch: the error and `verify` name them where the shapes cannot tell."""
 
 import warnings
 
@@ -36,12 +36,47 @@ class Scaled(Mixed):
         return ops.square(ops.matmul(x, self.table) * ops.sqrt(mask.sum()) - y).mean()
 
 
-def test_an_input_that_goes_whole_into_each_micro_batch_has_the_gradient_of_the_whole_batch(mode):
+HINT = (
+    "For 'GradAccumulation', the split may be at fault, where no shape shows what the batch is: 'mask' of shape "
+    "(4, 4). What is no batch needs None in batch_axis."
+)
+
+
+def test_an_error_of_a_network_names_the_inputs_that_may_be_no_batch(mode):
+    step = keeping_step(Mixed(), 2)
+    with pytest.raises(Exception) as raised:
+        step(*tensors(X, MASK, Y))
+    first, second = str(raised.value).splitlines()[:2]
+    assert "must be equal" in first and second == HINT
+    # The way out gives the gradient of the whole batch.
     network = Mixed()
     step = keeping_step(network, 2, batch_axis=(0, None, 0))
     step(*tensors(X, MASK, Y))
     expected = ops.grad(network, None, network.trainable_params())(*tensors(X, MASK, Y))
     np.testing.assert_allclose(step.optimizer.gradients()[0], expected[0].asnumpy(), rtol=1e-4)
+
+
+class Permuted(Mixed):
+    """Takes the order of the rows as an input."""
+
+    def construct(self, x, order, y):
+        return ops.square(ops.matmul(ops.gather(x, order, 0), self.table) - y).mean()
+
+
+def test_an_error_of_indices_names_those_that_may_be_split_by_mistake(eager):
+    step = keeping_step(Permuted(), 2)
+    with pytest.raises(Exception) as raised:
+        step(*tensors(X, np.int32([2, 3, 0, 1]), Y))
+    first, second = str(raised.value).splitlines()[:2]
+    assert "indices" in first and second == HINT.replace("'mask' of shape (4, 4)", "'order' of shape (4,)")
+
+
+def test_an_error_that_no_split_can_have_made_stays_as_it_is(eager):
+    for micro_size, mask in ((1, MASK[:3]), (2, RANDOM.normal(size=(4, 3)).astype(np.float32))):
+        step = keeping_step(Mixed(), micro_size, batch_axis=(0, None if micro_size == 1 else 0, 0))
+        with pytest.raises(Exception) as raised:
+            step(*tensors(X, mask, Y))
+        assert "the split may be at fault" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

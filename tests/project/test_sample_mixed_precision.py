@@ -27,7 +27,7 @@ def runs(tmp_path_factory):
         arguments = ["--precision", precision, "--warmup", "2", "--metrics", f"{precision}.jsonl", *small]
         printed = run_program("mixed_precision", *arguments, folder=folder, DATA_PATH=str(SUBSET))
         assert printed[0] == f"Training in {precision} on the data in DATA_PATH={SUBSET}."
-        assert any("batch 8/8 (100%), 4 updates" in line for line in printed)
+        assert any(": 8/8 " in line and ", 4 updates, " in line for line in printed)
     return {precision: folder / f"{precision}.jsonl" for precision in ("fp32", "fp16")}
 
 
