@@ -41,19 +41,19 @@ _on_cpu = _primexpr(on_cpu)
 def _make_kernels() -> tuple[ops.Primitive, ...]:
     """Return the operators of the library, or None for each if MindSpore's operators are as fast or it is missing."""
     kernels = []
-    for name in _NAMES:
-        try:
-            library = ctypes.CDLL(str(LIBRARY)) if on_cpu() and cores() <= MOST_CORES else None
+    try:
+        library = ctypes.CDLL(str(LIBRARY)) if on_cpu() and cores() <= MOST_CORES else None
+        for name in _NAMES:
             getattr(library, name), getattr(library, f"{name}InferShape"), getattr(library, f"{name}InferType")
-            kernel = ops.Custom(f"{LIBRARY}:{name}", None, None, "aot")
-        # The library is missing or outdated, $MS_CUSTOM_AOT_WHITE_LIST forbids it, or its path has a colon.
-        except (AttributeError, OSError, TypeError):
-            return (None,) * len(_NAMES)
+            kernels.append(ops.Custom(f"{LIBRARY}:{name}", None, None, "aot"))
+    # The library is missing or outdated, $MS_CUSTOM_AOT_WHITE_LIST forbids it, or its path has a colon.
+    except (AttributeError, OSError, TypeError):
+        return (None,) * len(_NAMES)
+    for name, kernel in zip(_NAMES, kernels):
         # As for AssignAdd: later reads of the total wait for this kernel.
         kernel.add_prim_attr("side_effect_mem", name.endswith("in_place"))
         # MindSpore needs a name for dynamic shapes.
         kernel.add_prim_attr("reg_op_name", name)
-        kernels.append(kernel)
     return tuple(kernels)
 
 

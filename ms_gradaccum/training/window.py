@@ -12,6 +12,7 @@ from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, warn, wa
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import hash_of
+from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue
 from ms_gradaccum.gradients.non_finite import large_norm, why_not_finite
 from ms_gradaccum.parallel.reduced import UNSAVED
@@ -237,12 +238,15 @@ class Window:
         by_group = isinstance(self.ends[0].clip, ClipByGroupNorm)
         leaves_it = self.several or self.loss_scale.scales or by_group
         weight = 0.0 if leaves_it or not outputs[0].has_overflow else float(outputs[0].weight.asnumpy())
-        norm = large_norm([reducer.buffer for reducer in self.reducers]) / weight if weight > 0 else 0.0
+        norm = large_norm(self._buffers()) / weight if weight > 0 else 0.0
         if not 0.0 < norm <= float(np.finfo(np.float32).max):
             return outputs
         size = Tensor(norm, ms.float32)
         found = {"overflow": Tensor(False), "updated": Tensor(True), "grad_norm": size, "clipped_grad_norm": size}
         return [output._replace(**found) for output in outputs]
+
+    def _buffers(self) -> list[GradientBuffer]:
+        return [reducer.buffer for reducer in self.reducers]
 
     def _skipped(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Warn why a window makes no update, and return its report."""
@@ -261,7 +265,7 @@ class Window:
         scale = float(outputs[0].loss_scale.asnumpy())
         if not (self.loss_scale.searches and scale > 1.0):
             self.has_told = True
-            why = why_not_finite([reducer.buffer for reducer in self.reducers], weight, scale)
+            why = why_not_finite(self._buffers(), weight, scale)
             remedy = "lower the loss scale or the learning rate" if scale > 1.0 else "lower the learning rate"
             warn(
                 f"For '{self.owner}', the gradient of a window must have a finite norm, but got {why}: this window "

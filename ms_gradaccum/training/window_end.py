@@ -150,7 +150,9 @@ class WindowEnd(nn.Cell):
         # The limit of a clip is an input, so that a new one needs no new graph.
         limit = () if clip is None else (clip.as_tensor(),)
         key = None if clip is None else type(clip), self.eager
-        run, rate = self.updates.get(key) or self._build_update(clip), output.learning_rate
+        if key not in self.updates:
+            self.updates[key] = self._build_update(clip)
+        run, rate = self.updates[key], output.learning_rate
         if self.eager and self.learning_rate.is_recorded:
             with self.learning_rate.recording() as recorded:
                 clipped_norm = run(output.grad_norm, *limit)
@@ -181,9 +183,7 @@ class WindowEnd(nn.Cell):
             gradients = MeanGradients(clip, self.reducer, self.loss_scale, self.handed_scale)
             update = Update(self.update.optimizer, gradients, like=self.update)
         update.needs_hooks = needs_hooks(update.optimizer)
-        run = EagerUpdate(self.owner, update) if self.eager else Compiled(lambda: update, self.owner, "the optimizer")
-        self.updates[None if clip is None else type(clip), self.eager] = run
-        return run
+        return EagerUpdate(self.owner, update) if self.eager else Compiled(lambda: update, self.owner, "the optimizer")
 
 
 def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, Tensor]:

@@ -46,10 +46,10 @@ def check_runs(runs):
             assert largest <= TOLERANCE, f"{other} is not the training of {name}"
 
 
-def draw_band(axes, values, color, x=None, **style):
+def draw_band(axes, values, color, **style):
     """Draw the median of several runs, with a band from the least to the largest."""
     by_place = list(zip(*values))
-    x = range(1, len(by_place) + 1) if x is None else x
+    x = range(1, len(by_place) + 1)
     axes.fill_between(x, list(map(min, by_place)), list(map(max, by_place)), color=color, alpha=0.2, linewidth=0)
     return axes.plot(x, list(map(statistics.median, by_place)), color=color, **style)[0]
 

@@ -335,15 +335,21 @@ def test_a_checkpoint_of_mindspore_empties_an_open_window(tmp_path, eager):
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
 
 
+def checkpoint_of(batches, folder):
+    """Return what MindSpore saves in a window with these batches."""
+    _, accumulator = toy_loop(4)
+    list(train(accumulator, batches))
+    ms.save_checkpoint(accumulator, str(folder / "middle.ckpt"))
+    return ms.load_checkpoint(str(folder / "middle.ckpt"))
+
+
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_window_of_a_checkpoint_goes_on_after_a_look_at_it(before, tmp_path, eager):
-    network, accumulator = toy_loop(4)
-    list(train(accumulator, FOUR[:2]))
-    ms.save_checkpoint(accumulator, str(tmp_path / "middle.ckpt"))
+    checkpoint = checkpoint_of(FOUR[:2], tmp_path)
     network, accumulator = toy_loop(4)
     # The window before has had as many batches, because the data ended.
     list(train(accumulator, accumulator.prepare(FOUR[:before])))
-    ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
+    ms.load_param_into_net(accumulator, checkpoint)
     save_state(accumulator, tmp_path / "states")
     assert updates_of(accumulator, FOUR[2:]) == [False, True]
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
@@ -351,13 +357,11 @@ def test_a_window_of_a_checkpoint_goes_on_after_a_look_at_it(before, tmp_path, e
 
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_state_knows_the_window_of_a_checkpoint_that_was_loaded_before(before, tmp_path, eager):
-    network, accumulator = toy_loop(4)
-    list(train(accumulator, FOUR[:2]))
-    ms.save_checkpoint(accumulator, str(tmp_path / "middle.ckpt"))
+    checkpoint = checkpoint_of(FOUR[:2], tmp_path)
     network, accumulator = toy_loop(4)
     list(train(accumulator, FOUR[:before]))
     accumulator.flush()
-    ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
+    ms.load_param_into_net(accumulator, checkpoint)
     save_state(accumulator, tmp_path / "states")
     network, accumulator = toy_loop(4)
     load_state(accumulator, tmp_path / "states")
@@ -378,11 +382,9 @@ def test_an_open_window_of_a_checkpoint_is_named_with_its_batches(tmp_path, eage
 
 @pytest.mark.parametrize("end", ["flush", "drop"])
 def test_a_window_of_a_checkpoint_can_be_ended_at_once(end, tmp_path, eager):
+    checkpoint = checkpoint_of(FOUR[:2], tmp_path)
     network, accumulator = toy_loop(4)
-    list(train(accumulator, FOUR[:2]))
-    ms.save_checkpoint(accumulator, str(tmp_path / "middle.ckpt"))
-    network, accumulator = toy_loop(4)
-    ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
+    ms.load_param_into_net(accumulator, checkpoint)
     found = getattr(accumulator, end)()
     assert found == 2 if end == "drop" else number(found.weight) == 4
     assert weight_of(network) == pytest.approx(descend((1, 2, 3, 4)) if end == "flush" else 0, rel=1e-6)
@@ -391,11 +393,9 @@ def test_a_window_of_a_checkpoint_can_be_ended_at_once(end, tmp_path, eager):
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_more_open_batches_in_a_checkpoint_than_a_window_has_are_updated_with(steps, tmp_path, mode):
-    network, accumulator = toy_loop(4)
-    list(train(accumulator, FOUR[:3]))
-    ms.save_checkpoint(accumulator, str(tmp_path / "middle.ckpt"))
+    checkpoint = checkpoint_of(FOUR[:3], tmp_path)
     network, accumulator = toy_loop(steps)
-    ms.load_param_into_net(accumulator, ms.load_checkpoint(str(tmp_path / "middle.ckpt")))
+    ms.load_param_into_net(accumulator, checkpoint)
     assert updates_of(accumulator, FOUR[3:]) == [True]
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
 
