@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from ms_gradaccum.batch.replay_dropout import ReplayDropout as ReplayDropout
     from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss as TokenMeanLoss
     from ms_gradaccum.checkpoint.contents import SavedState as SavedState
-    from ms_gradaccum.checkpoint.load import load_state as load_state
-    from ms_gradaccum.checkpoint.save import save_state as save_state
+    from ms_gradaccum.checkpoint.state import load_state as load_state
+    from ms_gradaccum.checkpoint.state import save_state as save_state
     from ms_gradaccum.checkpoint.state_checkpoint import StateCheckpoint as StateCheckpoint
     from ms_gradaccum.gradients.clipping import ClipByGlobalNorm as ClipByGlobalNorm
     from ms_gradaccum.gradients.clipping import ClipByGroupNorm as ClipByGroupNorm
@@ -48,8 +48,8 @@ _MODULES = {
     "GradCacheLoss": "batch.grad_cache_loss",
     "ReplayDropout": "batch.replay_dropout",
     "TokenMeanLoss": "batch.token_mean_loss",
-    "load_state": "checkpoint.load",
-    "save_state": "checkpoint.save",
+    "load_state": "checkpoint.state",
+    "save_state": "checkpoint.state",
     "SavedState": "checkpoint.contents",
     "StateCheckpoint": "checkpoint.state_checkpoint",
     "ClipByGlobalNorm": "gradients.clipping",

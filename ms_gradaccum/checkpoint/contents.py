@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
-from ms_gradaccum._checks import State, another_program, argument_error, check_path, check_saved_list
+from ms_gradaccum._checks import State, another_program, argument_error, check_path, check_saved_list, require
 from ms_gradaccum.backend.optimizers import all_parameters
 from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.backend.tensors import Array
@@ -79,11 +79,8 @@ class Contents:
                     continue
                 seen.add(id(parameter))
                 name = f"{prefix}{parameter.name}"
-                if name in self.held:
-                    raise ValueError(
-                        f"For 'save_state', the parameters of a network must have names of their own, but got two "
-                        f"{name!r}. Rename one: parameter.name = '...'."
-                    )
+                rule, remedy = "one whose parameters have names of their own", "Rename one: parameter.name = '...'."
+                require(name not in self.held, "save_state", "step", rule, f"two {name!r}", remedy)
                 gather = None if reducer is None else reducer.gathers.get(parameter.name)
                 self.held[name] = Held(target, parameter, gather, window)
 
@@ -95,10 +92,8 @@ class Contents:
 
     def load_state_dict(self, saved: State) -> None:
         """Load the state outside of tensors. After an error, objects that come earlier are already changed."""
-        if isinstance(self.step, Accumulator) and "loop" not in saved:
-            raise another_program("is of a TrainOneStepCell or a Model, not of an Accumulator")
-        if not isinstance(self.step, Accumulator) and "loop" in saved:
-            raise another_program("is of an Accumulator")
+        if isinstance(self.step, Accumulator) != ("loop" in saved):
+            raise another_program(f"{'has' if 'loop' in saved else 'lacks'} the loop of an Accumulator")
         self.step.events.load_state_dict(saved.get("events"))
         for window, its in zip(self.windows, check_saved_list(saved.get("windows"), "windows", len(self.windows))):
             window.load_state_dict(its)
@@ -140,7 +135,7 @@ def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainO
         raise TypeError(argument_error(owner, "step", rule, got, "Give what trains, with its optimizer."))
     averages = averages_of(trained)
     if averages is not None:
-        averages.check_not_swapped(owner, "the call must come")
+        averages.check_weights(owner)
     if isinstance(trained, Accumulator):
         trained.window.check_between_batches(owner)
     return trained, Path(check_path(owner, "directory", directory, STATES))

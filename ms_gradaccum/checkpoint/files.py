@@ -165,19 +165,17 @@ def read_manifest(state: Path) -> State:
         raise DamagedState(f"{path} is no JSON") from None
     _check(isinstance(found, dict) and found.get("format") == FORMAT, path, "is no manifest of a state")
     manifest: State = found
-    files, ranks, extra = (manifest.get(key, ()) for key in ("files", "ranks", "extra"))
-    version = manifest.get("version")
+    version, files, ranks, extra = (manifest.get(key, ()) for key in ("version", "files", "ranks", "extra"))
     _check(version == VERSION, path, f"has the version {version!r}, not {VERSION}")
     _check(manifest.get("sha256") == signed(manifest)["sha256"], path, _CHANGED)
-    _check(isinstance(files, dict), path, "lists no files")
+    has_ranks = isinstance(ranks, list) and ranks != [] and all(isinstance(each, dict) for each in ranks)
+    is_whole = has_ranks and isinstance(files, dict) and isinstance(extra, dict)
+    _check(is_whole, path, "lacks its files, its processes or its extra values")
     for name, facts in files.items():
         kinds = {key: type(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
         # Valid names do not lead out of the folder.
         is_known = _FILE.fullmatch(name) is not None and kinds == {"size": int, "sha256": str}
         _check(is_known, path, f"lists the file {name!r} in a way that this version does not write")
-    has_ranks = isinstance(ranks, list) and ranks != [] and all(isinstance(each, dict) for each in ranks)
-    _check(has_ranks, path, "says nothing of its processes")
-    _check(isinstance(extra, dict), path, "has no extra values")
     return manifest
 
 

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, check_bool, check_path, check_positive_float, check_positive_int
+from ms_gradaccum._checks import Settled, check_bool, check_path, check_positive_float, check_positive_int, require
 from ms_gradaccum.checkpoint.contents import KEPT, STATES, exchange
 from ms_gradaccum.checkpoint.files import find_state, renamed_states
-from ms_gradaccum.checkpoint.load import load_state
-from ms_gradaccum.checkpoint.save import save_state
+from ms_gradaccum.checkpoint.state import load_state, save_state
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
@@ -83,8 +82,7 @@ class StateCheckpoint(Settled, Callback):
             check_positive_float(_OWNER, "save_checkpoint_seconds", self.seconds, "Its unit is seconds.")
         self.keep_max = check_positive_int(_OWNER, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
         self.save_at_sigterm = check_bool(_OWNER, "save_at_sigterm", save_at_sigterm, "The default is True.")
-        # The model that is training with this callback.
-        self.model: Model | None = None
+        self.model: Model | None = None  # The model that is training with this callback.
         self._is_told_to_end = False
         # The step and the time of the last saved state.
         self._saved_step, self._time = -1, 0.0
@@ -116,11 +114,8 @@ class StateCheckpoint(Settled, Callback):
             load_state(model, folder)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        if self.model is None:
-            raise ValueError(
-                f"For '{_OWNER}', the model must be one of ms_gradaccum, but got another. "
-                f"Import Model from ms_gradaccum."
-            )
+        is_ours, remedy = self.model is not None, "Import Model from ms_gradaccum."
+        require(is_ours, _OWNER, "model", "one of ms_gradaccum", "another", remedy)
         self._saved_step, self._time = run_context.original_args().cur_step_num, time.monotonic()
 
     def on_train_step_end(self, run_context: RunContext) -> None:

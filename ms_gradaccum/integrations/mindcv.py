@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from mindspore import Tensor, amp, nn
+from mindspore import amp, nn
 from mindspore.train import Metric
 
-from ms_gradaccum._checks import LastWindow, argument_error, check_bool, check_choice, check_positive_float32
+from ms_gradaccum._checks import LastWindow, check_bool, check_choice, check_positive_float32, require
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.integrations.scale_sense import scale_taken_out
@@ -16,7 +16,6 @@ from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 _OWNER = "create_trainer"
-_GROWTH_FACTOR, _GROWTH_INTERVAL = 2, 2000
 
 
 def create_trainer(
@@ -56,8 +55,7 @@ def create_trainer(
         gradient_accumulation_steps (int): Number of batches of one update. Default: ``1``.
 
     Keyword Args:
-        micro_size (int): The number of micro batches that each batch is split into (a count, not rows).
-            Default: ``1``.
+        micro_size (int): The number of micro batches of each batch (a count, not rows). Default: ``1``.
         last_window, parallel, bad_micro_batch, compile (optional): As of :class:`ms_gradaccum.Model`.
 
     Returns:
@@ -65,15 +63,14 @@ def create_trainer(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, `ema` is set, or the optimizer has a loss scale of its own.
+        ValueError: If an argument is out of range or `ema` is set.
 
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    if check_bool(_OWNER, "ema", ema, "It averages the weights."):
-        remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
-        raise ValueError(argument_error(_OWNER, "ema", "False", True, remedy))
-    _check_own_scale(optimizer)
+    check_bool(_OWNER, "ema", ema, "It averages the weights.")
+    remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
+    require(not ema, _OWNER, "ema", "False", True, remedy)
     from mindcv.utils.amp import auto_mixed_precision
     from mindcv.utils.trainer_factory import add_loss_network
 
@@ -90,16 +87,6 @@ def create_trainer(
         return Model(loss_cell, None, optimizer, metrics, eval_network, [0, 1, 2], **settings)
 
 
-def _check_own_scale(optimizer: nn.Cell) -> None:
-    """Raise if the optimizer divides the gradient by a loss scale again."""
-    factor = getattr(optimizer, "reciprocal_scale", 1.0)
-    factor = factor.asnumpy().item() if isinstance(factor, Tensor) else factor
-    if factor != 1:
-        remedy = "The gradient is divided by the scale before: create_optimizer(..., loss_scale=1.0)."
-        got = f"one of {1 / factor:g}"
-        raise ValueError(argument_error(_OWNER, "optimizer", "one with a loss_scale of 1", got, remedy))
-
-
 def _loss_scale(kind: object, value: object, drops: object) -> Any:
     name = kind.lower() if isinstance(kind, str) else kind
     remedy = "A fixed scale stays, a dynamic one halves and doubles."
@@ -107,5 +94,5 @@ def _loss_scale(kind: object, value: object, drops: object) -> Any:
     value = check_positive_float32(_OWNER, "loss_scale", value, "1.0 scales nothing.")
     drops = check_bool(_OWNER, "drop_overflow_update", drops, "It is about windows with an Inf or a NaN.")
     if name == "dynamic":
-        return amp.DynamicLossScaler(value, _GROWTH_FACTOR, _GROWTH_INTERVAL)
+        return amp.DynamicLossScaler(value, scale_factor=2, scale_window=2000)
     return amp.FixedLossScaleManager(value, drops)

@@ -4,7 +4,7 @@ from mindformers.core.context.build_context import is_legacy_model
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import argument_error, check_bool
+from ms_gradaccum._checks import check_bool, require
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of
 from ms_gradaccum.parallel.semi_auto import in_semi_auto
@@ -56,8 +56,8 @@ class AccumulatedStep(TrainOneStepCell):
         - **\*inputs** - One batch, as `network` takes it.
 
     Outputs:
-        Tuple of 5, as ``MFLossMonitor`` reads it: the loss, whether the update was skipped because of an Inf or a NaN,
-        the loss scale of the next batch, the learning rate, and the global norm before clipping.
+        Tuple of 5, as ``MFLossMonitor`` reads it: the loss, whether an Inf or a NaN has skipped the update, the loss
+        scale of the next batch, the learning rate, and the global norm before clipping.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -82,16 +82,13 @@ class AccumulatedStep(TrainOneStepCell):
         is_legacy = is_legacy_model()
         _check_settings(settings, is_legacy)
         # The trainer gives None for what is not in the YAML file.
-        remedy, per_token = "It is what the network returns.", calculate_per_token_loss or False
-        check_bool(_OWNER, "calculate_per_token_loss", per_token, remedy)
+        per_token = calculate_per_token_loss or False
+        check_bool(_OWNER, "calculate_per_token_loss", per_token, "It is what the network returns.")
         clips = check_bool(_OWNER, "use_clip_grad", use_clip_grad, "The limit is max_grad_norm.")
         loss_cell = network if is_legacy else SummedLoss(network, per_token)
-        super().__init__(
-            GradAccumulation(loss_cell, micro_size, weighted=per_token),
-            optimizer,
-            clip=ClipByGlobalNorm(max_grad_norm) if clips else None,
-            mixed_precision=precision_of(_OWNER, scale_sense),
-        )
+        loss_cell = GradAccumulation(loss_cell, micro_size, weighted=per_token)
+        clip = ClipByGlobalNorm(max_grad_norm) if clips else None
+        super().__init__(loss_cell, optimizer, clip=clip, mixed_precision=precision_of(_OWNER, scale_sense))
 
     def __call__(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:  # type: ignore[override]
         return self.shown(tuple(super().__call__(*args, **kwargs)._asdict().values()))
@@ -101,21 +98,17 @@ class AccumulatedStep(TrainOneStepCell):
         loss, overflow, _, _, norm, _, rates, _ = items
         # mindformers saves the scale of the next step in order to resume.
         scale = ops.depend(self.body.loss_scale.value(), items)
-        # With a rate per group, the rate of the last group.
-        return loss, overflow, scale, rates[-1] if rates.ndim > 0 else rates, norm
+        return loss, overflow, scale, rates[-1] if rates.ndim > 0 else rates, norm  # Of several groups, the last one.
 
 
 def _check_settings(settings: dict[str, object], is_legacy: bool) -> None:
-    if in_semi_auto():
-        remedy = "There, mindformers' own gradient_accumulation_steps accumulates: use MFTrainOneStepCell."
-        rule = "stand-alone or data parallel"
-        raise ValueError(argument_error(_OWNER, "parallel_mode", rule, "semi-auto-parallel", remedy))
+    rule, remedy = "stand-alone or data parallel", "MFTrainOneStepCell accumulates there: gradient_accumulation_steps."
+    require(not in_semi_auto(), _OWNER, "parallel_mode", rule, "semi-auto-parallel", remedy)
     for name, value in settings.items():
         # A legacy model returns one loss, whatever the trainer's default says.
-        if name in _UNUSED or (name == "print_separate_loss" and is_legacy) or (name in _OFF and not value):
-            continue
+        is_known = name in _UNUSED or (name == "print_separate_loss" and is_legacy) or (name in _OFF and not value)
         remedy = _OFF.get(name, "It takes micro_size, use_clip_grad, max_grad_norm and scale_sense.")
-        raise ValueError(argument_error(_OWNER, name, "left out", repr(value), remedy))
+        require(is_known, _OWNER, name, "left out", repr(value), remedy)
 
 
 MindFormerRegister.register_cls(AccumulatedStep, module_type=MindFormerModuleType.WRAPPER)

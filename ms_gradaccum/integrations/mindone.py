@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import argument_error, check_bool, check_cell
+from ms_gradaccum._checks import argument_error, check_bool, check_cell, require
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of, scale_taken_out
@@ -39,10 +39,10 @@ class ModelLoss(nn.Cell):
     def __init__(self, model: nn.Cell, columns: Sequence[str]) -> None:
         super().__init__(auto_prefix=False)
         self.model = check_cell("ModelLoss", "model", model, "Give the model itself.")
-        rule, remedy = "the names of the model's inputs", "For example ('input_ids', 'labels')."
-        if isinstance(columns, str) or not all(isinstance(name, str) for name in columns) or not columns:
-            raise TypeError(argument_error("ModelLoss", "columns", rule, repr(columns), remedy))
         self.columns = tuple(columns)
+        if isinstance(columns, str) or not columns or not all(isinstance(name, str) for name in columns):
+            rule, remedy = "the names of the model's inputs", "For example ('input_ids', 'labels')."
+            raise TypeError(argument_error("ModelLoss", "columns", rule, repr(columns), remedy))
 
     def construct(self, *inputs: Tensor) -> Tensor:
         batch = {}
@@ -72,28 +72,25 @@ def train_step(
 ) -> TrainOneStepCell:
     """Return the training step for mindone's trainers, in place of ``TrainOneStepWrapper``.
 
-    The positional arguments are those of ``mindone.trainers.train_step.TrainOneStepWrapper`` in mindone 0.5.0, of which
-    `updates` and `verbose` are unused there too.
+    The positional arguments are those of that class in mindone 0.5.0; `updates` and `verbose` are unused there, too.
 
     Args:
         network (Cell): The loss cell, for example a :class:`ModelLoss`.
         scale_sense (Union[int, float, Tensor, Cell]): The loss scale: a number, or a ``FixedLossScaleUpdateCell`` or
             ``DynamicLossScaleUpdateCell``, which is adjusted once per window. Default: ``1.0``.
         ema (None): Only None: :class:`ms_gradaccum.EMA` is a callback. Default: ``None``.
-        drop_overflow_update (bool): Whether a window whose gradient has an Inf or a NaN makes no update. A dynamic
-            scale always drops it. Default: ``True``.
+        drop_overflow_update (bool): Whether an Inf or a NaN in a window's gradient skips its update, as it always does
+            with a dynamic scale. Default: ``True``.
         gradient_accumulation_steps (int): Number of batches (calls) of one update. Default: ``1``.
         clip_grad (bool): Whether the window's mean gradient is clipped to the global norm `clip_norm`.
         zero_helper (None): Only None: `parallel` says what several processes share.
 
     Keyword Args:
-        micro_size (int): The number of micro batches that each batch is split into (a count, not rows).
-            Default: ``1``.
+        micro_size (int): The number of micro batches of each batch (a count, not rows). Default: ``1``.
         parallel, bad_micro_batch, compile (optional): As of :class:`ms_gradaccum.TrainOneStepCell`.
 
     Returns:
-        :class:`ms_gradaccum.TrainOneStepCell`, which returns the loss, whether the update was skipped, and the loss
-        scale, as mindone's does.
+        :class:`ms_gradaccum.TrainOneStepCell`, which returns loss, overflow and loss scale first, as mindone's does.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -102,12 +99,10 @@ def train_step(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    for name, given, remedy in (
-        ("ema", ema, "Give an ms_gradaccum.EMA to add_callback() of the step."),
-        ("zero_helper", zero_helper, "parallel=HSDP() shares the optimizer's state among the processes."),
-    ):
-        if given is not None:
-            raise ValueError(argument_error(_OWNER, name, "None", type(given).__name__, remedy))
+    remedy = "Give an ms_gradaccum.EMA to add_callback() of the step."
+    require(ema is None, _OWNER, "ema", "None", type(ema).__name__, remedy)
+    remedy = "parallel=HSDP() shares the optimizer's state among the processes."
+    require(zero_helper is None, _OWNER, "zero_helper", "None", type(zero_helper).__name__, remedy)
     clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm.")
     drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It is about an Inf or a NaN.")
     with scale_taken_out():

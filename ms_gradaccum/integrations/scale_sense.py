@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import mindspore as ms
 from mindspore import Tensor, amp, nn
 
-from ms_gradaccum._checks import argument_error, check_positive_float32, typed
+from ms_gradaccum._checks import check_positive_float32
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision, PrecisionChoice
 
 # The types that MindSpore's own steps take, and the objects of `mindspore.amp`.
@@ -28,22 +28,15 @@ def precision_of(owner: str, scale_sense: ScaleSense, drop_overflow_update: bool
     """Return a `mixed_precision` with the loss scale of ``scale_sense`` and no conversion."""
     if isinstance(scale_sense, (amp.LossScaler, amp.LossScaleManager)):
         return scale_sense
-    number = _number_of_cell(owner, scale_sense) if isinstance(scale_sense, nn.Cell) else scale_sense
-    if isinstance(number, MixedPrecision):
-        return number
-    if isinstance(number, Tensor) and number.size == 1:
+    number: Any = scale_sense
+    # Exactly these types of cells: a subclass can have another rule.
+    if type(number) is nn.DynamicLossScaleUpdateCell:
+        factor, interval = (each.asnumpy().item() for each in (number.scale_factor, number.scale_window))
+        return MixedPrecision(ms.float16, "O0", float(number.get_loss_scale()), factor, 1 / factor, interval)
+    if type(number) is nn.FixedLossScaleUpdateCell:
+        number = number.get_loss_scale()
+    elif isinstance(number, Tensor) and number.size == 1:
         number = number.asnumpy().item()
-    number = check_positive_float32(owner, "scale_sense", number, _REMEDY)
-    return amp.FixedLossScaleManager(number, drop_overflow_update)
-
-
-def _number_of_cell(owner: str, cell: nn.Cell) -> Any:
-    """Return the number of a fixed scale, or the rule of one that changes."""
-    # Exactly these types: a subclass can have another rule.
-    if type(cell) is nn.FixedLossScaleUpdateCell:
-        return cell.get_loss_scale()
-    if type(cell) is nn.DynamicLossScaleUpdateCell:
-        factor, interval = cell.scale_factor.asnumpy().item(), cell.scale_window.asnumpy().item()
-        return MixedPrecision(ms.float16, "O0", float(cell.get_loss_scale()), factor, 1 / factor, interval)
-    rule = "a number, a FixedLossScaleUpdateCell or a DynamicLossScaleUpdateCell"
-    raise TypeError(argument_error(owner, "scale_sense", rule, typed(cell), _REMEDY))
+    return amp.FixedLossScaleManager(
+        check_positive_float32(owner, "scale_sense", number, _REMEDY), drop_overflow_update
+    )

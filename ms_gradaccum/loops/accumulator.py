@@ -2,8 +2,8 @@
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
@@ -15,7 +15,6 @@ from ms_gradaccum._checks import (
     argument_error,
     check_cell,
     check_choice,
-    listed,
     refuse_unknown,
     require,
     typed,
@@ -237,9 +236,14 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             check_cell(_OWNER, "networks", each, "Write 'with accumulator.accumulate():'.")
         return self.window.batch()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which no batch ends its window, for loops that choose the last batch themselves."""
-        return self.window.withheld()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which no batch ends its window, for loops that choose the last batch themselves."""
+        self.window.withheld += 1
+        try:
+            yield
+        finally:
+            self.window.withheld -= 1
 
     def scale(self, loss: Tensor, *, network: nn.Cell | None = None) -> Tensor:
         """Return ``loss`` times the loss scale. Differentiate it for gradients that you take yourself.
@@ -312,31 +316,30 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             items = (None, *items[1:])
         return items
 
-    def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
         """Clip as :meth:`clip_grad_norm` does, with Accelerate's arguments; `parameters` are all trained ones."""
         self._check_all(parameters)
         require(norm_type == 2.0, _OWNER, "norm_type", "2, the only norm", typed(norm_type), "Leave it out.")
         return self.clip_grad_norm(max_norm)
 
-    def clip_grad_value_(self, parameters: object, clip_value: float) -> Tensor | None:
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> Tensor | None:
         """Clip as :meth:`clip_grad_value` does, with Accelerate's arguments; `parameters` are all trained ones."""
         self._check_all(parameters)
         return self.clip_grad_value(clip_value)
 
-    def _check_all(self, parameters: object) -> None:
-        rule = "all that are trained"
-        if not isinstance(parameters, (Tensor, Iterable)):
-            remedy = "Give network.trainable_params(), or leave parameters and the last underscore out."
-            raise TypeError(argument_error(_OWNER, "parameters", rule, typed(parameters), remedy))
+    def _check_all(self, parameters: Tensor | Iterable[Tensor]) -> None:
         given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         trained = [each for network in self.windows for group in network.optimizers for each in group.parameters]
-        missing = [each.name for each in trained if id(each) not in given]
-        remedy = "The norm is that of the whole gradient: see ClipByGroupNorm."
-        require(not missing, _OWNER, "parameters", rule, f"none of {listed([*map(repr, missing)], 1)}", remedy)
+        missing = [repr(each.name) for each in trained if id(each) not in given]
+        got, remedy = (
+            f"none of {', '.join(missing[:1])}",
+            "The norm is that of the whole gradient: see ClipByGroupNorm.",
+        )
+        require(not missing, _OWNER, "parameters", "all that are trained", got, remedy)
 
-    def clip_grad_norm(
-        self, max_norm: float, *more: NoReturn, network: nn.Cell | None = None, **unknown: NoReturn
-    ) -> Tensor | None:
+    def clip_grad_norm(self, max_norm: float, *more: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.
 
         Args:
@@ -347,14 +350,12 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             The norm before clipping, a float32 scalar (of the first network, if there are several); None inside
             a window.
         """
-        _refuse_more("max_norm", len(more) + len(unknown), "clip_grad_norm")
+        _refuse_more("max_norm", more, "clip_grad_norm")
         return self._clip(ClipByGlobalNorm(max_norm), network)
 
-    def clip_grad_value(
-        self, limit: float, *more: NoReturn, network: nn.Cell | None = None, **unknown: NoReturn
-    ) -> Tensor | None:
+    def clip_grad_value(self, limit: float, *more: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
         """Clip each element of the window's mean gradient in the coming `step`, see :class:`ClipByValue`."""
-        _refuse_more("limit", len(more) + len(unknown), "clip_grad_value")
+        _refuse_more("limit", more, "clip_grad_value")
         return self._clip(ClipByValue(limit), network)
 
     def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
@@ -419,11 +420,11 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         self.window.join()
 
 
-def _refuse_more(name: str, count: int, method: str) -> None:
+def _refuse_more(name: str, more: Sequence[object], method: str) -> None:
     """Raise for Accelerate's arguments of a method that takes one."""
-    if count:
+    if more:
         remedy = f"Call {method}(1.0), or {method}_(parameters, 1.0)."
-        raise TypeError(argument_error(_OWNER, name, "given alone", f"{1 + count} arguments", remedy))
+        raise TypeError(argument_error(_OWNER, name, "given alone", f"{1 + len(more)} arguments", remedy))
 
 
 def _one_or_all(outputs: tuple[StepOutput, ...]) -> StepOutput | tuple[StepOutput, ...]:

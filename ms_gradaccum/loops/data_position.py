@@ -23,17 +23,9 @@ _UNSET = 5489
 _PYTHON_INSIDE = (ds.NumpySlicesDataset, ds.PaddedDataset)
 
 
-def _is_count_or_none(value: object) -> bool:
-    return value is None or is_count(value)
-
-
-# The counts of a `PassPlace` in a state.
-_COUNTS = {
-    "epoch": lambda epoch: is_count(epoch, least=-1),
-    "batches": _is_count_or_none,
-    "length": _is_count_or_none,
-    "first_epoch": is_count,
-}
+# The rules for the counts of a `PassPlace` in a state.
+_COUNTS: dict[str, Callable[[object], bool]] = {"epoch": lambda epoch: is_count(epoch, -1), "first_epoch": is_count}
+_COUNTS |= dict.fromkeys(("batches", "length"), lambda count: count is None or is_count(count))
 
 
 class Sources(NamedTuple):
@@ -60,25 +52,20 @@ class Sources(NamedTuple):
             )
 
     @contextmanager
-    def seeded(self) -> Iterator[None]:
-        """Let pipelines that begin here have this seed. ``set_seed`` would seed Python and NumPy too."""
-        before = ds.config.get_seed()
-        _config.set_seed(self.seed)
-        try:
-            yield
-        finally:
-            _config.set_seed(before)
-
-    @contextmanager
     def begun(self, data: object, random_now: State | None) -> Iterator[None]:
         """Take the first batch of a pass over ``data`` inside this context, after which the program has ``random_now``.
 
         Data that draws from Python's and NumPy's generators in threads is ahead by then, and keeps them.
         """
+        before = ds.config.get_seed()
         if random_now is not None:
             random_state.put_hosts(self.random)
-        with self.seeded():
+        # `ds.config.set_seed` would seed Python and NumPy, too.
+        _config.set_seed(self.seed)
+        try:
             yield
+        finally:
+            _config.set_seed(before)
         if random_now is not None and not _draws_in_python(data):
             random_state.put_hosts(random_now)
 
@@ -148,8 +135,8 @@ class PassPlace(NamedTuple):
 
     def as_json(self) -> State:
         """Return the place as JSON."""
-        names = ("epoch", "batches", "length", "first_epoch")
-        return {name: getattr(self, name) for name in names} | {"sources": self.sources and self.sources._asdict()}
+        sources = self.sources and self.sources._asdict()
+        return {name: getattr(self, name) for name in _COUNTS} | {"sources": sources}
 
     @staticmethod
     def of_json(saved: State, ranks: int, random_now: State) -> "PassPlace":

@@ -28,25 +28,16 @@ Iterate = Callable[[Dataset], Iterable[object]]
 class PreparedData:
     """The prepared datasets and schedulers of a loop. Its `LoopWindow` is one."""
 
-    # True if the program is inside a batch.
-    in_batch = False
+    in_batch = False  # True if the program is inside a batch.
 
     def __init__(self) -> None:
-        # Weak references, since a program may prepare anew for each pass.
-        self._datasets: list[weakref.ref[PreparedDataset]] = []
+        # By their numbers. Weak references, since a program may prepare anew for each pass.
+        self.datasets: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
+        self.numbers = itertools.count()
         self.passes = ActivePasses()
         # Positions in a loaded state at which the datasets go on, by the number of the dataset.
         self.places: dict[int, PassPlace] = {}
         self.schedulers: list[PreparedScheduler] = []
-
-    def enroll(self, dataset: "PreparedDataset") -> int:
-        """Add a prepared dataset and return its number."""
-        self._datasets.append(weakref.ref(dataset))
-        return len(self._datasets) - 1
-
-    def datasets(self) -> "list[PreparedDataset]":
-        """Return the prepared datasets that are in use."""
-        return [each for each in (reference() for reference in self._datasets) if each is not None]
 
     def begin_pass(self, handed: HandedBatches, goes_on: bool) -> None:
         """Begin a pass, or go on with one."""
@@ -70,7 +61,8 @@ class PreparedDataset:
 
     def __init__(self, dataset: Dataset | Iterable[object], window: PreparedData) -> None:
         self.dataset, self.window = dataset, window
-        self.number = window.enroll(self)
+        self.number = next(window.numbers)
+        window.datasets[self.number] = self
         self.handed = HandedBatches()
         self.ranks = current_world(_OWNER).size
         if self.ranks > 1:
@@ -111,13 +103,16 @@ class PreparedDataset:
 
     def passed(self, iterate: Iterate) -> Generator[object, None, None]:
         """Yield the batches of one epoch, which ``iterate`` takes from a pipeline of MindSpore."""
-        batches, is_left = self._begin(iterate), True
+        (sources, random_now), is_left = self._begin(), True
         left = len(self) - self.batches if self.ranks > 1 else 0
         lengths = gather_counts(left) if self.ranks > 1 else [left]
         missing, self.common = max(lengths) - left, self.batches + min(lengths)
         try:
+            with sources.begun(self.dataset, random_now):
+                batches = iter(rest_of(self.dataset, self.batches, iterate))
+                first = list(itertools.islice(batches, 1))
             # Each batch is held until the next one is there, which tells whether it is the last one.
-            for batch, following in itertools.pairwise(itertools.chain(batches, [_END])):
+            for batch, following in itertools.pairwise(itertools.chain(first, batches, [_END])):
                 self.at_end = following is _END and missing == 0
                 self.batches += 1
                 self.window.passes.enter(self.handed)
@@ -134,8 +129,8 @@ class PreparedDataset:
             self.at_end, self.sources = False, None
             self.window.passes.leave(self.handed)
 
-    def _begin(self, iterate: Iterate) -> Iterator[object]:
-        """Begin or resume a pass, and return its batches."""
+    def _begin(self) -> tuple[Sources, State | None]:
+        """Begin or resume a pass. Return the sources of its order, and the random states after its first batch."""
         place, random_now = self.window.places.pop(self.number, None), None
         is_resumed, self.batches, self.sources = place is not None, 0, None
         if place is not None:
@@ -153,14 +148,7 @@ class PreparedDataset:
                 f"the end of that one, but its last batch has ended a window. Prepare only the data whose end ends "
                 f"the loop."
             )
-        return self._batches(self.sources, random_now, iterate)
-
-    def _batches(self, sources: Sources, random_now: State | None, iterate: Iterate) -> Iterator[object]:
-        with sources.begun(self.dataset, random_now):
-            batches = iter(rest_of(self.dataset, self.batches, iterate))
-            first = list(itertools.islice(batches, 1))
-        yield from first
-        yield from batches
+        return self.sources, random_now
 
     def place(self) -> PassPlace:
         """Return the position of this process in its data, between two batches."""
@@ -217,10 +205,8 @@ class PreparedScheduler:
     If it is called once per epoch, outside the loop over the batches, it steps if there was an update in between.
     """
 
-    # True if it is called in each batch; then it also steps when this process joins an update.
-    follows_updates = False
-    # True if there was an update since its last step.
-    is_due = False
+    follows_updates = False  # True if it is called in each batch; then it also steps when this process joins an update.
+    is_due = False  # True if there was an update since its last step.
 
     def __init__(self, scheduler: LRScheduler | ReduceLROnPlateau | SequentialLR, window: PreparedData) -> None:
         self.scheduler, self.window = scheduler, window

@@ -1,14 +1,14 @@
 """Exponential averages of the parameters, which are parameters of the training step."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, argument_error, check_bool, check_number, require, typed
+from ms_gradaccum._checks import Settled, check_bool, check_number, check_positive_float, require
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.kernels import add_in_place
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, copy_after
@@ -16,19 +16,16 @@ from ms_gradaccum.gradients.buffer import zeros
 from ms_gradaccum.training.events import StatefulCallback, StepEvent, check_told
 
 _OWNER = "EMA"
-_move = ops.MultitypeFuncGraph("move_average")
 
 
-@_move.register("Tensor", "Tensor", "Tensor")
-def _move_one(share: Tensor, average: Parameter, weight: Parameter) -> Tensor:
+def _move(share: Tensor, average: Parameter, weight: Parameter) -> Tensor:
     return add_in_place(average, (ops.cast(weight, ms.float32) - average) * share)
 
 
 class Averages(nn.Cell):
     """The averages of the parameters of a network, in float32, and the number of updates that they include."""
 
-    # The parameters' values while the averages are in the network; empty otherwise.
-    kept: tuple[Tensor, ...] = ()
+    kept: tuple[Tensor, ...] = ()  # The parameters' values while the averages are in the network; empty otherwise.
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
@@ -39,6 +36,7 @@ class Averages(nn.Cell):
         self.chunks = chunks_of([value.size for value in self.values])
         self.map = ops.HyperMap()
         self.run = Compiled(lambda: self, _OWNER, "the averages")
+        self.begin()
 
     def construct(self, least: Tensor, growth: Tensor, rate: Tensor) -> Tensor:
         """Count update t, and move the averages by `least + growth * exp(-rate * t)` of the way to the parameters."""
@@ -50,34 +48,17 @@ class Averages(nn.Cell):
             done = self.map(move, chunk_of(self.values, begin, end), chunk_of(self.parameters, begin, end))
         return copy_after(share, done)
 
-    def count(self) -> int:
-        """Return the number of updates that the averages include. It waits for the device."""
-        return int(self.updates.asnumpy())
-
     def begin(self) -> None:
-        """Before the first update, start from the parameters, which may have been loaded since."""
-        if self.count() == 0:
+        """Before the first update, start from the parameters, which may have been loaded since. It reads the device."""
+        self.check_weights(_OWNER)
+        if self.updates.asnumpy() == 0:
             _assign(self.values, self.parameters)
 
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Replace the parameters in the network by the averages inside this context."""
-        self.check_not_swapped(_OWNER, "swapped() must begin")
-        self.begin()
-        # Tensors, since parameters would be the step's. A tensor of a parameter shares its memory: of a copy, then.
-        self.kept = tuple(Tensor(parameter.copy()) for parameter in self.parameters)
-        try:
-            _assign(self.parameters, self.values)
-            yield
-        finally:
-            _assign(self.parameters, self.kept)
-            self.kept = ()
-
-    def check_not_swapped(self, owner: str, rule: str) -> None:
+    def check_weights(self, owner: str) -> None:
         """Raise if the averages have replaced the parameters in the network."""
         if self.kept:
             raise RuntimeError(
-                f"For '{owner}', {rule} with the weights, but got the averages of an EMA in their place. "
+                f"For '{owner}', the network must have its weights, but got the averages of an EMA in their place. "
                 f"Leave 'with ema.swapped():' first."
             )
 
@@ -85,20 +66,18 @@ class Averages(nn.Cell):
 class EMA(Settled, Callback, StatefulCallback):
     r"""Average the weights exponentially over the updates, and evaluate with the averages.
 
-    After the update number :math:`t`, each average moves towards its weight:
+    After optimizer update number :math:`t` (skipped windows make none), each average moves towards its weight:
 
     .. math::
         d_t = decay \cdot (1 - e^{-t / warmup\_updates}), \qquad ema = d_t \cdot ema + (1 - d_t) \cdot weight
 
-    These are the formulas of mindcv and mindone, which always have 2000 `warmup_updates`. :math:`t` counts optimizer
-    updates, not batches nor skipped windows. Averages are float32, and begin as the weights are at the first update.
-
-    They are Parameters of the training step, named ``ema.`` and the weight's name, with ``ema.updates`` beside them,
-    and so in its checkpoints and states. Add an EMA before loading one.
+    These are the formulas of mindcv and mindone, which always have 2000 `warmup_updates`. The averages are float32,
+    begin as the weights are at the first update, and are Parameters of the training step, named ``ema.`` and the
+    weight's name, beside ``ema.updates``: its checkpoints and states have them. Add an EMA before loading one.
 
     ``Model.train`` and ``Model.fit`` take it as a callback. In a loop of your own, give it to ``add_callback`` of the
-    :class:`TrainOneStepCell` or the :class:`Accumulator`. Updates inside a graph are not told to callbacks: data sink
-    mode takes `sink_size` 1, and a compiled function that trains does not move the averages.
+    :class:`TrainOneStepCell` or the :class:`Accumulator`. Callbacks do not see updates inside a graph: data sink mode
+    takes `sink_size` 1, and a compiled function that trains does not move the averages.
 
     Args:
         decay (float): Share of the average that an update keeps, between 0 and 1. Default: ``0.9999``.
@@ -108,8 +87,8 @@ class EMA(Settled, Callback, StatefulCallback):
             growth. Default: ``2000``.
         trainable_only (bool): Whether only the trainable parameters are averaged, as in mindone, or all of floating
             point, as in mindcv: the statistics of BatchNorm, too. Default: ``True``.
-        evaluate (bool): Whether ``Model.fit`` and ``Model.eval`` with this callback evaluate the averages. In
-            `on_eval_end`, callbacks after it in the list see the weights again. Default: ``True``.
+        evaluate (bool): Whether ``Model.fit`` and ``Model.eval`` with this callback evaluate the averages. Callbacks
+            after it in the list see the weights again in `on_eval_end`. Default: ``True``.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -136,24 +115,22 @@ class EMA(Settled, Callback, StatefulCallback):
         [[2.04]] ema.weight
     """
 
+    _averages: Averages | None = None
+
     def __init__(
         self, decay: float = 0.9999, *, warmup_updates: float = 2000, trainable_only: bool = True, evaluate: bool = True
     ) -> None:
         super().__init__()
-        rule, remedy = "a number between 0 and 1", "0.9999 is usual: an average over some 10000 updates."
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)):
-            raise TypeError(argument_error(_OWNER, "decay", rule, typed(decay), remedy))
-        require(0 < decay < 1, _OWNER, "decay", rule, decay, remedy)
-        self.decay = float(decay)
+        remedy = "0.9999 is usual: an average over some 10000 updates."
+        self.decay = check_positive_float(_OWNER, "decay", decay, remedy)
+        require(self.decay < 1, _OWNER, "decay", "a number below 1", decay, remedy)
         self.warmup_updates = warmup = check_number(_OWNER, "warmup_updates", warmup_updates, "0 is for no growth.")
         # The share 1 - d_t, in numbers that float32 holds: 1 - decay of a float32 decay would be off by 1e-4 of itself.
         shares = (1.0 - self.decay, self.decay if warmup else 0.0, 1.0 / warmup if warmup else 0.0)
         self._shares = [Tensor(share, ms.float32) for share in shares]
         self.trainable_only = check_bool(_OWNER, "trainable_only", trainable_only, "The default is True.")
         self.evaluate = check_bool(_OWNER, "evaluate", evaluate, "The default is True.")
-        self._averages: Averages | None = None
-        # Restores the weights after an evaluation.
-        self._evaluation = ExitStack()
+        self._evaluation = ExitStack()  # Restores the weights after an evaluation.
         self._is_built = True
 
     def attach(self, step: nn.Cell) -> None:
@@ -164,20 +141,16 @@ class EMA(Settled, Callback, StatefulCallback):
         network = windows[0].network
         candidates = network.trainable_params() if self.trainable_only else network.get_parameters()
         parameters = [parameter for parameter in candidates if parameter.dtype in mstype.float_type]
-        remedy = "Two would have the same names: give the step the EMA that it has, or build another step."
-        require(there is None, _OWNER, "callback", "the only EMA of its training step", "a second one", remedy)
-        rule, got = "an EMA of this training step", "one that averages another's weights"
-        require(own is None, _OWNER, "callback", rule, got, "Build an EMA for each step.")
-        rule, got = "one for an Accumulator of one network", f"{len(windows)} networks"
-        remedy = "Build an Accumulator for the network that is averaged."
-        require(len(windows) == 1, _OWNER, "callback", rule, got, remedy)
-        rule, got = "one for a step that has whole weights", "AutoParallel, which cuts the weights"
-        require(windows[0].reducers, _OWNER, "callback", rule, got, "Use DataParallel() or HSDP().")
-        rule, remedy = "one for a network with parameters to average", "Set requires_grad, or trainable_only=False."
-        require(parameters, _OWNER, "callback", rule, 0, remedy)
+        whole, several = "one for a step that has whole weights", "one for an Accumulator of one network"
+        for holds, rule, got, remedy in (
+            (own is there, "the only one of one training step", "a second EMA or step", "Build an EMA for each step."),
+            (len(windows) == 1, several, f"{len(windows)} networks", "Build one for the network that is averaged."),
+            (windows[0].reducers, whole, "AutoParallel, which cuts the weights", "Use DataParallel() or HSDP()."),
+            (parameters, "one for a network with parameters to average", 0, "Set requires_grad, or trainable_only."),
+        ):
+            require(holds, _OWNER, "callback", rule, got, remedy)
         network.init_parameters_data()
         self._averages = step.ema_averages = Averages(parameters)
-        self._averages.begin()
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -187,21 +160,30 @@ class EMA(Settled, Callback, StatefulCallback):
     @property
     def updates(self) -> int:
         """Number of updates that the averages have seen."""
-        return self._attached().count()
+        return int(self._attached().updates.asnumpy())
 
-    def swapped(self) -> AbstractContextManager[None]:
-        """Return a context that has the averages in the network, and the weights after it, also after an exception.
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Context that has the averages in the network, and the weights after it, also after an exception.
 
         ``mindspore.save_checkpoint(network, ...)`` writes the averages there, under the names of the weights. Training
         inside it, and saving or loading a state, raises a RuntimeError.
         """
-        return self._attached().swapped()
+        averages = self._attached()
+        averages.begin()
+        # Tensors, since parameters would be the step's. A tensor of a parameter shares its memory: of a copy, then.
+        averages.kept = tuple(Tensor(parameter.copy()) for parameter in averages.parameters)
+        try:
+            _assign(averages.parameters, averages.values)
+            yield
+        finally:
+            _assign(averages.parameters, averages.kept)
+            averages.kept = ()
 
     def on_micro_batch_begin(self, event: StepEvent) -> None:
-        self._attached().check_not_swapped(_OWNER, "the training must go on")
+        self._attached().check_weights(_OWNER)
 
     def on_update_begin(self, event: StepEvent) -> None:
-        self.on_micro_batch_begin(event)
         self._attached().begin()
 
     def on_update_end(self, event: StepEvent) -> None:
@@ -212,13 +194,8 @@ class EMA(Settled, Callback, StatefulCallback):
         params = run_context.original_args()
         check_told(_OWNER, "ema", params.train_network, self)
         # It would be told only of the last update of a larger sink.
-        if params.get("dataset_sink_mode"):
-            rule, size, remedy = (
-                "1 in data sink mode",
-                params.get("sink_size"),
-                "Or train with dataset_sink_mode=False.",
-            )
-            require(size == 1, _OWNER, "sink_size", rule, size, remedy)
+        size = params.get("sink_size") if params.get("dataset_sink_mode") else 1
+        require(size == 1, _OWNER, "sink_size", "1 in data sink mode", size, "Or train with dataset_sink_mode=False.")
         self._attached().begin()
 
     def on_eval_begin(self, run_context: RunContext) -> None:
@@ -226,20 +203,16 @@ class EMA(Settled, Callback, StatefulCallback):
             return
         averages = self._attached()
         evaluated = set(map(id, run_context.original_args().eval_network.get_parameters()))
-        if evaluated.isdisjoint(map(id, averages.parameters)):
-            raise ValueError(
-                f"For '{_OWNER}', the evaluated network must be the one whose weights are averaged, but got another. "
-                f"Evaluate the Model that trains it, or leave this callback out."
-            )
+        is_own = not evaluated.isdisjoint(map(id, averages.parameters))
+        rule, remedy = "the one whose weights are averaged", "Evaluate the Model that trains it, or without its EMA."
+        require(is_own, _OWNER, "eval_network", rule, "another", remedy)
         if not averages.kept:
-            self._evaluation.enter_context(averages.swapped())
+            self._evaluation.enter_context(self.swapped())
 
-    def on_eval_end(self, run_context: RunContext) -> None:
+    def on_eval_end(self, *_: object) -> None:
         self._evaluation.close()
 
-    def __exit__(self, *error: object) -> None:
-        # After an error in the evaluation, on_eval_end is not called.
-        self._evaluation.close()
+    __exit__ = on_eval_end  # After an error in the evaluation, on_eval_end is not called.
 
     def _attached(self) -> Averages:
         if self._averages is None:

@@ -35,10 +35,8 @@ class PassSteps(Callback):
     """
 
     in_pass = False
-    # True if an epoch of MindSpore's has the batches of a sink instead of those of a pass.
-    in_sinks = False
-    # The number of steps of all passes that are done.
-    done = 0
+    in_sinks = False  # True if an epoch of MindSpore's has the batches of a sink instead of those of a pass.
+    done = 0  # The number of steps of all passes that are done.
     run_context: RunContext = None
     sources: Sources | None = None
     resumed: PassPlace | None = None
@@ -49,8 +47,7 @@ class PassSteps(Callback):
         self.train_step.check_claims()
         self.stop_at_invalid_loss = any(isinstance(callback, LossMonitor) for callback in callbacks)
         self.keeps_states = any(isinstance(callback, ResumingCallback) for callback in callbacks)
-        # The number of batches that the step has counted.
-        self.batches = self.train_step.events.batches
+        self.batches = self.train_step.events.batches  # The number of batches that the step has counted.
         self.world = current_world(_OWNER)
         self.length = dataset.get_dataset_size()
         lengths = gather_counts(self.length) if self.train_step.windows[0].several else [self.length]

@@ -25,8 +25,7 @@ class AddGrads(AddMicroBatch):
         self, reducers: Sequence[GradientReducer], parameters: Sequence[ParameterTuple], drop_non_finite: bool
     ) -> None:
         super().__init__(reducers, parameters, None, drop_non_finite)
-        # The caller gives no further losses.
-        self.others = 0
+        self.others = 0  # The caller gives no further losses.
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         """Add ``factor`` times the gradients and the loss sum ``value``, or nothing if it is 0. Return as `added`."""

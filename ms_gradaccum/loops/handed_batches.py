@@ -62,30 +62,21 @@ class Handed:
 class HandedBatches:
     """The batches of one prepared dataset that were handed out."""
 
-    # True if a pass is under way.
-    is_open = False
-    # True if the loop fetches batches before it trains the ones before them.
-    is_ahead = False
-    # True if the loop trains a pass in another order.
-    is_shuffled = False
-    # True if passes begin anew inside one over another dataset that is trained with it.
-    restarts = False
-    # The batch that was trained last, and the one that was handed out last in this pass.
-    current: Handed | None = None
-    newest: Handed | None = None
-    # Number of pieces of the batch before the current one; 0 if there was none.
-    pieces_before = 0
-    # Number of rows of the last piece, which the next one is expected to have.
-    piece_rows: float | None = None
+    is_open = False  # True if a pass is under way.
+    is_ahead = False  # True if the loop fetches batches before it trains the ones before them.
+    is_shuffled = False  # True if the loop trains a pass in another order.
+    restarts = False  # True if passes begin anew inside one over another dataset that is trained with it.
+    current: Handed | None = None  # The batch that was trained last.
+    newest: Handed | None = None  # The batch that was handed out last in this pass.
+    pieces_before = 0  # Number of pieces of the batch before the current one; 0 if there was none.
+    piece_rows: float | None = None  # Number of rows of the last piece, which the next one is expected to have.
     # Number of batches that were waiting when the first batch of the pass was trained, if it was not recognised: the
     # loop fetches ahead or skips batches, and its second batch shows which.
     depth = 0
-    # Number of batches of other ranks that this one joins once it has trained its last.
-    joins = 0
+    joins = 0  # Number of batches of other ranks that this one joins once it has trained its last.
 
     def __init__(self) -> None:
-        # Batches of which nothing was trained yet, in order.
-        self.waiting: list[Handed] = []
+        self.waiting: list[Handed] = []  # Batches of which nothing was trained yet, in order.
 
     def begin(self) -> None:
         """Begin a pass. If the loop fetches ahead, it still trains the rest of the last one."""
@@ -179,12 +170,10 @@ class ActivePasses:
     """The passes over prepared datasets that are under way."""
 
     def __init__(self) -> None:
-        # The passes that have given a batch, the innermost one last.
-        self._open: list[HandedBatches] = []
+        self._open: list[HandedBatches] = []  # The passes that have given a batch, the innermost one last.
         # The passes that may still be trained: strong references, since a loop may have the batches without the data.
         self._recent: list[HandedBatches] = []
-        # The sources of the batches that the loop has trained last.
-        self.trained: list[HandedBatches] = []
+        self.trained: list[HandedBatches] = []  # The sources of the batches that the loop has trained last.
 
     def begin(self, handed: HandedBatches) -> bool:
         """Begin a pass. Return whether it begins inside one over another dataset that is trained with it."""

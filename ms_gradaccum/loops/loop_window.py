@@ -31,19 +31,14 @@ _COUNTS = dict.fromkeys(("batches", "updates", "steps"), is_count)
 class LoopWindow(PreparedData):
     """The common window of all networks of a loop."""
 
-    # True if the current batch ends the window, and if its update was made.
-    ends = updated = False
-    # Number of batches in the window, the current one included. The buffers have the number, too.
-    batches = 0
-    # Number of batches that the window shall have; 0 if the next one decides it.
-    steps = 0
-    # Number of updates made.
-    updates = 0
+    ends = updated = False  # True if the current batch ends the window, and if its update was made.
+    batches = 0  # Number of batches in the window, the current one included. The buffers have the number, too.
+    steps = 0  # Number of batches that the window shall have; 0 if the next one decides it.
+    updates = 0  # Number of updates made.
     _has_warned_of_rows = _has_warned_of_open = False
     # The open contexts of no_sync(), and whether the current batch has begun inside one.
-    _withheld, _is_withheld = 0, False
-    # The rows of the window's last batch that came without a weight, if known.
-    _rows: int | None = None
+    withheld, _is_withheld = 0, False
+    _rows: int | None = None  # The rows of the window's last batch that came without a weight, if known.
 
     def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events) -> None:
         super().__init__()
@@ -130,7 +125,7 @@ class LoopWindow(PreparedData):
         if self.batches == 0 or self.steps == 0:
             self.steps = self.config.steps_for(epoch, self.updates)
         self.batches += 1
-        self._is_withheld = self._withheld > 0
+        self._is_withheld = self.withheld > 0
         self._find_end(end)
         self._batches, self._is_known, self._piece_rows = batches, False, None
 
@@ -200,15 +195,6 @@ class LoopWindow(PreparedData):
         rule, remedy = "the rows of each batch where those of a window differ", "Call accumulator(grads, len(x), loss)."
         warn(argument_error(_OWNER, "weight", rule, got, remedy))
         return number
-
-    @contextmanager
-    def withheld(self) -> Iterator[None]:
-        """Context in which no batch ends the window."""
-        self._withheld += 1
-        try:
-            yield
-        finally:
-            self._withheld -= 1
 
     def begin_pass(self, handed: HandedBatches, goes_on: bool) -> None:
         """Begin a pass, or go on with one; warn if a window was left open by the pass over the same data before."""

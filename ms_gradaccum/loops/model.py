@@ -141,29 +141,16 @@ class Model(Settled, ms.Model):
         self.last_window = check_last_window(_OWNER, last_window)
         refuse_unknown(_OWNER, Model.__init__, kwargs)
         precision = combined(_OWNER, mixed_precision, amp_level, loss_scale_manager)
-        self._step_settings: dict[str, Any] = {
-            "accumulation_steps": accumulation_steps,
-            "clip": clip,
-            "mixed_precision": precision,
-            "parallel": parallel,
-            "bad_micro_batch": bad_micro_batch,
-            "compile": compile,
-            "check_loss": check_loss,
-        }
+        settings: dict[str, Any] = {"accumulation_steps": accumulation_steps, "clip": clip, "parallel": parallel}
+        settings |= {"mixed_precision": precision, "bad_micro_batch": bad_micro_batch}
+        self._step_settings = settings | {"compile": compile, "check_loss": check_loss}
         # The stock Model takes only the name of the level, by which its evaluation casts half-precision outputs.
         level = "O0" if optimizer is None or precision is None else precision.level
         self._init_stock(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
         self._is_built = True
 
-    def _init_stock(
-        self,
-        network: nn.Cell,
-        loss_fn: nn.Cell | None,
-        optimizer: nn.Cell | None,
-        metrics: object,
-        eval_network: nn.Cell | None,
-        *args: object,
-    ) -> None:
+    def _init_stock(self, network: nn.Cell, *args: Any) -> None:
+        loss_fn, optimizer, _, eval_network, *_ = args
         check_cell(_OWNER, "network", network, "Give a GradAccumulation, a loss cell, or a network and a loss_fn.")
         if loss_fn is not None:
             check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")
@@ -180,7 +167,7 @@ class Model(Settled, ms.Model):
             got = "MindSpore's, which sums the losses of a batch where it evaluates"
             require(adopted(network.network) is network.network, _OWNER, "network", rule, got, remedy)
         try:
-            super().__init__(network, loss_fn, optimizer, metrics, eval_network, *args)
+            super().__init__(network, *args)
         except BaseException:
             # The context was set from the network above, and would change the next compilation.
             _clear_auto_parallel_context(network)
@@ -232,8 +219,7 @@ class Model(Settled, ms.Model):
         remedy = "Give accumulation_steps, clip and the like to the TrainOneStepCell."
         has_none = self._step_settings == TrainOneStepCell.__init__.__kwdefaults__
         require(has_none, _OWNER, "network", "a loss cell", got, remedy)
-        # Callbacks that change the learning rate look for it here.
-        self._optimizer: nn.Cell = train_step.optimizer
+        self._optimizer: nn.Cell = train_step.optimizer  # Callbacks that change the learning rate look for it here.
         return train_step
 
     def train(

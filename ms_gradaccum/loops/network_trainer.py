@@ -28,8 +28,7 @@ _OWNER = "Accumulator"
 class TrainedNetwork(Window):
     """The window of one network of a loop."""
 
-    # True if something of the current batch is in the buffers.
-    has_batch = False
+    has_batch = False  # True if something of the current batch is in the buffers.
     # The last clip of the caller, for a process that joins in an update of the others.
     last_clip: nn.Cell | None = None
 
@@ -50,8 +49,7 @@ class TrainedNetwork(Window):
         for optimizer in optimizers:
             check_optimizer(_OWNER, optimizer, network)
         _check_disjoint(optimizers)
-        # The network as the caller gave it, and the one inside.
-        self.names = (network, network.network)
+        self.names = (network, network.network)  # The network as the caller gave it, and the one inside.
         network = network.in_precision(_OWNER, settings.precision)
         agreed = {**settings.agreed(), "config": config.as_text()}
         reducers = build_reducers(_OWNER, kind, network, optimizers, agreed, **settings.of_sums())

@@ -248,7 +248,7 @@ def test_data_without_a_seed_is_dealt_among_the_ranks_as_ever(ranks):
         data = NumpySlicesDataset(np.arange(48), num_shards=shards, shard_id=rank, shuffle=True).batch(2)
         sources = Sources.now(ranks)
         sources.check_known(data, ranks)
-        with sources.seeded():
+        with sources.begun(data, None):
             batches = data.create_tuple_iterator(num_epochs=1, output_numpy=True)
         return [row for (batch,) in batches for row in batch.tolist()]
 

@@ -234,10 +234,10 @@ MANIFESTS = {
     "deep": (b"[" * 10**6, "is no JSON"),
     "a list": (b"[]", "is no manifest of a state"),
     "a later version": (b'{"format": "ms_gradaccum", "version": 99}', "has the version 99, not 2"),
-    "no files": (json.dumps(files.signed({"format": "ms_gradaccum", "version": 2})).encode(), "lists no files"),
+    "no files": (json.dumps(files.signed({"format": "ms_gradaccum", "version": 2})).encode(), "lacks its files"),
     "no processes": (
         json.dumps(files.signed({"format": "ms_gradaccum", "version": 2, "files": {}, "ranks": []})).encode(),
-        "says nothing of its processes",
+        "lacks its files, its processes or its extra values",
     ),
     "no checksum": (b'{"format": "ms_gradaccum", "version": 2}', "has another checksum than what was written"),
     "bytes": (b"\xff\xfe\x00", "is no JSON"),
@@ -286,10 +286,12 @@ def test_a_step_and_a_loop_do_not_take_each_others_states(saved, tmp_path):
     accumulator = Accumulator(
         nn.WithLossCell(network, nn.MSELoss()), nn.Momentum(network.trainable_params(), 0.02, 0.9)
     )
-    with pytest.raises(ValueError, match="is of a TrainOneStepCell or a Model, not of an Accumulator"):
+    with pytest.raises(ValueError, match="it lacks the loop of an Accumulator. Nothing was changed."):
         load_state(accumulator, saved)
     save_state(accumulator, tmp_path / "loop")
-    with pytest.raises(ValueError, match="it is of an Accumulator. Nothing was changed. There is none before it."):
+    with pytest.raises(
+        ValueError, match="it has the loop of an Accumulator. Nothing was changed. There is none before"
+    ):
         load_state(new_step(), tmp_path / "loop")
 
 
@@ -374,8 +376,9 @@ def test_wrong_arguments(call, tmp_path):
 
 
 def test_a_folder_without_states_is_told(tmp_path):
-    for folder, got in ((tmp_path, "which has none"), (tmp_path / "none", "which is not there")):
-        rule = f"For 'load_state', the argument 'directory' must be a folder with states, but got {folder}, {got}."
+    for folder in (tmp_path, tmp_path / "none"):
+        got = f"{folder}, which has none"
+        rule = f"For 'load_state', the argument 'directory' must be a folder with states, but got {got}."
         with pytest.raises(ValueError, match=f"^{re.escape(rule)}"):
             load_state(new_step(), folder)
 

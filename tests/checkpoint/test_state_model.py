@@ -268,7 +268,7 @@ def test_what_cannot_be_resumed_is_told(tmp_path):
         model.train(2, data, resume=1)
     network = line()
     stock = ms.Model(nn.WithLossCell(network, nn.MSELoss()), optimizer=sgd(network))
-    with pytest.raises(ValueError, match="^For 'StateCheckpoint', the model must be one of ms_gradaccum"):
+    with pytest.raises(ValueError, match="^For 'StateCheckpoint', the argument 'model' must be one of ms_gradaccum"):
         stock.train(1, data, callbacks=StateCheckpoint(tmp_path))
     fit(in_memory, 1, [StateCheckpoint(tmp_path)])
     with pytest.raises(ValueError, match="the state is one of data with 5 batches on each of 1 processes, but"):

@@ -401,7 +401,9 @@ def test_nothing_else_happens_while_the_averages_are_in_the_network(tmp_path, ea
         with ema.swapped():
             pass
 
-    begin = "with the weights, but got the averages of an EMA in their place. Leave 'with ema.swapped():'"
+    begin = (
+        "the network must have its weights, but got the averages of an EMA in their place. Leave 'with ema.swapped():'"
+    )
     with ema.swapped():
         for work in (lambda: step(*BATCHES[1]), step.flush, lambda: save_state(step, tmp_path), swap):
             with pytest.raises(RuntimeError, match=re.escape(begin)):
@@ -414,11 +416,11 @@ def test_nothing_else_happens_while_the_averages_are_in_the_network(tmp_path, ea
 @pytest.mark.parametrize(
     "arguments,kind,text",
     [
-        ({"decay": "0.9"}, TypeError, "'decay' must be a number between 0 and 1, but got '0.9' of type str."),
-        ({"decay": True}, TypeError, "'decay' must be a number between 0 and 1, but got True of type bool."),
-        ({"decay": 1}, ValueError, "'decay' must be a number between 0 and 1, but got 1."),
-        ({"decay": 0.0}, ValueError, "'decay' must be a number between 0 and 1, but got 0.0."),
-        ({"decay": float("nan")}, ValueError, "'decay' must be a number between 0 and 1, but got nan."),
+        ({"decay": "0.9"}, TypeError, "'decay' must be a positive number, but got '0.9' of type str."),
+        ({"decay": True}, TypeError, "'decay' must be a positive number, but got True of type bool."),
+        ({"decay": 1}, ValueError, "'decay' must be a number below 1, but got 1."),
+        ({"decay": 0.0}, ValueError, "'decay' must be a positive number, but got 0.0."),
+        ({"decay": float("nan")}, ValueError, "'decay' must be a positive number, but got nan."),
         ({"warmup_updates": None}, TypeError, "'warmup_updates' must be a number, but got None of type NoneType."),
         ({"warmup_updates": -1}, ValueError, "'warmup_updates' must be a number of at least 0, but got -1."),
         ({"warmup_updates": np.inf}, ValueError, "'warmup_updates' must be a number of at least 0, but got inf."),
@@ -435,12 +437,12 @@ def test_what_it_cannot_average_is_refused(eager):
     step = new_step()
     ema = EMA()
     with pytest.raises(RuntimeError, match="For 'EMA', a training step must have it before there are averages"):
-        ema.swapped()
+        with ema.swapped():
+            pass
     step.add_callback(ema)
-    with pytest.raises(ValueError, match="must be the only EMA of its training step, but got a second one."):
-        step.add_callback(EMA())
-    with pytest.raises(ValueError, match="must be an EMA of this training step, but got one that averages another's"):
-        new_step().add_callback(ema)
+    for again in (lambda: step.add_callback(EMA()), lambda: new_step().add_callback(ema)):
+        with pytest.raises(ValueError, match="must be the only one of one training step, but got a second EMA or step"):
+            again()
     networks = [line(), line()]
     several = Accumulator([nn.WithLossCell(each, nn.MSELoss()) for each in networks], [sgd(each) for each in networks])
     with pytest.raises(ValueError, match="must be one for an Accumulator of one network, but got 2 networks."):
@@ -475,7 +477,7 @@ def test_another_network_is_not_evaluated_in_its_place(eager):
     _, other = toy_with_metrics()
     ema = EMA()
     model.train(1, batches(8), callbacks=ema)
-    with pytest.raises(ValueError, match="the evaluated network must be the one whose weights are averaged"):
+    with pytest.raises(ValueError, match="'eval_network' must be the one whose weights are averaged"):
         other.eval(batches(8), callbacks=ema)
     with pytest.raises(RuntimeError, match="must have it before there are averages"):
         other.eval(batches(8), callbacks=EMA())

@@ -113,7 +113,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the sums of an open window are not restored",
-        "checkpoint/load.py",
+        "checkpoint/state.py",
         "        for part in parts:\n",
         "        parts = parts if window is None else []\n        for part in parts:\n",
         STATES,

@@ -13,7 +13,7 @@ import numpy as np
 import quick_mindspore
 from mindspore import Tensor
 
-from ms_gradaccum.checkpoint import load
+from ms_gradaccum.checkpoint import state as states
 from ms_gradaccum.gradients import buffer
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.parallel.collectives import AllReduce
@@ -88,7 +88,7 @@ def reduction():
 
 def state():
     """A state is loaded without the sums of its window."""
-    original = load.load_state
+    original = states.load_state
 
     def without_sums(step, directory):
         original(step, directory)

@@ -12,8 +12,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.device import built_for, multiply
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
-from ms_gradaccum.checkpoint.load import load_state
-from ms_gradaccum.checkpoint.save import save_state
+from ms_gradaccum.checkpoint.state import load_state, save_state
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision
 from ms_gradaccum.loops.model import Model
