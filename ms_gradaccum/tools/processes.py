@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mindspore
 import psutil
@@ -39,7 +39,6 @@ _DONE = "done"
 _LAST_WORDS = 3000
 # The types of errors that are raised again with their type; all others become a RuntimeError.
 _KINDS = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TimeoutError, TypeError, ValueError)}
-_Kind = TypeVar("_Kind", bound="Job")
 
 
 class RankError(Exception):
@@ -122,6 +121,9 @@ class Job:
         if self.count > 1:
             # More threads than cores only wait for each other.
             settings["OMP_NUM_THREADS"] = "1"
+            if shutil.which("msrun", path=path) is None:
+                remedy = "It is part of MindSpore: call the command in the environment that has it."
+                raise RuntimeError(f"{self.count} processes must be started by msrun, but it is not in PATH. {remedy}")
             command = ["msrun", f"--worker_num={self.count}", f"--local_worker_num={self.count}"]
             command += [f"--master_port={free_port()}", f"--log_dir={self.folder / 'log'}", "--join=True"]
         with (self.folder / "msrun.log").open("wb") as log:
@@ -141,7 +143,7 @@ class Job:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         end_with_parent(signal.SIGINT if self.count > 1 else signal.SIGKILL)
 
-    def __enter__(self: _Kind) -> _Kind:
+    def __enter__(self) -> "Job":
         return self
 
     def __exit__(self, *exc_info: object) -> None:

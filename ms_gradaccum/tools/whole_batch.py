@@ -69,12 +69,12 @@ class LossOnly(nn.Cell):
 
 
 class ClippedOptimizer(nn.Cell):
-    """An optimizer of a gradient that MindSpore's own functions clip."""
+    """An optimizer of a gradient that MindSpore's own functions clip, as the clip of a step says."""
 
-    def __init__(self, optimizer: nn.Cell, max_norm: float | None = None, limit: float | None = None) -> None:
+    def __init__(self, optimizer: nn.Cell, clip: object) -> None:
         super().__init__(auto_prefix=False)
         self.optimizer, self.parameters = optimizer, optimizer.parameters
-        self.max_norm, self.limit = max_norm, limit
+        self.max_norm, self.limit = getattr(clip, "max_norm", None), getattr(clip, "limit", None)
 
     def construct(self, grads: tuple[Tensor, ...]) -> Tensor:
         if self.limit is not None:

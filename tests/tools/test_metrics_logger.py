@@ -312,6 +312,22 @@ def test_a_model_of_mindspore_with_our_step_logs_or_is_refused(tmp_path):
             "the argument 'log' must be a function of a dict and a step, or None, but got 'wandb' of type str. "
             "Give wandb.log.",
         ),
+        (
+            {"every": 0},
+            ValueError,
+            "the argument 'every' must be a positive int, but got 0. 1 means a report for each window.",
+        ),
+        (
+            {"peak_memory": 1},
+            TypeError,
+            "the argument 'peak_memory' must be a bool, but got 1 of type int. The default is False.",
+        ),
+        (
+            {"train_step": "step"},
+            TypeError,
+            "the argument 'train_step' must be a TrainOneStepCell or an Accumulator, but got 'step' of type str. "
+            "For a Model, give model.train_network.",
+        ),
     ],
 )
 def test_wrong_arguments(arguments, error, sentence, tmp_path):
@@ -319,6 +335,12 @@ def test_wrong_arguments(arguments, error, sentence, tmp_path):
         MetricsLogger(tmp_path / "run.jsonl", **arguments)
     assert str(raised.value) == f"For 'MetricsLogger', {sentence}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_output_is_told_of_the_logger(tmp_path):
+    sentence = "For 'MetricsLogger', the argument 'output' must be a StepOutput or None, but got tuple."
+    with pytest.raises(TypeError, match=f"^{sentence}"):
+        MetricsLogger(tmp_path / "run.jsonl").log((None, None))
 
 
 def test_what_needs_the_training_step_is_left_out_without_it(tmp_path):

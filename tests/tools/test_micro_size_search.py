@@ -23,7 +23,7 @@ from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, MixedPrecision, fin
 from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.probing import micro_size_finder
-from ms_gradaccum.tools.probing.child import Measured, Training, is_out_of_memory
+from ms_gradaccum.tools.probing.micro_size_finder import Measured, Training, is_out_of_memory
 from ms_gradaccum.tools.text import size_text
 
 

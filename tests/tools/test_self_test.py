@@ -130,6 +130,13 @@ def test_a_device_that_is_not_there_fails_each_cell():
     assert "Ascend" in outcomes[0]["said"]
 
 
+def test_a_machine_without_msrun_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(RuntimeError, match="^2 processes must be started by msrun, but it is not in PATH. It is part "):
+        quietly([replace(going("well"), parallel="data parallel")])
+
+
 def test_one_worker_starts_no_job():
     (outcome,) = quietly([replace(going("well"), parallel="data parallel")], workers=1)
     assert (outcome["outcome"], outcome["said"]) == ("skipped", "it takes several processes")

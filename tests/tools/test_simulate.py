@@ -209,6 +209,18 @@ def test_what_cannot_be_simulated_is_refused(monkeypatch):
         simulate(sharded, 2)
 
 
+def test_a_machine_without_msrun_is_told_so_in_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(simulate_module, "why_not", lambda: None)
+    monkeypatch.setattr(simulate_module, "stand_ins", lambda folder: {})
+    assert main(["simulate", f"{PROGRAM}:sharded", "--devices", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "python -m ms_gradaccum simulate: 2 processes must be started by msrun, but it is not in PATH. It is part of "
+        "MindSpore: call the command in the environment that has it.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("generated", "fast"), [("_builder.BuildMessageAndEnumDescriptors()", True), ("_CHECKPOINT = 1", False)]
 )

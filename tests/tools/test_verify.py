@@ -13,7 +13,7 @@ from refusal import AXIS, raises, typed
 from verify_probe import SUM, assert_causes
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell, VerifyReport, verify
-from ms_gradaccum.tools.verification.comparison import Run, misfits
+from ms_gradaccum.tools.verification.experiment import Run, misfits
 
 RANDOM = np.random.default_rng(7)
 X = RANDOM.normal(size=(8, 2)).astype(np.float32)

@@ -59,11 +59,9 @@ class TrainingPlan:
 
     Attributes:
         batches_per_epoch, batches (int): Batches of each rank in a pass, and in all.
-        updates (int): Calls of the optimizer: the number of steps to give a schedule.
-        updates_per_epoch (int): The largest number of updates in a pass.
+        updates, updates_per_epoch (int): Calls of the optimizer (a schedule's number of steps); the most in a pass.
         rows_per_update, micro_batches_per_update (int): Rows of a whole window on all ranks; micro batches on each.
-        unused_batches (int): Batches that are part of no update.
-        dropped_rows (int): Rows of a pass that `drop_remainder` drops.
+        unused_batches, dropped_rows (int): Batches in no update; rows of a pass that `drop_remainder` drops.
         update_rows (list[int]): Rows of each update, over all ranks.
         buffer_bytes (int): Memory of the sums on each rank in bytes. None without `parameters`.
         traffic (Traffic): The messages per micro batch, per batch and per update. None without `parameters`.
@@ -114,10 +112,16 @@ class TrainingPlan:
     def __post_init__(self) -> None:
         _check_settings(self)
         window, batch_size = _window_batches(self), self.batch_size
-        rows = _rank_rows(self)
+        # A dataset repeats its first rows at the end if the ranks do not divide them.
+        rows = -(-self.dataset_size // self.ranks)
         kept = rows - rows % batch_size if self.drop_remainder else rows
+        rule, got = f"at least one batch of {batch_size} rows on each rank", f"{rows} rows on each"
+        check.require(kept, _OWNER, "dataset_size", rule, got, "Use drop_remainder=False.")
         per_epoch = -(-kept // batch_size)
         batches = self.steps or per_epoch * (self.epochs or 0)
+        if (most := max(per_epoch, batches)) > _MOST_BATCHES:
+            rule, remedy = f"at most {_MOST_BATCHES} batches on each rank", "Plan fewer epochs, or larger batches."
+            raise ValueError(f"For '{_OWNER}', a training must have {rule}, but got {most}. {remedy}")
         first, end = _updates_of(batches, per_epoch, window, self.last_window)
         rows_before, rows_until = (at // per_epoch * kept + at % per_epoch * batch_size for at in (first, end))
         # The class is frozen.
@@ -167,8 +171,8 @@ class TrainingPlan:
             ("left over", "; ".join(self._left_over()) or "nothing"),
         ]
         if self.traffic is not None:
-            lines.append(("gradient sums", f"{size_text(self.buffer_bytes or 0)} on each rank"))
-            lines.append(("messages", self._messages()))
+            sums = f"{size_text(self.buffer_bytes or 0)} on each rank"
+            lines += [("gradient sums", sums), ("messages", self._messages())]
         return "\n".join(aligned(lines))
 
     def _left_over(self) -> Iterator[str]:
@@ -226,25 +230,10 @@ def _check_settings(plan: TrainingPlan) -> None:
             check.check_positive_int(_OWNER, name, getattr(plan, name), remedy, most)
     if (plan.epochs is None) == (plan.steps is None):
         got = "neither" if plan.epochs is None else f"epochs={plan.epochs} and steps={plan.steps}"
-        raise ValueError(
-            f"For '{_OWNER}', either epochs or steps must be given, but got {got}. Say how long it trains."
-        )
+        rule = "either epochs or steps must be given"
+        raise ValueError(f"For '{_OWNER}', {rule}, but got {got}. Say how long it trains.")
     check.check_bool(_OWNER, "drop_remainder", plan.drop_remainder, "It is the argument of Dataset.batch().")
     check.check_last_window(_OWNER, plan.last_window)
-
-
-def _rank_rows(plan: TrainingPlan) -> int:
-    """Return the rows of each rank: a dataset repeats its first rows at the end if they do not divide."""
-    rows, batch_size = -(-plan.dataset_size // plan.ranks), plan.batch_size
-    per_epoch = -(-rows // batch_size)
-    batches = max(per_epoch, plan.steps or per_epoch * (plan.epochs or 0))
-    if batches > _MOST_BATCHES:
-        rule, remedy = f"at most {_MOST_BATCHES} batches on each rank", "Plan fewer epochs, or larger batches."
-        raise ValueError(f"For '{_OWNER}', a training must have {rule}, but got {batches}. {remedy}")
-    if plan.drop_remainder and rows < batch_size:
-        rule, remedy = f"at least one batch of {batch_size} rows on each rank", "Use drop_remainder=False."
-        raise ValueError(argument_error(_OWNER, "dataset_size", rule, f"{rows} rows on each", remedy))
-    return rows
 
 
 def _window_batches(plan: TrainingPlan) -> int:
@@ -253,12 +242,9 @@ def _window_batches(plan: TrainingPlan) -> int:
     if wanted is None:
         return given or 1
     steps = wanted // rows
-    if wanted % rows:
-        counts = filter(None, (steps, steps + 1))
-        nearest = " or ".join(f"{rows * count} (accumulation_steps={count})" for count in counts)
-        rule = f"a multiple of batch_size * ranks = {rows}"
-        raise ValueError(argument_error(_OWNER, "global_batch", rule, wanted, f"Use {nearest}."))
-    if given not in (None, steps):
-        rule = f"{steps} for a global_batch of {wanted}"
-        raise ValueError(argument_error(_OWNER, "accumulation_steps", rule, given, "Give one of the two."))
+    nearest = " or ".join(f"{rows * n} (accumulation_steps={n})" for n in (steps, steps + 1) if n)
+    rule = f"a multiple of batch_size * ranks = {rows}"
+    check.require(wanted % rows == 0, _OWNER, "global_batch", rule, wanted, f"Use {nearest}.")
+    rule, fits = f"{steps} for a global_batch of {wanted}", given in (None, steps)
+    check.require(fits, _OWNER, "accumulation_steps", rule, given, "Give one of the two.")
     return steps

@@ -1,27 +1,52 @@
-"""The smallest number of micro batches whose training fits into a given memory."""
+"""The smallest number of micro batches whose training fits into a given memory.
 
+The search starts a process for each number (`measure`). The process builds a training and trains two windows (`work`).
+"""
+
+import json
 import os
 import re
+import resource
 import signal
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import mindspore as ms
 from mindspore import nn
 
-from ms_gradaccum._checks import argument_error, check_positive_float, check_positive_int, counted, typed
-from ms_gradaccum.batch.nested_inputs import Batch
+from ms_gradaccum._checks import argument_error, check_positive_float, check_positive_int, counted, require, typed
+from ms_gradaccum.backend.compiled import return_memory
+from ms_gradaccum.batch.nested_inputs import Batch, as_call
+from ms_gradaccum.batch.split import SplitBatch, split_batch
+from ms_gradaccum.parallel.semi_auto import is_semi_auto
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.probing.child import OWNER, Measured, begun, is_out_of_memory, memory_of, work
-from ms_gradaccum.tools.processes import EndedError, Job, RankError, refuse_inside
+from ms_gradaccum.tools.processes import EndedError, Job, Meeting, RankError, refuse_inside
 from ms_gradaccum.tools.text import size_text
+from ms_gradaccum.training.grad_accumulation import GradAccumulation, as_grad_accumulation
+from ms_gradaccum.training.train_step import TrainOneStepCell
 
-# The environment variable that marks the child processes, which must not measure in turn.
+_OWNER = "find_micro_size"
+# The environment variable that marks the processes of a measurement, which must not measure in turn.
 IN_CHILD = "MS_GRADACCUM_PROBE"
-# The polling interval of a child's memory, of which it fills 1 to 3 GB in a second. Unit: seconds.
+# The polling interval of a process's memory, of which it fills 1 to 3 GB in a second. Unit: seconds.
 _LOOK = 0.01
+# The file with what is known before the first window.
+_BEGUN = "begun"
+# How far beyond the limit single rows may go, so that an error can say how much they take.
+_LEAST_EXCESS = 2**30
+# After the second update the optimizer has all its state. A loss scale that starts too high skips some windows.
+_UPDATES, _MOST_WINDOWS = 2, 20
+# The micro batches at either end that run in place of all: the second one reuses the memory of the first one.
+_ENDS = 2
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
+    r"|alloc\w* [^\n]*memory[^\n]* fail|memory [^\n]*alloc\w* fail",
+    re.IGNORECASE,
+)
 _TEXT = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 # The results of the user's function: network, optimizer, batch, and perhaps settings of the training step.
 _Built = tuple[nn.Cell, nn.Cell, Batch] | tuple[nn.Cell, nn.Cell, Batch, dict[str, object]]
@@ -43,6 +68,18 @@ class Probe(NamedTuple):
         verdict = "fits" if self.fits else "too much"
         rows = counted(self.rows, "row")
         return f"micro_size {self.micro_size:5}  {rows:>10}  {peak:>11}  {verdict:8}  {self.seconds:5.1f} s"
+
+
+class Measured(NamedTuple):
+    """The memory of a training, in bytes. An item is None if its process ended before it was known."""
+
+    rows: int | None = None
+    # In use before the first window, and the most in use from then on.
+    loaded: int | None = None
+    peak: int | None = None
+    # The process is killed if it takes more than this. None if the memory is that of a device.
+    cap: int | None = None
+    is_killed: bool = False
 
 
 def find_micro_size(
@@ -80,9 +117,8 @@ def find_micro_size(
         int, the smallest `micro_size` that fits.
 
     Raises:
-        TypeError: If an argument, or something that `build` returns, has the wrong type.
-        ValueError: If an argument, or something that `build` returns, has a wrong value, or if a new process cannot
-            import `build`: a lambda, a function inside another one, or one of a notebook or an interactive session.
+        TypeError, ValueError: If an argument, or something that `build` returns, has a wrong type or value, or if a
+            new process cannot import `build`: a lambda, a function inside another one, or one of a notebook.
         MemoryError: If not even single rows fit.
         TimeoutError: If a measurement takes longer than `timeout`.
         RuntimeError: If the training fails for another reason than memory, in a job of several processes, or if a new
@@ -95,24 +131,18 @@ def find_micro_size(
         >>> from ms_gradaccum import find_micro_size
         >>> micro_size = find_micro_size("train.py:build", "4GiB", report=print)  # doctest: +SKIP
     """
-    refuse_inside(OWNER, IN_CHILD)
-    if (size := current_world(OWNER).size) > 1:
+    refuse_inside(_OWNER, IN_CHILD)
+    if (size := current_world(_OWNER).size) > 1:
         raise RuntimeError(
-            f"For '{OWNER}', the search must run in one process, but got a job of {size}. Search before the job, for "
+            f"For '{_OWNER}', the search must run in one process, but got a job of {size}. Search before the job, for "
             f"example with python -m ms_gradaccum micro-size, and give all ranks the answer."
         )
     limit = _check_memory_limit(memory_limit)
-    check_positive_float(OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
+    check_positive_float(_OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
     if report is not None and not callable(report):
-        raise TypeError(
-            argument_error(OWNER, "report", "a function or None", typed(report), "For example report=print.")
-        )
-    return _search(Builder.of(OWNER, build), limit, timeout, report)
-
-
-def _search(builder: Builder, limit: int, timeout: float, report: Callable[[Probe], object] | None) -> int:
-    """Return the smallest micro_size that fits, or raise."""
-    last = Measured()
+        rule, remedy = "a function or None", "For example report=print."
+        raise TypeError(argument_error(_OWNER, "report", rule, typed(report), remedy))
+    builder, last = Builder.of(_OWNER, build), Measured()
 
     def fits(micro_size: int) -> bool:
         nonlocal last
@@ -120,23 +150,28 @@ def _search(builder: Builder, limit: int, timeout: float, report: Callable[[Prob
         last = measure(builder, micro_size, limit, timeout)
         is_small = last.peak is not None and last.peak <= limit
         if report is not None and last.rows is not None:
-            seconds = time.monotonic() - begin
-            report(Probe(micro_size, -(-last.rows // micro_size), last.peak, is_small, seconds))
+            rows, seconds = -(-last.rows // micro_size), time.monotonic() - begin
+            report(Probe(micro_size, rows, last.peak, is_small, seconds))
         return is_small
 
     # The whole batch first: it may fit, and its process says how many rows there are.
     if fits(1):
         return 1
-    rows = last.rows or 1
+    found = _search(last.rows or 1, fits)
+    if found is None:
+        raise MemoryError(_too_little(last, limit))
+    return found
+
+
+def _search(rows: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the smallest micro_size above 1 that fits, or None."""
     # For each number of rows in the largest micro batch, which determine the memory, the smallest micro_size.
     counts = sorted({-(-rows // largest) for largest in range(1, rows + 1)})
     # Go twice as far until one fits, then bisect: the answer is mostly among the first.
     begin, place = 1, 1
     while begin < len(counts) and not fits(counts[place]):
         begin, place = place + 1, min(2 * place + 1, len(counts) - 1)
-    if begin >= len(counts):
-        raise MemoryError(_too_little(last, limit))
-    return counts[bisect_left(counts, True, begin, place, key=fits)]
+    return counts[bisect_left(counts, True, begin, place, key=fits)] if begin < len(counts) else None
 
 
 def _too_little(single: Measured, limit: int) -> str:
@@ -144,36 +179,33 @@ def _too_little(single: Measured, limit: int) -> str:
     rows, loaded, peak, cap, is_killed = single
     if rows is None or not (peak or is_killed):
         what = "network, optimizer and batch" if rows is None else f"single rows (micro_size={rows})"
-        return f"For '{OWNER}', {what} must fit into this machine, but got no memory for them. Make them smaller."
+        return f"For '{_OWNER}', {what} must fit into this machine, but got no memory for them. Make them smaller."
     takes = f"at least the {size_text(peak)}" if peak else f"more than the {size_text(cap or 0)}"
     rule = f"{takes} that single rows (micro_size={rows}) take"
     remedy = f"{size_text(loaded or 0)} of it are in use before the first row: shrink network, optimizer or batch."
-    return argument_error(OWNER, "memory_limit", rule, size_text(limit), remedy)
-
-
-class _Exceeded(Exception):
-    """A child process takes too much memory."""
+    return argument_error(_OWNER, "memory_limit", rule, size_text(limit), remedy)
 
 
 def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Measured:
     """Train in ``micro_size`` micro batches in a new process. Raise if it fails for another reason than memory."""
-    must_run = f"For '{OWNER}', the training must run, but with micro_size={micro_size}"
+    must_run = f"For '{_OWNER}', the training must run, but with micro_size={micro_size}"
     task = {"builder": builder, "micro_size": micro_size, "limit": limit, "home": os.getcwd()}
-    with Job(1, IN_CHILD, f"{work.__module__}:{work.__name__}", task) as job:
+    peak, is_killed = None, False
+    with Job(1, IN_CHILD, f"{__name__}:work", task) as job:
 
         def watch(phase: str) -> None:
             cap = begun(job.folder).cap
             if cap is not None and memory_of(job.process.pid, "VmHWM") > cap:
-                raise _Exceeded
+                raise MemoryError
 
         try:
             (report,) = job.wait(timeout, watch, _LOOK)
-            return begun(job.folder)._replace(peak=report["peak"])
-        except _Exceeded:
-            return begun(job.folder)._replace(is_killed=True)
+            peak = report["peak"]
+        except MemoryError:
+            is_killed = True
         except TimeoutError:
-            rule = f"more than what two windows of micro_size={micro_size} take"
-            raise TimeoutError(argument_error(OWNER, "timeout", rule, f"{timeout:g} s", "Give it more time.")) from None
+            rule, got = f"more than what two windows of micro_size={micro_size} take", f"{timeout:g} s"
+            raise TimeoutError(argument_error(_OWNER, "timeout", rule, got, "Give it more time.")) from None
         except RankError as error:
             if not is_out_of_memory(error.kind, error.text):
                 raise error.here(must_run) from error
@@ -182,10 +214,9 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Me
             # Only the system sends SIGKILL, when memory runs out.
             if status != -signal.SIGKILL and not is_out_of_memory("RuntimeError", said):
                 how = signal.Signals(-status).name if status < 0 else f"status {status}"
-                raise RuntimeError(
-                    f"{must_run} its process ended with {how}. Its last words: {said or 'none'}"
-                ) from None
-        return begun(job.folder)
+                words = f"Its last words: {said or 'none'}"
+                raise RuntimeError(f"{must_run} its process ended with {how}. {words}") from None
+        return begun(job.folder)._replace(peak=peak, is_killed=is_killed)
 
 
 def _check_memory_limit(limit: int | str) -> int:
@@ -194,8 +225,96 @@ def _check_memory_limit(limit: int | str) -> int:
     if isinstance(limit, str):
         match = _TEXT.fullmatch(limit)
         if match is None:
-            raise ValueError(argument_error(OWNER, "memory_limit", rule, repr(limit), remedy))
+            raise ValueError(argument_error(_OWNER, "memory_limit", rule, repr(limit), remedy))
         limit = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index((match[2] or " ").lower()))
     elif isinstance(limit, bool) or not isinstance(limit, int):
-        raise TypeError(argument_error(OWNER, "memory_limit", rule, typed(limit), remedy))
-    return check_positive_int(OWNER, "memory_limit", limit, remedy, 2**63 - 1)
+        raise TypeError(argument_error(_OWNER, "memory_limit", rule, typed(limit), remedy))
+    return check_positive_int(_OWNER, "memory_limit", limit, remedy, 2**63 - 1)
+
+
+def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home: str) -> dict[str, int]:
+    """Build a training in the folder ``home``, train it in ``micro_size`` micro batches, and return its peak."""
+    os.chdir(home)
+    # When memory runs out, the system kills this process first, without a core dump.
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    training, on_host = Training(Builder(*builder).call(), micro_size), ms.get_context("device_target") == "CPU"
+    # Building has left gaps, which the training would fill first.
+    return_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # The peak starts from the memory of now.
+    loaded = memory_of("self", "VmRSS") if on_host else ms.runtime.memory_allocated()
+    cap = limit + (max(limit, _LEAST_EXCESS) if training.rows <= micro_size else 0)
+    meeting.write(_BEGUN, json.dumps(Measured(training.rows, loaded, None, cap if on_host else None)))
+    training.run()
+    return {"peak": memory_of("self", "VmHWM") if on_host else ms.runtime.max_memory_allocated()}
+
+
+def begun(folder: Path) -> Measured:
+    """Return what a child has written before its first window."""
+    file = folder / _BEGUN
+    return Measured(*json.loads(file.read_text())) if file.exists() else Measured()
+
+
+def memory_of(process: int | str, key: str) -> int:
+    """Return the bytes of resident memory of a process now (VmRSS) or at most (VmHWM); 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)
+
+
+def is_out_of_memory(kind: str, text: str) -> bool:
+    """Return whether an error means that memory ran out. MindSpore words it differently for each device."""
+    return "MemoryError" in kind or (kind == "RuntimeError" and _OUT_OF_MEMORY.search(text) is not None)
+
+
+class Training:
+    """The training that a function has built: its step with so many micro batches, its batch, and the rows of that."""
+
+    def __init__(self, made: Any, micro_size: int) -> None:
+        if not isinstance(made, tuple) or len(made) not in (3, 4) or not isinstance((*made, {})[3], dict):
+            rule = "a function that returns (network, optimizer, batch) or (network, optimizer, batch, dict)"
+            got = f"{type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple) else "")
+            raise TypeError(argument_error(_OWNER, "build", rule, got, "The dict has settings of TrainOneStepCell."))
+        network, optimizer, batch, settings = (*made, {})[:4]
+        is_split = isinstance(network, nn.Cell) and is_semi_auto(network)
+        got = "one that the compiler partitions, which one process cannot measure"
+        require(not is_split, _OWNER, "network", "a loss cell of one process", got, "Give the cell inside.")
+        whole = as_grad_accumulation(_OWNER, network)
+        args, kwargs = as_call(_OWNER, batch)
+        self.inputs = whole.positional(args, kwargs)
+        whole.bind(self.inputs, {})
+        network, axis = whole.network, whole.batch_axis
+        few = FewMicroBatches(network, micro_size, weighted=whole.weighted, batch_axis=axis, losses=whole.losses)
+        self.step = TrainOneStepCell(few, optimizer, **settings)
+        self.rows = split_batch(self.inputs, 1, axis).micro_batches[0].rows
+        # In evaluation mode, in which cells are made, Dropout and BatchNorm take less memory than in training.
+        if not any(cell.training for _, cell in network.cells_and_names()):
+            self.step.set_train()
+
+    def run(self) -> None:
+        """Train windows of one batch until the optimizer has run twice."""
+        updates = 0
+        for _ in range(_MOST_WINDOWS):
+            output = self.step(*self.inputs)
+            flushed = self.step.flush()  # With accumulation_steps the window is still open.
+            updates += (output if flushed is None else flushed).is_updated
+            if updates == _UPDATES:
+                return
+
+
+class FewMicroBatches(GradAccumulation):
+    """Split a batch whole, and train with only the first and the last micro batches.
+
+    The others have the same shapes and reuse the same memory. All of them exist, as in training: where rows are
+    copied, that takes as much as the batch.
+    """
+
+    def split(self, *inputs: object) -> SplitBatch:
+        """Return a few of the micro batches of one batch; the larger ones come first, the smaller ones last."""
+        batch = self.whole = super().split(*inputs)
+        # A loss of the whole batch takes the memory of all its rows.
+        if self.is_cached or len(batch.micro_batches) <= 2 * _ENDS:
+            return batch
+        return SplitBatch(batch.structure, [*batch.micro_batches[:_ENDS], *batch.micro_batches[-_ENDS:]])

@@ -5,13 +5,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import SupportsFloat
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import Settled, argument_error, check_path, typed, warn
+from ms_gradaccum._checks import argument_error, check_path, typed, warn
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.reporting.step_report import StepReport, StepReporter
@@ -22,8 +21,8 @@ from ms_gradaccum.training.train_step import TrainOneStepCell
 _OWNER = "MetricsLogger"
 
 
-class MetricsLogger(Settled, Callback):
-    """Write a :class:`StepReport` of each update as a line of JSON, and hand it on if asked.
+class MetricsLogger(StepReporter, Callback):
+    """A :class:`StepReporter` that writes each report as a line of JSON, and hands it on if asked.
 
     In ``Model.train`` and ``Model.fit`` it is a callback, and writes the results of evaluations too. In a loop of your
     own, give it to ``accumulator.add_callback``, or call `log`. All processes must do so; rank 0 writes.
@@ -62,6 +61,8 @@ class MetricsLogger(Settled, Callback):
         1.0
     """
 
+    _owner = _OWNER
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -72,20 +73,15 @@ class MetricsLogger(Settled, Callback):
         weight_norm: bool = False,
         peak_memory: bool = False,
     ) -> None:
-        super().__init__()
         if log is not None and not callable(log):
             rule = "a function of a dict and a step, or None"
             raise TypeError(argument_error(_OWNER, "log", rule, typed(log), "Give wandb.log."))
-        self._make_reporter = partial(StepReporter, every=every, weight_norm=weight_norm, peak_memory=peak_memory)
-        # The step of a Model comes when the training begins.
-        self._train_step: object = train_step
-        self._reporter = self._make_reporter(train_step)
+        super().__init__(train_step, every=every, weight_norm=weight_norm, peak_memory=peak_memory)
         self._epoch: dict[str, float] = {}
         self._update = 0
         is_first = current_world(_OWNER).rank == 0
         self._file = _JsonLines(path) if is_first else None
         self._log = log if is_first else None
-        self._is_built = True
 
     def log(self, output: StepOutput | StepReport | None, **extra: SupportsFloat) -> StepReport | None:
         """Write the report of an update, and return it; None inside a window.
@@ -97,7 +93,7 @@ class MetricsLogger(Settled, Callback):
         Raises:
             TypeError: If `output` is something else, or something in `extra` is not a number.
         """
-        report = output if isinstance(output, StepReport) else self._reporter.report(output)
+        report = output if isinstance(output, StepReport) else self.report(output)
         if report is None:
             return None
         numbers = _numbers(extra)
@@ -115,13 +111,12 @@ class MetricsLogger(Settled, Callback):
     def on_train_begin(self, run_context: RunContext) -> None:
         train_step = run_context.original_args().train_network
         check_told(_OWNER, "logger", train_step, self)
-        if train_step is not self._train_step:
-            self._train_step = train_step
-            self._reporter = self._make_reporter(train_step)
+        if train_step.events is not self._events:
+            self._watch(train_step)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         self._epoch = {"epoch": run_context.original_args().cur_epoch_num}
-        self._reporter.restart()
+        self.restart()
 
     def on_eval_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()

@@ -22,8 +22,6 @@ from ms_gradaccum.training.step_output import StepOutput, check_output
 from ms_gradaccum.training.train_step import TrainOneStepCell
 from ms_gradaccum.training.window import Window
 
-_OWNER = "StepReporter"
-
 
 @dataclass(frozen=True)
 class StepReport:
@@ -100,6 +98,9 @@ class StepReporter(Settled):
         1 1.0 2.0 4.0 1.0
     """
 
+    # Class name used in error messages.
+    _owner = "StepReporter"
+
     def __init__(
         self,
         train_step: TrainOneStepCell | Accumulator | None = None,
@@ -109,21 +110,25 @@ class StepReporter(Settled):
         peak_memory: bool = False,
         network: nn.Cell | None = None,
     ) -> None:
-        self.every = check_positive_int(_OWNER, "every", every, "1 means a report for each window.")
-        check_bool(_OWNER, "weight_norm", weight_norm, "The default is False.")
-        self._peak_memory = check_bool(_OWNER, "peak_memory", peak_memory, "The default is False.")
-        self._window = None if train_step is None else _window_of(train_step, network)
+        self.every = check_positive_int(self._owner, "every", every, "1 means a report for each window.")
+        self._has_norm = check_bool(self._owner, "weight_norm", weight_norm, "The default is False.")
+        self._has_peak = check_bool(self._owner, "peak_memory", peak_memory, "The default is False.")
+        self._watch(train_step, network)
+        self._is_built = True
+
+    def _watch(self, train_step: TrainOneStepCell | Accumulator | None, network: nn.Cell | None = None) -> None:
+        """Report on this training step from now on; on outputs alone if there is none."""
+        self._window = None if train_step is None else _window_of(self._owner, train_step, network)
         self._events = None if train_step is None else train_step.events
         # There are none where the compiler has partitioned the step.
-        reducers = [] if self._window is None else self._window.reducers
+        reducers = self._window.reducers if self._window is not None and self._has_norm else []
         self._weight_norm = None
-        if weight_norm and reducers:
-            self._weight_norm = Compiled(lambda: _WeightNorm(reducers), _OWNER, "the norm of the weights")
+        if reducers:
+            self._weight_norm = Compiled(lambda: _WeightNorm(reducers), self._owner, "the norm of the weights")
         self._updates = self._skipped_updates = 0
         # The time and the weight since the last report, and the updates that the optimizer has made unseen until then.
         self._since: float | None = None
         self._weight, self._unseen = 0.0, 0
-        self._is_built = True
 
     def report(self, output: StepOutput | None) -> StepReport | None:
         """Return the report of a window, or None: inside it, and between those of `every`.
@@ -134,7 +139,7 @@ class StepReporter(Settled):
         Raises:
             TypeError: If `output` is something else.
         """
-        check_output(_OWNER, output)
+        check_output(self._owner, output)
         if output is None or not output.ends_window:
             return None
         self._updates += output.is_updated
@@ -164,7 +169,7 @@ class StepReporter(Settled):
             items.update(batches=events.batches, micro_batches=events.micro_batches)
         if self._weight_norm is not None:
             items["weight_norm"] = _plain(self._weight_norm(NOTHING))
-        if self._peak_memory:
+        if self._has_peak:
             items["peak_memory_bytes"] = peak_memory()
         others = tuple(float(loss.asnumpy()) for loss in output.other_losses) or None
         return StepReport(update=update, skipped_updates=self._skipped_updates, other_losses=others, **items)
@@ -197,12 +202,12 @@ def _plain(tensor: Tensor | None) -> float | tuple[float, ...] | None:
     return values[0] if len(values) == 1 else values
 
 
-def _window_of(train_step: object, network: nn.Cell | None) -> Window | Step:
+def _window_of(owner: str, train_step: object, network: nn.Cell | None) -> Window | Step:
     """Return the window of the network to report on."""
     if isinstance(train_step, TrainOneStepCell):
         return train_step.windows[0]
     if not isinstance(train_step, Accumulator):
         rule, remedy = "a TrainOneStepCell or an Accumulator", "For a Model, give model.train_network."
-        raise TypeError(argument_error(_OWNER, "train_step", rule, typed(train_step), remedy))
+        raise TypeError(argument_error(owner, "train_step", rule, typed(train_step), remedy))
     remedy = "Build a reporter for each: StepReporter(accumulator, network=loss_cell)."
-    return only_of(train_step.windows, network, _OWNER, remedy)
+    return only_of(train_step.windows, network, owner, remedy)

@@ -154,8 +154,7 @@ class Training:
         """Compare two updates with MindSpore's own step, for which each window is one batch."""
         batches, clip = self.settings.get("accumulation_steps", 1), self.settings.get("clip")
         network, rows = perceptron(), self.cell.rows
-        optimizer = nn.Momentum(network.trainable_params(), _RATE, _MOMENTUM)
-        optimizer = ClippedOptimizer(optimizer, clip.max_norm) if clip else optimizer
+        optimizer = ClippedOptimizer(nn.Momentum(network.trainable_params(), _RATE, _MOMENTUM), clip)
         data = [self.batch(number, rows) for number in range(2 * batches)]
         joined = [map(np.concatenate, zip(*window)) for window in (data[:batches], data[batches:])]
         start, loss_cell = values_of(network), nn.WithLossCell(network, self.whole_loss).set_train()

@@ -37,7 +37,7 @@ class Program:
     Attributes:
         messages: The messages of one update, those with the most bytes first.
         held_bytes: The memory between updates, by kind: ``"parameters"``, ``"optimizer state"`` and ``"buffer"``, the
-            sum of a window's gradients. Empty for MindSpore's own cell.
+            sum of a window's gradients.
         compile_seconds: Time of the compilation, with `run` beside those of the other devices.
         compile_bytes: Peak memory of the process after the compilation.
     """

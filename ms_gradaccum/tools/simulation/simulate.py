@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ms_gradaccum._checks import argument_error, check_bool, check_positive_float, check_positive_int
+from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int, require
 from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.tools.builder import Builder, check_build
@@ -66,8 +66,7 @@ def simulate(
     """
     refuse_inside(_OWNER, IN_JOB)
     check_positive_int(_OWNER, "devices", devices, "It is the number of devices of the job.")
-    if devices < 2:
-        raise ValueError(argument_error(_OWNER, "devices", "at least 2", devices, "One device partitions nothing."))
+    require(devices > 1, _OWNER, "devices", "at least 2", devices, "One device partitions nothing.")
     check_bool(_OWNER, "run", run, "It is a switch.")
     check_bool(_OWNER, "compare", compare, "It is a switch.")
     check_positive_float(_OWNER, "timeout", timeout, "It is the time of all of it, in seconds.")

@@ -55,9 +55,7 @@ def work(meeting: Meeting, builder: list[Any], home: str, updates: int, stock: b
                 # All ranks start with the parameters of rank 0 before the compiler splits them.
                 np.savez(meeting.folder / "start.npz", **start)
         meeting.phase(f"compiling for {meeting.size} devices")
-        names = {parameter.name for parameter in step.network.get_parameters()}
-        model, program = _compiled(step, _pieces(step, batch, meeting.size), meeting.size, names)
-        found["ours"] = program
+        model, found["ours"] = _compiled(step, step, batch, meeting.size)
         if updates:
             found["run"] = _run(meeting, build, step, model, batch, updates)
     return found
@@ -115,13 +113,14 @@ def _pieces(step: TrainOneStepCell, batch: tuple[Any, ...], size: int) -> list[A
     return pieces
 
 
-def _compiled(step: nn.Cell, inputs: list[Any], size: int, names: set[str]) -> tuple[Any, Program]:
-    """Return the program of this rank, and its report. ``names`` are the parameters of the network."""
+def _compiled(cell: nn.Cell, step: TrainOneStepCell, batch: tuple[Any, ...], size: int) -> tuple[Any, Program]:
+    """Return this rank's program of a cell that trains the network of ``step``, and its report."""
+    inputs, names = _pieces(step, batch, size), {parameter.name for parameter in step.network.get_parameters()}
     begin = time.monotonic()
-    model = partition(step, *inputs)
+    model = partition(cell, *inputs)
     seconds, peak = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    held = {"parameters": 0, "optimizer state": 0, "buffer": 0} if names else {}
-    for parameter in model.graph.parameter if names else ():
+    held = {"parameters": 0, "optimizer state": 0, "buffer": 0}
+    for parameter in model.graph.parameter:
         name = plain_name(parameter.name)
         kind = "buffer" if name.startswith("accu_grads.") else "parameters" if name in names else "optimizer state"
         held[kind] += tensor_bytes(parameter)
@@ -140,7 +139,7 @@ def _stock(build: Callable[[], _Built], size: int) -> Program | str:
             cell = _TrainGradAccuStepCell(parallel_nn.GradAccumulation(loss, network.micro_size), step.optimizer)
             # The compiler accumulates only in training mode. The user's cells keep their modes.
             cell.add_flags(training=True)
-            return _compiled(cell, _pieces(step, batch, size), size, set())[1]
+            return _compiled(cell, step, batch, size)[1]
         finally:
             if settings is not None:
                 _clear_auto_parallel_context(settings)
@@ -191,8 +190,7 @@ def _train_whole(step: Any, start: Values, batch: Any, updates: int) -> tuple[li
     """Train with MindSpore's own step on the whole batch. Return the losses and the parameters."""
     # The user's function may have set a mode, for the compiler.
     auto_parallel_context().reset()
-    clip = step.body.clip
-    optimizer = ClippedOptimizer(step.optimizer, getattr(clip, "max_norm", None), getattr(clip, "limit", None))
+    optimizer = ClippedOptimizer(step.optimizer, step.body.clip)
     for parameter in (*step.network.get_parameters(), *step.optimizer.get_parameters()):
         if parameter.name in start:
             parameter.set_data(Tensor(start[parameter.name], parameter.dtype))

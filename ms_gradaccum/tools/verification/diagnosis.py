@@ -7,8 +7,7 @@ from mindspore import nn
 
 from ms_gradaccum._checks import listed
 from ms_gradaccum.batch.ambiguous_inputs import ambiguous_inputs
-from ms_gradaccum.tools.verification.comparison import Run, combine, is_finite, misfit, misfits, norm
-from ms_gradaccum.tools.verification.experiment import Experiment
+from ms_gradaccum.tools.verification.experiment import Experiment, Run, combine, is_finite, misfit, misfits, norm
 from ms_gradaccum.training.network_modes import takes_batch_statistics
 
 _SHOWN = 5

@@ -1,9 +1,10 @@
-"""Runs of a window, of the whole batch and of parts of it, each from the same start."""
+"""Runs of a window, of the whole batch and of parts of it, each from the same start, and their differences."""
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mindspore import Parameter, ParameterTuple, nn
@@ -17,7 +18,6 @@ from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals
 from ms_gradaccum.gradients.mixed_precision import computes_in_16_bits
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.tools.verification.comparison import Run
 from ms_gradaccum.tools.whole_batch import WholeBatch
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
@@ -26,6 +26,65 @@ from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 
 _OWNER = "verify"
+# The least scale of a gradient, as a share of the whole: that of a bias before a normalisation is mere rounding.
+_SMALLEST_SHARE = 0.01
+
+
+class Run(NamedTuple):
+    """The results of one window or one batch."""
+
+    loss: float
+    weight: float  # The number that the loss is a mean over: rows, or what the network counts.
+    grads: list[Array]  # The mean gradient, one array per trainable parameter.
+    state: dict[int, Array]  # The parameters that the run itself has changed, by their indices in the network.
+
+
+def combine(factors: Sequence[float], runs: Sequence[Run]) -> Run:
+    """Return the sum of the runs, each times its factor, in float64."""
+    loss = math.fsum(factor * run.loss for factor, run in zip(factors, runs))
+    parts = zip(*(run.grads for run in runs))
+    grads = [sum(factor * grad.astype(np.float64) for factor, grad in zip(factors, each)) for each in parts]
+    return Run(loss, math.fsum(run.weight for run in runs), grads, {})
+
+
+def norm(run: Run) -> float:
+    """Return the L2 norm of the gradient as one vector."""
+    return math.hypot(*map(norm_of, run.grads))
+
+
+def norm_of(array: Array) -> float:
+    """Return the L2 norm of an array."""
+    return float(np.linalg.norm(array.astype(np.float64).reshape(-1)))
+
+
+def is_finite(run: Run) -> bool:
+    """Return whether the loss and the gradient have no Inf or NaN."""
+    return math.isfinite(run.loss) and all(np.isfinite(grad).all() for grad in run.grads)
+
+
+def misfits(a: Run, b: Run, *others: Run) -> list[float]:
+    """Return, per parameter, the norm of the difference of two gradients, divided by its scale.
+
+    The scale is its largest norm in these runs and the ``others``, from which ``a`` or ``b`` was computed.
+    """
+    runs = (a, b, *others)
+    floor = _SMALLEST_SHARE * max(map(norm, runs))
+    with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which differs.
+        each = zip(*(run.grads for run in runs))
+        return [relative(norm_of(grads[0] - grads[1]), max(floor, *map(norm_of, grads))) for grads in each]
+
+
+def misfit(a: Run, b: Run, *others: Run) -> float:
+    """Return the largest difference of two runs relative to its scale, over all parameters and the loss."""
+    loss_scale = max(abs(run.loss) for run in (a, b, *others))
+    return max(*misfits(a, b, *others), relative(abs(a.loss - b.loss), loss_scale))
+
+
+def relative(difference: float, scale: float) -> float:
+    """Return ``difference / scale``, and 0 for 0 / 0."""
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale else math.inf
 
 
 class Start(KeptState):
@@ -87,7 +146,8 @@ class Experiment:
         self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER))
         # The report takes the place of the warnings about the network and the split.
         self.micro_steps.has_begun = self.micro_steps.has_split = True
-        self._whole_steps: dict[Hashable, Eager | Compiled] = {}
+        # By whether they are those of the reference. Each shape has a graph: none of them changes.
+        self._whole_steps: dict[bool, Eager | Compiled] = {}
 
     def window(self) -> Run:
         """Run the window, as a training step does."""
@@ -102,17 +162,16 @@ class Experiment:
     def whole(self, rows: range | None = None, *, by_reference: bool = False, same_random: bool = True) -> Run:
         """Run the whole batch or some rows of it in one piece, compiled or op by op as the training would."""
         self.start.begin(self.frozen, same_random)
-        batch = self.batch if rows is None else self.batch.take(rows)
-        eager, tensors, network = runs_eagerly(self.compiles), batch.tensors, self.network
-        # A graph for each shape: it is known beforehand that none of them changes.
-        key = (by_reference, eager, () if eager else tuple(tensor.shape for tensor in tensors))
-        if key not in self._whole_steps:
+        batch, network, steps = self.batch if rows is None else self.batch.take(rows), self.network, self._whole_steps
+        if by_reference not in steps:
             loss = network.whole_loss_of(batch.structure)
             if by_reference:
                 loss = RowWeight(self.reference, batch.structure, network.losses)
-            cell, code = WholeBatch(loss, self.parameters), network.network
-            self._whole_steps[key] = Eager(cell, True) if eager else Compiled(lambda: cell, _OWNER, "the network", code)
-        loss, weight, grads = self._whole_steps[key](*tensors)
+            cell, code, eager = WholeBatch(loss, self.parameters), network.network, runs_eagerly(self.compiles)
+            steps[by_reference] = (
+                Eager(cell, True) if eager else Compiled(lambda: cell, _OWNER, "the network", code, needs_fixed=True)
+            )
+        loss, weight, grads = steps[by_reference](*batch.tensors)
         weight = weight if network.weighted and not by_reference else batch.size
         arrays = [grad.asnumpy().astype(np.float32) for grad in grads]
         return Run(float(loss), float(weight), arrays, self.start.changed())

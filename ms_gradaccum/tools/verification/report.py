@@ -9,11 +9,9 @@ import numpy as np
 
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.tools.text import aligned
-from ms_gradaccum.tools.verification.comparison import Run, misfits, norm_of, relative
-from ms_gradaccum.tools.verification.experiment import Experiment
+from ms_gradaccum.tools.verification.experiment import Experiment, Run, misfits, norm_of, relative
 
-_WIDTH = 100
-_SHOWN = 20
+_WIDTH, _SHOWN = 100, 20
 _HEAD = ("parameter", "kind", "max difference", "relative")
 
 

@@ -8,27 +8,17 @@ import mindspore as ms
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import (
-    argument_error,
-    check_bool,
-    check_cell,
-    check_positive_float,
-    check_positive_int,
-    first_line,
-)
+from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, first_line, require
 from ms_gradaccum.backend.compiled import check_compile, execution_mode
 from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
-from ms_gradaccum.tools.verification.comparison import Run, is_finite, misfit
 from ms_gradaccum.tools.verification.diagnosis import Diagnosis
-from ms_gradaccum.tools.verification.experiment import Experiment, Start
+from ms_gradaccum.tools.verification.experiment import Experiment, Run, Start, is_finite, misfit
 from ms_gradaccum.tools.verification.report import CompileReport, VerifyReport, differences
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 
 _OWNER = "verify"
 _RTOL, _RTOL_16_BIT = 1e-4, 2e-2
-# GradAccumulation's words for a loss that is not a tensor. Op by op it was one.
-_NO_TENSOR = "but got no tensor"
 _DIFFERS = (
     "A graph keeps what Python decided in construct when it was compiled (counters, time, draws of random and NumPy), "
     "does not call HookBackward, and does not change a tensor under its other names (o *= 2). Write this with "
@@ -38,10 +28,11 @@ _RANDOM = (
     "A random operator that is no Dropout layer, or something else that Python reads and that differs from run to "
     "run: two runs op by op from one start differ, so nothing can be compared. Turn it off."
 )
-_NOT_FINITE = "An Inf or NaN in the run op by op: nothing can be compared."
-_LEFT_TO_PYTHON = (
+# GradAccumulation's words for a loss that is not a tensor, as it is op by op, and what they mean for a graph.
+_NO_TENSOR, _LEFT_TO_PYTHON = (
+    "but got no tensor",
     "its loss is not a tensor there, since a graph leaves something in construct to Python, such as asnumpy() or a "
-    "count in an attribute. Write it with operators of MindSpore, or leave compile out."
+    "count in an attribute. Write it with operators of MindSpore, or leave compile out.",
 )
 
 
@@ -116,23 +107,21 @@ def verify(
         The loss should be a mean over rows, but it adds up its rows, ...
     """
     compiles = check_compile(_OWNER, compile)
-    if compiles and os.getenv("MS_JIT") == "0":
-        rule, got = "None where MS_JIT=0 has nothing compiled", "True"
-        raise ValueError(argument_error(_OWNER, "compile", rule, got, "Unset MS_JIT, or leave compile out."))
+    rule, remedy = "None where MS_JIT=0 has nothing compiled", "Unset MS_JIT, or leave compile out."
+    require(not compiles or os.getenv("MS_JIT") != "0", _OWNER, "compile", rule, True, remedy)
     grad_accumulation = _as_grad_accumulation(network, micro_size, weighted, batch_axis)
-    loss_cell = grad_accumulation.network
-    _check_reference(reference, loss_cell)
+    _check_reference(reference, grad_accumulation.network)
     if rtol is not None:
         check_positive_float(_OWNER, "rtol", rtol, "None means 1e-4, or 2e-2 for 16 bits.")
     args, kwargs = as_call(_OWNER, batch)
     inputs = grad_accumulation.positional(args, kwargs)
     grad_accumulation.bind(inputs, {})
-    start = Start(loss_cell, reference)
+    start = Start(grad_accumulation.network, reference)
     rtol = rtol or (_RTOL_16_BIT if start.is_16_bit else _RTOL)
     try:
-        report = _report(Experiment(grad_accumulation, inputs, reference, start), rtol)
-        compiled = _compare_compiled(grad_accumulation, inputs, start, rtol) if compiles else None
-        return replace(report, compiled=compiled)
+        experiment = Experiment(grad_accumulation, inputs, reference, start)
+        report = _report(experiment, rtol)
+        return replace(report, compiled=_compare_compiled(experiment, rtol) if compiles else None)
     finally:
         start.put_back()
 
@@ -143,12 +132,10 @@ def _as_grad_accumulation(
     network = check_cell(_OWNER, "network", network, "Give a GradAccumulation or a loss cell.")
     if isinstance(network, AutoParallel):
         network = network.network
-    if isinstance(network, nn.TrainOneStepCell):
-        rule = "a GradAccumulation or a loss cell"
-        raise ValueError(argument_error(_OWNER, "network", rule, type(network).__name__, "Give its network."))
-    if not list(network.trainable_params()):
-        rule = "one with trainable parameters"
-        raise ValueError(argument_error(_OWNER, "network", rule, "none", "Give the loss cell."))
+    rule, kind = "a GradAccumulation or a loss cell", type(network).__name__
+    require(not isinstance(network, nn.TrainOneStepCell), _OWNER, "network", rule, kind, "Give its network.")
+    found = list(network.trainable_params())
+    require(found, _OWNER, "network", "one with trainable parameters", "none", "Give the loss cell.")
     if not isinstance(network, GradAccumulation):
         count = check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
@@ -160,9 +147,8 @@ def _as_grad_accumulation(
     given = (("micro_size", micro_size, None), ("weighted", weighted, False), ("batch_axis", axis, 0))
     for name, value, default in given:
         own = getattr(network, name)
-        if value not in (own, default):
-            rule = f"{default!r} or that of the GradAccumulation, {own!r}"
-            raise ValueError(argument_error(_OWNER, name, rule, repr(value), remedy))
+        rule = f"{default!r} or that of the GradAccumulation, {own!r}"
+        require(value in (own, default), _OWNER, name, rule, repr(value), remedy)
     return network
 
 
@@ -171,11 +157,9 @@ def _check_reference(reference: nn.Cell | None, loss_cell: nn.Cell) -> None:
         return
     check_cell(_OWNER, "reference", reference, "Give the loss cell of the whole batch.")
     known = {id(parameter) for parameter in reference.get_parameters()}
-    missing = [parameter.name for parameter in loss_cell.trainable_params() if id(parameter) not in known]
-    if missing:
-        got = f"one without {len(missing)} of them, first {missing[0]!r}"
-        remedy = "Build it around the same network."
-        raise ValueError(argument_error(_OWNER, "reference", "a loss cell of the parameters of network", got, remedy))
+    missing = [repr(parameter.name) for parameter in loss_cell.trainable_params() if id(parameter) not in known]
+    rule, got = "a loss cell of the parameters of network", f"one without {len(missing)} of them, first "
+    require(not missing, _OWNER, "reference", rule, got + "".join(missing[:1]), "Build it around the same network.")
 
 
 def _report(experiment: Experiment, rtol: float) -> VerifyReport:
@@ -189,11 +173,9 @@ def _report(experiment: Experiment, rtol: float) -> VerifyReport:
     return VerifyReport(equal, tuple(entries), window.loss, whole.loss, experiment.rows, rtol, causes)
 
 
-def _compare_compiled(
-    network: GradAccumulation, inputs: tuple[object, ...], start: Start, rtol: float
-) -> CompileReport:
+def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
     """Run the window op by op and compiled, without dropout, whose masks cannot be repeated, and compare."""
-    eager, how = Experiment(network, inputs, None, start, ("Dropout",)), "run op by op"
+    eager, how = replace(experiment, frozen=("Dropout",)), "run op by op"
     try:
         with execution_mode(ms.PYNATIVE_MODE):
             first, again, slow = _run_twice(eager)
@@ -204,7 +186,7 @@ def _compare_compiled(
         reason = _LEFT_TO_PYTHON if is_left else first_line(error)
         return CompileReport(False, causes=(f"The network cannot be {how}: {reason}",))
     if not is_finite(first) or misfit(first, again) > rtol:
-        cause = _RANDOM if is_finite(first) else _NOT_FINITE
+        cause = _RANDOM if is_finite(first) else "An Inf or NaN in the run op by op: nothing can be compared."
         return CompileReport(False, causes=(cause,), speedup=slow / fast)
     entries = differences(eager, other, first, rtol)
     equal = misfit(first, other) <= rtol and not any(entry.differs for entry in entries)
