@@ -47,10 +47,12 @@ def argument_error(owner: str, name: str, rule: str, value: object, remedy: str)
     return f"For '{owner}', the argument '{name}' must be {rule}, but got {value}. {remedy}"
 
 
-def require(holds: object, owner: str, name: str, rule: str, value: object, remedy: str) -> None:
-    """Raise a ValueError unless an argument follows the rule."""
+def require(
+    holds: object, owner: str, name: str, rule: str, value: object, remedy: str, kind: type[Exception] = ValueError
+) -> None:
+    """Raise an error of this kind unless an argument follows the rule."""
     if not holds:
-        raise ValueError(argument_error(owner, name, rule, value, remedy))
+        raise kind(argument_error(owner, name, rule, value, remedy))
 
 
 def refuse_unknown(owner: str, function: Callable[..., object], arguments: Mapping[str, object]) -> None:
@@ -179,25 +181,22 @@ def check_loss(owner: str, value: object) -> float:
 def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
     """Raise if a subclass overrides `construct`, which nothing would call."""
     own = next(each for each in kind.__mro__ if "construct" in vars(each))
-    if own is not base:
-        got = f"that of {own.__name__}, which would never be called"
-        raise TypeError(argument_error(owner, "construct", f"that of {base.__name__}", got, remedy))
+    got = f"that of {own.__name__}, which would never be called"
+    require(own is base, owner, "construct", f"that of {base.__name__}", got, remedy, TypeError)
 
 
 def check_bool(owner: str, name: str, value: object, remedy: str) -> bool:
     """Return ``value`` if it is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(argument_error(owner, name, "a bool", typed(value), remedy))
-    return value
+    require(isinstance(value, bool), owner, name, "a bool", typed(value), remedy, TypeError)
+    return bool(value)
 
 
 def check_choice(owner: str, name: str, value: object, choices: Sequence[str], remedy: str) -> str:
     """Return ``value`` if it is one of the strings in ``choices``."""
-    rule = "one of " + ", ".join(repr(choice) for choice in choices)
-    if not isinstance(value, str):
-        raise TypeError(argument_error(owner, name, rule, typed(value), remedy))
+    rule = "one of " + ", ".join(map(repr, choices))
+    require(isinstance(value, str), owner, name, rule, typed(value), remedy, TypeError)
     require(value in choices, owner, name, rule, repr(value), remedy)
-    return value
+    return str(value)
 
 
 def check_path(owner: str, name: str, value: object, remedy: str) -> str:

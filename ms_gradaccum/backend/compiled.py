@@ -144,11 +144,9 @@ class Compiled:
             if cell._forward_hook or cell._forward_pre_hook or cell._backward_hook or cell._backward_pre_hook:
                 names.append(cell.cls_name)
         if names:
-            rule, got = (
-                f"None where {self.what} has hooks",
-                f"True, and {names[0]} has a hook, which a graph would not call",
-            )
-            raise ValueError(argument_error(self.owner, "compile", rule, got, "Remove the hook, or leave compile out."))
+            rule, remedy = f"None where {self.what} has hooks", "Remove the hook, or leave compile out."
+            got = f"True, and {names[0]} has a hook, which a graph would not call"
+            raise ValueError(argument_error(self.owner, "compile", rule, got, remedy))
 
     def _compiled_for(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> tuple[nn.Cell, str]:
         """Return a cell and the name of its graph for these shapes."""

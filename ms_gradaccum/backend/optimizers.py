@@ -13,9 +13,9 @@ from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import LIBRARIES, argument_error, warn
+from ms_gradaccum._checks import LIBRARIES, argument_error, require, warn
 from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
-from ms_gradaccum.backend.network_code import NetworkCode, is_a
+from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
@@ -32,17 +32,15 @@ def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
     if not isinstance(optimizer, (nn.Optimizer, ExperimentalOptimizer)):
         rule = "an optimizer of mindspore.nn, mindspore.mint or mindspore.experimental"
         raise TypeError(argument_error(owner, "optimizer", rule, type(optimizer).__name__, _OWN_REMEDY))
-    if getattr(optimizer, "thor", False):
-        got = "thor, which keeps statistics of the last forward pass"
-        remedy = "Those of one micro batch are not those of the batch; choose another optimizer."
-        raise ValueError(argument_error(owner, "optimizer", "one that needs gradients only", got, remedy))
-    for parameter in optimizer.parameters:
-        if parameter.dtype in mstype.complex_type:
-            rule, got = "one over parameters of real numbers", f"{parameter.name!r} of {parameter.dtype}"
-            remedy = "Have two real parameters, and make the complex number of them in the network."
-            raise ValueError(argument_error(owner, "optimizer", rule, got, remedy))
+    got, is_thor = "thor, which keeps statistics of the last forward pass", getattr(optimizer, "thor", False)
+    remedy = "Those of one micro batch are not those of the batch; choose another optimizer."
+    require(not is_thor, owner, "optimizer", "one that needs gradients only", got, remedy)
     known = {id(parameter) for parameter in network.get_parameters()}
     strangers = [parameter.name for parameter in optimizer.parameters if id(parameter) not in known]
+    for parameter in optimizer.parameters:
+        rule, got = "one over parameters of real numbers", f"{parameter.name!r} of {parameter.dtype}"
+        remedy = "Have two real parameters, and make the complex number of them in the network."
+        require(parameter.dtype not in mstype.complex_type, owner, "optimizer", rule, got, remedy)
     if strangers:
         got = f"{len(strangers)} parameters that it does not have, first {strangers[0]!r}"
         raise ValueError(argument_error(owner, "optimizer", "one over parameters of the network", got, _OWN_REMEDY))
@@ -157,7 +155,7 @@ def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
 
 def optimizers_in(optimizer: nn.Cell) -> list[nn.Cell]:
     """Return the optimizer and all optimizers inside it."""
-    return [each for each in NetworkCode(optimizer).reached if is_a(each, (nn.Optimizer, ExperimentalOptimizer))]
+    return [each for each in NetworkCode(optimizer).reached if isinstance(each, (nn.Optimizer, ExperimentalOptimizer))]
 
 
 def may_have_branches(optimizer: nn.Cell) -> bool:
@@ -191,13 +189,6 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
     stored = hasattr(inner, "loss_scale")
     own = float(inner.loss_scale) if stored else 1.0 / _floats(getattr(inner, "reciprocal_scale", 1.0))[0]
     if loss_scale.is_left_to_optimizer:
-        scale = float(loss_scale.value().asnumpy())
-        if own != scale:
-            warn(
-                f"For '{owner}', the optimizer's loss_scale is {own} beside FixedLossScaleManager({scale:g}, "
-                f"drop_overflow_update=False): MindSpore's own step would update with {scale / own:g} times the "
-                f"gradient, this one with the gradient. Give the optimizer loss_scale={scale:g} for the same in both."
-            )
         return own
     if own != 1.0 and loss_scale.scales:
         warn(
@@ -220,35 +211,32 @@ class LearningRate(nn.Cell):
         super().__init__(auto_prefix=False)
         self.optimizer = inner_optimizer(optimizer)
         self.groups = tuple(range(len(optimizer.lrs))) if isinstance(optimizer, ExperimentalOptimizer) else None
-        schedules = [cell for cell in _schedules(self.optimizer) if not type(cell).__module__.startswith("mindspore.")]
+        rates = getattr(self.optimizer, "learning_rate", None)
+        held = rates if isinstance(rates, (tuple, list, nn.CellList)) else [rates]
+        cells = [cell for rate in held if isinstance(rate, nn.Cell) for _, cell in rate.cells_and_names()]
+        schedules = [cell for cell in cells if not type(cell).__module__.startswith("mindspore.")]
         self.has_state = any(True for cell in schedules for _ in cell.get_parameters())
         overrides = self.groups is None and type(self.optimizer).get_lr is not nn.Optimizer.get_lr
         self.is_recorded = self.groups is None and bool(schedules or overrides)
 
     def construct(self) -> Tensor:
+        rates: Any = ()
         if self.groups is not None:
             rates = tuple([self.optimizer.lrs[i] for i in self.groups])
         elif self.has_state:
             rates = Tensor(math.nan, ms.float32)
+        elif not self.optimizer.dynamic_lr:
+            rates = self.optimizer.learning_rate
+        elif not self.optimizer.is_group_lr:
+            rates = self.optimizer.learning_rate(self.optimizer.global_step)
         else:
-            rates = self.scheduled()
+            for schedule in self.optimizer.learning_rate:
+                rates += (schedule(self.optimizer.global_step),)
         if isinstance(rates, (tuple, list)):
             rates = tuple([scalar(rate) for rate in rates])
             return ops.stack(rates) if len(rates) > 1 else rates[0] + 0.0
         # + 0.0 makes a copy, because the report outlives the next change of the parameter.
         return scalar(rates) + 0.0
-
-    def scheduled(self) -> Tensor | tuple[Tensor, ...]:
-        """Return the rates of an ``nn.Optimizer`` at its count of updates."""
-        rates = self.optimizer.learning_rate
-        if not self.optimizer.dynamic_lr:
-            return rates
-        if not self.optimizer.is_group_lr:
-            return rates(self.optimizer.global_step)
-        found: tuple[Tensor, ...] = ()
-        for rate in rates:
-            found += (rate(self.optimizer.global_step),)
-        return found
 
     def before_update(self) -> Tensor:
         """Return the learning rate of the next update, or NaN if only the update can compute it. Called by the host."""
@@ -292,10 +280,3 @@ def settable_rates(optimizer: nn.Cell) -> list[float]:
 def _floats(rates: Any) -> list[float]:
     each = rates if isinstance(rates, (tuple, list)) else [rates]
     return [float(rate.asnumpy().item() if isinstance(rate, Tensor) else rate) for rate in each]
-
-
-def _schedules(optimizer: nn.Cell) -> list[nn.Cell]:
-    """Return the learning rate schedules of an ``nn.Optimizer``."""
-    rates = getattr(optimizer, "learning_rate", None)
-    found = rates if isinstance(rates, (tuple, list, nn.CellList)) else [rates]
-    return [cell for rate in found if isinstance(rate, nn.Cell) for _, cell in rate.cells_and_names()]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ms_gradaccum._checks import Settled, argument_error, check_positive_float32
+from ms_gradaccum._checks import Settled, check_positive_float32, require
 from ms_gradaccum.backend.kernels import ONE, as_dtype, scale, squares_of_each
 from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after
 
@@ -206,10 +206,9 @@ class ClipByGroupNorm:
 
     def __post_init__(self) -> None:
         rule, remedy = "a dict of a norm per pattern", "For example {'*embedding*': 0.1, '*': 1.0}."
-        if not isinstance(self.limits, Mapping):
-            raise TypeError(argument_error("ClipByGroupNorm", "limits", rule, repr(self.limits), remedy))
-        if not self.limits:
-            raise ValueError(argument_error("ClipByGroupNorm", "limits", rule, "an empty one", remedy))
+        is_mapping = isinstance(self.limits, Mapping)
+        require(is_mapping, "ClipByGroupNorm", "limits", rule, repr(self.limits), remedy, TypeError)
+        require(self.limits, "ClipByGroupNorm", "limits", rule, "an empty one", remedy)
         limits = {
             str(pattern): check_positive_float32("ClipByGroupNorm", f"limits[{pattern!r}]", limit, "It is a norm.")
             for pattern, limit in self.limits.items()
@@ -220,12 +219,10 @@ class ClipByGroupNorm:
         """Return the index of each parameter's group, -1 for none."""
         patterns = list(enumerate(self.limits))
         groups = tuple(next((i for i, pattern in patterns if fnmatchcase(name, pattern)), -1) for name in names)
+        rule, remedy = "patterns of parameter names", "The first pattern that fits counts: put wide ones last."
         for i, pattern in patterns:
-            if i not in groups:
-                got = f"{pattern!r}, which fits none that is left of {len(names)}, first {names[0]!r}"
-                remedy = "The first pattern that fits counts: put wide ones last."
-                rule = "patterns of parameter names"
-                raise ValueError(argument_error("ClipByGroupNorm", "limits", rule, got, remedy))
+            got = f"{pattern!r}, which fits none that is left of {len(names)}, first {names[0]!r}"
+            require(i in groups, "ClipByGroupNorm", "limits", rule, got, remedy)
         return groups
 
 
@@ -239,7 +236,7 @@ def check_clip(owner: str, clip: Clip) -> ClipCell:
     """Return ``clip``, or a `NoClip` for None."""
     if clip is None:
         return NoClip()
-    if not isinstance(clip, (ClipByGlobalNorm, ClipByValue, ClipByGroupNorm)):
-        rule = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None"
-        raise TypeError(argument_error(owner, "clip", rule, f"{clip!r}", "For example clip=ClipByGlobalNorm(1.0)."))
+    is_clip = isinstance(clip, (ClipByGlobalNorm, ClipByValue, ClipByGroupNorm))
+    rule = "a ClipByGlobalNorm, a ClipByGroupNorm, a ClipByValue or None"
+    require(is_clip, owner, "clip", rule, repr(clip), "For example clip=ClipByGlobalNorm(1.0).", TypeError)
     return clip

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import mindspore as ms
 from mindspore import amp, nn
 from mindspore.ops import functional as F
+from mindspore.train.amp import _OutputTo32
 
-from ms_gradaccum._checks import argument_error
+from ms_gradaccum._checks import argument_error, require
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.gradients.mixed_precision import Precision, levels_of
@@ -43,18 +44,6 @@ def _folder_apart() -> str:
     return folder
 
 
-class OutputInFloat32(nn.Cell):
-    """Casts the network's outputs to float32, so that the loss is computed in float32."""
-
-    def __init__(self, network: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.network = network
-        self._get_attr_from_cell(network)
-
-    def construct(self, *inputs: object) -> object:
-        return F.mixed_precision_cast(ms.float32, self.network(*inputs))
-
-
 class InputsInFloat32(nn.Cell):
     """Casts the inputs of a loss to float32. `to_float` alone does not do so op by op."""
 
@@ -72,7 +61,7 @@ def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cel
         return loss_cell
     if type(loss_cell) is nn.WithLossCell:
         backbone = _converted(owner, loss_cell.backbone_network, precision)
-        return nn.WithLossCell(OutputInFloat32(backbone), loss_cell._loss_fn)
+        return nn.WithLossCell(_OutputTo32(backbone), loss_cell._loss_fn)
     if type(loss_cell) is TokenMeanLoss:
         return TokenMeanLoss(_converted(owner, loss_cell.backbone, precision), loss_cell.ignore_index)
     if isinstance(loss_cell, GradCacheLoss):
@@ -91,10 +80,9 @@ def in_precision(owner: str, loss_cell: nn.Cell, precision: Precision) -> nn.Cel
 def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
     level = precision.level
     found = levels_of(cell for _, cell in network.cells_and_names())
-    if found - {level}:
-        rule = f"the level that the network has been converted to, {' and '.join(sorted(found))}"
-        remedy = "A network cannot be converted twice: give that level, or another network."
-        raise ValueError(argument_error(owner, "mixed_precision", rule, level, remedy))
+    rule = f"the level that the network has been converted to, {' and '.join(sorted(found))}"
+    remedy = "A network cannot be converted twice: give that level, or another network."
+    require(found <= {level}, owner, "mixed_precision", rule, level, remedy)
     if found:
         return network
     try:

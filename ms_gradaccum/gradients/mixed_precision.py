@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import mindspore as ms
 from mindspore import Parameter, amp, nn
 
-from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int
+from ms_gradaccum._checks import argument_error, check_choice, check_positive_float32, check_positive_int, require
 from ms_gradaccum.backend.device import device_target, multiply
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
@@ -103,23 +103,19 @@ class MixedPrecision:
         check_choice(_OWNER, "level", self.level, LEVELS, "Higher levels compute more in half precision.")
         for name, remedy in (("init_scale", "The default is 65536."), ("growth_factor", "The default is 2.0.")):
             value = check_positive_float32(_OWNER, name, getattr(self, name), remedy)
-            if value < 1:
-                raise ValueError(argument_error(_OWNER, name, "a number of at least 1", value, remedy))
+            require(value >= 1, _OWNER, name, "a number of at least 1", value, remedy)
             object.__setattr__(self, name, value)
         value = check_positive_float32(_OWNER, "backoff_factor", self.backoff_factor, "The default is 0.5.")
-        if value >= 1:
-            raise ValueError(argument_error(_OWNER, "backoff_factor", "a number below 1", value, "The default is 0.5."))
+        require(value < 1, _OWNER, "backoff_factor", "a number below 1", value, "The default is 0.5.")
         check_positive_int(_OWNER, "growth_interval", self.growth_interval, "It counts windows without overflow.")
-        if self.loss_scale is not None and not isinstance(self.loss_scale, _CHOOSERS):
-            remedy = "For a number, give init_scale."
-            rule = "a LossScaler, a LossScaleManager or None"
-            raise TypeError(argument_error(_OWNER, "loss_scale", rule, repr(self.loss_scale), remedy))
+        is_chooser = self.loss_scale is None or isinstance(self.loss_scale, _CHOOSERS)
+        rule, remedy = "a LossScaler, a LossScaleManager or None", "For a number, give init_scale."
+        require(is_chooser, _OWNER, "loss_scale", rule, repr(self.loss_scale), remedy, TypeError)
 
     def _set_dtype(self, name: str, choices: Sequence[object], rule: str, remedy: str) -> None:
         value = getattr(self, name)
         dtype = _DTYPES.get(value, value) if isinstance(value, str) else value
-        if dtype not in choices:
-            raise ValueError(argument_error(_OWNER, name, rule, repr(value), remedy))
+        require(dtype in choices, _OWNER, name, rule, repr(value), remedy)
         object.__setattr__(self, name, dtype)
 
 
@@ -173,16 +169,14 @@ def computes_in_16_bits(parameters: Iterable[Parameter], cells: Iterable[nn.Cell
 def combined(owner: str, mixed_precision: object, amp_level: Any, loss_scale_manager: object) -> MixedPrecision | None:
     """Combine ``mixed_precision`` with the two arguments of MindSpore's Model. Return None if none is given."""
     check_choice(owner, "amp_level", amp_level, LEVELS, "mixed_precision has more names and settings.")
-    if loss_scale_manager is not None and mixed_precision is not None:
-        rule, got = "None with a loss_scale_manager", f"{mixed_precision!r} beside a loss_scale_manager"
-        remedy = "MixedPrecision(..., loss_scale=manager) takes both."
-        raise ValueError(argument_error(owner, "mixed_precision", rule, got, remedy))
+    rule, got = "None with a loss_scale_manager", f"{mixed_precision!r} beside a loss_scale_manager"
+    remedy, is_one = "MixedPrecision(..., loss_scale=manager) takes both.", loss_scale_manager is None
+    require(is_one or mixed_precision is None, owner, "mixed_precision", rule, got, remedy)
     settings = _settings(owner, mixed_precision if loss_scale_manager is None else loss_scale_manager)
     if settings is None or amp_level == "O0":
         return settings or NAMES.get(amp_level)
-    if settings.level not in ("O0", amp_level):
-        rule, got = "in accord with amp_level", f"{mixed_precision!r} beside amp_level={amp_level!r}"
-        raise ValueError(argument_error(owner, "mixed_precision", rule, got, "Give one of the two."))
+    rule, got = "in accord with amp_level", f"{mixed_precision!r} beside amp_level={amp_level!r}"
+    require(settings.level in ("O0", amp_level), owner, "mixed_precision", rule, got, "Give one of the two.")
     return replace(settings, level=amp_level)
 
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum._checks import argument_error, check_choice
+from ms_gradaccum._checks import check_choice, require
 from ms_gradaccum.backend.tensors import chunks_of
 from ms_gradaccum.gradients.buffer import GradientBuffer, sparse_lookup
 from ms_gradaccum.gradients.clipping import squares_of
@@ -24,17 +24,12 @@ def check_bad_micro_batch(owner: str, bad_micro_batch: object) -> bool:
 
 def check_can_drop(owner: str, network: nn.Cell) -> None:
     """Raise if micro batches of a GradAccumulation cannot be left out."""
-    if network.is_cached:
-        rule, remedy = (
-            "'skip_window' for a GradCacheLoss",
-            "Its loss has seen all micro batches before one can be left out.",
-        )
-        raise ValueError(argument_error(owner, "bad_micro_batch", rule, "'drop'", remedy))
+    remedy = "Its loss has seen all micro batches before one can be left out."
+    require(not network.is_cached, owner, "bad_micro_batch", "'skip_window' for a GradCacheLoss", "'drop'", remedy)
     # The compiler cannot use a sparse gradient twice.
     lookup = sparse_lookup(network)
-    if lookup is not None:
-        rule, got = "'skip_window' where a gradient is sparse", f"'drop' with a sparse lookup in {lookup}"
-        raise ValueError(argument_error(owner, "bad_micro_batch", rule, got, "Use nn.Embedding."))
+    rule, got = "'skip_window' where a gradient is sparse", f"'drop' with a sparse lookup in {lookup}"
+    require(lookup is None, owner, "bad_micro_batch", rule, got, "Use nn.Embedding.")
 
 
 def _keep(finite: Tensor, value: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group
 from mindspore.ops.operations import Split
 
-from ms_gradaccum._checks import argument_error
 from ms_gradaccum.backend.kernels import as_dtype
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -18,13 +17,6 @@ from ms_gradaccum.parallel.layout import Buckets, Cuts, Ranks
 Runs = tuple[tuple[Tensor, ...], ...]
 
 _map = ops.HyperMap()
-
-
-def check_sent(owner: str, dtype: ms.Type) -> None:
-    """Raise for a dtype that the device cannot reduce over ranks."""
-    if dtype == ms.bfloat16 and ms.get_context("device_target") == "CPU":
-        rule, remedy = "one whose reduce_dtype the device can send", "Use float32, or float16 to halve the messages."
-        raise ValueError(argument_error(owner, "mixed_precision", rule, "bfloat16 on CPU", remedy))
 
 
 class Group:
@@ -73,15 +65,11 @@ class AllGather(nn.Cell):
         return self.all_reduce(ops.where(self.own_row, values, ops.zeros_like(values)))
 
 
-def after(values: Tensor, done: Done) -> Tensor:
-    """Return ``values`` after ``done``: all ranks must send their messages in the same order."""
-    return values if done is None else ops.depend(values, done)
-
-
 class ReduceTogether(nn.Cell):
     """Sum of tensors over all ranks, sent as one message, of which each rank of a group keeps its rows.
 
-    In 16 bits they are sent divided by a weight: a sum over many rows can overflow where its mean does not.
+    In 16 bits they are sent divided by a weight: a sum over many rows can overflow where its mean does not. All ranks
+    must send their messages in the same order, so each waits for the ``last`` one.
     """
 
     def __init__(self, group: Group, replicas: Group, dtype: ms.Type) -> None:
@@ -94,11 +82,11 @@ class ReduceTogether(nn.Cell):
         self.map = ops.HyperMap()
 
     def construct(self, tensors: tuple[Tensor, ...], weight: Tensor, last: Done) -> Tensor:
-        """Return the sums in float32, one after the other in one row, of a message sent after ``last``."""
+        """Return the sums in float32, one after the other in one row."""
         rows = self.map(ops.partial(_as_rows, self.size), tensors)
         if not self.in_float32:
             rows = self.map(ops.partial(_rounded, reciprocal(weight), self.like), rows)
-        total = after(ops.concat(rows, 1), last)
+        total = ops.depend(ops.concat(rows, 1), last)
         if self.reduce_scatter is not None:
             total = self.reduce_scatter(total)
         elif self.size > 1:

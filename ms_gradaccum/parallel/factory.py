@@ -3,18 +3,17 @@
 from collections.abc import Iterable, Sequence
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import argument_error, warn
+from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
 from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel import reduced
 from ms_gradaccum.parallel.agreement import settings_of, shapes_of, structure_of
-from ms_gradaccum.parallel.collectives import check_sent
-from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, check_kind, choose_kind
-from ms_gradaccum.parallel.layout import Layout, Ranks, layout_of
+from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, check_kind, choose_kind
+from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.shards import ShardedReducer, check_shardable
@@ -24,7 +23,11 @@ from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, c
 def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
     """Return the kind of parallelism, or None for a single process. Raise if it is not possible here."""
     check_kind(owner, parallel)
-    _check_not_wrapped(owner, network)
+    cells = network.cells_and_names() if isinstance(network, nn.Cell) else ()
+    # Checked by name, because MindSpore before 2.6 has no such class.
+    is_wrapped = any(type(cell).__name__ == "DistributedDataParallel" for _, cell in cells)
+    rule, got = "one whose gradients nothing else adds up over the processes", "a DistributedDataParallel in it"
+    require(not is_wrapped, owner, "network", rule, got, "Give the network in it: parallel='auto' adds them up.")
     world = current_world(owner)
     schedulers = reduced.schedulers_of(network)
     if schedulers:
@@ -33,28 +36,19 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
         return None
     tell_peers_of_failure(owner, world)
     if is_semi_auto(network):
-        if parallel != "auto":
-            remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
-            raise ValueError(argument_error(owner, "parallel", "'auto' in semi-auto-parallel", repr(parallel), remedy))
+        remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
+        rule = "'auto' in semi-auto-parallel"
+        require(parallel == "auto", owner, "parallel", rule, repr(parallel), remedy)
         return SemiAuto(network)
     if isinstance(network, AutoParallel):
-        if network._pipeline_stages > 1:
-            got = f"{network._pipeline_stages} pipeline stages"
-            raise ValueError(argument_error(owner, "network", "in one pipeline stage", got, "Do not call pipeline()."))
+        stages = network._pipeline_stages
+        rule, got = "in one pipeline stage", f"{stages} pipeline stages"
+        require(stages <= 1, owner, "network", rule, got, "Do not call pipeline().")
         # On CPU, where an AutoParallel cannot run itself, its settings choose the kind.
         if parallel == "auto" and network._enable_parallel_optimizer:
             level = network._optimizer_level
             parallel = HSDP(network._optimizer_weight_shard_size, network._parallel_optimizer_threshold, level)
     return choose_kind(owner, parallel, world.size)
-
-
-def _check_not_wrapped(owner: str, network: nn.Cell) -> None:
-    cells = network.cells_and_names() if isinstance(network, nn.Cell) else ()
-    # Checked by name, because MindSpore before 2.6 has no such class.
-    if any(type(cell).__name__ == "DistributedDataParallel" for _, cell in cells):
-        rule, got = "one whose gradients nothing else adds up over the processes", "a DistributedDataParallel in it"
-        remedy = "Give the network in it: parallel='auto' adds them up."
-        raise ValueError(argument_error(owner, "network", rule, got, remedy))
 
 
 def build_reducers(
@@ -86,7 +80,7 @@ def build_reducers(
         _check_sent(owner, kind, network, optimizer, dtype)
         if world.size > 1:
             _start_alike(owner, network, optimizer)
-        layout = reducer_layout(kind, parameters, ranks, totals.sizes, dtype)
+        layout = layout_of(kind, parameters, ranks, totals.sizes, dtype)
         buffer = GradientBuffer(parameters, dense_only, layout.buffer_shapes, totals)
         if isinstance(kind, Reduced):
             reducers.append(reduced.ReducedReducer(optimizer, buffer, layout, world.rank, kind, network))
@@ -108,15 +102,16 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
 
 def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtype: ms.Type) -> None:
     """Raise if the ranks cannot reduce these gradients."""
-    check_sent(owner, dtype)
+    can_send = dtype != ms.bfloat16 or ms.get_context("device_target") != "CPU"
+    rule, remedy = "one whose reduce_dtype the device can send", "Use float32, or float16 to halve the messages."
+    require(can_send, owner, "mixed_precision", rule, "bfloat16 on CPU", remedy)
     check_parameters_sent(owner, optimizer.parameters)
     if isinstance(kind, Reduced):
         reduced.check_state(owner, optimizer)
     lookup = sparse_lookup(network) if kind.sync_each_batch else None
-    if lookup is not None:
-        remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
-        rule = "one of dense gradients where the ranks share them in each micro batch"
-        raise ValueError(argument_error(owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
+    rule = "one of dense gradients where the ranks share them in each micro batch"
+    remedy = "Use nn.Embedding, DataParallel() or HSDP(optimizer_level='level1')."
+    require(lookup is None, owner, "network", rule, f"a sparse lookup in {lookup}", remedy)
     if kind.shard_size != 1:
         check_shardable(optimizer)
     if isinstance(kind, HSDP) and kind.optimizer_level == "level3":
@@ -128,18 +123,18 @@ def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dt
 
 def check_parameters_sent(owner: str, parameters: Iterable[Parameter]) -> None:
     """Raise for float64 parameters, whose sums MindSpore cannot add up over processes."""
+    rule = "one without float64 parameters in several processes"
+    remedy = "MindSpore's AllReduce knows no float64: use float32, or one process."
     for parameter in parameters:
-        if parameter.dtype == ms.float64:
-            rule, got = "one without float64 parameters in several processes", f"{parameter.name!r} of float64"
-            remedy = "MindSpore's AllReduce knows no float64: use float32, or one process."
-            raise ValueError(argument_error(owner, "network", rule, got, remedy))
+        got = f"{parameter.name!r} of float64"
+        require(parameter.dtype != ms.float64, owner, "network", rule, got, remedy)
 
 
 def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
     for cell in (network, optimizer):
         cell.init_parameters_data()
     parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
-    if any(reduced.shard_size_of(item) > 1 for item in optimizer.parameters):
+    if any(shard_size_of(item) > 1 for item in optimizer.parameters):
         # The state belongs to the shards, which differ by design.
         parameters = {item.name: item for item in reduced.whole(network.get_parameters())}
     if broadcast_parameters(parameters.values()):
@@ -147,20 +142,3 @@ def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
             f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
             f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
         )
-
-
-def reducer_layout(
-    kind: Kind | None,
-    tensors: Sequence[Tensor],
-    world: Ranks,
-    scalars: Sequence[int] = WindowTotals().sizes,
-    dtype: ms.Type = ms.float32,
-) -> Layout:
-    """Return the layout of the gradients of ``tensors``, of which only `shape` and `itemsize` are read.
-
-    Scalars of these sizes are reduced besides the sums. ``kind`` is None for one process.
-    """
-    kind = DataParallel() if kind is None else kind
-    shares = tuple(reduced.shard_size_of(each) / world.size for each in tensors) if isinstance(kind, Reduced) else ()
-    size = world.size if kind.shard_size == -1 else kind.shard_size
-    return layout_of(tensors, scalars, world, dtype, size, kind.threshold, kind.sync_each_batch, shares)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from ms_gradaccum._checks import argument_error, check_bool, check_choice, typed
+from ms_gradaccum._checks import check_bool, check_choice, require, typed
 
 _HSDP = "HSDP"
 _Level = Literal["level1", "level2", "level3"]
@@ -48,9 +48,8 @@ class DataParallel:
     def __post_init__(self) -> None:
         for name in ("sync_each_batch", "overlap", "check_weights"):
             check_bool("DataParallel", name, getattr(self, name), "The default is False.")
-        if self.sync_each_batch and self.overlap:
-            remedy = "Each micro batch sends its gradients already."
-            raise ValueError(argument_error("DataParallel", "overlap", "False with sync_each_batch", True, remedy))
+        remedy, clash = "Each micro batch sends its gradients already.", self.sync_each_batch and self.overlap
+        require(not clash, "DataParallel", "overlap", "False with sync_each_batch", True, remedy)
 
     @property
     def shard_size(self) -> int:
@@ -100,10 +99,9 @@ class HSDP:
         for name, lowest, remedy in (("shard_size", 1, "-1 means all ranks."), ("threshold", 0, "It is in KB.")):
             value = getattr(self, name)
             rule = f"an int of at least {lowest}" + (" or -1" if name == "shard_size" else "")
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(argument_error(_HSDP, name, rule, typed(value), remedy))
-            if value < lowest and not (name == "shard_size" and value == -1):
-                raise ValueError(argument_error(_HSDP, name, rule, value, remedy))
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            require(is_int, _HSDP, name, rule, typed(value), remedy, TypeError)
+            require(value >= lowest or (name, value) == ("shard_size", -1), _HSDP, name, rule, value, remedy)
         remedy = "Higher levels shard more and communicate more."
         check_choice(_HSDP, "optimizer_level", self.optimizer_level, get_args(_Level), remedy)
         check_bool(_HSDP, "check_weights", self.check_weights, "True is for debugging.")
@@ -159,10 +157,9 @@ ParallelChoice = Literal["auto"] | Kind
 def check_kind(owner: str, parallel: ParallelChoice) -> ParallelChoice:
     """Return the argument ``parallel`` if it is valid."""
     # For a tensor or an array, '==' would not return a bool.
-    is_auto = isinstance(parallel, str) and parallel == "auto"
-    if not is_auto and not isinstance(parallel, (DataParallel, HSDP, Reduced)):
-        rule, remedy = "'auto', DataParallel(), HSDP() or Reduced()", "'auto' looks at the number of processes."
-        raise TypeError(argument_error(owner, "parallel", rule, repr(parallel), remedy))
+    is_kind = parallel == "auto" if isinstance(parallel, str) else isinstance(parallel, (DataParallel, HSDP, Reduced))
+    rule, remedy = "'auto', DataParallel(), HSDP() or Reduced()", "'auto' looks at the number of processes."
+    require(is_kind, owner, "parallel", rule, repr(parallel), remedy, TypeError)
     return parallel
 
 
@@ -171,7 +168,7 @@ def choose_kind(owner: str, parallel: ParallelChoice, ranks: int) -> Kind | None
     check_kind(owner, parallel)
     if ranks == 1:
         return None
-    if isinstance(parallel, HSDP) and parallel.shard_size > 0 and ranks % parallel.shard_size:
-        rule = f"a divisor of the {ranks} processes"
-        raise ValueError(argument_error(_HSDP, "shard_size", rule, parallel.shard_size, "-1 means all processes."))
-    return DataParallel() if isinstance(parallel, str) else parallel
+    kind = DataParallel() if isinstance(parallel, str) else parallel
+    rule, divides = f"a divisor of the {ranks} processes", ranks % kind.shard_size == 0
+    require(divides, _HSDP, "shard_size", rule, kind.shard_size, "-1 means all processes.")
+    return kind

@@ -10,9 +10,11 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import mindspore as ms
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 
 from ms_gradaccum.backend.tensors import fill_buckets
+from ms_gradaccum.gradients.buffer import WindowTotals
+from ms_gradaccum.parallel.kinds import DataParallel, Kind, Reduced
 
 # Elements of one message: fewer messages cost less latency, larger ones more memory for the copy.
 BUCKET_SIZE = 4 * 1024 * 1024
@@ -156,24 +158,30 @@ class Layout:
         return Traffic(per_update=reduced + scattered + later)
 
 
-def layout_of(
-    tensors: Sequence[Tensor],
-    scalars: Sequence[int],
-    world: Ranks,
-    dtype: ms.Type = ms.float32,
-    shard_size: int = 1,
-    threshold: int = 0,
-    every_batch: bool = False,
-    shares: tuple[float, ...] = (),
-) -> Layout:
-    """Return the layout of tensors, of which only `shape` and `itemsize` are read, and of scalars of these sizes.
+def shard_size_of(parameter: Parameter) -> int:
+    """Return the number of ranks that hold a parameter together, where its network has reduced the gradients."""
+    return int(getattr(parameter, "hsdp_effective_shard_size", 1))
 
-    A tensor is sharded if ``shard_size`` ranks can divide its first axis and it has at least ``threshold`` KB.
+
+def layout_of(
+    kind: Kind | None,
+    tensors: Sequence[Tensor],
+    world: Ranks,
+    scalars: Sequence[int] = WindowTotals().sizes,
+    dtype: ms.Type = ms.float32,
+) -> Layout:
+    """Return the layout of gradients like ``tensors``, of which `shape` and `itemsize` are read, and of scalars.
+
+    The ``scalars`` have these sizes. ``kind`` is None for one process. A tensor is sharded if the ranks of a group can
+    divide its first axis and it is not below the threshold.
     """
+    kind = DataParallel() if kind is None else kind
+    shares = tuple(shard_size_of(each) / world.size for each in tensors) if isinstance(kind, Reduced) else ()
+    shard_size = world.size if kind.shard_size == -1 else kind.shard_size
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     parts = tuple(
         (shape[0] // shard_size, *shape[1:])
-        if shape and shape[0] % shard_size == 0 and math.prod(shape) * tensor.itemsize >= threshold * 1024
+        if shape and shape[0] % shard_size == 0 and math.prod(shape) * tensor.itemsize >= kind.threshold * 1024
         else shape
         for shape, tensor in zip(shapes, tensors)
     )
@@ -189,8 +197,8 @@ def layout_of(
     # Sums are float32, or float64 for float64 weights.
     itemsizes = tuple(max(_FLOAT, tensor.itemsize) for tensor in tensors)
     buckets = _buckets((first, *others), [*sizes, *scalars]), _buckets(sharded, [math.prod(part) for part in parts])
-    group = world._replace(size=shard_size)
-    return Layout(world, group, shapes, parts, itemsizes, *buckets, dtype, every_batch and shard_size > 1, shares)
+    group, every_batch = world._replace(size=shard_size), kind.sync_each_batch and shard_size > 1
+    return Layout(world, group, shapes, parts, itemsizes, *buckets, dtype, every_batch, shares)
 
 
 def _buckets(messages: Iterable[tuple[int, ...]], sizes: Sequence[int]) -> Buckets:

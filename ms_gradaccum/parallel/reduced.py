@@ -14,12 +14,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum._checks import argument_error, first_line
+from ms_gradaccum._checks import argument_error, first_line, require
 from ms_gradaccum.backend.compiled import runs_eagerly
 from ms_gradaccum.backend.kernels import scale_wide
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.kinds import Reduced
-from ms_gradaccum.parallel.layout import Layout
+from ms_gradaccum.parallel.layout import Layout, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer
 from ms_gradaccum.parallel.world import check_equal, gather_counts
 
@@ -41,11 +41,6 @@ def schedulers_of(network: nn.Cell) -> list[Any]:
     return [each for each in found if each is not None]
 
 
-def shard_size_of(parameter: Parameter) -> int:
-    """Return the number of ranks that hold a parameter together."""
-    return int(getattr(parameter, "hsdp_effective_shard_size", 1))
-
-
 def whole(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
     """Return the parameters that each rank holds whole."""
     return tuple(parameter for parameter in parameters if shard_size_of(parameter) == 1)
@@ -53,9 +48,8 @@ def whole(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
 
 def check_hooks_run(owner: str, eager: bool) -> None:
     """Raise if a network runs as a graph, which calls no hook that reduces its gradients."""
-    if not eager:
-        rule, got = "run op by op for hooks that reduce its gradients", "a graph, which calls none"
-        raise ValueError(argument_error(owner, "network", rule, got, "Call set_context(mode=PYNATIVE_MODE)."))
+    rule, got = "run op by op for hooks that reduce its gradients", "a graph, which calls none"
+    require(eager, owner, "network", rule, got, "Call set_context(mode=PYNATIVE_MODE).")
 
 
 def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: Sequence[Any]) -> Reduced:
@@ -65,19 +59,17 @@ def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: S
         raise ValueError(argument_error(owner, "parallel", rule, repr(parallel), remedy))
     check_hooks_run(owner, runs_eagerly(False))
     for each in schedulers:
-        if not all(map(partial(hasattr, each), _PROTOCOL)) or not hasattr(each.config, "grad_scale"):
-            rule, got = "one of hsdp(), which says how it reduces", f"a {type(each).__name__}, which does not"
-            raise ValueError(argument_error(owner, "network", rule, got, "Use hsdp() in place of fully_shard()."))
+        says = all(map(partial(hasattr, each), _PROTOCOL)) and hasattr(each.config, "grad_scale")
+        rule, got = "one of hsdp(), which says how it reduces", f"a {type(each).__name__}, which does not"
+        require(says, owner, "network", rule, got, "Use hsdp() in place of fully_shard().")
     scales = {(each.config.grad_scale, bool(each.requires_acc_grad)) for each in schedulers}
-    if len(scales) > 1:
-        remedy = "Give each part of the network the same ones."
-        rule, got = "one with one grad_scale and enable_grad_accumulation", f"{sorted(scales)}"
-        raise ValueError(argument_error(owner, "network", rule, got, remedy))
+    rule = "one with one grad_scale and enable_grad_accumulation"
+    require(len(scales) == 1, owner, "network", rule, sorted(scales), "Give each part of the network the same ones.")
+    rule, remedy = "one that reduces all its gradients over all processes", "Give the whole network to hsdp()."
     for parameter in network.trainable_params():
-        if not parameter.hooks() or hasattr(parameter, "placements"):
-            got = f"{parameter.name!r}, " + ("a DTensor" if parameter.hooks() else "which has no hook that reduces it")
-            rule, remedy = "one that reduces all its gradients over all processes", "Give the whole network to hsdp()."
-            raise ValueError(argument_error(owner, "network", rule, got, remedy))
+        got = f"{parameter.name!r}, " + ("a DTensor" if parameter.hooks() else "which has no hook that reduces it")
+        reduces = parameter.hooks() and not hasattr(parameter, "placements")
+        require(reduces, owner, "network", rule, got, remedy)
     try:
         for each in schedulers:
             each.zero_grads()
@@ -127,10 +119,9 @@ class ReducedReducer(DataParallelReducer):
             raise RuntimeError(UNKNOWN_LAST.format(owner=owner, got="the end of one in its middle"))
         factors = self.factors
         hashes = gather_counts(zlib.crc32(np.array(factors).tobytes()) >> 1) if factors else []
-        if len(set(hashes)) > 1 or (self.accumulates and len(set(factors)) > 1):
-            rule = "the same for all means that the network adds up"
-            remedy = "Differentiate sums and give reduction='sum'."
-            raise ValueError(argument_error(owner, "weight", rule, f"{factors} on this rank", remedy))
+        is_one = len(set(hashes)) <= 1 and not (self.accumulates and len(set(factors)) > 1)
+        rule, remedy = "the same for all means that the network adds up", "Differentiate sums and give reduction='sum'."
+        require(is_one, owner, "weight", rule, f"{factors} on this rank", remedy)
 
     def begin_micro_batch(self, is_last: bool) -> None:
         if self.accumulates:
@@ -174,7 +165,6 @@ def check_state(owner: str, optimizer: nn.Cell) -> None:
     for value in vars(optimizer).values():
         if isinstance(value, ParameterTuple) and len(value) == len(shapes):
             for item, shape in zip(value, shapes):
-                if item.ndim == len(shape) and item.shape != shape:
-                    got = f"the state {item.name!r} of shape {tuple(item.shape)}"
-                    remedy = "Build it after hsdp() has cut the parameters."
-                    raise ValueError(argument_error(owner, "optimizer", "one of the network's shards", got, remedy))
+                fits = item.ndim != len(shape) or item.shape == shape
+                rule, got = "one of the network's shards", f"the state {item.name!r} of shape {tuple(item.shape)}"
+                require(fits, owner, "optimizer", rule, got, "Build it after hsdp() has cut the parameters.")

@@ -41,7 +41,7 @@ class GradientReducer(nn.Cell):
 
     def most(self, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""
-        return count
+        return max(gather_counts(count))
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         """Return the begin of this rank's rows among all rows, the number of all rows, and the gathered tensors."""
@@ -131,9 +131,6 @@ class DataParallelReducer(GradientReducer):
         self.check_weights = settings.check_weights
         self.overlaps = isinstance(settings, DataParallel) and settings.overlap
 
-    def most(self, count: int) -> int:
-        return max(gather_counts(count))
-
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         begin, total, arrays = gather_rows("GradCacheLoss", [tensor.asnumpy() for tensor in tensors])
         return begin, total, [Tensor(array) for array in arrays]
@@ -143,7 +140,7 @@ class DataParallelReducer(GradientReducer):
 
     def reduce_kept(self, added: Done) -> Done:
         """Add the scalars, and the sums that are whole on each rank, over all ranks in place."""
-        last = self.reduce_first(self._sent(0, added), ONE, None)
+        last = self.reduce_first(self._sent(0, added), ONE, ())
         done = self.assign_kept(0, last)
         weight = self.weight_after(done)
         for number in range(1, len(self.kept)):

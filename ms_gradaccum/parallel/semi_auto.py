@@ -14,7 +14,7 @@ from mindspore.parallel._utils import (
 )
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import argument_error, warn
+from ms_gradaccum._checks import argument_error, require, warn
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
@@ -55,11 +55,15 @@ class SemiAuto:
             (by_group, "clip", "one for all", repr(clip), for_all),
             (dtype != ms.float32, "mixed_precision", *messages),
         ):
-            if is_refused:
-                owner = "GradAccumulation" if name == "network" else _OWNER
-                raise ValueError(argument_error(owner, name, f"{rule} in semi-auto-parallel", got, remedy))
-        if network.micro_size > 1:
-            _check_all_are_trained(network, optimizer)
+            owner = "GradAccumulation" if name == "network" else _OWNER
+            require(not is_refused, owner, name, f"{rule} in semi-auto-parallel", got, remedy)
+        trained = {id(parameter) for parameter in optimizer.parameters}
+        left_out = [parameter.name for parameter in network.trainable_params() if id(parameter) not in trained]
+        if network.micro_size > 1 and left_out:
+            # The compiler expects an accumulator for each of them.
+            rule, got = "one of all trainable parameters", f"one that leaves out {len(left_out)}, first {left_out[0]!r}"
+            remedy = "Set requires_grad = False on those that are not to be trained, before the step is built."
+            raise ValueError(argument_error(_OWNER, "optimizer", f"{rule} in semi-auto-parallel", got, remedy))
         _warn_of_differences(network)
 
     @contextmanager
@@ -77,11 +81,8 @@ class SemiAuto:
             # The compiler takes the first operator with a parameter for the one whose backward pass ends a micro batch.
             # If that is its cast to 16 bits, which all micro batches share, it finds no micro batch for it.
             rule = "one whose first operator with a weight takes it as it is, in semi-auto-parallel"
-            remedy = (
-                "Keep its first layer in float32 (level='O0', to_float for the others), or build it with lazy_inline."
-            )
-            text = argument_error(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)
-            raise ValueError(text) from error
+            remedy = "Keep its first layer in float32, or build it with lazy_inline."
+            raise ValueError(argument_error(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)) from error
         finally:
             if outside:
                 _clear_auto_parallel_context(self.auto_parallel)
@@ -102,17 +103,6 @@ def _warn_of_differences(network: nn.Cell) -> None:
             "For 'TrainOneStepCell', what the network does in the backward pass (a bprop, a hook) must be linear "
             "in the gradient in semi-auto-parallel: it gets the gradient of a sum over rows, not that of a mean."
         )
-
-
-def _check_all_are_trained(network: nn.Cell, optimizer: nn.Cell) -> None:
-    """Raise unless the optimizer has all trainable parameters: the compiler expects an accumulator for each of them."""
-    trained = {id(parameter) for parameter in optimizer.parameters}
-    left_out = [parameter.name for parameter in network.trainable_params() if id(parameter) not in trained]
-    if left_out:
-        got = f"one that leaves out {len(left_out)}, first {left_out[0]!r}"
-        remedy = "Set requires_grad = False on those that are not to be trained, before the step is built."
-        rule = "one of all trainable parameters in semi-auto-parallel"
-        raise ValueError(argument_error(_OWNER, "optimizer", rule, got, remedy))
 
 
 def in_semi_auto() -> bool:
@@ -145,23 +135,21 @@ def _check_settings(auto_parallel: AutoParallel | None) -> None:
         (is_mean, "without gradients_mean", "gradients_mean=True", mean),
         (not is_repeated_mean, "with loss_repeated_mean", "loss_repeated_mean=False", repeated),
     ):
-        if is_refused:
-            raise ValueError(argument_error(_OWNER, "network", rule, got, remedy))
+        require(not is_refused, _OWNER, "network", rule, got, remedy)
 
 
 @_primexpr
 def check_compiling(partitioned: bool) -> None:
     """Raise if a step is compiled with another kind of parallelism than it was built for."""
-    if partitioned and not in_semi_auto():
+    if partitioned:
         got = "a graph around it that is compiled without the settings of its AutoParallel"
         remedy = "Give Model(AutoParallel(network), optimizer=optimizer)."
-        raise ValueError(argument_error(_OWNER, "network", "compiled as the outermost cell", got, remedy))
-    if partitioned:
+        require(in_semi_auto(), _OWNER, "network", "compiled as the outermost cell", got, remedy)
         _check_settings(None)
-    elif in_semi_auto():
-        remedy = "Put AutoParallel inside: TrainOneStepCell(AutoParallel(network), optimizer)."
+    else:
         rule, got = "a loss cell in AutoParallel", "AutoParallel around it all"
-        raise ValueError(argument_error(_OWNER, "network", rule, got, remedy))
+        remedy = "Put AutoParallel inside: TrainOneStepCell(AutoParallel(network), optimizer)."
+        require(not in_semi_auto(), _OWNER, "network", rule, got, remedy)
 
 
 @_primexpr

@@ -10,7 +10,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
-from ms_gradaccum._checks import argument_error, warn
+from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.network_code import NetworkCode
@@ -23,7 +23,6 @@ from ms_gradaccum.parallel.collectives import (
     Group,
     ReduceTogether,
     Runs,
-    after,
     cut,
     in_buckets,
     in_runs,
@@ -93,7 +92,7 @@ class ShardedReducer(DataParallelReducer):
     def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not self.every_batch:
             return grads
-        last: Done = None
+        last: Done = ()
         runs: Runs = ()
         for number, bucket in enumerate(self.sharded):
             # The weight here is 1: a micro batch has another weight on each rank, so its sums are sent undivided.
@@ -129,7 +128,7 @@ class ShardedReducer(DataParallelReducer):
     def after_update(self, updated: Done) -> Done:
         last, done = updated, ()
         for number, bucket in enumerate(self.own_in_buckets):
-            last = self.all_gather_rows(after(ops.concat(self.map(_as_flat, tuple(bucket))), last))
+            last = self.all_gather_rows(ops.depend(ops.concat(self.map(_as_flat, tuple(bucket))), last))
             done += self.assign_wholes(number, last)
         return done, updated
 
@@ -191,23 +190,22 @@ def check_shardable(optimizer: nn.Cell) -> None:
 
     Code of the user that may need other rows has a warning: whether it runs is not known.
     """
+    name, rule = type(optimizer).__name__, "one that works element by element"
     remedy = "Use an optimizer that works element by element, or DataParallel() without sync_each_batch."
-    if isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor)):
-        got = f"{type(optimizer).__name__}, which looks at whole parameters"
-        raise ValueError(argument_error(_HSDP, "optimizer", "one that works element by element", got, remedy))
+    sees_all = isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor))
+    require(not sees_all, _HSDP, "optimizer", rule, f"{name}, which looks at whole parameters", remedy)
     shapes = [parameter.shape for parameter in optimizer.parameters]
     known = {id(item) for value in _matching(optimizer, shapes) for item in value}
     for item in optimizer.get_parameters():
-        if id(item) not in known and item.size > 1:
-            got = f"{type(optimizer).__name__} with the state {item.name!r} of shape {tuple(item.shape)}"
-            rule = "one whose state has its parameters' shapes"
-            raise ValueError(argument_error(_HSDP, "optimizer", rule, got, remedy))
+        got = f"{name} with the state {item.name!r} of shape {tuple(item.shape)}"
+        fits = id(item) in known or item.size <= 1
+        require(fits, _HSDP, "optimizer", "one whose state has its parameters' shapes", got, remedy)
     whole = sorted(NetworkCode(optimizer).names & _WHOLE)
     if whole:
-        code = f"the code of {type(optimizer).__name__} has {', '.join(whole)}"
         warn(
-            f"For '{_HSDP}', the optimizer must work element by element, but {code}, which sees only this rank's rows "
-            f"of sharded parameters. Clip with the step's clip, or use DataParallel() without sync_each_batch."
+            f"For '{_HSDP}', the optimizer must work element by element, but the code of {name} has "
+            f"{', '.join(whole)}, which sees only this rank's rows of sharded parameters. Clip with the step's clip, "
+            f"or use DataParallel() without sync_each_batch."
         )
 
 

@@ -61,23 +61,21 @@ def gather_values(value: object) -> list[Any]:
     data = json.dumps(value).encode()
     lengths = gather_counts(len(data))
     padded = np.frombuffer(data.ljust(-(-max(lengths) // 4) * 4), np.int32)
-    rows = _gather_words(padded).reshape(len(lengths), -1)
+    rows = _send(padded).reshape(len(lengths), -1)
     return [json.loads(row.tobytes()[:length]) for row, length in zip(rows, lengths)]
 
 
 def gather_counts(count: int) -> list[int]:
     """Return each rank's ``count``, in the order of the ranks. Collective, one message."""
-    return [int(value) for value in _gather_words(np.array([count], np.int32))]
+    return [int(value) for value in _send(np.array([count], np.int32))]
 
 
-def _gather_words(values: Array) -> Array:
-    """Return the int32 ``values`` of all ranks. The collectives of every backend send this dtype exactly."""
-    return _send(values, broadcasts=False) if GlobalComm.INITED else values
-
-
-def _send(values: Array, broadcasts: bool) -> Array:
+def _send(words: Array, broadcasts: bool = False) -> Array:
+    """Return the int32 ``words`` of all ranks, or of rank 0. The collectives of every backend send them exactly."""
+    if not GlobalComm.INITED:
+        return words
     with graph_mode():
-        received: Array = _collective(broadcasts)(Tensor(values)).asnumpy()
+        received: Array = _collective(broadcasts)(Tensor(words)).asnumpy()
     return received
 
 
@@ -158,7 +156,7 @@ def gather_rows(owner: str, arrays: list[Array]) -> tuple[int, int, list[Array]]
     """
     columns = [_as_words(array) for array in arrays]
     rows = np.concatenate(columns, axis=1) if columns else np.zeros((0, 0), np.int32)
-    counts, widths = _gather_words(np.array([rows.shape], np.int32)).T
+    counts, widths = _send(np.array([rows.shape], np.int32)).T
     if len(set(widths[counts > 0])) > 1:
         got = ", ".join(str(width) for width in widths)
         raise ValueError(
@@ -167,7 +165,7 @@ def gather_rows(owner: str, arrays: list[Array]) -> tuple[int, int, list[Array]]
         )
     padded = np.zeros((counts.max(), widths.max()), np.int32)
     padded[: len(rows), : rows.shape[1]] = rows
-    received = _gather_words(padded).reshape(len(counts), *padded.shape)
+    received = _send(padded).reshape(len(counts), *padded.shape)
     everyone = np.concatenate([part[:count] for part, count in zip(received, counts)])
     ends = np.cumsum([column.shape[1] for column in columns])[:-1]
     parts = np.split(everyone, ends, axis=1) if columns else []

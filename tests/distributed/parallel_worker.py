@@ -225,13 +225,13 @@ def count_in(step):
         for attribute in ("all_reduce", "all_gather"):
             if isinstance(getattr(cell, attribute, None), ms.ops.Primitive):
                 setattr(cell, attribute, Counter(getattr(cell, attribute), sent))
-    gather = world._gather_words
+    gather = world._send
 
     def counted_gather(values):
         sent.append(["AllGather", size, values.nbytes])
         return gather(values)
 
-    with mock.patch.object(world, "_gather_words", counted_gather):
+    with mock.patch.object(world, "_send", counted_gather):
         step(*inputs)
     return sent
 

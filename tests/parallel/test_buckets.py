@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn
 
+from ms_gradaccum import HSDP
 from ms_gradaccum.parallel.collectives import AssignParts, in_buckets
 from ms_gradaccum.parallel.layout import BUCKET_SIZE, Ranks, layout_of
 
@@ -41,7 +42,7 @@ def message_of(bucket):
 )
 def test_each_tensor_comes_back_to_its_place(shapes, mode):
     sent, targets = parameters_of(shapes), [Parameter(np.full(shape, -1.0, np.float32)) for shape in shapes]
-    kept = layout_of(sent, (), ONE).kept
+    kept = layout_of(None, sent, ONE, ()).kept
     messages = tuple(message_of(bucket) for bucket in in_buckets(sent, kept))
     PutTogetherAndCut(kept, targets)(messages)
     for item, target in zip(sent, targets):
@@ -52,7 +53,7 @@ def test_each_tensor_comes_back_to_its_place(shapes, mode):
 def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ms_gradaccum.parallel.layout.BUCKET_SIZE", limit)
-        kept = layout_of([Parameter(np.zeros(size, np.float32)) for size in sizes], (), ONE).kept
+        kept = layout_of(None, [Parameter(np.zeros(size, np.float32)) for size in sizes], ONE, ()).kept
     assert sorted(i for bucket in kept.indices for i in bucket) == list(range(len(sizes)))
     for bucket, cuts, end in zip(*kept):
         begins = np.cumsum([0, *(sizes[i] for i in bucket)])
@@ -69,6 +70,6 @@ def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
 def test_parts_of_one_size_are_side_by_side_whatever_the_whole_sizes():
     """A shard counts by its own size."""
     tensors = parameters_of([(4, 6), (4, 2), (8, 3), (4, 2), (3,)])
-    layout = layout_of(tensors, (1, 1), Ranks(2, 2, "CPU"), shard_size=2)
+    layout = layout_of(HSDP(2, threshold=0), tensors, Ranks(2, 2, "CPU"))
     assert layout.sharded.indices == ((3, 1, 2, 0),) and layout.kept.indices == ((5, 6, 4),)
     assert layout.sharded.cuts[0] == ((0, 8), (8, 24), (2, 2)) and BUCKET_SIZE > 48

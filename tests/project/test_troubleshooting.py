@@ -10,7 +10,7 @@ import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
 from linear_toy import X, batches, line, sgd
-from mindspore import Parameter, Tensor, amp, mint, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import LossMonitor
 from refusal import loss_cell
@@ -154,11 +154,6 @@ def an_argument_for_boost(*_):
 @says("For 'TrainOneStepCell', the argument 'mixed_precision' must be one that the device has")
 def bfloat16_on_cpu(*_):
     step_of(loss_cell(), mixed_precision="bf16")
-
-
-@says("For 'TrainOneStepCell', the optimizer's loss_scale is 1.0")
-def a_manager_without_its_optimizer(*_):
-    step_of(loss_cell(), mixed_precision=amp.FixedLossScaleManager(1024.0, drop_overflow_update=False))
 
 
 @says("For 'GradAccumulation', the argument 'network' must return its mean loss")
@@ -423,7 +418,7 @@ def parameters_that_became_different(monkeypatch, _):
 
 @says("For 'TrainOneStepCell', the ranks must read different data")
 def the_same_rows_on_two_ranks(monkeypatch, _):
-    monkeypatch.setattr(world, "_gather_words", lambda words: np.stack((words, words)))
+    monkeypatch.setattr(world, "_send", lambda words: np.stack((words, words)))
     world.warn_of_same_data("TrainOneStepCell", b"12345678")
 
 

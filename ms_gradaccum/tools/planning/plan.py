@@ -12,9 +12,8 @@ from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import LastWindow, argument_error, counted
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.gradients.clipping import Clip, check_clip
-from ms_gradaccum.parallel.factory import reducer_layout
 from ms_gradaccum.parallel.kinds import ParallelChoice, choose_kind
-from ms_gradaccum.parallel.layout import Message, Ranks, Traffic
+from ms_gradaccum.parallel.layout import Message, Ranks, Traffic, layout_of
 from ms_gradaccum.tools.text import aligned, size_text
 
 _OWNER = "TrainingPlan"
@@ -146,7 +145,7 @@ class TrainingPlan:
         check.check_choice(_OWNER, "device_target", target, ("CPU", "GPU", "Ascend"), "None is that of the context.")
         if self.parameters is not None:
             shapes = _shapes_of(self.parameters)
-            layout = reducer_layout(kind, shapes, Ranks(self.ranks, self.ranks, target))
+            layout = layout_of(kind, shapes, Ranks(self.ranks, self.ranks, target))
             vars(self).update(parameters=shapes, buffer_bytes=layout.sum_bytes, traffic=layout.messages(norm_passes))
 
     @property
