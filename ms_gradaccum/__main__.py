@@ -1,12 +1,11 @@
 """Command line: ``python -m ms_gradaccum``."""
 
 import argparse
+import importlib
 import json
 import signal
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -74,9 +73,19 @@ def _add_simulate(option: Callable[..., argparse.Action]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 2 with one sentence after an error, 130 after Ctrl-C."""
     args = parse(arguments)
-    commands = {"micro-size": _micro_size, "simulate": _simulate, "plot": _plot, "test": _test, "env": _env}
+    commands = {
+        "test": (_test, "self_test.self_test"),
+        "micro-size": (_micro_size, "probing.micro_size_finder"),
+        "simulate": (_simulate, "simulation.simulate"),
+        "plot": (_plot, "reporting.run_plot"),
+        "env": (_env, "environment"),
+    }
+    command, module = commands[args.command]
     try:
-        return commands[args.command](args)
+        if "build" in args:
+            check_build(args.command.replace("micro-size", "find_micro_size"), args.build)
+        _import_uninterrupted(f"ms_gradaccum.tools.{module}")
+        return command(args)
     except KeyboardInterrupt:
         said, status = "it was interrupted, and its processes have ended.", 130
     except _ERRORS as error:
@@ -85,19 +94,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-@contextmanager
-def _held_interrupts() -> Iterator[None]:
+def _import_uninterrupted(module: str) -> None:
     """Hold Ctrl-C back while MindSpore is imported: in the midst of it, Python would crash."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        yield
+        importlib.import_module(module)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _env(args: argparse.Namespace) -> int:
-    with _held_interrupts():
-        from ms_gradaccum.tools.environment import describe
+    from ms_gradaccum.tools.environment import describe
 
     for name, value in describe().items():
         print(f"{name:28}{value}")
@@ -106,9 +113,7 @@ def _env(args: argparse.Namespace) -> int:
 
 def _micro_size(args: argparse.Namespace) -> int:
     """Print the measurements as they come, and the answer alone on the standard output."""
-    check_build("find_micro_size", args.build)
-    with _held_interrupts():
-        from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
+    from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
 
     def report(probe: object) -> None:
         print(probe, file=sys.stderr)
@@ -123,9 +128,7 @@ def _micro_size(args: argparse.Namespace) -> int:
 
 def _simulate(args: argparse.Namespace) -> int:
     """Print the table, or JSON in its place, and a line of progress beside it."""
-    check_build("simulate", args.build)
-    with _held_interrupts():
-        from ms_gradaccum.tools.simulation.simulate import simulate
+    from ms_gradaccum.tools.simulation.simulate import simulate
 
     settings = {"run": args.run, "compare": not args.no_compare, "timeout": args.timeout}
     found = simulate(args.build, args.devices, **settings)
@@ -139,14 +142,13 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def _test(args: argparse.Namespace) -> int:
     """Print the table as it grows, and the current cell in a line below it. Return 1 if a cell has failed."""
+    from ms_gradaccum.tools.self_test.self_test import self_test, summary
+
     output = Path(args.output).absolute()
     is_new = not output.exists()
     try:
         # A file that cannot be written is told before the test takes its time.
         output.open("a").close()
-        with _held_interrupts():
-            from ms_gradaccum.tools.self_test.self_test import self_test, summary
-
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             settings = {"timeout": args.timeout, "show": _show, "tell": line.set_description_str}
             found = self_test(args.device, args.workers, **settings)
@@ -166,15 +168,10 @@ def _show(text: str) -> None:
 
 
 def _plot(args: argparse.Namespace) -> int:
-    output = args.output or Path(args.runs[0]).with_suffix(".png")
-    with _held_interrupts():
-        from ms_gradaccum.tools.reporting.run_plot import draw
+    from ms_gradaccum.tools.reporting.run_plot import draw
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        draw(args.runs, output)
-    for warning in caught:
-        print(f"{_PROGRAM} plot: {warning.message}", file=sys.stderr)
+    output = args.output or Path(args.runs[0]).with_suffix(".png")
+    draw(args.runs, output)
     print(output)
     return 0
 

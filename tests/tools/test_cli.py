@@ -113,11 +113,9 @@ def test_a_resumed_run_has_its_last_report_on_each_update_and_nulls_are_gaps(tmp
     second = write_run(path, [3, 4], loss=lambda update: 7.0, learning_rate=[0.1, 0.2, 0.1]).read_text()
     evaluation = '{"update": 4, "eval_mse": 1.0}\n'
     path.write_text(first + '{"update": 3, "lo\n' + second + evaluation)
-    with pytest.warns(UserWarning, match="^Skipped 1 line of .*run.jsonl that cannot be read as JSON.$"):
-        reports = read_run(path)
+    reports = read_run(path)
     assert [(report["update"], report["loss"]) for report in reports] == [(1, None), (2, 5.0), (3, 7.0), (4, 7.0)]
-    with pytest.warns(UserWarning):
-        panels = axes_of(monkeypatch, path)
+    panels = axes_of(monkeypatch, path)
     loss, rate = panels["loss"], panels["learning rate"]
     np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), [np.nan, 5.0, 7.0, 7.0])
     # Three rates, of which two are the same.

@@ -93,10 +93,6 @@ def test_rows_on_two_devices_in_a_model():
         ("ReduceScatter", 2, (0, 1), 4)
     ]
     assert gradients[0].nbytes == 4 * (FIRST + SECOND)
-    traffic = found.ours.traffic.per_update
-    assert sum(message.nbytes for message in traffic) == pytest.approx(
-        sum(kind.nbytes for kind in found.ours.messages), abs=100
-    )
     assert json.loads(json.dumps(found.to_dict()))["training"]["farthest"] == found.training.farthest
 
 

@@ -14,7 +14,7 @@ from ms_gradaccum.parallel import factory
 from ms_gradaccum.parallel.world import World
 from ms_gradaccum.tools.processes import Job, Meeting
 from ms_gradaccum.tools.simulation import worker
-from ms_gradaccum.tools.simulation.collectives import WORLD_GROUP, messages_of
+from ms_gradaccum.tools.simulation.partition import WORLD_GROUP, messages_of
 from ms_gradaccum.tools.simulation.report import Program
 
 # A part of the names that the compiler gives to operators of a purpose.
@@ -60,13 +60,6 @@ def test_the_table_has_both_programs_in_one_line(simulation):
         ["AllReduce, gradients", "2: 0 2", "3", "300", "3", "300"],
         ["AllReduce, weights", "2: 0 1", "2", "96", "2", "96"],
         ["AllReduce, norm", "4: 0 1 2 3", "1", "4", "-", "-"],
-    ]
-
-
-def test_the_traffic_is_one_message_each(simulation):
-    sent = simulation.ours.traffic.of_window(batches=1, micro_batches=4)
-    assert [tuple(message) for message in sent] == [("AllReduce", 2, 100)] * 3 + [("AllReduce", 2, 48)] * 2 + [
-        ("AllReduce", 4, 4)
     ]
 
 

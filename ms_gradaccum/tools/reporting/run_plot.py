@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ms_gradaccum._checks import counted, warn
 from ms_gradaccum.backend.tensors import Array
 
 _PANELS = {
@@ -28,15 +27,13 @@ Run = Sequence[Mapping[str, Any]]
 def read_run(path: str | PathLike[str]) -> Run:
     """Return the reports of the last run, and of runs that it goes on from, in order of the updates.
 
-    A line that a killed program has left unfinished is skipped with a warning. ValueError: no report.
+    A line that a killed program has left unfinished is skipped. ValueError: no report.
     """
     reports: dict[int, Mapping[str, Any]] = {}
-    torn = 0
-    for line in filter(str.strip, Path(path).read_text(encoding="utf-8", errors="replace").splitlines()):
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            torn += 1
             continue
         if isinstance(record, dict) and record.keys() & {"loss", "grad_norm"} and isinstance(record.get("update"), int):
             while reports and next(reversed(reports)) >= record["update"]:
@@ -44,8 +41,6 @@ def read_run(path: str | PathLike[str]) -> Run:
             reports[record["update"]] = record
     if not reports:
         raise ValueError(f"There is no report in {path}. Give a file that MetricsLogger has written.")
-    if torn:
-        warn(f"Skipped {counted(torn, 'line')} of {path} that cannot be read as JSON.")
     return list(reports.values())
 
 
@@ -55,10 +50,8 @@ def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> N
         # pyplot is not used because it keeps global state and may open a window.
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            f"Drawing takes the package matplotlib, but got: {error}. "
-            f"Install it with: pip install 'ms_gradaccum[plot]'."
-        ) from None
+        remedy = "Install it with: pip install 'ms_gradaccum[plot]'."
+        raise ImportError(f"Drawing takes the package matplotlib, but got: {error}. {remedy}") from None
     runs = {str(path): read_run(path) for path in paths}
     panels = {title: [*_curves(runs, names)] for title, names in _PANELS.items()}
     titles = [

@@ -18,7 +18,7 @@ from mindspore.parallel._tensor import _load_tensor_by_layout
 from mindspore.train import mind_ir_pb2
 
 from ms_gradaccum.parallel.world import gather_values
-from ms_gradaccum.tools.simulation.collectives import COLLECTIVES, WORLD_GROUP, attribute_of, collectives_of
+from ms_gradaccum.tools.simulation.partition import COLLECTIVES, WORLD_GROUP, attribute_of, collectives_of
 from ms_gradaccum.tools.whole_batch import Values
 
 _CPU_WORLD_GROUP = "mccl_world_group"

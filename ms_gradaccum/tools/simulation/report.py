@@ -5,7 +5,6 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from ms_gradaccum.backend.plain_state import Json
-from ms_gradaccum.parallel.layout import Message, Traffic
 from ms_gradaccum.tools.text import aligned, size_text
 
 
@@ -46,12 +45,6 @@ class Program:
     held_bytes: dict[str, int]
     compile_seconds: float
     compile_bytes: int
-
-    @property
-    def traffic(self) -> Traffic:
-        """The messages in the form of `TrainingPlan.traffic`, in no order. Each has the mean size of its kind."""
-        sent = [(Message(kind.operator, kind.size, kind.nbytes // kind.count), kind.count) for kind in self.messages]
-        return Traffic(per_update=tuple(message for message, count in sent for _ in range(count)))
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.semi_auto import SemiAuto, forget_accumulation
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Meeting
-from ms_gradaccum.tools.simulation.collectives import messages_of, tensor_bytes
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_parts, plain_name, whole_values
-from ms_gradaccum.tools.simulation.partition import connect, partition
+from ms_gradaccum.tools.simulation.partition import connect, messages_of, partition, tensor_bytes
 from ms_gradaccum.tools.simulation.report import Program
 from ms_gradaccum.tools.whole_batch import ClippedOptimizer, LossOnly, Values, compare, train_whole
 from ms_gradaccum.training.partitioned_step import PartitionedStep
