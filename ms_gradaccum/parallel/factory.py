@@ -4,9 +4,11 @@ from collections.abc import Iterable, Sequence
 
 import mindspore as ms
 from mindspore import Parameter, nn
+from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import require, warn
+from ms_gradaccum._checks import listed, require, warn
+from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
 from ms_gradaccum.gradients.non_finite import check_can_drop
@@ -17,7 +19,16 @@ from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.shards import ShardedReducer, check_shardable
-from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world, tell_peers_of_failure
+from ms_gradaccum.parallel.world import (
+    broadcast_parameters,
+    check_agreement,
+    current_world,
+    differ,
+    tell_peers_of_failure,
+)
+
+_ALIKE = "one with the same parameters on all processes"
+_EXPERTS = "Experts that only some processes have take the compiler's partition or HyperParallel."
 
 
 def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
@@ -79,7 +90,7 @@ def build_reducers(
             continue
         _check_sent(owner, kind, network, optimizer, dtype)
         if world.size > 1:
-            _start_alike(owner, network, optimizer)
+            _start_alike(owner, kind, network, optimizer)
         layout = layout_of(kind, parameters, ranks, totals.sizes, dtype)
         buffer = GradientBuffer(parameters, dense_only, layout.buffer_shapes, totals)
         if isinstance(kind, Reduced):
@@ -122,23 +133,40 @@ def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dt
 
 
 def check_parameters_sent(owner: str, parameters: Iterable[Parameter]) -> None:
-    """Raise for float64 parameters, whose sums MindSpore cannot add up over processes."""
+    """Raise for float64 parameters, whose sums MindSpore cannot add up over processes, and for those of one process."""
     rule = "one without float64 parameters in several processes"
     remedy = "MindSpore's AllReduce knows no float64: use float32, or one process."
     for parameter in parameters:
+        got = f"{parameter.name!r} with layerwise_parallel"
+        require(not parameter.layerwise_parallel, owner, "network", _ALIKE, got, _EXPERTS)
         got = f"{parameter.name!r} of float64"
         require(parameter.dtype != ms.float64, owner, "network", rule, got, remedy)
 
 
-def _start_alike(owner: str, network: nn.Cell, optimizer: nn.Cell) -> None:
+def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -> None:
     for cell in (network, optimizer):
         cell.init_parameters_data()
     parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
     if any(shard_size_of(item) > 1 for item in optimizer.parameters):
         # The state belongs to the shards, which differ by design.
         parameters = {item.name: item for item in reduced.whole(network.get_parameters())}
-    if broadcast_parameters(parameters.values()):
-        warn(
-            f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
-            f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
-        )
+    if not differ(parameters.values()):
+        return
+    if not isinstance(kind, Reduced):  # In its networks a rank has shards, which are known.
+        _check_no_experts(owner, network)
+    broadcast_parameters(parameters.values())
+    warn(
+        f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
+        f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
+    )
+
+
+def _check_no_experts(owner: str, network: nn.Cell) -> None:
+    """Raise if each rank may have experts of its own: the network sends tensors to other ranks."""
+    code = NetworkCode(network)
+    operators = [each for each in code.reached if isinstance(each, Primitive)]
+    names = [each.name for each in operators if isinstance(each.attrs.get("group"), str)]
+    names += [name for name in sorted(code.names) if name.startswith(("all_to_all", "all_gather", "reduce_scatter"))]
+    got = f"other values where its forward pass has {listed(names, 1)}"
+    remedy = f"If they should be equal, call mindspore.set_seed() with the same seed on all ranks. {_EXPERTS}"
+    require(not names, owner, "network", _ALIKE, got, remedy)

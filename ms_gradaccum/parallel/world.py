@@ -134,18 +134,18 @@ def check_equal(owner: str, parameters: Iterable[Parameter]) -> None:
         )
 
 
-def broadcast_parameters(parameters: Iterable[Parameter]) -> bool:
-    """Broadcast the values of rank 0 if the ranks differ, and return whether they did. Collective."""
-    parameters = list(parameters)
-    digests = gather_values(digest(parameters))
-    if len(set(digests)) == 1:
-        return False
+def differ(parameters: Iterable[Parameter]) -> bool:
+    """Return whether the ranks have other values. Collective."""
+    return len(set(gather_values(digest(parameters)))) > 1
+
+
+def broadcast_parameters(parameters: Iterable[Parameter]) -> None:
+    """Give all ranks the values of rank 0. Collective."""
     for parameter in parameters:
         values = parameter.asnumpy()
         # Sent as words, which keeps every dtype exact.
         received = _send(_as_words(values.reshape(1, -1))[0], broadcasts=True).tobytes()[: values.nbytes]
         parameter.set_data(Tensor(np.frombuffer(received, values.dtype).reshape(values.shape)))
-    return True
 
 
 def gather_rows(owner: str, arrays: list[Array]) -> tuple[int, int, list[Array]]:

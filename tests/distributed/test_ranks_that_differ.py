@@ -54,10 +54,25 @@ def test_a_cell_may_know_its_rank_and_takes_over_the_count_of_updates(two):
 
 
 def test_parameters_of_all_dtypes_arrive_bit_for_bit(two):
-    assert [report["broadcast"] for report in two] == [True, True]
+    assert [report["differ"] for report in two] == [[True, False], [True, False]]
     assert two[0]["bits"] == two[1]["bits"] == two[0]["own bits"]
     assert all(two[0]["shapes"] + two[1]["shapes"])
     assert all(mine != theirs for mine, theirs in zip(two[0]["own bits"], two[1]["own bits"]))
+
+
+REPLICAS = "the argument 'network' must be one with the same parameters on all processes, but got "
+EXPERTS = {
+    "named": "the ranks must agree about 'optimizer.parameters[1]', but got expert0 on rank 0 and expert1 on rank 1. ",
+    "alike": f"{REPLICAS}other values where its forward pass has All",
+    "marked": f"{REPLICAS}'expert' with layerwise_parallel. ",
+}
+
+
+@pytest.mark.parametrize("what", EXPERTS)
+def test_experts_that_only_one_rank_has_are_refused_on_all_ranks_and_keep_their_values(what, two):
+    for report in two:
+        said, is_kept = report[f"experts {what}"]
+        assert said.startswith(f"For 'TrainOneStepCell', {EXPERTS[what]}") and is_kept
 
 
 def test_counts_beyond_those_of_a_float32_arrive(two):

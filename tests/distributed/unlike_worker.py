@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import get_rank, init
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim as experimental
@@ -125,11 +125,44 @@ def send_every_bit():
     values[0][1:] = np.array([0xFFC00001 + rank, 0x80000000], np.uint32).view(np.float32)
     values.append(np.array(1.5 + rank, np.float32))
     parameters = [Parameter(Tensor(value), f"p{i}", requires_grad=False) for i, value in enumerate(values)]
-    results["broadcast"] = world.broadcast_parameters(parameters)
+    results["differ"] = [world.differ(parameters)]
+    world.broadcast_parameters(parameters)
+    results["differ"].append(world.differ(parameters))
     results["bits"] = [each.asnumpy().tobytes().hex() for each in parameters]
     results["shapes"] = [each.shape == value.shape for each, value in zip(parameters, values)]
     results["own bits"] = [value.tobytes().hex() for value in values]
     results["counts"] = world.gather_counts(2**24 + 1 + rank)
+
+
+class Experts(nn.Cell):
+    """A mixture of two experts, of which each rank has one, for the rows of both; a gate that both have."""
+
+    def __init__(self, name, is_marked):
+        super().__init__()
+        gate, *experts = np.random.default_rng(0).normal(size=(3, 3, 3)).astype(np.float32)
+        self.gate = Parameter(Tensor(gate[:, :2]), "gate")
+        self.expert = Parameter(Tensor(experts[rank]), name, layerwise_parallel=is_marked)
+        self.gather, self.add_up = ops.AllGather(), ops.AllReduce()
+
+    def construct(self, x):
+        rows, everyone = x.shape[0], self.gather(x)
+        share = ops.softmax(ops.matmul(everyone, self.gate))[:, rank : rank + 1]
+        return self.add_up(ops.matmul(everyone, self.expert) * share)[rank * rows : rank * rows + rows]
+
+
+def have_experts_of_their_own():
+    """Each way to write experts that only one rank has, in both modes; the values stay as they are."""
+    for what, name, is_marked in (
+        ("named", f"expert{rank}", False),
+        ("alike", "expert", False),
+        ("marked", "expert", True),
+    ):
+        network = Experts(name, is_marked)
+        before = network.expert.asnumpy().copy()
+        try:
+            step_with(sgd(network), network)
+        except ValueError as error:
+            results[f"experts {what}"] = str(error), bool((network.expert.asnumpy() == before).all())
 
 
 class Failure(Exception):
@@ -264,6 +297,7 @@ def main():
     disagree_about_what_trains()
     agree_although_unlike()
     send_every_bit()
+    have_experts_of_their_own()
     with eagerly():
         for kind in KINDS:
             for failure in FAILURES:

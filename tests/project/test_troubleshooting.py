@@ -18,6 +18,7 @@ from refusal import loss_cell
 from ms_gradaccum import (
     HSDP,
     Accumulator,
+    DataParallel,
     GradAccumulation,
     Model,
     TokenMeanLoss,
@@ -406,8 +407,16 @@ def other_settings_on_another_rank(monkeypatch, _):
 
 @says("For 'TrainOneStepCell', the ranks started with different parameters")
 def other_parameters_on_another_rank(monkeypatch, _):
-    monkeypatch.setattr(factory, "broadcast_parameters", lambda parameters: True)
-    factory._start_alike("TrainOneStepCell", loss_cell(), sgd(line()))
+    monkeypatch.setattr(factory, "differ", lambda parameters: True)
+    monkeypatch.setattr(factory, "broadcast_parameters", lambda parameters: None)
+    factory._start_alike("TrainOneStepCell", DataParallel(), loss_cell(), sgd(line()))
+
+
+@says("For 'TrainOneStepCell', the argument 'network' must be one with the same parameters on all processes")
+def experts_of_one_rank(monkeypatch, _):
+    network = line()
+    network.weight.layerwise_parallel = True
+    factory.check_parameters_sent("TrainOneStepCell", network.trainable_params())
 
 
 @says("For 'TrainOneStepCell', the ranks must have the same weights after an update")
