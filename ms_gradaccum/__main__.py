@@ -31,35 +31,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         )
         return command.add_argument
 
-    _add_test(add("test", "train small networks here and compare with the whole batch", "--device CPU --workers 2"))
-    summary = "print the smallest micro_size that fits into a memory limit"
-    _add_micro_size(add("micro-size", summary, "train.py:build --memory-limit 4GiB"))
-    summary = "compile a step for several devices on this machine"
-    _add_simulate(add("simulate", summary, "train.py:build --devices 8 --run"))
-    option = add("plot", "draw the files of MetricsLogger into a PNG", "run.jsonl other.jsonl -o runs.png")
-    option("runs", nargs="+", metavar="run.jsonl", help="files that MetricsLogger has written")
-    option("-o", "--output", metavar="PNG", help="the picture; default: the first file's name with .png")
-    add("env", "print versions, device, modes, and what this machine can and cannot do", "")
-    return parser.parse_args(arguments)
-
-
-def _add_test(option: Callable[..., argparse.Action]) -> None:
+    option = add("test", "train small networks here and compare with the whole batch", "--device CPU --workers 2")
     devices, workers = ("CPU", "GPU", "Ascend"), "processes of the jobs, 1 for no job; default: %(default)s"
     option("--device", choices=devices, help="the kind of device; default: the one that MindSpore takes here")
     option("--workers", type=int, default=2, metavar="N", help=workers)
     option("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one of its cells; default: %(default)g")
     option("--output", default=_FOUND, metavar="FILE", help="where to write JSON; default: %(default)s, here")
 
-
-def _add_micro_size(option: Callable[..., argparse.Action]) -> None:
+    summary = "print the smallest micro_size that fits into a memory limit"
+    option = add("micro-size", summary, "train.py:build --memory-limit 4GiB")
     build = "a function that returns (network, optimizer, batch); or module:build"
     option("build", metavar="train.py:build", help=build)
     limit = "of one process, on its device, such as 512MiB or 4GiB; required"
     option("--memory-limit", required=True, metavar="SIZE", help=limit)
     option("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one measurement; default: %(default)g")
 
-
-def _add_simulate(option: Callable[..., argparse.Action]) -> None:
+    option = add("simulate", "compile a step for several devices on this machine", "train.py:build --devices 8 --run")
     option("build", metavar="train.py:build", help="a function that returns (step, batch); or module:build")
     option("--devices", type=int, default=8, metavar="N", help="how many the job has; default: %(default)s")
     run = "train three updates on as many CPU processes, too; default: compile only"
@@ -68,6 +55,13 @@ def _add_simulate(option: Callable[..., argparse.Action]) -> None:
     output = "where to write JSON, - for standard output; default: none, a table is printed"
     option("--json", metavar="FILE", help=output)
     option("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of all of it; default: %(default)g")
+
+    option = add("plot", "draw the files of MetricsLogger into a PNG", "run.jsonl other.jsonl -o runs.png")
+    option("runs", nargs="+", metavar="run.jsonl", help="files that MetricsLogger has written")
+    option("-o", "--output", metavar="PNG", help="the picture; default: the first file's name with .png")
+
+    add("env", "print versions, device, modes, and what this machine can and cannot do", "")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

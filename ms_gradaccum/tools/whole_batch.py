@@ -100,10 +100,8 @@ def values_of(network: nn.Cell) -> Values:
 def train_whole(
     loss_cell: nn.Cell, optimizer: nn.Cell, batches: Iterable[Sequence[object]], norms: bool = True
 ) -> list[tuple[float, float]]:
-    """Train with MindSpore's own step in this process alone. Return the loss and the gradient's norm of each batch.
-
-    Without ``norms`` they are 0. In a graph MindSpore loops over the gradients that it returns, which must be few.
-    """
+    """Train with MindSpore's own step. Return the loss and the gradient's norm of each batch, 0 without ``norms``."""
+    # In a graph MindSpore loops over the gradients that it returns, which must be few.
     step = nn.TrainOneStepCell(loss_cell, optimizer, return_grad=norms)
     reports = []
     for batch in batches:

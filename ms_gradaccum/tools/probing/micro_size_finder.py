@@ -305,14 +305,11 @@ class Training:
 
 
 class FewMicroBatches(GradAccumulation):
-    """Split a batch whole, and train with only the first and the last micro batches.
-
-    The others have the same shapes and reuse the same memory. All of them exist, as in training: where rows are
-    copied, that takes as much as the batch.
-    """
+    """Train with only the first and the last micro batches: the others have the same shapes and reuse their memory."""
 
     def split(self, *inputs: object) -> SplitBatch:
         """Return a few of the micro batches of one batch; the larger ones come first, the smaller ones last."""
+        # All of them are kept, as in training: where rows are copied, that takes as much as the batch.
         batch = self.whole = super().split(*inputs)
         # A loss of the whole batch takes the memory of all its rows.
         if self.is_cached or len(batch.micro_batches) <= 2 * _ENDS:

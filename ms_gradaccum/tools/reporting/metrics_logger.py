@@ -22,7 +22,7 @@ _OWNER = "MetricsLogger"
 
 
 class MetricsLogger(StepReporter, Callback):
-    """A :class:`StepReporter` that writes each report as a line of JSON, and hands it on if asked.
+    """A :class:`StepReporter` whose `log` writes each report as a line of JSON, and hands it on if asked.
 
     In ``Model.train`` and ``Model.fit`` it is a callback, and writes the results of evaluations too. In a loop of your
     own, give it to ``accumulator.add_callback``, or call `log`. All processes must do so; rank 0 writes.

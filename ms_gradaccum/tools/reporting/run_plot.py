@@ -25,16 +25,13 @@ Run = Sequence[Mapping[str, Any]]
 
 
 def read_run(path: str | PathLike[str]) -> Run:
-    """Return the reports of the last run, and of runs that it goes on from, in order of the updates.
-
-    A line that a killed program has left unfinished is skipped. ValueError: no report.
-    """
+    """Return the reports of the last run, and of runs that it goes on from, in order of the updates."""
     reports: dict[int, Mapping[str, Any]] = {}
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            continue
+            continue  # A killed program has left it unfinished.
         if isinstance(record, dict) and record.keys() & {"loss", "grad_norm"} and isinstance(record.get("update"), int):
             while reports and next(reversed(reports)) >= record["update"]:
                 reports.popitem()  # A resumed training makes some updates again, another one all.

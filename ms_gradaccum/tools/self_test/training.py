@@ -112,10 +112,7 @@ def labelled_rows(number: int, rows: int) -> Arrays:
 
 
 class Training:
-    """A network with the step that trains it in windows, and the losses and norms of its updates.
-
-    ``whole_loss`` is that of MindSpore's step on the whole batch; ``around`` wraps the GradAccumulation.
-    """
+    """A network with the step that trains it in windows, and the losses and norms of its updates."""
 
     def __init__(
         self,

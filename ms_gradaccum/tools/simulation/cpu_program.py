@@ -31,10 +31,7 @@ _created: set[str] = set()
 
 
 class CpuProgram:
-    """One rank's part of a training step, with its parameters. All ranks build it and call it together.
-
-    ``values`` are the whole parameters at the start; ``layouts`` is ``Cell.parameter_layout_dict``.
-    """
+    """One rank's part of a training step, with its parts of the whole ``values``. All ranks build and call it."""
 
     def __init__(self, model: Any, values: Values, layouts: dict[str, Any], rank: int) -> None:
         members = _create_groups({sent.group for sent in collectives_of(model)}, rank)

@@ -18,10 +18,7 @@ _GRADIENTS = (
 
 
 class Diagnosis:
-    """The search for causes, from those that hide others to those that need everything else to be equal.
-
-    ``window`` and ``whole`` are runs of the same loss cell, with everything as in training.
-    """
+    """The search for causes, from those that hide others to those that need everything else to be equal."""
 
     def __init__(self, experiment: Experiment, window: Run, whole: Run, rtol: float) -> None:
         self.experiment, self.window, self.whole, self.rtol = experiment, window, whole, rtol

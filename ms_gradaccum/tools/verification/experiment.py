@@ -63,10 +63,7 @@ def is_finite(run: Run) -> bool:
 
 
 def misfits(a: Run, b: Run, *others: Run) -> list[float]:
-    """Return, per parameter, the norm of the difference of two gradients, divided by its scale.
-
-    The scale is its largest norm in these runs and the ``others``, from which ``a`` or ``b`` was computed.
-    """
+    """Return, per parameter, the norm of the difference of two gradients, divided by its largest norm in any run."""
     runs = (a, b, *others)
     floor = _SMALLEST_SHARE * max(map(norm, runs))
     with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which differs.
@@ -121,16 +118,13 @@ class Start(KeptState):
 
 @dataclass
 class Experiment:
-    """One batch of one network: its window, and any of its rows in one piece, each from the same start.
-
-    Cells with a word of ``frozen`` in the names of their classes are in evaluation mode.
-    """
+    """One batch of one network: its window, and any of its rows in one piece, each from the same start."""
 
     network: GradAccumulation
     inputs: tuple[Any, ...]
     reference: nn.Cell | None
     start: Start
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()  # Cells with one of these words in their class name are in evaluation mode.
     compiles: bool = False
 
     def __post_init__(self) -> None:
@@ -187,10 +181,7 @@ class Experiment:
         return check.measure_cuts(self._cuts(self.bounds), len(self.rows))
 
     def _cuts(self, bounds: Sequence[int]) -> list[Cut]:
-        """Return the batch and its halves, then these and theirs, down to the micro batches.
-
-        If each of them is the mean of its halves, then the batch is that of its micro batches.
-        """
+        """Return the batch with its halves, then each half with its own, down to the micro batches."""
         if len(bounds) < 3:
             return []
         place = len(bounds) // 2
