@@ -25,10 +25,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, summary: str, example: str) -> Callable[..., argparse.Action]:
-        raw, epilog = argparse.RawDescriptionHelpFormatter, f"example:\n  {_PROGRAM} {name} {example}".rstrip()
-        command = commands.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=epilog, formatter_class=raw
-        )
+        raw, about = argparse.RawDescriptionHelpFormatter, f"{summary[0].upper()}{summary[1:]}."
+        epilog = f"example:\n  {_PROGRAM} {name} {example}".rstrip()
+        command = commands.add_parser(name, help=summary, description=about, epilog=epilog, formatter_class=raw)
         return command.add_argument
 
     option = add("test", "train small networks here and compare with the whole batch", "--device CPU --workers 2")
@@ -42,24 +41,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option = add("micro-size", summary, "train.py:build --memory-limit 4GiB")
     build = "a function that returns (network, optimizer, batch); or module:build"
     option("build", metavar="train.py:build", help=build)
-    limit = "of one process, on its device, such as 512MiB or 4GiB; required"
-    option("--memory-limit", required=True, metavar="SIZE", help=limit)
+    option("--memory-limit", required=True, metavar="SIZE", help="of a process on its device, such as 4GiB; required")
     option("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one measurement; default: %(default)g")
 
     option = add("simulate", "compile a step for several devices on this machine", "train.py:build --devices 8 --run")
     option("build", metavar="train.py:build", help="a function that returns (step, batch); or module:build")
     option("--devices", type=int, default=8, metavar="N", help="how many the job has; default: %(default)s")
-    run = "train three updates on as many CPU processes, too; default: compile only"
-    option("--run", action="store_true", help=run)
+    option(
+        "--run", action="store_true", help="train three updates on as many CPU processes, too; default: compile only"
+    )
     option("--no-compare", action="store_true", help="leave MindSpore's own cell out; default: compile it too")
-    output = "where to write JSON, - for standard output; default: none, a table is printed"
-    option("--json", metavar="FILE", help=output)
+    option("--json", metavar="FILE", help="a file for JSON, - for standard output; default: none, a table is printed")
     option("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of all of it; default: %(default)g")
 
     option = add("plot", "draw the files of MetricsLogger into a PNG", "run.jsonl other.jsonl -o runs.png")
     option("runs", nargs="+", metavar="run.jsonl", help="files that MetricsLogger has written")
     option("-o", "--output", metavar="PNG", help="the picture; default: the first file's name with .png")
-
     add("env", "print versions, device, modes, and what this machine can and cannot do", "")
     return parser.parse_args(arguments)
 
