@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import nn
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.batch.split import TENSORS, BatchAxis, Item, count_rows, leaf_axes, spread_axes, walk
+from ms_gradaccum.batch.split import TENSORS, BatchAxis, Flattened, Item, count_rows, spread_axes
 
 _OWNER = "GradAccumulation"
 # Types of per-row values in a list. Tensors in it are checked separately.
@@ -53,8 +53,8 @@ def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is
     if accumulation.micro_size == 1:
         return False
     batch_axis, name_of_input = accumulation.batch_axis, accumulation.name_of_input
-    items = list(walk(inputs, batch_axis))
-    rows = count_rows(items)
+    batch = Flattened(inputs, batch_axis)
+    rows = count_rows(batch.leaves)
     if is_first and rows < accumulation.micro_size:
         warn(
             f"For '{_OWNER}', the micro_size must be the number of micro batches of a batch, and not their rows, but "
@@ -63,7 +63,7 @@ def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is
         )
     if parts == 1:
         return False
-    for item in items[1:]:
+    for item in batch.others[1:]:
         got = _each_row(item, rows, isinstance(batch_axis, int))
         if got:
             name = name_of_input(int(item.place[6:-1])) if item.place.count("[") == 1 else item.place
@@ -79,7 +79,7 @@ def _each_row(item: Item, rows: int, is_default: bool) -> str:
     values = item.value
     if item.axis is None or not isinstance(values, (list, tuple)) or len(values) != rows:
         return ""
-    with_rows = [any(axis is not None for axis in leaf_axes(each, 0)) for each in values]
+    with_rows = [any(axis is not None for axis in Flattened(each, 0).axes) for each in values]
     whole = f"a {type(values).__name__} of {rows}, which goes whole into each micro batch"
     if not any(with_rows) and all(isinstance(each, TENSORS) for each in values):
         return f"{whole}. Stack it, or else give it None in batch_axis"

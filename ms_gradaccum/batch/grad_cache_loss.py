@@ -10,7 +10,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import Settled, argument_error, check_cell, check_construct, check_int
+from ms_gradaccum._checks import Settled, check_cell, check_construct, check_int, require
 from ms_gradaccum.backend.kernels import as_dtype
 from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
@@ -89,8 +89,7 @@ class GradCacheLoss(Settled, nn.Cell):
         self.loss_fn = check_cell(_OWNER, "loss_fn", loss_fn, "Give the cell that is called with all of them.")
         remedy = "It counts the last inputs, which go to loss_fn."
         self.labels = check_int(_OWNER, "labels", labels, remedy)
-        if labels < 0:
-            raise ValueError(argument_error(_OWNER, "labels", "an int of at least 0", labels, remedy))
+        require(labels >= 0, _OWNER, "labels", "an int of at least 0", labels, remedy)
         self._get_attr_from_cell(backbone)
         self._is_built = True
 

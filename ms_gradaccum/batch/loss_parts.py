@@ -110,7 +110,7 @@ def judge(split: Split, parts: int, twice: tuple[float, float, float] | None = N
         return None
     empty = [part.value for part in split.parts if not math.isfinite(part.value)]
     if empty:
-        return Finding(math.inf, f"{_BEGIN} {_EMPTY.format(value=empty[0], pair=_PAIR)}")
+        return _finding(math.inf, _EMPTY, value=empty[0])
     return _judge_pairs(split) if split.weighted else _judge_mean(split, parts, twice)
 
 
@@ -119,49 +119,43 @@ def _judge_mean(split: Split, parts: int, twice: tuple[float, float, float] | No
     miss = split.misses_mean()
     if miss <= tolerance:
         return None
-    larger, other = (split.parts[place] for place in split.larger_first())
+    larger, other = (split.parts[place].value for place in split.larger_first())
+    rounding = tolerance * abs(larger)
     # An empty part hides the difference between a sum and a mean.
-    doubles = min(abs(loss.value) for loss in split.losses) > tolerance * abs(larger.value)
+    doubles = min(abs(loss.value) for loss in split.losses) > rounding
     if twice is not None:
-        doubles = abs(twice[0] - 2 * larger.value) <= tolerance * abs(twice[0])
+        doubles = abs(twice[0] - 2 * larger) <= tolerance * abs(twice[0])
     if doubles and split.misses_sum() <= tolerance:
-        gives = f"{parts} micro batches give {1 / parts:.3g} of the gradient"
-        gives = gives if parts > 1 else "a window of 4 batches gives 0.25 of the gradient"
-        return Finding(miss, f"{_BEGIN} {_SUM.format(share=gives, pair=_PAIR)}")
+        gives = f"{parts} micro batches give {1 / parts:.3g}" if parts > 1 else "a window of 4 batches gives 0.25"
+        return _finding(miss, _SUM, share=f"{gives} of the gradient")
     # The whole can be a weighted mean of its parts if it lies between them.
-    low, high = sorted((larger.value, other.value))
-    slack = tolerance * max(abs(low), abs(high))
-    is_mean = low - slack <= split.whole.value <= high + slack
+    whole, low, high = split.whole.value, *sorted((larger, other))
+    is_mean = low - rounding <= whole <= high + rounding
     if twice is not None and is_mean:
         # The share of the larger part in a weighted mean, and the loss that counting it twice would give.
-        share = (split.whole.value - other.value) / (larger.value - other.value)
-        predicted = (2 * share * larger.value + (1 - share) * other.value) / (1 + share)
-        misses = abs(twice[0] - larger.value), abs(twice[1] - predicted)
-        rounding = tolerance * abs(larger.value)
+        share = (whole - other) / (larger - other)
+        predicted = (2 * share * larger + (1 - share) * other) / (1 + share)
         # What does not count has no entries, or it is not the largest: then its rows make a difference alone.
-        is_largest = abs(split.whole.value - larger.value) <= rounding < twice[2]
-        is_mean = max(misses) <= 4 * rounding and not is_largest
-    reason = (_WEIGHTS if is_mean else _ROWS).format(miss=_percent(miss), pair=_PAIR)
-    return Finding(miss, f"{_BEGIN} {reason}")
+        is_largest = abs(whole - larger) <= rounding < twice[2]
+        is_mean = max(abs(twice[0] - larger), abs(twice[1] - predicted)) <= 4 * rounding and not is_largest
+    return _finding(miss, _WEIGHTS if is_mean else _ROWS)
 
 
 def _judge_pairs(split: Split) -> Finding | None:
-    weight = split.misses_weight()
+    weight, miss = split.misses_weight(), split.misses_sum()
     if weight > split.tolerance:
-        return Finding(weight, f"{_PAIR_BEGIN} {_CONSTANT.format(miss=_percent(weight))}")
-    miss = split.misses_sum()
+        return _finding(weight, _CONSTANT, _PAIR_BEGIN)
     if miss <= split.tolerance:
         return None
     is_mean = split.whole.weight > 0 and split.misses_mean() <= split.tolerance
-    return Finding(miss, f"{_PAIR_BEGIN} {(_MEAN if is_mean else _OTHER).format(miss=_percent(miss))}")
+    return _finding(miss, _MEAN if is_mean else _OTHER, _PAIR_BEGIN)
 
 
 def other_gradient(miss: float, shows: bool, weighted: bool) -> Finding:
     """Return the finding for a loss whose parts add up while their gradients do not. Equal parts hide their weights."""
-    if weighted:
-        return Finding(miss, f"{_PAIR_BEGIN} {_PAIR_GRADIENT.format(miss=_percent(miss))}")
-    return Finding(miss, f"{_BEGIN} {(_GRADIENT if shows else _WEIGHTS).format(miss=_percent(miss), pair=_PAIR)}")
+    return _finding(miss, _PAIR_GRADIENT, _PAIR_BEGIN) if weighted else _finding(miss, _GRADIENT if shows else _WEIGHTS)
 
 
-def _percent(miss: float) -> str:
-    return f"{100 * miss:.2g} %" if miss < 0.1 else f"{100 * miss:.0f} %"
+def _finding(miss: float, reason: str, begin: str = _BEGIN, **values: object) -> Finding:
+    percent = f"{100 * miss:.2g} %" if miss < 0.1 else f"{100 * miss:.0f} %"
+    return Finding(miss, f"{begin} {reason.format(miss=percent, pair=_PAIR, **values)}")

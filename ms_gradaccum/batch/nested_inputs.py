@@ -1,15 +1,12 @@
-"""Nested inputs are flattened into tensors, and rebuilt inside a graph.
+"""Nested inputs are rebuilt from their tensors, also inside a graph.
 
 A graph treats a tuple or a dict as a constant and is compiled anew for each new content. So a micro step gets flat
 tensors and rebuilds from them the inputs that the network expects.
 """
 
-import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from inspect import Signature
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
@@ -19,56 +16,6 @@ from ms_gradaccum._checks import argument_error
 Batch = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]] | Sequence[object] | Mapping[str, object]
 
 
-def flatten(inputs: object, leaves: list[Tensor]) -> Hashable:
-    """Append the tensors in ``inputs`` to ``leaves`` and return the structure around them.
-
-    Inputs of the same structure differ only in the lengths of axes, so they can share a graph.
-    """
-    if isinstance(inputs, (Tensor, np.ndarray)):
-        leaf = inputs if isinstance(inputs, Tensor) else _tensor(inputs)
-        leaves.append(leaf)
-        return ("leaf", len(leaves) - 1, leaf.ndim, str(leaf.dtype))
-    if hasattr(inputs, "_fields") and ms.get_context("mode") == ms.GRAPH_MODE:
-        raise TypeError(
-            f"For 'GradAccumulation', the inputs in GRAPH mode must be tensors, tuples, lists and dicts, but got "
-            f"{type(inputs).__name__}, a NamedTuple, which loses its gradient there. Give a tuple or a dict."
-        )
-    if isinstance(inputs, (tuple, list)):
-        return ("sequence", type(inputs), tuple(flatten(item, leaves) for item in inputs))
-    if isinstance(inputs, dict):
-        return ("dict", tuple(inputs), tuple(flatten(item, leaves) for item in inputs.values()))
-    return ("value", type(inputs), _HashedByValue(inputs))
-
-
-def hash_of(inputs: object) -> bytes:
-    """Return a hash of the tensors in ``inputs``; b"" if there are none."""
-    tensors: list[Tensor] = []
-    flatten(inputs, tensors)
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(np.ascontiguousarray(tensor.asnumpy()).tobytes())
-    return total.digest() if tensors else b""
-
-
-def has_tensors(inputs: object) -> bool:
-    """Return whether ``inputs`` contain a tensor or an array, also inside mappings that are not dicts."""
-    if isinstance(inputs, (tuple, list)):
-        return any(map(has_tensors, inputs))
-    if isinstance(inputs, Mapping):
-        return any(map(has_tensors, inputs.values()))
-    return isinstance(inputs, (Tensor, np.ndarray))
-
-
-def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-    try:
-        return Tensor(array)
-    except TypeError:
-        raise TypeError(
-            f"For 'GradAccumulation', the inputs must be tensors, or arrays of what a tensor can hold, but got an "
-            f"array of {array.dtype}. Convert it, for example with astype(np.float32)."
-        ) from None
-
-
 def why_no_graph(structure: Any) -> str:
     """Return the reason why no graph can take inputs of ``structure`` in PYNATIVE mode, or an empty string."""
     if structure[0] not in ("sequence", "dict"):
@@ -76,20 +23,6 @@ def why_no_graph(structure: Any) -> str:
     if hasattr(structure[1], "_fields"):
         return f"its inputs hold {structure[1].__name__}, a NamedTuple, which loses its gradient in a graph"
     return next(filter(None, map(why_no_graph, structure[2])), "")
-
-
-class _HashedByValue:
-    """Wrapper that makes any Python value hashable as part of a structure."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        # The text is compared because a NaN is not equal to itself.
-        return isinstance(other, _HashedByValue) and repr(self.value) == repr(other.value)
-
-    def __hash__(self) -> int:
-        return hash(repr(self.value))
 
 
 def unflatten(structure: Any, leaves: tuple[Tensor, ...]) -> Any:
@@ -163,16 +96,3 @@ def as_call(owner: str, batch: object) -> tuple[tuple[object, ...], dict[str, ob
     got = f"{batch!r} of type {type(batch).__name__}"
     remedy = "Give the inputs of network in a tuple, or by name in a dict."
     raise TypeError(argument_error(owner, "batch", "a tensor, a tuple, a list or a dict", got, remedy))
-
-
-def how_to_name(signature: Signature, given: int, kwargs: Mapping[str, object]) -> str:
-    """Return a remedy for named inputs that a network does not take, after ``given`` positional ones."""
-    wrong = [name for name in kwargs if name not in signature.parameters]
-    arguments = list(signature.parameters.values())[given:]
-    free = [each.name for each in arguments if each.name not in kwargs and each.kind == each.POSITIONAL_OR_KEYWORD]
-    if not wrong:
-        return "Give them as the network takes them."
-    if len(wrong) > len(free):
-        return f"Leave out {', '.join(map(repr, wrong[len(free) :]))}."
-    names, own = (", ".join(map(repr, each)) for each in (wrong, free))
-    return f"Rename {names} to {own}, for example with dataset.rename()."

@@ -7,7 +7,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import Settled, argument_error, check_int
+from ms_gradaccum._checks import Settled, argument_error, check_int, require
 from ms_gradaccum.backend.kernels import fits_kernels, replay_mask
 
 _OWNER = "ReplayDropout"
@@ -68,8 +68,7 @@ class ReplayDropout(Settled, nn.Cell):
         remedy = "It is the probability of a zero."
         if isinstance(p, bool) or not isinstance(p, (int, float)):
             raise TypeError(argument_error(_OWNER, "p", "a number", repr(p), remedy))
-        if not 0 <= p < 1:
-            raise ValueError(argument_error(_OWNER, "p", "at least 0 and less than 1", p, remedy))
+        require(0 <= p < 1, _OWNER, "p", "at least 0 and less than 1", p, remedy)
         if seed is None:
             # The seeds are far apart because each forward pass increments them.
             seed = ReplayDropout._layers = (ReplayDropout._layers + 0x3C6EF35F) % 2**31

@@ -7,8 +7,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_gradaccum.backend.kept_state import Array, as_array
-from ms_gradaccum.batch.nested_inputs import flatten
-from ms_gradaccum.batch.split import BatchAxis, leaf_axes
+from ms_gradaccum.batch.split import BatchAxis, Flattened, count_rows
 
 # So many values of a row are looked at to choose rows.
 _COLUMNS = 4096
@@ -35,11 +34,8 @@ class Rows(NamedTuple):
     @staticmethod
     def of(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> "Rows":
         """Return all rows of a batch."""
-        tensors: list[Tensor] = []
-        structure = flatten(inputs, tensors)
-        axes = tuple(leaf_axes(inputs, batch_axis))
-        size = next(tensor.shape[axis] for tensor, axis in zip(tensors, axes) if axis is not None)
-        return Rows(structure, tuple(tensors), axes, tuple(range(size)))
+        batch = Flattened(inputs, batch_axis)
+        return Rows(batch.structure, batch.tensors, batch.axes, tuple(range(count_rows(batch.leaves))))
 
     def take(self, places: Sequence[int]) -> "Rows":
         """Return the rows in these places."""

@@ -1,6 +1,7 @@
 """Split a batch of inputs into micro batches."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -8,7 +9,6 @@ import numpy as np
 from mindspore import COOTensor, CSRTensor, Tensor
 
 from ms_gradaccum._checks import argument_error, typed
-from ms_gradaccum.batch.nested_inputs import flatten, has_tensors
 
 # One axis for all inputs, or a nest with one entry per input (None: the input is not split).
 BatchAxis = int | None | Sequence["BatchAxis"] | Mapping[str, "BatchAxis"]
@@ -46,6 +46,96 @@ class Item(NamedTuple):
     shape: Shape = None
 
 
+class Flattened:
+    """Nested inputs as tensors and the structure around them.
+
+    Inputs of the same structure differ only in the lengths of axes, so they can share a graph.
+    """
+
+    def __init__(self, inputs: object, batch_axis: BatchAxis = None) -> None:
+        self.leaves: list[Item] = []
+        # Containers, before their items, and Python values.
+        self.others: list[Item] = []
+        self.structure = self._add(inputs, batch_axis, "input", False)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors in the order of the inputs."""
+        return tuple([leaf.value for leaf in self.leaves])
+
+    @property
+    def axes(self) -> tuple[int | None, ...]:
+        """The batch axis of each tensor."""
+        return tuple([leaf.axis for leaf in self.leaves])
+
+    def _add(self, value: Any, axis: BatchAxis, place: str, in_list: bool) -> Hashable:
+        if isinstance(value, TENSORS):
+            if isinstance(axis, (tuple, dict)):
+                raise ValueError(_axis_error(f"an int or None for {place}", axis))
+            tensor = value if isinstance(value, Tensor) else _tensor(value)
+            shape = tuple(tensor.shape)
+            self.leaves.append(Item(place, tensor, axis if shape else None, in_list, shape))
+            return "leaf", len(self.leaves) - 1, len(shape), str(tensor.dtype)
+        _check_container(value, place)
+        self.others.append(Item(place, value, axis, in_list))
+        in_list = in_list or isinstance(value, list)
+        if isinstance(value, (tuple, list)):
+            axes = spread_axes(axis, value)
+            found = [self._add(item, axes[i], f"{place}[{i}]", in_list) for i, item in enumerate(value)]
+            return "sequence", type(value), tuple(found)
+        if isinstance(value, dict):
+            named = _named_axes(axis, value)
+            found = [self._add(item, named[key], f"{place}[{key!r}]", in_list) for key, item in value.items()]
+            return "dict", tuple(value), tuple(found)
+        return "value", type(value), _HashedByValue(value)
+
+
+class _HashedByValue:
+    """Wrapper that makes any Python value hashable as part of a structure."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        # The text is compared because a NaN is not equal to itself.
+        return isinstance(other, _HashedByValue) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
+    try:
+        return Tensor(array)
+    except TypeError:
+        raise TypeError(
+            f"For '{_OWNER}', the inputs must be tensors, or arrays of what a tensor can hold, but got an array of "
+            f"{array.dtype}. Convert it, for example with astype(np.float32)."
+        ) from None
+
+
+def _check_container(value: object, place: str) -> None:
+    """Raise for an input that cannot be flattened."""
+    if isinstance(value, (CSRTensor, COOTensor)):
+        raise TypeError(
+            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Give it "
+            f"dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
+        )
+    if hasattr(value, "_fields") and ms.get_context("mode") == ms.GRAPH_MODE:
+        raise TypeError(
+            f"For '{_OWNER}', the inputs in GRAPH mode must be tensors, tuples, lists and dicts, but got "
+            f"{type(value).__name__}, a NamedTuple, which loses its gradient there. Give a tuple or a dict."
+        )
+
+
+def hash_of(inputs: object) -> bytes:
+    """Return a hash of the tensors in ``inputs``; b"" if there are none."""
+    tensors, total = Flattened(inputs).tensors, hashlib.sha256()
+    for tensor in tensors:
+        total.update(np.ascontiguousarray(tensor.asnumpy()).tobytes())
+    return total.digest() if tensors else b""
+
+
 def check_batch_axis(axis: object) -> BatchAxis:
     """Return ``axis`` if it is an int, None, or a nest of tuples, lists and dicts of these."""
     try:
@@ -70,32 +160,24 @@ def _axis_error(rule: str, got: object) -> str:
 
 def split_batch(inputs: tuple[object, ...], micro_size: int, batch_axis: BatchAxis) -> SplitBatch:
     """Split ``inputs`` into at most ``micro_size`` micro batches whose numbers of rows differ by at most one."""
-    tensors: list[Tensor] = []
     try:
-        structure = flatten(inputs, tensors)
+        batch = Flattened(inputs, batch_axis)
     except RecursionError:
         raise ValueError(
             f"For '{_OWNER}', the inputs must be tensors, or tuples, lists and dicts of them, but got a nest without "
             f"an end. Take out what holds itself."
         ) from None
-    if not tensors:
+    if not batch.leaves:
         got = ", ".join(type(item).__name__ for item in inputs) or "nothing"
         remedy = "Give tensors, or tuples, lists and dicts of them; dict(batch) makes a dict of what is like one."
         raise ValueError(f"For '{_OWNER}', at least one input must be a tensor, but got {got}. {remedy}")
-    items = list(walk(inputs, batch_axis))
-    bounds = split_rows(count_rows(items), micro_size)
+    bounds = split_rows(count_rows(batch.leaves), micro_size)
     if len(bounds) == 1:
-        return SplitBatch(structure, [MicroBatch(bounds[0][1], tuple(tensors))])
-    _refuse_mappings(items)
-    axes = [item.axis for item in items if item.shape is not None]
-    columns = [cut(tensor, axis, bounds) for tensor, axis in zip(tensors, axes)]
+        return SplitBatch(batch.structure, [MicroBatch(bounds[0][1], batch.tensors)])
+    _refuse_mappings(batch.others)
+    columns = [cut(leaf.value, leaf.axis, bounds) for leaf in batch.leaves]
     parts = [MicroBatch(end - begin, part) for (begin, end), part in zip(bounds, zip(*columns))]
-    return SplitBatch(structure, parts)
-
-
-def leaf_axes(inputs: object, batch_axis: BatchAxis) -> list[int | None]:
-    """Return the batch axis of each tensor in ``inputs``, in the order of `flatten`."""
-    return [item.axis for item in walk(inputs, batch_axis) if item.shape is not None]
+    return SplitBatch(batch.structure, parts)
 
 
 def split_rows(rows: int, micro_size: int) -> list[tuple[int, int]]:
@@ -111,8 +193,7 @@ def split_shapes(
 ) -> tuple[tuple[Any, ...], tuple[tuple[int, int], ...]]:
     """Return the axis of each input (None: not split) and the rows of each micro batch, for inputs of these shapes."""
     axes = tuple(axis if shape else None for axis, shape in zip(spread_axes(batch_axis, shapes), shapes))
-    places = (f"input[{i}]" for i in range(len(shapes)))
-    items = [Item(place, None, axis, False, shape) for place, axis, shape in zip(places, axes, shapes)]
+    items = [Item(f"input[{i}]", None, axis, False, shapes[i]) for i, axis in enumerate(axes)]
     return axes, tuple(split_rows(count_rows(items), micro_size))
 
 
@@ -143,38 +224,16 @@ def count_rows(items: Iterable[Item]) -> int:
     return rows
 
 
-def walk(value: Any, axis: BatchAxis, place: str = "input", in_list: bool = False) -> Iterator[Item]:
-    """Yield the inputs and all items inside them, containers before their items, in the order of `flatten`."""
-    if isinstance(value, TENSORS):
-        if isinstance(axis, (tuple, dict)):
-            raise ValueError(_axis_error(f"an int or None for {place}", axis))
-        shape = tuple(value.shape)
-        yield Item(place, value, axis if shape else None, in_list, shape)
-        return
-    if isinstance(value, (CSRTensor, COOTensor)):
-        raise TypeError(
-            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Give it "
-            f"dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
-        )
-    yield Item(place, value, axis, in_list)
-    in_list = in_list or isinstance(value, list)
-    if isinstance(value, (tuple, list)):
-        for i, child_axis in enumerate(spread_axes(axis, value)):
-            yield from walk(value[i], child_axis, f"{place}[{i}]", in_list)
-    elif isinstance(value, dict):
-        axes = _named_axes(axis, value)
-        for key, child in value.items():
-            yield from walk(child, axes[key], f"{place}[{key!r}]", in_list)
-
-
 def _refuse_mappings(items: Iterable[Item]) -> None:
     """Raise for a mapping that is not a dict: its tensors would go whole into each micro batch."""
-    for item in items:
-        if isinstance(item.value, Mapping) and not isinstance(item.value, dict) and has_tensors(item.value):
-            got = f"a {type(item.value).__name__}, whose tensors nobody would split"
-            raise TypeError(
-                f"For '{_OWNER}', the inputs must be tensors, tuples, lists and dicts, but got {got}. Give dict(batch)."
-            )
+    for value in [item.value for item in items]:
+        if isinstance(value, Mapping) and not isinstance(value, dict):
+            inside = Flattened(dict(value))
+            _refuse_mappings(inside.others)
+            if inside.leaves:
+                got = f"a {type(value).__name__}, whose tensors nobody would split"
+                rule, remedy = "the inputs must be tensors, tuples, lists and dicts", "Give dict(batch)."
+                raise TypeError(f"For '{_OWNER}', {rule}, but got {got}. {remedy}")
 
 
 def spread_axes(axis: BatchAxis, items: Sequence[object]) -> tuple[BatchAxis, ...]:

@@ -55,16 +55,6 @@ class KeepFinite(nn.Cell):
         return kept
 
 
-def large_norm(buffers: Sequence[GradientBuffer]) -> float:
-    """Return the norm of the sums in float64. It is not finite if one of them is not."""
-    norm = 0.0
-    for total in [total for buffer in buffers for total in buffer.sums]:
-        norm = math.hypot(norm, float(np.linalg.norm(total.asnumpy().astype(np.float64))))
-        if not math.isfinite(norm):
-            break
-    return norm
-
-
 def why_not_finite(buffers: Sequence[GradientBuffer], weight: float, scale: float) -> str:
     """Return the cause of a non-finite norm of the sums, ``weight`` times ``scale`` times the gradient."""
     if weight == 0.0:

@@ -1,15 +1,13 @@
 """Gradients that the caller has taken, added into the sums of a window."""
 
 import math
-from collections.abc import Sequence
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.kernels import ONE, Tensors
 from ms_gradaccum.backend.tensors import scalar
-from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.micro_step import AddMicroBatch
 from ms_gradaccum.training.window_end import WindowEnd
 
@@ -20,12 +18,6 @@ def _none_of(empty: Tensor, grad: Tensor) -> Tensor:
 
 class AddGrads(AddMicroBatch):
     """Add gradients that the caller has taken into the buffers."""
-
-    def __init__(
-        self, reducers: Sequence[GradientReducer], parameters: Sequence[ParameterTuple], drop_non_finite: bool
-    ) -> None:
-        super().__init__(reducers, parameters, None, drop_non_finite)
-        self.others = 0  # The caller gives no further losses.
 
     def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
         """Add ``factor`` times the gradients and the loss sum ``value``, or nothing if it is 0. Return as `added`."""

@@ -282,7 +282,7 @@ class LoopWindow(PreparedData):
         """Join the collectives of a batch with no local data, or the remaining ones of a batch that has failed here."""
         for trained in self.networks:
             if not trained.has_batch:
-                trained.join()
+                trained.micro_steps.join()
                 trained.has_batch = True
                 trained.count.set(self.batches, writes=False)
 

@@ -55,7 +55,7 @@ class TrainedNetwork(Window):
         reducers = build_reducers(_OWNER, kind, network, optimizers, agreed, **settings.of_sums())
         most = config.accumulation_steps if config.schedule is None else MAX_INT
         super().__init__(network, optimizers, reducers, replace(settings, accumulation_steps=most), events)
-        self.add_grads_cell = AddGrads(self.reducers, self.micro_steps.parameters, settings.drop_non_finite)
+        self.add_grads_cell = AddGrads(self.reducers, None, settings.drop_non_finite)
         # Two graphs: one with gradients, and one without, for a network that keeps them until the end of a window.
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
@@ -75,8 +75,7 @@ class TrainedNetwork(Window):
         """Add one batch of which the caller has taken the gradients."""
         number = check_loss(_OWNER, loss)
         numbers = [Tensor(number, ms.float32) for number in (factor, number * factor, weight)]
-        parameters = [parameter for group in self.micro_steps.parameters for parameter in group]
-        added = () if self.reducers[0].keeps_grads else _check_grads(grads, parameters)
+        added = () if self.reducers[0].keeps_grads else _check_grads(grads, [*self.micro_steps.parameters])
         self.reducers[0].end_micro_batch(factor)
         self.run_add_grads(*numbers, *added)
         self.has_batch = True

@@ -73,13 +73,11 @@ class Events:
     Batches are counted when they begin, micro batches when they are done, and windows when they end.
     """
 
-    # The last one is the number of micro batches at the end of the last window.
-    _COUNTS = ("batches", "micro_batches", "window_micro_batches", "updates", "skipped_updates", "_before_window")
+    _COUNTS = ("batches", "micro_batches", "updates", "skipped_updates")
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self.batches = self.micro_batches = self.window_micro_batches = self.updates = self.skipped_updates = 0
-        self._before_window = 0
+        self.batches = self.micro_batches = self.updates = self.skipped_updates = 0
         self._listeners: dict[str, list[Callable[[StepEvent], None]]] = {name: [] for name in NAMES}
         self.heard = False  # True if there are listeners.
 
@@ -135,8 +133,6 @@ class Events:
 
     def update_end(self, output: StepOutput) -> None:
         """Count the end of a window, and call the listeners."""
-        self.window_micro_batches = self.micro_batches - self._before_window
-        self._before_window = self.micro_batches
         self.updates += output.is_updated
         self.skipped_updates += not output.is_updated
         if self.heard:

@@ -9,12 +9,12 @@ from typing import Any
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import argument_error
+from ms_gradaccum._checks import require
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, follow_mode, op_by_op
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
-from ms_gradaccum.batch.nested_inputs import first_inputs, flatten, unflatten, unflattener
-from ms_gradaccum.batch.split import MicroBatch, SplitBatch, cut, leaf_axes
+from ms_gradaccum.batch.nested_inputs import first_inputs, unflatten, unflattener
+from ms_gradaccum.batch.split import Flattened, MicroBatch, SplitBatch, cut
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.parallel.reducer import GradientReducer
 
@@ -54,9 +54,9 @@ class FirstPass:
         self.forwards: dict[Hashable, Compiled] = {}
         self.losses: dict[Hashable, Compiled] = {}
         drawn = random_cells(self.network.loss_fn)
-        if drawn and reducer.several:
-            rule, got = "a loss that is the same on all processes", f"one that draws random numbers: {drawn}"
-            raise ValueError(argument_error("GradCacheLoss", "loss_fn", rule, got, "Draw them in the backbone."))
+        rule, got = "a loss that is the same on all processes", f"one that draws random numbers: {drawn}"
+        is_same, remedy = not (drawn and reducer.several), "Draw them in the backbone."
+        require(is_same, "GradCacheLoss", "loss_fn", rule, got, remedy)
 
     def compiled_cells(self) -> list[Compiled]:
         """Return what has a mode and settings of its own."""
@@ -67,33 +67,31 @@ class FirstPass:
         end = len(inputs) - self.network.labels
         if end < 1:
             self.network(*inputs)  # It says so.
-        leaves: list[Tensor] = []
-        labels = flatten(inputs[end:], leaves)
-        axes = leaf_axes(inputs, self.batch_axis)
-        axes = axes[len(axes) - len(leaves) :]
+        labels, axes = Flattened(inputs[end:]), Flattened(inputs, self.batch_axis).axes
+        axes = axes[len(axes) - len(labels.leaves) :]
         structure = first_inputs(batch.structure, end)
         firsts = self._outputs(structure, batch.micro_batches, eager)
         outputs = [parts[0] if len(parts) == 1 else ops.concat(list(parts)) for parts in zip(*firsts)]
         floats = tuple(i for i, output in enumerate(outputs) if output.dtype in mstype.float_type)
-        if not floats:
-            got = ", ".join(str(output.dtype) for output in outputs) or "nothing"
-            rule, remedy = "a network that returns a floating-point tensor", "There is no gradient without one."
-            raise ValueError(argument_error("GradCacheLoss", "backbone", rule, got, remedy))
+        got = ", ".join(str(output.dtype) for output in outputs) or "nothing"
+        rule, remedy = "a network that returns a floating-point tensor", "There is no gradient without one."
+        require(floats, "GradCacheLoss", "backbone", rule, got, remedy)
         counts = [part.rows for part in batch.micro_batches]
-        own_rows = [_moved(leaf, axis, 0) for leaf, axis in zip(leaves, axes) if axis is not None]
+        own_rows = [_moved(leaf, axis, 0) for leaf, axis in zip(labels.tensors, axes) if axis is not None]
         begin, rows, whole = self.reducer.gather_rows(sum(counts), [*outputs, *own_rows])
         # Labels that are split are those of all processes, the others this one's own.
         gathered = iter(whole[len(outputs) :])
-        leaves = [leaf if axis is None else _moved(next(gathered), 0, axis) for leaf, axis in zip(leaves, axes)]
-        loss, cache, own = self._loss(labels, whole[: len(outputs)], floats, leaves, eager)
+        pairs = zip(labels.tensors, axes)
+        leaves = [leaf if axis is None else _moved(next(gathered), 0, axis) for leaf, axis in pairs]
+        loss, cache, own = self._loss(labels.structure, whole[: len(outputs)], floats, leaves, eager)
         ends = [*accumulate(counts, initial=begin)]
         caches = zip(*(cut(grad, 0, [*zip(ends, ends[1:])]) for grad in cache))
         parts, around = [], batch.structure
         for part, first, start in zip(batch.micro_batches, firsts, caches):
-            tensors: list[Tensor] = []
             given = unflatten(structure, part.tensors)
-            around = flatten((loss, own, tuple(first[i] for i in floats), start, *given), tensors)
-            parts.append(MicroBatch(part.rows, tuple(tensors)))
+            flat = Flattened((loss, own, tuple(first[i] for i in floats), start, *given))
+            parts.append(MicroBatch(part.rows, flat.tensors))
+            around = flat.structure
         return SplitBatch(around, parts), rows
 
     def check(self, outputs: Sequence[tuple[Tensor, ...]]) -> None:

@@ -19,11 +19,11 @@ from ms_gradaccum._checks import (
     check_construct,
     check_micro_size,
     refuse_unknown,
+    require,
     warn,
 )
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
-from ms_gradaccum.batch.nested_inputs import how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes, spread_axes
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -233,8 +233,8 @@ class GradAccumulation(Settled, nn.Cell):
             return self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"For '{_OWNER}', the inputs must fit the network's construct{self._signature}, but got {error}. "
-                f"{how_to_name(self._signature, len(args), kwargs)}"
+                f"For '{_OWNER}', the inputs must fit the network's construct{self._signature}, but got {error}. Give "
+                f"them as the network takes them, for example with dataset.rename()."
             ) from None
 
     def positional(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
@@ -309,29 +309,23 @@ def _check_inside(network: nn.Cell) -> None:
     """Raise for cells that update or split by themselves."""
     for _, cell in network.cells_and_names():
         bases = [kind.__name__ for kind in type(cell).__mro__ if kind.__module__.startswith("mindspore.")]
-        name = next((each for each in bases if each in _SPLIT_THEMSELVES), None)
-        if name is not None:
-            got = f"MindSpore's {type(cell).__name__}, which returns the sum of the losses of its parts"
-            rule = "a network that does not split its batches itself"
-            raise ValueError(argument_error(_OWNER, "network", rule, got, _SPLIT_THEMSELVES[name]))
-        if isinstance(cell, nn.TrainOneStepCell):
-            got, remedy = f"{type(cell).__name__}, a training step", "Give the loss cell inside it."
-            raise ValueError(argument_error(_OWNER, "network", "a loss cell", got, remedy))
-        if isinstance(cell, GradAccumulation):
-            remedy = "Use one, with the product of the two micro_size."
-            raise ValueError(
-                argument_error(_OWNER, "network", "a network without GradAccumulation", "one inside", remedy)
-            )
+        name = next((each for each in bases if each in _SPLIT_THEMSELVES), "")
+        got = f"MindSpore's {type(cell).__name__}, which returns the sum of the losses of its parts"
+        rule = "a network that does not split its batches itself"
+        require(not name, _OWNER, "network", rule, got, _SPLIT_THEMSELVES.get(name, ""))
+        got, remedy = f"{type(cell).__name__}, a training step", "Give the loss cell inside it."
+        require(not isinstance(cell, nn.TrainOneStepCell), _OWNER, "network", "a loss cell", got, remedy)
+        rule, remedy = "a network without GradAccumulation", "Use one, with the product of the two micro_size."
+        require(not isinstance(cell, GradAccumulation), _OWNER, "network", rule, "one inside", remedy)
 
 
 def _check_losses(losses: _Losses | None, weighted: bool) -> _Losses | None:
-    if losses is None:
-        return None
-    remedy = "'sum' trains the sum of all losses that network returns, 'first' the first alone."
-    check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
-    if losses == "sum" and weighted:
+    if losses is not None:
+        remedy = "'sum' trains the sum of all losses that network returns, 'first' the first alone."
+        check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
+        rule = "None or 'first' with weighted=True"
         remedy = "A sum needs one weight: return (sum_1 + factor * sum_2, weight)."
-        raise ValueError(argument_error(_OWNER, "losses", "None or 'first' with weighted=True", "'sum'", remedy))
+        require(losses == "first" or not weighted, _OWNER, "losses", rule, "'sum'", remedy)
     return losses
 
 
@@ -339,10 +333,8 @@ def _check_cached(network: nn.Cell, weighted: bool, losses: object) -> None:
     """Raise for what a GradCacheLoss cannot be trained with."""
     if isinstance(network, GradCacheLoss):
         remedy = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
-        if weighted:
-            raise ValueError(argument_error(_OWNER, "weighted", "False for a GradCacheLoss", weighted, remedy))
-        if losses is not None:
-            raise ValueError(argument_error(_OWNER, "losses", "None for a GradCacheLoss", repr(losses), remedy))
+        require(not weighted, _OWNER, "weighted", "False for a GradCacheLoss", weighted, remedy)
+        require(losses is None, _OWNER, "losses", "None for a GradCacheLoss", repr(losses), remedy)
     elif any(isinstance(cell, GradCacheLoss) for _, cell in network.cells_and_names()):
         remedy = "Put what is around it into its backbone or its loss_fn."
         got = f"{type(network).__name__} with one inside, whose loss would be that of each micro batch"

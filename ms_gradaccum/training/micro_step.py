@@ -98,25 +98,18 @@ class AddMicroBatch(nn.Cell):
     """Add the outputs of a `MicroLoss` and its gradients to the buffers of the optimizers. No code of the user's."""
 
     def __init__(
-        self,
-        reducers: Sequence[GradientReducer],
-        parameters: Sequence[ParameterTuple],
-        micro_loss: MicroLoss | None,
-        drop_non_finite: bool = False,
-        reduces: bool = False,
+        self, reducers: Sequence[GradientReducer], loss: MicroLoss | None, drop_non_finite: bool, reduces: bool = False
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.reducers = nn.CellList(reducers, auto_prefix=False)
-        loss = None if micro_loss is None else micro_loss.weighted_loss
-        self.counts_rows = loss is None or loss.counts_rows
-        self.divides = micro_loss is not None and micro_loss.divides
+        self.reducers, self.buffer = nn.CellList(reducers, auto_prefix=False), reducers[0].buffer
+        self.counts_rows = loss is None or loss.weighted_loss.counts_rows
+        self.divides = loss is not None and loss.divides
         # True if the loss returns further values that are passed on.
-        self.has_notes = loss is not None and loss.is_cached
-        self.buffer = reducers[0].buffer
+        self.has_notes = loss is not None and loss.weighted_loss.is_cached
+        parameters = [reducer.replicas() for reducer in reducers]
         ends = [*accumulate(map(len, parameters), initial=0)]
         self.bounds = tuple(zip(ends, ends[1:]))
-        updated = [parameter for group in parameters for parameter in group]
-        self.keep: nn.Cell = KeepFinite(updated) if drop_non_finite else None
+        self.keep: nn.Cell = KeepFinite(sum(parameters, ())) if drop_non_finite else None
         # True if the ranks reduce the sums with the last micro batch of a window, which this is.
         self.reduces = reduces
         # True if gradients are reduced before they are added, so that they need this rank's factor first.

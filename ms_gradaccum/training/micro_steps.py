@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 from mindspore import ParameterTuple, Tensor, nn
 
-from ms_gradaccum._checks import argument_error, warn
+from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
 from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
@@ -52,37 +52,32 @@ class MicroSteps:
     def __init__(
         self, network: nn.Cell, reducers: Sequence[GradientReducer], settings: StepSettings, events: Events
     ) -> None:
-        self.owner = owner = settings.owner
-        self.comes_reduced = reducers[0].comes_reduced
+        self.owner, self.network, self.reducers = settings.owner, network, reducers
+        self.settings, self.events = settings, events
+        several, self.comes_reduced = reducers[0].several, reducers[0].comes_reduced
         if self.comes_reduced:
-            _check_reduced(owner, network, settings)
-        warn_of_slow_convolutions(owner, network)
-        self.settings = settings
-        self.events = events
-        self.network = network
-        self.reducers = reducers
-        # The whole parameters that are updated, by optimizer and all of them.
-        self.parameters = [ParameterTuple(reducer.replicas()) for reducer in reducers]
-        self.all_parameters = ParameterTuple(parameter for group in self.parameters for parameter in group)
+            _check_reduced(self.owner, network, settings)
+        warn_of_slow_convolutions(self.owner, network)
+        # The whole parameters that are updated.
+        self.parameters = ParameterTuple(parameter for reducer in reducers for parameter in reducer.replicas())
         # The micro step as part of a larger graph, which takes nested inputs.
         self.cell = self._build(network.weighted_loss)
         half = self.cell.micro_loss.half
         # The pass before the micro steps, for a loss over the whole batch.
         self.first_pass: FirstPass | None = None
         if network.is_cached:
-            self.first_pass = FirstPass(owner, network, self.cell, self.all_parameters, reducers[0], half)
+            self.first_pass = FirstPass(self.owner, network, self.cell, self.parameters, reducers[0], half)
         # The keys are the structure of the inputs, nearly always a single one, and whether the sums are reduced.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         self.eager: dict[bool, EagerMicroStep] = {}
         # The first inputs of a micro step by the backward start, its rows and those of its batch.
         self.starts = functools.lru_cache(_MANY_STARTS)(start_tensors)
         # True if other ranks can have more micro batches in a batch.
-        self.waits_for_others = reducers[0].several or self.comes_reduced
+        self.waits_for_others = several or self.comes_reduced
         # Ranks share their cores, and their messages must keep one order.
-        self.may_use_thread_pool = not reducers[0].several
-        self.empty_step = EmptyStep(reducers)
-        self.run_empty_step = Compiled(lambda: self.empty_step, owner, "the empty step")
-        self.loss_check = LossCheck(network, self.all_parameters, settings, half, reducers[0].several)
+        self.may_use_thread_pool = not several
+        self.empty_step = Compiled(lambda: EmptyStep(reducers), self.owner, "the empty step")
+        self.loss_check = LossCheck(network, self.parameters, settings, half, several)
         self.loss_check.is_done |= self.comes_reduced  # The forward passes of rows would communicate, too.
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
@@ -157,7 +152,7 @@ class MicroSteps:
         if is_first:
             warn_of_modes(self.owner, self.network, adds_batches)
         if is_first and not self.comes_reduced:
-            warn_custom_backward(self.owner, self.network, self.all_parameters, adds_batches)
+            warn_custom_backward(self.owner, self.network, self.parameters, adds_batches)
             if eager:
                 _LOGGER.warning(
                     "%s: PYNATIVE mode runs the network op by op. Compiled it is often several times as fast: "
@@ -180,7 +175,7 @@ class MicroSteps:
                 self.reducers[0].gather_rows(0, [])
             rounds = self.reducers[0].max_micro_batches(0)
         for _ in range(rounds):
-            self.run_empty_step(NOTHING)
+            self.empty_step(NOTHING)
 
     def _micro_step(
         self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool, reduces: bool = False
@@ -194,11 +189,9 @@ class MicroSteps:
         return step, step.backward_start
 
     def _build_eager(self, is_last: bool) -> EagerMicroStep:
-        lookup = sparse_lookup(self.network)
-        if lookup is not None:
-            rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
-            remedy = "Use nn.Embedding, or give compile=True."
-            raise ValueError(argument_error(self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy))
+        lookup, remedy = sparse_lookup(self.network), "Use nn.Embedding, or give compile=True."
+        rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
+        require(lookup is None, self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy)
         parts = self._parts(self.network.weighted_loss, True, is_last and self.reducers[0].overlaps)
         self.eager[is_last] = EagerMicroStep(self.owner, *parts, is_last)
         return self.eager[is_last]
@@ -211,22 +204,20 @@ class MicroSteps:
         half = is_half(loss, precision)
         # Divided by its own weight, a loss would have another factor on each rank.
         micro_loss = MicroLoss(loss, half, precision.loss_scale, divides=not self.comes_reduced)
-        adding = AddMicroBatch(self.reducers, self.parameters, micro_loss, drops, reduces)
+        adding = AddMicroBatch(self.reducers, micro_loss, drops, reduces)
         # The gradients of all ranks have one factor, whatever rows each rank has.
         start: BackwardStart = "sum" if self.comes_reduced else backward_start_of(loss, half, eager)
-        return micro_loss, self.all_parameters, adding, start
+        return micro_loss, self.parameters, adding, start
 
     def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
-        why_not, rule = why_no_graph(structure), "None for inputs that no graph takes"
-        if why_not:
-            remedy = "Give a tuple or a dict, or leave compile out."
-            raise ValueError(argument_error(self.owner, "compile", rule, why_not, remedy))
+        why_not, remedy = why_no_graph(structure), "Give a tuple or a dict, or leave compile out."
+        require(not why_not, self.owner, "compile", "None for inputs that no graph takes", why_not, remedy)
         pooled = False
         if self.may_use_thread_pool:
             rows, tensors = micro_batches[0]
             positions = pixels(tensors) if has_convolutions(self.network) else rows
-            pooled = thread_pool_is_faster(self.all_parameters, positions, self.cell.jit_config_dict)
+            pooled = thread_pool_is_faster(self.parameters, positions, self.cell.jit_config_dict)
 
         def build() -> MicroStep:
             return self._build(self.network.loss_of(structure), pooled, reduces)
@@ -257,7 +248,8 @@ def _check_reduced(owner: str, network: nn.Cell, settings: StepSettings) -> None
         ("mixed_precision", settings.precision.level != "O0", "None or a loss scale"),
         ("compile", settings.compiles, "None"),
     ):
-        if is_given:
-            remedy = "Leave it out, and convert a network before hsdp() cuts it."
-            rule = f"{rule} where gradients come reduced"
-            raise ValueError(argument_error(owner, name, rule, "something else", remedy))
+        rule, remedy = (
+            f"{rule} where gradients come reduced",
+            "Leave it out, and convert a network before hsdp() cuts it.",
+        )
+        require(not is_given, owner, name, rule, "something else", remedy)

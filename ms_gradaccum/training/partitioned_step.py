@@ -44,26 +44,23 @@ class PartitionedStep(Step):
         self, network: nn.Cell, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings, events: Events
     ) -> None:
         super().__init__(network, settings, events)
-        sums = settings.of_sums()
-        kind.check(network, optimizer, accumulation_steps=settings.accumulation_steps, clip=settings.clip, **sums)
+        steps, clip = settings.accumulation_steps, settings.clip
+        kind.check(network, optimizer, accumulation_steps=steps, clip=clip, **settings.of_sums())
         self.is_unmeasured = settings.check_loss and network.micro_size > 1
-        self.optimizers = [optimizer]
+        self.optimizer, self.optimizers = optimizer, [optimizer]
         self.reducers: list[GradientReducer] = []
-        self.semi_auto = kind
+        self.semi_auto, self.micro_size = kind, network.micro_size
         self.sums = BatchSums(network)
-        self.micro_size = network.micro_size
-        self.optimizer = optimizer
         self.parameters = optimizer.parameters
         self.accumulators = ParameterTuple(_accumulator_of(parameter) for parameter in self.parameters)
-        self.clip: nn.Cell = settings.clip
-        self.clips_by_value = isinstance(settings.clip, ClipByValue)
+        self.clip: nn.Cell = clip
+        self.clips_by_value = isinstance(clip, ClipByValue)
         self.learning_rate = LearningRate(optimizer)
         self.handed_scale = scale_for(settings.owner, optimizer, self.loss_scale)
         # The overflow and the update of up to 100 last windows, which are read together.
         self.skipped: list[tuple[Tensor, Tensor]] = []
         self.is_called = False
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.map = ops.HyperMap()
 
     def attach_to(self, step: nn.Cell) -> None:
         """Let ``step``, and no cell inside, be compiled for training: only then the compiler knows accumulation."""
@@ -110,10 +107,11 @@ class PartitionedStep(Step):
         factor = reciprocal(weight)
         # The mean gradient in the dtype of each weight, on each device its part of it.
         totals = grads if gradient_is_returned(self.micro_size) else ops.depend(self.accumulators, grads)
-        mean = self.map(ops.partial(_mean_like, self.loss_scale.unscaled(factor)), totals, self.parameters)
+        mean = _map(ops.partial(_mean_like, self.loss_scale.unscaled(factor)), totals, self.parameters)
         if self.clips_by_value:
             # It needs no norm. Both norms go in one message.
-            norm, clipped_norm = partitioned_norms(mean, self.clip(mean, _NO_NORM))
+            norms = ops.sqrt(ops.addn(_map(_marked_squares, mean, self.clip(mean, _NO_NORM))))
+            norm, clipped_norm = norms[0, 0], norms[0, 1]
         else:
             norm = ops.sqrt(ops.addn(_map(_marked_square, mean)))[0]
             clipped_norm = self.clip.norm_after(norm)
@@ -121,7 +119,7 @@ class PartitionedStep(Step):
         learning_rate = self.learning_rate()
         mean = self.clip(mean, norm)
         if self.handed_scale != 1.0:
-            mean = self.map(ops.partial(scale, Tensor(self.handed_scale, ms.float32)), mean)
+            mean = _map(ops.partial(scale, Tensor(self.handed_scale, ms.float32)), mean)
         report: tuple[Tensor, ...] = sums[0] * factor, overflow, loss_scale, updated, norm, clipped_norm
         report += (learning_rate, weight)
         if updated:
@@ -129,7 +127,7 @@ class PartitionedStep(Step):
         if not self.is_called:
             warn_of_no_end()
         # Zeros are assigned; a product with 0 would keep NaN and Inf for ever.
-        report = ops.depend(report, self.map(_clear, ops.depend(self.accumulators, report)))
+        report = ops.depend(report, _map(_clear, ops.depend(self.accumulators, report)))
         report = ops.depend(report, self.loss_scale(updated, overflow, report))
         return report
 
@@ -209,12 +207,6 @@ def _marked_squares(before: Tensor, after: Tensor) -> Tensor:
     both = ops.stack((total, _sum_of_squares(after)))
     # The way from the gradient, which the stack hides.
     return _mark(ops.depend(both, total), 0)
-
-
-def partitioned_norms(grads: tuple[Tensor, ...], clipped: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return the norms of both, where ``clipped`` was made of ``grads``, in one message."""
-    norms = ops.sqrt(ops.addn(_map(_marked_squares, grads, clipped)))
-    return norms[0, 0], norms[0, 1]
 
 
 def _accumulator_of(weight: Parameter) -> Parameter:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ms_gradaccum._checks import argument_error, check_accumulation_steps, check_bool, typed
+from ms_gradaccum._checks import argument_error, check_accumulation_steps, check_bool, require, typed
 from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.gradients.clipping import Clip, ClipCell, check_clip
 from ms_gradaccum.gradients.mixed_precision import Precision, PrecisionChoice, check_precision
@@ -80,11 +80,8 @@ def check_stock_arguments(owner: str, sens: object, return_grad: object) -> None
         "Give mixed_precision=FixedLossScaleManager(1024.0, False), for example, which divides the gradient by the "
         "scale again, and an optimizer without a loss_scale."
     )
-    rule = "None or 1.0"
     if sens is not None and (isinstance(sens, bool) or not isinstance(sens, (int, float))):
-        raise TypeError(argument_error(owner, "sens", rule, typed(sens), remedy))
-    if sens is not None and sens != 1:
-        raise ValueError(argument_error(owner, "sens", rule, sens, remedy))
+        raise TypeError(argument_error(owner, "sens", "None or 1.0", typed(sens), remedy))
+    require(sens in (None, 1), owner, "sens", "None or 1.0", sens, remedy)
     remedy = "Take the gradients with value_and_grad, and give them to an Accumulator."
-    if check_bool(owner, "return_grad", return_grad, remedy):
-        raise ValueError(argument_error(owner, "return_grad", "False", True, remedy))
+    require(not check_bool(owner, "return_grad", return_grad, remedy), owner, "return_grad", "False", True, remedy)

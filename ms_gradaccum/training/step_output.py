@@ -18,6 +18,16 @@ _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 _NUMBERS = (int, float, Tensor, np.ndarray, np.generic)
 
 
+class _Field:
+    """An attribute of a StepOutput with this index among its fields. Type checkers take its type from `__get__`."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __get__(self, output: "StepOutput", kind: object = None) -> Tensor:
+        return output._values[self.index]
+
+
 class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     """Report of one call of a training step.
 
@@ -61,9 +71,9 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         "loss overflow loss_scale updated grad_norm clipped_grad_norm learning_rate weight".split()
     )
 
-    # What follows the three items. Each has a property: pyright takes an attribute of Tensor's type, whose base it does
-    # not know, for something that may have a `__get__`, and would show no type.
-    _further: tuple[Tensor, ...]
+    overflow, loss_scale, updated, grad_norm, clipped_grad_norm, learning_rate, weight = map(_Field, range(1, 8))
+    # The values of all fields.
+    _values: tuple[Tensor, ...]
     # As they were given: read when they are asked for, since that waits for the device.
     _others: Tensor | Sequence[Tensor]
 
@@ -80,42 +90,23 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         other_losses: Tensor | Sequence[Tensor] = (),
     ) -> "StepOutput":
         # A step gives a tensor in place of a tuple: a row of sums and below it one of weights, 0 where there is none.
-        output = super().__new__(cls, (cast(Tensor, loss), overflow, loss_scale))
-        output._further = (updated, grad_norm, clipped_grad_norm, learning_rate, weight)
-        output._others = other_losses
+        values = (
+            cast(Tensor, loss),
+            overflow,
+            loss_scale,
+            updated,
+            grad_norm,
+            clipped_grad_norm,
+            learning_rate,
+            weight,
+        )
+        output = super().__new__(cls, values[:3])
+        output._values, output._others = values, other_losses
         return output
 
     @property
     def loss(self) -> Tensor | None:
         return self[0]
-
-    @property
-    def overflow(self) -> Tensor:
-        return self[1]
-
-    @property
-    def loss_scale(self) -> Tensor:
-        return self[2]
-
-    @property
-    def updated(self) -> Tensor:
-        return self._further[0]
-
-    @property
-    def grad_norm(self) -> Tensor:
-        return self._further[1]
-
-    @property
-    def clipped_grad_norm(self) -> Tensor:
-        return self._further[2]
-
-    @property
-    def learning_rate(self) -> Tensor:
-        return self._further[3]
-
-    @property
-    def weight(self) -> Tensor:
-        return self._further[4]
 
     @property
     def other_losses(self) -> tuple[Tensor, ...]:
@@ -127,7 +118,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     @cached_property
     def is_updated(self) -> bool:
         """True if this call ran the optimizer: `updated`, read once."""
-        return bool(self._further[0].asnumpy())
+        return bool(self._values[3].asnumpy())
 
     @cached_property
     def has_overflow(self) -> bool:
@@ -142,7 +133,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def _asdict(self) -> dict[str, Tensor | None]:
         """Return all fields by name, as of a NamedTuple; not `other_losses`, which are no scalar."""
-        return dict(zip(self._fields, (*self, *self._further)))
+        return dict(zip(self._fields, self._values))
 
     def _replace(self, **fields: object) -> "StepOutput":
         """Return a copy with other values for some fields, as of a NamedTuple."""

@@ -85,7 +85,7 @@ class HostDrivenStep(Step):
             self.window.micro_steps.measure_loss(batch)
 
     def join(self) -> StepOutput:
-        self.window.join()
+        self.window.micro_steps.join()
         return self._end_batch(self.window.count.get())
 
     def _end_batch(self, batches: int) -> StepOutput:

@@ -10,14 +10,14 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, follow_mode, op_by_op
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
 from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale, scale_each_in_place
 from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches, needs_hooks, optimizers_in, running
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, ClipCell, Grads, NoClip
-from ms_gradaccum.gradients.loss_scaler import NoLossScale
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.settings import StepSettings
 
 _phases = itertools.count()
 
@@ -48,33 +48,45 @@ class GroupFactors(nn.Cell):
         return each
 
 
-class MeanGradients(nn.Cell):
-    """Divide, unscale and clip the sums in place, and return the gradients in the form that the optimizer takes."""
+class Update(nn.Cell):
+    """Second half of the end of a window: mean gradient, clip, optimizer, clear.
 
-    def __init__(self, clip: ClipCell, reducer: GradientReducer, loss_scale: NoLossScale, handed_scale: float) -> None:
+    An optimizer that knows the loss scale divides by ``handed_scale``.
+    """
+
+    def __init__(
+        self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings, handed_scale: float
+    ) -> None:
         super().__init__(auto_prefix=False)
-        self.buffer = reducer.buffer
-        self.loss_scale = loss_scale
-        self.clip = clip
+        self.optimizer, self.reducer, self.buffer = optimizer, reducer, reducer.buffer
+        clip, self.loss_scale, self.handed_scale = settings.clip, settings.precision.loss_scale, handed_scale
         # One of the three: one factor for all sums, a factor for each sum, or a clip of each element.
         self.by_norm = clip if isinstance(clip, (NoClip, ClipByGlobalNorm)) else None
         self.by_group = GroupFactors(clip, reducer) if isinstance(clip, ClipByGroupNorm) else None
         self.by_value = clip if isinstance(clip, ClipByValue) else None
-        self.reducer = reducer
-        # The divisor that the optimizer applies to gradients because it knows the loss scale.
-        self.handed_scale = handed_scale
         # True if the optimizer takes the sums themselves.
         pairs = zip(reducer.sums, reducer.parameters)
         self.in_place = all(total.dtype == parameter.dtype for total, parameter in pairs)
+        self.parameters = all_parameters(optimizer)
+        self.has_branches = may_have_branches(optimizer)
+        # Else a graph runs the optimizer without the hook that sees calls by others.
+        self.needs_hooks = needs_hooks(optimizer)
         self.map = ops.HyperMap()
 
-    def construct(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
-        """Return the norm after clipping and, for an optimizer outside of the graph, what does not replace the sums."""
-        clipped_norm, ready = self.in_graph(norm, *limit)
+    def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
+        """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
+        clipped_norm, grads = self.gradients(norm, *limit)
+        updated = self.optimizer(grads) if self.needs_hooks else self.optimizer.construct(grads)
+        clipped_norm = ops.depend(clipped_norm, self.end(updated))
+        return self.keep_storage(clipped_norm) if self.has_branches else clipped_norm
+
+    def mean_gradients(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
+        """Return as `gradients`, but nothing in place of sums that an optimizer outside of the graph takes."""
+        clipped_norm, ready = self.gradients(norm, *limit)
         return (ops.depend(clipped_norm, ready), ()) if self.in_place else (clipped_norm, ready)
 
-    def in_graph(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
-        """Return the norm after clipping and the gradients. A ``limit`` replaces that of the clip."""
+    def gradients(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
+        """Return the norm after clipping and what the optimizer takes. A ``limit`` replaces that of the clip."""
         means = self.means(self.loss_scale.unscaled(self.buffer.reciprocal_weight()), norm, *limit)
         clipped_norm = self.reducer.norm(means) if self.by_norm is None else self.by_norm.norm_after(norm, *limit)
         if self.handed_scale != 1.0:
@@ -108,31 +120,6 @@ class MeanGradients(nn.Cell):
             factor = copy_after(factor, stored)
         return means
 
-
-class Update(nn.Cell):
-    """Second half of the end of a window: clip, optimizer, clear. It has the mode and the settings of ``like``."""
-
-    def __init__(self, optimizer: nn.Cell, gradients: MeanGradients, like: nn.Cell | None = None) -> None:
-        super().__init__(auto_prefix=False)
-        if like is not None:
-            follow_mode(self, like)
-            self._get_attr_from_cell(like)
-        self.optimizer = optimizer
-        self.gradients = gradients
-        self.buffer, self.reducer = gradients.buffer, gradients.reducer
-        self.parameters = all_parameters(optimizer)
-        self.has_branches = may_have_branches(optimizer)
-        # Else a graph runs the optimizer without the hook that sees calls by others.
-        self.needs_hooks = needs_hooks(optimizer)
-        self.map = ops.HyperMap()
-
-    def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
-        """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
-        clipped_norm, grads = self.gradients.in_graph(norm, *limit)
-        updated = self.optimizer(grads) if self.needs_hooks else self.optimizer.construct(grads)
-        clipped_norm = ops.depend(clipped_norm, self.end(updated))
-        return self.keep_storage(clipped_norm) if self.has_branches else clipped_norm
-
     def end(self, updated: Done) -> Done:
         """Distribute the parameters and clear the buffer after ``updated``."""
         return self.buffer.clear(self.reducer.after_update(updated))
@@ -152,10 +139,9 @@ class EagerUpdate:
     """Update with an optimizer that runs op by op, as in MindSpore's own step in PYNATIVE mode."""
 
     def __init__(self, owner: str, update: Update) -> None:
-        self.optimizer = update.optimizer
-        self.sums = update.gradients.reducer.sums
+        self.optimizer, self.sums = update.optimizer, update.reducer.sums
         self.is_users = is_user(type(self.optimizer))
-        self.mean_gradients = Compiled(lambda: update.gradients, owner, "the mean gradient")
+        self.mean_gradients = Compiled(lambda: Method(update, "mean_gradients"), owner, "the mean gradient")
         self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
         # The optimizer and optimizers inside it, each of which may have parts that MindSpore compiles.
         self.optimizers = optimizers_in(self.optimizer)

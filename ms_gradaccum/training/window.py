@@ -5,16 +5,14 @@ import threading
 from collections.abc import Sequence
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
-from ms_gradaccum.batch.nested_inputs import hash_of
-from ms_gradaccum.gradients.buffer import GradientBuffer
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue
-from ms_gradaccum.gradients.non_finite import large_norm, why_not_finite
+from ms_gradaccum.batch.split import hash_of
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
+from ms_gradaccum.gradients.non_finite import why_not_finite
 from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import warn_of_same_data
@@ -57,20 +55,14 @@ class Window:
         settings: StepSettings,
         events: Events,
     ) -> None:
-        self.owner = settings.owner
-        self.network = network
-        self.optimizers = list(optimizers)
+        self.owner, self.network, self.settings = settings.owner, network, settings
+        self.optimizers, self.reducers = list(optimizers), list(reducers)
         self.loss_scale = settings.precision.loss_scale
-        self.reducers = list(reducers)
-        self.several = self.reducers[0].several
-        self.comes_reduced = self.reducers[0].comes_reduced
+        self.several, self.comes_reduced = reducers[0].several, reducers[0].comes_reduced
         # Of several buffers the first one has the number of batches.
-        self.count = BatchCount(self.reducers[0].buffer)
+        self.count = BatchCount(reducers[0].buffer)
         self.micro_steps = MicroSteps(network, self.reducers, settings, events)
-        self.ends = [
-            WindowEnd(self.owner, optimizer, settings.clip, each, self.loss_scale, settings.compiles)
-            for optimizer, each in zip(optimizers, self.reducers)
-        ]
+        self.ends = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
         # The learning rates at each batch of the open window.
         self._rates: list[list[float]] = []
@@ -151,10 +143,6 @@ class Window:
         can = self.several and not self.comes_reduced
         return can and isinstance(error, Exception) and not isinstance(error, StopIteration)
 
-    def join(self) -> None:
-        """Join the collectives of a batch with no local data."""
-        self.micro_steps.join()
-
     def partial_output(self) -> StepOutput:
         """Return the report on the open window."""
         output = self.ends[0].partial_output()
@@ -167,8 +155,7 @@ class Window:
                 if self.comes_reduced:
                     self.reducers[0].check_window(self.owner)
                 outputs = [end.reduce(self.is_reduced) for end in self.ends]
-                outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
-                self.outputs = outputs if outputs[0].is_updated else self._with_large_norm(outputs)
+                self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
             except BaseException:
                 self.discard()
                 raise
@@ -203,7 +190,7 @@ class Window:
                     f"those before it have updated already, and the window is gone. Load a state from before it."
                 )
             raise
-        by_value = isinstance(self.ends[0].clip if clip is None else clip, ClipByValue)
+        by_value = isinstance(clip or self.settings.clip, ClipByValue)
         report = outputs[0] if len(outputs) == 1 else with_all_rates(outputs, by_value)
         if not self.has_loss:
             report = report._replace(loss=None)
@@ -232,22 +219,6 @@ class Window:
                 weight.set_data(Tensor(-math.inf, weight.dtype))
         self.reset()
 
-    def _with_large_norm(self, outputs: list[StepOutput]) -> list[StepOutput]:
-        """Return the reports, with the norm of a finite gradient if only its squares are not finite in float32."""
-        # Ranks may have shards, a loss scale wants to know of it, and norms of groups are computed in the update.
-        by_group = isinstance(self.ends[0].clip, ClipByGroupNorm)
-        leaves_it = self.several or self.loss_scale.scales or by_group
-        weight = 0.0 if leaves_it or not outputs[0].has_overflow else float(outputs[0].weight.asnumpy())
-        norm = large_norm(self._buffers()) / weight if weight > 0 else 0.0
-        if not 0.0 < norm <= float(np.finfo(np.float32).max):
-            return outputs
-        size = Tensor(norm, ms.float32)
-        found = {"overflow": Tensor(False), "updated": Tensor(True), "grad_norm": size, "clipped_grad_norm": size}
-        return [output._replace(**found) for output in outputs]
-
-    def _buffers(self) -> list[GradientBuffer]:
-        return [reducer.buffer for reducer in self.reducers]
-
     def _skipped(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Warn why a window makes no update, and return its report."""
         weight = float(outputs[0].weight.asnumpy()) if self.several or not self.has_told else 0.0
@@ -265,7 +236,7 @@ class Window:
         scale = float(outputs[0].loss_scale.asnumpy())
         if not (self.loss_scale.searches and scale > 1.0):
             self.has_told = True
-            why = why_not_finite(self._buffers(), weight, scale)
+            why = why_not_finite([reducer.buffer for reducer in self.reducers], weight, scale)
             remedy = "lower the loss scale or the learning rate" if scale > 1.0 else "lower the learning rate"
             warn(
                 f"For '{self.owner}', the gradient of a window must have a finite norm, but got {why}: this window "

@@ -1,21 +1,22 @@
 """The order of an update. No other file knows it."""
 
 import math
+from dataclasses import replace
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import argument_error, warn
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, runs_eagerly
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, follow_mode, runs_eagerly
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_hooks, scale_for
 from ms_gradaccum.backend.tensors import Done
-from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue, ClipCell
-from ms_gradaccum.gradients.loss_scaler import NoLossScale
+from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
-from ms_gradaccum.training.update import EagerUpdate, MeanGradients, Update
+from ms_gradaccum.training.update import EagerUpdate, Update
 
 # The limit of consecutive skipped windows. The largest scale in use is 1 after 24 halvings.
 MAX_OVERFLOWS = 100
@@ -30,28 +31,16 @@ class WindowEnd(nn.Cell):
     In a larger graph the decision is a branch: `construct`.
     """
 
-    def __init__(
-        self,
-        owner: str,
-        optimizer: nn.Cell,
-        clip: ClipCell,
-        reducer: GradientReducer,
-        loss_scale: NoLossScale,
-        compiles: bool = False,
-    ) -> None:
+    def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
-        self.owner = owner
-        self.buffer = reducer.buffer
-        self.reducer = reducer
-        self.loss_scale = loss_scale
+        self.settings, self.owner, self.loss_scale = settings, settings.owner, settings.precision.loss_scale
+        self.reducer, self.buffer = reducer, reducer.buffer
         # In PYNATIVE mode, too.
-        self.compiles = compiles or compiles_itself(optimizer)
-        self.handed_scale = scale_for(owner, optimizer, loss_scale)
+        self.compiles = settings.compiles or compiles_itself(optimizer)
         self.learning_rate = LearningRate(optimizer)
-        self.clip = clip
         self.eager = False  # True if the optimizer runs op by op in the current window.
-        self.update = Update(optimizer, MeanGradients(clip, reducer, loss_scale, self.handed_scale))
-        self.run_partial_report = Compiled(lambda: Method(self, "partial_report"), owner, "the report")
+        self.update = Update(optimizer, reducer, settings, scale_for(self.owner, optimizer, self.loss_scale))
+        self.run_partial_report = Compiled(lambda: Method(self, "partial_report"), self.owner, "the report")
         # The keys say whether the ranks reduce the sums in it, and whether it has the learning rate, a user's code.
         self.reports: dict[tuple[bool, bool], Compiled] = {}
         # The keys are the kind of clip of the caller (None: the window's own), and whether the optimizer runs op by op.
@@ -60,7 +49,7 @@ class WindowEnd(nn.Cell):
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
         self.can_raise = device_target() == "CPU"  # Errors inside graphs have been tried on CPU alone.
-        self.broken = broken_gradient(owner)
+        self.broken = broken_gradient(self.owner)
         # True if the loss scale was too large for the last window, or for a micro batch that was left out.
         self.is_bad = Tensor(False)
 
@@ -180,8 +169,10 @@ class WindowEnd(nn.Cell):
         """Return what runs the update with another clip, or with the window's own, op by op or compiled."""
         update = self.update
         if clip is not None:
-            gradients = MeanGradients(clip, self.reducer, self.loss_scale, self.handed_scale)
-            update = Update(self.update.optimizer, gradients, like=self.update)
+            settings = replace(self.settings, clip=clip)
+            update = Update(update.optimizer, self.reducer, settings, update.handed_scale)
+            follow_mode(update, self.update)
+            update._get_attr_from_cell(self.update)
         update.needs_hooks = needs_hooks(update.optimizer)
         return EagerUpdate(self.owner, update) if self.eager else Compiled(lambda: update, self.owner, "the optimizer")
 

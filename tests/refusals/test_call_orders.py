@@ -447,7 +447,7 @@ class StepOrders(Modelled):
         self.network.weight.set_data(ops.zeros_like(self.network.weight))
         self.step.optimizer.global_step.set_data(ops.zeros_like(self.step.optimizer.global_step))
         events = self.step.events
-        events.batches = events.updates = events.skipped_updates = events.micro_batches = events._before_window = 0
+        events.batches = events.updates = events.skipped_updates = events.micro_batches = 0
         self.count = self.micro_batches = 0
         self.begin_model()
 

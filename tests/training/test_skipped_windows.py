@@ -9,7 +9,14 @@ from mindspore import Tensor, nn
 from refusal import raises
 from step_probe import number
 
-from ms_gradaccum import Accumulator, ClipByGroupNorm, GradAccumulation, MixedPrecision, TrainOneStepCell
+from ms_gradaccum import (
+    Accumulator,
+    ClipByGlobalNorm,
+    ClipByGroupNorm,
+    GradAccumulation,
+    MixedPrecision,
+    TrainOneStepCell,
+)
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.partitioned_step import PartitionedStep
 
@@ -62,14 +69,13 @@ def test_a_nan_is_told_once_with_the_name_of_a_parameter():
     assert train(step, 1.0, np.nan, np.nan, 1.0, np.inf) == [sentence]
 
 
-def test_a_finite_gradient_whose_squares_are_not_is_told_of_where_groups_are_clipped():
+@pytest.mark.parametrize("clip", [None, ClipByGlobalNorm(1.0), ClipByGroupNorm({"*": 1.0})])
+def test_a_finite_gradient_whose_squares_are_not_is_told_of(clip):
     network = build()
     before = [each.asnumpy().copy() for each in network.trainable_params()]
     # The gradient is 1e20 for the first weights, 2e20 for the last ones.
     got = "up to 2e+20 for the parameter 'network.1.weight', whose squares are Inf in float32"
-    assert train(step_of(network, clip=ClipByGroupNorm({"*": 1.0})), 1e20) == [
-        f"For 'TrainOneStepCell', {START}{got}{END}"
-    ]
+    assert train(step_of(network, clip=clip), 1e20) == [f"For 'TrainOneStepCell', {START}{got}{END}"]
     assert all((a == b.asnumpy()).all() for a, b in zip(before, network.trainable_params()))
 
 
