@@ -167,8 +167,7 @@ class Compiled:
         return self.cell, name
 
     def _general_cell_for(self, tensors: tuple[Tensor, ...], shapes: Shapes) -> nn.Cell | None:
-        cell = self.make_cell()
-        follow_mode(cell, self.cell)
+        cell = like_mode(self.make_cell(), self.cell)
         lengths = [[None if length < 0 else length for length in shape] for shape in shapes]
         try:
             # In PYNATIVE mode MindSpore would treat the operators that the user runs as dynamic ones, too.
@@ -218,8 +217,7 @@ class Method(nn.Cell):
         self.cell = cell
         self.method = getattr(cell, name)
         self.constants = constants
-        follow_mode(self, cell)
-        self._get_attr_from_cell(cell)
+        like_mode(self, cell)
 
     def construct(self, *tensors: Tensor) -> Any:
         return self.method(*self.constants, *tensors)
@@ -297,10 +295,12 @@ def _opened(shapes: Shapes, axes: Sequence[int | None] | None) -> Shapes:
     )
 
 
-def follow_mode(cell: nn.Cell, like: nn.Cell) -> None:
-    """Give a cell the mode of another one. The cells inside keep theirs, which may differ."""
+def like_mode(cell: nn.Cell, like: nn.Cell) -> nn.Cell:
+    """Return a cell with the mode and the compiler settings of another one. The cells inside keep their modes."""
     cell.phase = like.phase
     cell.add_flags(training=like.training)
+    cell._get_attr_from_cell(like)
+    return cell
 
 
 def runs_eagerly(compiles: bool) -> bool:

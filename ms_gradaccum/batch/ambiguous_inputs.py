@@ -15,11 +15,9 @@ _VALUES = (int, float, str, np.generic, list, tuple, dict)
 
 
 def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_integers: bool = False) -> list[int]:
-    """Return the indices of the inputs that are split although they may not be a batch.
-
-    These are tensors that are as long as the batch on another axis, too, such as a mask, and vectors of floating-point
-    numbers. With ``with_integers`` they include integer tensors, which may contain indices of rows.
-    """
+    """Return the indices of the inputs that are split although they may not be a batch."""
+    # Tensors as long as the batch on another axis, too, such as a mask, vectors of floating-point numbers, and with
+    # ``with_integers`` integer tensors, which may contain indices of rows.
     places, found = 0, []
     for i, (item, axis) in enumerate(zip(inputs, spread_axes(batch_axis, inputs))):
         if not isinstance(item, TENSORS) or not isinstance(axis, int) or not item.shape:
@@ -46,10 +44,7 @@ def _described(places: Sequence[int], inputs: tuple[Any, ...], name_of_input: Ca
 
 
 def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is_first: bool) -> bool:
-    """Warn of inputs of a batch of ``parts`` micro batches that may be split or not split by mistake.
-
-    Return True if the batch was split, so that later ones need no check.
-    """
+    """Warn of inputs that may be split or not split by mistake. Return True if later batches need no check."""
     if accumulation.micro_size == 1:
         return False
     batch_axis, name_of_input = accumulation.batch_axis, accumulation.name_of_input

@@ -116,9 +116,8 @@ class ContrastiveLoss(Settled, nn.Cell):
 
 
 class LogSumExps(nn.Cell):
-    """Weighted sum of log-sum-exp of the products of all rows of ``a`` and ``b``, along both axes.
+    """Weighted sum of log-sum-exp of the products of all rows of ``a`` and ``b``, along both axes, block by block.
 
-    The products of ``block_rows`` rows exist at a time. With one tower, each row is excluded from its own comparisons.
     No matrix is broadcast: on CPU, MindSpore stores two index lists as long as the result for each such operator. To
     add numbers to whole rows or columns, the rows get one more element.
     """

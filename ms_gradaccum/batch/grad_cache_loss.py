@@ -113,10 +113,9 @@ class GradCacheLoss(Settled, nn.Cell):
 
 
 class CachedLoss(WeightedLoss):
-    """Substitute that a micro batch differentiates in place of a loss whose gradient is known.
+    """Substitute that a micro batch differentiates in place of a loss whose gradient `FirstPass` has found.
 
-    The inputs are the micro batch's share of the rows and those that `FirstPass` returns. It returns the share of the
-    loss, the share, and the `distance` of each floating-point output from that of the first pass.
+    It returns the share of the loss, the share, and the `distance` of each output from that of the first pass.
     """
 
     counts_rows = True
@@ -146,15 +145,13 @@ class CachedLoss(WeightedLoss):
 
 
 def distance(second: Tensor, first: Tensor) -> Tensor:
-    """Return the largest difference of two outputs, relative to the largest number in its row. NaN equals NaN.
-
-    The size of a row counts as at least 0.01 of the largest row, whose rounding error it may contain.
-    """
+    """Return the largest difference of two outputs, relative to the largest number in its row. NaN equals NaN."""
     same = ops.logical_or(second == first, ops.logical_and(ops.isnan(second), ops.isnan(first)))
     zeros = ops.zeros_like(first)
     difference = ops.select(same, zeros, ops.abs(second - first)).reshape((first.shape[0], -1))
     size = ops.select(ops.isfinite(first), ops.abs(first), zeros).reshape((first.shape[0], -1))
     rows = ops.amax(size, 1)
+    # A row may contain the rounding error of the largest one.
     least = ops.maximum(ops.amax(size) * 0.01, Tensor(1e-30, ms.float32))
     return scalar(ops.amax(ops.amax(difference, 1) / ops.maximum(rows, least)))
 

@@ -45,15 +45,12 @@ class Loss(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The losses of some rows and of their parts.
-
-    ``weighted`` is True if the loss returns its weight. Rounding explains a difference of ``tolerance``.
-    """
+    """The losses of some rows and of their parts, of a loss that returns its weight (``weighted``) or does not."""
 
     whole: Loss
     parts: tuple[Loss, ...]
     weighted: bool
-    tolerance: float
+    tolerance: float  # Rounding explains such a relative difference.
 
     @property
     def losses(self) -> tuple[Loss, ...]:

@@ -12,6 +12,9 @@ from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import argument_error
 
+# The arguments of a network.
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 # A batch as one object: the only input, a sequence of all inputs, or inputs by name.
 Batch = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]] | Sequence[object] | Mapping[str, object]
 
@@ -85,7 +88,7 @@ class _Rebuilt(nn.Cell):
         return list(items) if self.is_list else items
 
 
-def as_call(owner: str, batch: object) -> tuple[tuple[object, ...], dict[str, object]]:
+def as_call(owner: str, batch: object) -> tuple[Args, Kwargs]:
     """Return a batch as the positional and keyword arguments of a network."""
     if isinstance(batch, dict):
         return (), batch

@@ -42,11 +42,10 @@ class Rows(NamedTuple):
         return self._replace(places=tuple(self.places[place] for place in places))
 
     def cuts(self, most: int, number: int) -> "tuple[Cut, Cut, Cut | None]":
-        """Return at most so many rows with their halves, with mixed halves, and with three parts; others by number.
+        """Return at most so many rows with unlike halves, with mixed ones, and with three parts if there are enough.
 
-        The rows are those that differ most in what fills them up: padding, ignored labels and the zeros of a mask are
-        the smallest or the largest value of a tensor. Full and empty ones are in different halves, or mixed. Halves
-        are equally long. The three parts are a mixed half and the rest of each half; None if there are too few rows.
+        The rows, others for each number, are those that differ most in what fills them up (padding, a mask), which is
+        the smallest or the largest value of a tensor. The parts are a mixed half and the rest of each unlike one.
         """
         filled = sum(_filled(*pair, self.size) for pair in zip(self.sources, self.axes))
         order = np.argsort(filled, kind="stable")

@@ -47,10 +47,7 @@ class Item(NamedTuple):
 
 
 class Flattened:
-    """Nested inputs as tensors and the structure around them.
-
-    Inputs of the same structure differ only in the lengths of axes, so they can share a graph.
-    """
+    """Nested inputs as tensors and the structure around them: those of one structure can share a graph."""
 
     def __init__(self, inputs: object, batch_axis: BatchAxis = None) -> None:
         self.leaves: list[Item] = []

@@ -89,10 +89,7 @@ def _as_number(item: Tensor) -> Tensor:
 
 
 class WeightedLoss(nn.Cell):
-    """The loss of a network as (sum, weight) and further losses to report, from the tensors of one micro batch.
-
-    The ``structure`` is that of flattened inputs. Further ``losses`` are treated as GradAccumulation says.
-    """
+    """The loss of a network as (sum, weight) and further losses to report, from flattened inputs of a micro batch."""
 
     counts_rows = False  # True if the weight is the number of rows, False if the network returns it.
     is_cached = False  # True if it stands for a loss of the whole batch, see grad_cache_loss.py.

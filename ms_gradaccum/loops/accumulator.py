@@ -289,9 +289,9 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             raise RuntimeError(UNKNOWN_LAST.format(owner=_OWNER, got="gradients that were taken outside accumulate()"))
         with self.window.batch_of(trained):
             self.window.recognise((), None if weight == 1.0 else weight)
-            self.events.micro_batch_begin(0, None)
+            self.events.tell("on_micro_batch_begin", 0)
             trained.add_grads(grads, weight, loss, weight if reduction == "mean" else 1.0)
-            self.events.micro_batch_end(0, None)
+            self.events.micro_batch_end(0)
         if self.sync_gradients:
             return self.window.step(trained)
         return trained.partial_output()

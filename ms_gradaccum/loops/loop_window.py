@@ -240,7 +240,7 @@ class LoopWindow(PreparedData):
 
     def step(self, trained: TrainedNetwork) -> StepOutput:
         """End the window of one network."""
-        self.events.update_begin()
+        self.events.tell("on_update_begin")
         output = trained.close()
         if output.is_updated:
             if not self.updated:

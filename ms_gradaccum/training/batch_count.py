@@ -9,10 +9,7 @@ from ms_gradaccum.gradients.buffer import GradientBuffer
 
 
 class BatchCount:
-    """The number of batches in an open window, which the host counts and a parameter of the buffer keeps.
-
-    The host reads the parameter only after a loaded checkpoint or a larger graph has written it.
-    """
+    """The number of batches in an open window: the host counts, and a parameter keeps it for checkpoints and graphs."""
 
     known = 0  # The number as the host knows it.
     is_ahead = False  # True if the host has not written it yet.

@@ -68,10 +68,7 @@ StepCallback = _HearsMicroBatchBegin | _HearsMicroBatchEnd | _HearsUpdateBegin |
 
 
 class Events:
-    """Count what a training step does and call whoever listens. Nothing here reads from a device inside a window.
-
-    Batches are counted when they begin, micro batches when they are done, and windows when they end.
-    """
+    """Count batches when they begin, micro batches when they are done, windows when they end, and call listeners."""
 
     _COUNTS = ("batches", "micro_batches", "updates", "skipped_updates")
 
@@ -117,30 +114,21 @@ class Events:
         finally:
             self._listeners, self.heard = before, any(before.values())
 
-    def micro_batch_begin(self, index: int, rows: int | None) -> None:
-        """Call the listeners of `on_micro_batch_begin`."""
-        self._tell("on_micro_batch_begin", index, rows)
-
-    def micro_batch_end(self, index: int, rows: int | None) -> None:
+    def micro_batch_end(self, index: int, rows: int | None = None) -> None:
         """Count a micro batch that was added, and call the listeners."""
         self.micro_batches += 1
-        self._tell("on_micro_batch_end", index, rows)
-
-    def update_begin(self) -> None:
-        """Call the listeners of `on_update_begin`: a window ends."""
-        if self.heard:
-            self._tell("on_update_begin")
+        self.tell("on_micro_batch_end", index, rows)
 
     def update_end(self, output: StepOutput) -> None:
         """Count the end of a window, and call the listeners."""
         self.updates += output.is_updated
         self.skipped_updates += not output.is_updated
-        if self.heard:
-            self._tell("on_update_end", output=output)
+        self.tell("on_update_end", output=output)
 
-    def _tell(
+    def tell(
         self, name: str, index: int | None = None, rows: int | None = None, output: StepOutput | None = None
     ) -> None:
+        """Call the listeners of an event."""
         if self._listeners[name]:
             event = StepEvent(self.batches, index, rows, self.updates, self.skipped_updates, output)
             for listener in self._listeners[name]:

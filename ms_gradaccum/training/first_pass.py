@@ -10,13 +10,14 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import require
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, follow_mode, op_by_op
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
 from ms_gradaccum.batch.nested_inputs import first_inputs, unflatten, unflattener
 from ms_gradaccum.batch.split import Flattened, MicroBatch, SplitBatch, cut
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.micro_step import MicroStep
 
 # How much the second pass may differ from the first one, by the largest of a row: what rounding makes, in 16 bits too.
 _ROUNDING, _ROUNDING_16_BIT = 1e-4, 2e-2
@@ -26,26 +27,15 @@ _LOSS_REMEDY = "Its loss_fn returns one number: put what else there is to see in
 
 
 class FirstPass:
-    """The pass over a batch before the micro steps of a `GradCacheLoss`.
+    """The pass before the micro steps of a `GradCacheLoss`, compiled with the mode and the settings of ``like``."""
 
-    Compiled cells have the mode and the settings of ``like``. A forward pass may change parameters that no optimizer
-    updates, those that are not ``updated``. The network computes in 16 bits if ``half``.
-    """
-
-    def __init__(
-        self,
-        owner: str,
-        network: nn.Cell,
-        like: nn.Cell,
-        updated: Sequence[Parameter],
-        reducer: GradientReducer,
-        half: bool,
-    ) -> None:
+    def __init__(self, owner: str, network: nn.Cell, like: MicroStep, reducer: GradientReducer) -> None:
         self.owner, self.like, self.reducer = owner, like, reducer
         self.network: GradCacheLoss = network.network
         self.batch_axis = network.batch_axis
-        self.tolerance = _ROUNDING_16_BIT if half else _ROUNDING
-        known = {id(parameter) for parameter in updated}
+        self.tolerance = _ROUNDING_16_BIT if like.micro_loss.half else _ROUNDING
+        # A forward pass may change parameters that no optimizer updates.
+        known = {id(parameter) for parameter in like.parameters}
         state = _State([each for each in self.network.backbone.get_parameters() if id(each) not in known])
         self.has_state = len(state.state) > 0
         self.keep = Compiled(lambda: Method(state, "keep"), owner, "the state of the network")
@@ -59,7 +49,6 @@ class FirstPass:
         require(is_same, "GradCacheLoss", "loss_fn", rule, got, remedy)
 
     def compiled_cells(self) -> list[Compiled]:
-        """Return what has a mode and settings of its own."""
         return [*self.forwards.values(), *self.losses.values()]
 
     def run(self, inputs: tuple[object, ...], batch: SplitBatch, eager: bool) -> tuple[SplitBatch, int]:
@@ -113,8 +102,8 @@ class FirstPass:
         """Return the network's outputs for each micro batch, and undo what that changes."""
         run = self.forwards.get(structure)
         if run is None:
-            build = partial(self._built, Forward, self.network, structure)
-            run = self.forwards[structure] = Compiled(build, self.owner, "the network", self.network.backbone)
+            build = partial(Forward, self.network, structure)
+            run = self.forwards[structure] = self._compiled(build, "the network", self.network.backbone)
         kept = self.keep(NOTHING) if self.has_state else ()
         outputs = []
         try:
@@ -134,9 +123,9 @@ class FirstPass:
         key, loss_fn = (labels, tuple(str(output.dtype) for output in outputs)), self.network.loss_fn
         run = self.losses.get(key)
         if run is None:
-            build = partial(self._built, LossAndCache, loss_fn, len(outputs), labels, floats)
+            build = partial(LossAndCache, loss_fn, len(outputs), labels, floats)
             # A graph for each number of rows: with some losses a graph for changing lengths fails while it runs.
-            run = self.losses[key] = Compiled(build, self.owner, "the loss", loss_fn, needs_fixed=True)
+            run = self.losses[key] = self._compiled(build, "the loss", loss_fn, needs_fixed=True)
         loss, grads = _called(run, (*outputs, *leaves), eager)
         cache, own = grads if run.cell.has_own else (grads, ())
         # MindSpore returns the gradient of a single output alone.
@@ -145,11 +134,8 @@ class FirstPass:
         detach = ops.stop_gradient
         return detach(loss), tuple(detach(grad) for grad in cache), tuple(detach(grad) for grad in own)
 
-    def _built(self, kind: Callable[..., nn.Cell], *arguments: object) -> nn.Cell:
-        cell = kind(*arguments)
-        follow_mode(cell, self.like)
-        cell._get_attr_from_cell(self.like)
-        return cell
+    def _compiled(self, build: Callable[[], nn.Cell], what: str, code: nn.Cell, needs_fixed: bool = False) -> Compiled:
+        return Compiled(lambda: like_mode(build(), self.like), self.owner, what, code, needs_fixed)
 
 
 class Forward(nn.Cell):
@@ -166,10 +152,7 @@ class Forward(nn.Cell):
 
 
 class LossAndCache(nn.Cell):
-    """A loss of all rows, its gradients with respect to outputs of the network, and those of its own parameters.
-
-    The inputs are so many outputs, of which those at ``floats`` have gradients, and labels of the structure ``labels``.
-    """
+    """A loss of ``count`` outputs and of labels, its gradients for those at ``floats``, and for its parameters."""
 
     def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable, floats: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)

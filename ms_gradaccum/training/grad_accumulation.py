@@ -24,6 +24,7 @@ from ms_gradaccum._checks import (
 )
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
+from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes, spread_axes
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -215,10 +216,7 @@ class GradAccumulation(Settled, nn.Cell):
 
     @property
     def cls_name(self) -> str:
-        """Name by which MindSpore's own ``Model`` chooses a train cell.
-
-        The real name is that of its own GradAccumulation, whose train cell trains nothing on one card.
-        """
+        """Name by which MindSpore's ``Model`` chooses a train cell: that of its GradAccumulation trains nothing."""
         return "MicroBatchedLoss"
 
     def split(self, *inputs: object) -> SplitBatch:
@@ -227,7 +225,7 @@ class GradAccumulation(Settled, nn.Cell):
         self.bind(inputs, {})
         return batch
 
-    def bind(self, args: tuple[object, ...], kwargs: dict[str, object]) -> inspect.BoundArguments:
+    def bind(self, args: Args, kwargs: Kwargs) -> inspect.BoundArguments:
         """Return what the arguments of `network` are, or raise if these are none that it takes."""
         try:
             return self._signature.bind(*args, **kwargs)
@@ -237,7 +235,7 @@ class GradAccumulation(Settled, nn.Cell):
                 f"them as the network takes them, for example with dataset.rename()."
             ) from None
 
-    def positional(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
+    def positional(self, args: Args, kwargs: Kwargs) -> Args:
         """Return what `network` takes, by position alone."""
         all_axes = isinstance(self.batch_axis, tuple) and len(self.batch_axis) > len(args)
         if not kwargs and not all_axes:

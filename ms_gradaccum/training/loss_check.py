@@ -65,9 +65,8 @@ class Eager:
 class LossCheck:
     """Measure the loss of a network at batches 1, 2, 4, 8 ... 64, and warn if it cannot be trained in parts.
 
-    The losses of some rows and of their halves, without Dropout and BatchNorm, are compared as numbers; the network is
-    left as it was, to the bit. An optimizer updates the parameters ``updated``. The network computes in 16 bits if
-    ``half``. If ``several`` processes measure at the same time, all run it equally often, since it may communicate.
+    The losses of some rows and of their halves are compared; the network is left as it was, to the bit. If ``several``
+    processes measure at the same time, all run it equally often, since it may communicate.
     """
 
     def __init__(
@@ -148,11 +147,9 @@ class LossCheck:
         return self.measure_cuts(cuts, parts, gradient=number == 1 and not self.half)
 
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
-        """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it.
-
-        A loss that is right op by op is right in a graph, and needs no compilation. Anything else is measured as the
-        training runs the network. Several processes do that at once: an error of one would leave the others alone.
-        """
+        """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it."""
+        # What is right op by op is right in a graph, too. Several processes measure once, as they train: an error of
+        # one would leave the others alone.
         trains_eagerly = runs_eagerly(self.settings.compiles)
         finding: Finding | None = None
         for eager in [True] if trains_eagerly else [False] if self.several else [True, False]:

@@ -65,16 +65,13 @@ def divides_by_earlier_rows(network: nn.Cell) -> bool:
 
 
 class MicroLoss(nn.Cell):
-    """The differentiated value, followed by the outputs of `WeightedLoss`. Kept minimal: eager operators are slow.
-
-    If the network computes in half precision (``half``), a loss with its own weight is divided by it before the
-    backward pass, unless ``divides`` is False.
-    """
+    """The differentiated value, followed by the outputs of `WeightedLoss`. Kept minimal: eager operators are slow."""
 
     def __init__(self, weighted_loss: WeightedLoss, half: bool, loss_scale: NoLossScale, divides: bool = True) -> None:
         super().__init__(auto_prefix=False)
         self.weighted_loss = weighted_loss
         self.half = half
+        # In half precision, a loss with its own weight is divided by it before the backward pass.
         self.divides = divides and half and not weighted_loss.counts_rows
         self.loss_scale = loss_scale
         self._get_attr_from_cell(weighted_loss.network)
@@ -200,10 +197,7 @@ class MicroStep(nn.Cell):
 
 
 class EagerMicroStep:
-    """Micro step op by op: the user's code runs in Python, hooks included, and a graph adds the gradients.
-
-    A network that adds its gradients up itself hands them over in the last micro batch of a window (``is_last``).
-    """
+    """Micro step op by op: the user's code runs in Python, hooks included, and a graph adds the gradients."""
 
     structure: Hashable = None  # That of the inputs of the current batch, from `flatten`.
     has_run = False  # True once the last call has started to add gradients.
@@ -224,6 +218,7 @@ class EagerMicroStep:
         self.inputs: tuple[object, ...] = ()
         self.forgets_passes = divides_by_earlier_rows(micro_loss.weighted_loss.network)
         self.reducer, self.is_last = adding.reducers[0], is_last
+        # A network that adds its gradients up itself hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates
 
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -8,10 +8,10 @@ from collections.abc import Hashable, Sequence
 from mindspore import ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import require, warn
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, follow_mode, runs_eagerly
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, like_mode, runs_eagerly
 from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
-from ms_gradaccum.batch.nested_inputs import why_no_graph
+from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import sparse_lookup
@@ -66,7 +66,7 @@ class MicroSteps:
         # The pass before the micro steps, for a loss over the whole batch.
         self.first_pass: FirstPass | None = None
         if network.is_cached:
-            self.first_pass = FirstPass(self.owner, network, self.cell, self.parameters, reducers[0], half)
+            self.first_pass = FirstPass(self.owner, network, self.cell, reducers[0])
         # The keys are the structure of the inputs, nearly always a single one, and whether the sums are reduced.
         self.by_structure: dict[tuple[Hashable, bool], Compiled] = {}
         self.eager: dict[bool, EagerMicroStep] = {}
@@ -81,13 +81,10 @@ class MicroSteps:
         self.loss_check.is_done |= self.comes_reduced  # The forward passes of rows would communicate, too.
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        """Return the compiled cells, which have a mode and settings of their own."""
         first_pass = [] if self.first_pass is None else self.first_pass.compiled_cells()
         return [self.cell, self.empty_step, *self.by_structure.values(), *first_pass]
 
-    def run(
-        self, args: tuple[object, ...], kwargs: dict[str, object], reduces: bool = False
-    ) -> list[tuple[Tensor, ...]]:
+    def run(self, args: Args, kwargs: Kwargs, reduces: bool = False) -> list[Outputs]:
         """Add one batch and return the outputs of its micro steps. The last one may also reduce the sums."""
         self.has_added, self.rounds = False, -1
         eager = runs_eagerly(self.settings.compiles)
@@ -123,7 +120,7 @@ class MicroSteps:
         try:
             for index, (step, (rows, tensors)) in enumerate(zip(steps, parts)):
                 if heard:
-                    self.events.micro_batch_begin(index, rows)
+                    self.events.tell("on_micro_batch_begin", index, rows)
                 outputs.append(step(*tensors))
                 self.rounds -= 1
                 if is_measured:
@@ -235,8 +232,7 @@ class MicroSteps:
         cell = MicroStep(*self._parts(loss, False, reduces))
         cell.in_thread_pool = pooled
         if hasattr(self, "cell"):
-            follow_mode(cell, self.cell)
-            cell._get_attr_from_cell(self.cell)  # The settings of `set_jit_config`.
+            like_mode(cell, self.cell)
         return cell
 
 

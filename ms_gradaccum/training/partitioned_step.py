@@ -18,6 +18,7 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.kernels import scale
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
+from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import BatchAxis, Shape, split_shapes
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByValue
@@ -69,14 +70,12 @@ class PartitionedStep(Step):
     def compiling(self) -> AbstractContextManager[None]:
         return self.semi_auto.compiling()
 
-    def run(
-        self, args: tuple[object, ...], kwargs: dict[str, object], as_graph: Callable[..., tuple[Tensor, ...]]
-    ) -> StepOutput:
+    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
         if self.is_unmeasured:
             self.is_unmeasured = False
             warn(not_measured("the compiler partitions the whole step").text)
         self.is_called = True
-        self.events.update_begin()
+        self.events.tell("on_update_begin")
         with graph_mode():
             output = StepOutput(*as_graph(*self.network.positional(args, kwargs)))
         if self.events.heard:  # Else nothing waits for the device.
@@ -133,17 +132,13 @@ class PartitionedStep(Step):
 
 
 class BatchSums(nn.Cell):
-    """The loss sum and the weight of a batch, micro batch by micro batch, as one tensor of two elements.
-
-    The compiler follows one output of the forward pass; the nodes of a second one would be whole on each device.
-    """
+    """The loss sum and the weight of a batch as one tensor, since the compiler partitions one output alone."""
 
     def __init__(self, network: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
         self.micro_size = network.micro_size
         self.batch_axis = network.batch_axis
         self.weighted_loss = network.loss_of()
-        # The compiler follows one output, see above.
         self.weighted_loss.reports = False
         # One primitive per micro batch, or the compiler would take them for one.
         self.cuts = [ops.StridedSlice().add_prim_attr("grad_accu_num", self.micro_size) for _ in range(self.micro_size)]
@@ -210,11 +205,8 @@ def _marked_squares(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _accumulator_of(weight: Parameter) -> Parameter:
-    """Return zeros that the compiler knows for the sums of ``weight``'s gradient: it is named after a clone.
-
-    Not ``weight.clone()``: that keeps the weight's dtype, and takes the initial values from a weight that has not got
-    them yet. Float32, since 16-bit sums lose the small addends of a long window.
-    """
+    """Return float32 zeros that the compiler knows, by a clone's name, for the sums of ``weight``'s gradient."""
+    # Not `weight.clone()`, which keeps the dtype and the initial values of a weight that has not got them yet.
     name = f"accu_grads.{weight.name}"
     accumulator = Parameter(initializer("zeros", weight.shape, ms.float32), name)
     info = weight.param_info.clone()

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from mindspore import Parameter, Tensor, nn
 
 from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
@@ -42,9 +43,7 @@ class Step(nn.Cell):
         """Enclose the compilation of the whole step as one graph."""
         return nullcontext()
 
-    def run(
-        self, args: tuple[object, ...], kwargs: dict[str, object], as_graph: Callable[..., tuple[Tensor, ...]]
-    ) -> StepOutput:
+    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
         """Train one batch. ``as_graph`` runs the step as one graph, from its outermost cell on."""
         raise NotImplementedError
 

@@ -90,18 +90,10 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         other_losses: Tensor | Sequence[Tensor] = (),
     ) -> "StepOutput":
         # A step gives a tensor in place of a tuple: a row of sums and below it one of weights, 0 where there is none.
-        values = (
-            cast(Tensor, loss),
-            overflow,
-            loss_scale,
-            updated,
-            grad_norm,
-            clipped_grad_norm,
-            learning_rate,
-            weight,
-        )
-        output = super().__new__(cls, values[:3])
-        output._values, output._others = values, other_losses
+        items = (cast(Tensor, loss), overflow, loss_scale)
+        output = super().__new__(cls, items)
+        output._values = (*items, updated, grad_norm, clipped_grad_norm, learning_rate, weight)
+        output._others = other_losses
         return output
 
     @property

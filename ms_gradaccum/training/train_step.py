@@ -10,6 +10,7 @@ from mindspore import JitConfig, Parameter, Tensor, nn, ops
 from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown, warn_of_open
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
+from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
@@ -62,9 +63,7 @@ class HostDrivenStep(Step):
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         return self.window.compiled_cells()
 
-    def run(
-        self, args: tuple[object, ...], kwargs: dict[str, object], as_graph: Callable[..., tuple[Tensor, ...]]
-    ) -> StepOutput:
+    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
         batches = self.window.count.get() if self.accumulation_steps > 1 else 0
         self.is_unmeasured = False
         try:
@@ -98,7 +97,7 @@ class HostDrivenStep(Step):
 
     def _close(self) -> StepOutput:
         try:
-            self.events.update_begin()
+            self.events.tell("on_update_begin")
         except BaseException as error:
             # Else its rows would be in the next window, too.
             goes_on = self.window.goes_on(error)

@@ -49,16 +49,14 @@ class GroupFactors(nn.Cell):
 
 
 class Update(nn.Cell):
-    """Second half of the end of a window: mean gradient, clip, optimizer, clear.
-
-    An optimizer that knows the loss scale divides by ``handed_scale``.
-    """
+    """Second half of the end of a window: mean gradient, clip, optimizer, clear."""
 
     def __init__(
         self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings, handed_scale: float
     ) -> None:
         super().__init__(auto_prefix=False)
         self.optimizer, self.reducer, self.buffer = optimizer, reducer, reducer.buffer
+        # The optimizer divides by the handed scale because it knows the loss scale.
         clip, self.loss_scale, self.handed_scale = settings.clip, settings.precision.loss_scale, handed_scale
         # One of the three: one factor for all sums, a factor for each sum, or a clip of each element.
         self.by_norm = clip if isinstance(clip, (NoClip, ClipByGlobalNorm)) else None
@@ -125,12 +123,9 @@ class Update(nn.Cell):
         return self.buffer.clear(self.reducer.after_update(updated))
 
     def keep_storage(self, value: Tensor) -> Tensor:
-        """Return ``value`` after reading all parameters of the optimizer, so that the graph follows their storage.
-
-        A parameter that a graph uses only in a branch, as in some optimizers, would keep its old storage when a
-        checkpoint is loaded. The reads come after the update, because the compiler copies what is read before. The cost
-        is quadratic in the number of parameters.
-        """
+        """Return ``value`` after reading all parameters of the optimizer, so that the graph follows their storage."""
+        # A parameter that is used only in a branch would keep its old one when a checkpoint is loaded. The reads come
+        # after the update, because the compiler copies what is read before; their cost is quadratic in their number.
         value = copy_after(value, ())
         return ops.depend(value, self.map(ops.partial(_look_at, value), self.parameters))
 
@@ -172,11 +167,8 @@ class EagerUpdate:
         return clipped_norm
 
     def _follow_memory(self) -> list[int]:
-        """Make MindSpore recompile its parts of the optimizer if parameters or states have moved in memory.
-
-        Optimizers of `mindspore.experimental` compile a part of themselves in PYNATIVE mode, too, looked up by the
-        phase. After a checkpoint is loaded it would silently keep using the old memory.
-        """
+        """Make MindSpore recompile its parts of the optimizer if parameters or states have moved in memory."""
+        # Those of `mindspore.experimental` are looked up by the phase, and would keep using the old memory.
         places = self._places()
         if places != self.places:
             self.phase = f"update {next(_phases)}"

@@ -10,6 +10,7 @@ from mindspore import Tensor, nn
 from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
+from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import hash_of
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.non_finite import why_not_finite
@@ -28,11 +29,7 @@ WATCHED_WINDOWS = 4
 
 
 class Window:
-    """The window of one network, from the gradients of its micro batches to the update of its optimizers.
-
-    An error after something was added discards the whole window: sums cannot be undone, and rows of a failed batch must
-    not be in the next update.
-    """
+    """The window of one network, from its micro batches to the update, discarded as a whole if a part of it fails."""
 
     # True if the optimizers report calls by somebody else; has_claims: if they belong to no step that was built later.
     watches_calls = has_claims = True
@@ -69,7 +66,6 @@ class Window:
         self._in_use = threading.Lock()
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        """Return the compiled cells, which have a mode and settings of their own."""
         return [*self.micro_steps.compiled_cells(), *(cell for end in self.ends for cell in end.compiled_cells())]
 
     @property
@@ -92,9 +88,7 @@ class Window:
         self.count.set(counts["batches"])
         self.overflows_in_a_row = counts["overflows_in_a_row"]
 
-    def add(
-        self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False
-    ) -> list[tuple[Tensor, ...]]:
+    def add(self, args: Args, kwargs: Kwargs, is_last: bool = False) -> list[tuple[Tensor, ...]]:
         """Add one batch and return the outputs of its micro steps. Those of the last batch may also reduce the sums."""
         reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
         if self._watched < WATCHED_WINDOWS:

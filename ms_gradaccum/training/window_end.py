@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import argument_error, warn
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, follow_mode, runs_eagerly
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_hooks, scale_for
 from ms_gradaccum.backend.tensors import Done
@@ -54,10 +54,7 @@ class WindowEnd(nn.Cell):
         self.is_bad = Tensor(False)
 
     def report(self, reduces: bool, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
-        """Run the first half as part of a graph, after ``done``: all but clip, optimizer and clear.
-
-        Return whether the loss scale was too large, then the items of a StepOutput, which no graph knows.
-        """
+        """Run the first half in a graph. Return True for a loss scale that was too large, and a StepOutput's items."""
         reduced = ops.depend(self.reducer.reduce(), done) if reduces else done
         loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
@@ -111,7 +108,6 @@ class WindowEnd(nn.Cell):
         return output + report[9:]
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        """Return the compiled cells, which have a mode and settings of their own."""
         compiled = [each for each in self.updates.values() if isinstance(each, Compiled)]
         return [self, self.update, self.run_partial_report, *self.reports.values(), *compiled]
 
@@ -171,8 +167,7 @@ class WindowEnd(nn.Cell):
         if clip is not None:
             settings = replace(self.settings, clip=clip)
             update = Update(update.optimizer, self.reducer, settings, update.handed_scale)
-            follow_mode(update, self.update)
-            update._get_attr_from_cell(self.update)
+            like_mode(update, self.update)
         update.needs_hooks = needs_hooks(update.optimizer)
         return EagerUpdate(self.owner, update) if self.eager else Compiled(lambda: update, self.owner, "the optimizer")
 

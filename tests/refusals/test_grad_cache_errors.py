@@ -144,17 +144,18 @@ def test_verify_names_it_where_rows_depend_on_each_other_and_finds_it_equal():
 
 def test_a_loss_that_draws_is_refused_on_several_processes():
     alone, several = SimpleNamespace(several=False), SimpleNamespace(several=True)
+    like = SimpleNamespace(parameters=(), micro_loss=SimpleNamespace(half=False))
     network = GradAccumulation(GradCacheLoss(Tower(), Drawing(), labels=1).set_train(), 2)
     sentence = (
         "For 'GradCacheLoss', the argument 'loss_fn' must be a loss that is the same on all processes, but got one "
         "that draws random numbers: Dropout 'drop'. Draw them in the backbone."
     )
     with raises(ValueError, sentence):
-        FirstPass("TrainOneStepCell", network, network, [], several, half=False)
-    FirstPass("TrainOneStepCell", network, network, [], alone, half=False)
+        FirstPass("TrainOneStepCell", network, like, several)
+    FirstPass("TrainOneStepCell", network, like, alone)
     # In evaluation mode it draws nothing.
     network.set_train(False)
-    FirstPass("TrainOneStepCell", network, network, [], several, half=False)
+    FirstPass("TrainOneStepCell", network, like, several)
 
 
 class Uses(nn.Cell):
