@@ -145,7 +145,6 @@ class LogSumExps(nn.Cell):
         return (total * weights).sum(), rows, by_column
 
     def products(self, part: Tensor, b: Tensor, begin: int, end: int) -> Tensor:
-        """Return the products of some rows with all of ``b``."""
         products = ops.matmul(part, b.T)
         if self.is_one:
             # The diagonal depends on an input; the compiler would store a constant one for each block.

@@ -54,7 +54,6 @@ class Split(NamedTuple):
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """The loss of all rows, and those of their parts."""
         return self.whole, *self.parts
 
     def larger_first(self) -> tuple[int, int]:
@@ -71,7 +70,6 @@ class Split(NamedTuple):
         return self.relative(self.whole.value - mean)
 
     def misses_sum(self) -> float:
-        """Return by how much the whole misses the sum of the parts."""
         return self.relative(self.whole.value - sum(part.value for part in self.parts))
 
     def misses_weight(self) -> float:

@@ -42,7 +42,6 @@ def unflatten(structure: Any, leaves: tuple[Tensor, ...]) -> Any:
 
 
 def first_inputs(structure: Any, count: int) -> Hashable:
-    """Return the structure of the first of several inputs."""
     kind, container, children = structure
     return kind, container, children[:count]
 

@@ -23,7 +23,6 @@ class Rows(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of rows."""
         return len(self.places)
 
     @property
@@ -33,12 +32,10 @@ class Rows(NamedTuple):
 
     @staticmethod
     def of(inputs: tuple[Any, ...], batch_axis: BatchAxis) -> "Rows":
-        """Return all rows of a batch."""
         batch = Flattened(inputs, batch_axis)
         return Rows(batch.structure, batch.tensors, batch.axes, tuple(range(count_rows(batch.leaves))))
 
     def take(self, places: Sequence[int]) -> "Rows":
-        """Return the rows in these places."""
         return self._replace(places=tuple(self.places[place] for place in places))
 
     def cuts(self, most: int, number: int) -> "tuple[Cut, Cut, Cut | None]":

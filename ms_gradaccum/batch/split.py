@@ -57,12 +57,10 @@ class Flattened:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors in the order of the inputs."""
         return tuple([leaf.value for leaf in self.leaves])
 
     @property
     def axes(self) -> tuple[int | None, ...]:
-        """The batch axis of each tensor."""
         return tuple([leaf.axis for leaf in self.leaves])
 
     def _add(self, value: Any, axis: BatchAxis, place: str, in_list: bool) -> Hashable:

@@ -70,8 +70,10 @@ class TokenMeanLoss(Settled, nn.Cell):
     def __init__(self, backbone: nn.Cell, ignore_index: int = -100) -> None:
         super().__init__(auto_prefix=False)
         self.backbone = check_cell(_OWNER, "backbone", backbone, "Give the network that returns logits.")
-        self.signature = f"construct{inspect.signature(backbone.construct)}"
-        self.required = _required_inputs(backbone)
+        signature = inspect.signature(backbone.construct)
+        needed = [each for each in signature.parameters.values() if each.default is each.empty]
+        self.signature = f"construct{signature}"
+        self.required = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in needed)
         self.ignore_index = check_int(_OWNER, "ignore_index", ignore_index, "It is the label of padding.")
         self._get_attr_from_cell(backbone)
         self._is_built = True
@@ -85,22 +87,12 @@ class TokenMeanLoss(Settled, nn.Cell):
             logits = logits[0] if len(logits) > 0 else None
         if not isinstance(logits, Tensor):
             _refuse_logits()
-        if isinstance(labels, Tensor):
-            _check_dtype(labels.dtype)
-        else:
-            _check_dtype(None)
+        _check_dtype(labels.dtype if isinstance(labels, Tensor) else None)
         _check_shapes(logits.shape, labels.shape)
         logits = ops.cast(logits, ms.float32).reshape(-1, logits.shape[-1])
         labels = ops.cast(labels, ms.int32).reshape(-1)
         loss_sum = ops.cross_entropy(logits, labels, ignore_index=self.ignore_index, reduction="sum")
         return loss_sum, ops.cast(ops.not_equal(labels, self.ignore_index), ms.float32).sum()
-
-
-def _required_inputs(backbone: nn.Cell) -> int:
-    """Return the number of required inputs of a network."""
-    parameters = inspect.signature(backbone.construct).parameters.values()
-    needed = (each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
-    return sum(each.default is each.empty for each in needed)
 
 
 @_primexpr

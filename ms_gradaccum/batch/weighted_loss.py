@@ -101,7 +101,6 @@ class WeightedLoss(nn.Cell):
         self.structure = None if structure is None or is_flat(structure) else unflattener(structure)
 
     def outputs(self, tensors: tuple[object, ...]) -> Any:
-        """Call the network and return its outputs."""
         if self.structure is None:
             return self.network(*tensors)
         return self.network(*self.structure(tensors))
@@ -169,9 +168,6 @@ class OwnWeight(WeightedLoss):
         weight: object = outputs[1] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else None
         if isinstance(weight, (int, float)):
             weight = Tensor(weight, ms.float32)
-        if isinstance(weight, Tensor):
-            _check_weight(weight.shape)
-        else:
-            _check_weight(None)
+        _check_weight(weight.shape if isinstance(weight, Tensor) else None)
         further = self.further(outputs, 2, _FURTHER_REMEDY)
         return (loss_sum, scalar(weight)) + self.reported(further)

@@ -128,7 +128,6 @@ class Events:
     def tell(
         self, name: str, index: int | None = None, rows: int | None = None, output: StepOutput | None = None
     ) -> None:
-        """Call the listeners of an event."""
         if self._listeners[name]:
             event = StepEvent(self.batches, index, rows, self.updates, self.skipped_updates, output)
             for listener in self._listeners[name]:
@@ -187,6 +186,5 @@ def check_told(owner: str, name: str, train_step: object, callback: object) -> N
 
 
 def _methods_of(callback: object) -> dict[str, Callable[[StepEvent], None]]:
-    """Return the methods of ``callback`` for events."""
     methods = {name: getattr(callback, name, None) for name in NAMES}
     return {name: method for name, method in methods.items() if callable(method)}

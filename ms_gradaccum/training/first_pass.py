@@ -139,8 +139,6 @@ class FirstPass:
 
 
 class Forward(nn.Cell):
-    """Forward pass of a network for a micro batch."""
-
     def __init__(self, network: GradCacheLoss, structure: Hashable) -> None:
         super().__init__(auto_prefix=False)
         self.network = network

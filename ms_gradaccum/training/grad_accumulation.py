@@ -57,16 +57,8 @@ def _of_network(name: str) -> Callable[..., object]:
 class GradAccumulation(Settled, nn.Cell):
     r"""Feed a loss cell its batch in micro batches, so that a batch needs the memory of one micro batch.
 
-    Trained by :class:`TrainOneStepCell` or :class:`Model`, a batch makes one update, with the gradient that
-    the whole batch has:
-
-    .. code-block:: python
-
-        for rows in split(batch, micro_size):      # forward and backward, one micro batch at a time
-            sums += grad(mean_loss(rows) * len(rows))
-        optimizer(sums / len(batch))
-
-    The interface is that of ``mindspore.parallel.nn.GradAccumulation``, whose `micro_size` is also a count.
+    Trained by :class:`TrainOneStepCell` or :class:`Model`, a batch makes one update, with the gradient that the whole
+    batch has. The interface is that of ``mindspore.parallel.nn.GradAccumulation``, whose `micro_size` is also a count.
 
     Args:
         network (Cell): Loss cell. It takes the inputs of this cell and returns a scalar floating-point mean loss over

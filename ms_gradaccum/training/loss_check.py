@@ -96,7 +96,6 @@ class LossCheck:
         return bool(self.network.micro_size > 1 or self.settings.adds_batches or self.several)
 
     def before_batch(self) -> None:
-        """Note what the first micro batch may change."""
         if self.batches == 0 and not self.is_done and self.adds_parts:
             self.state = KeptTensors(tensors_of(self.network.network), lambda tensor: False)
 
@@ -165,7 +164,6 @@ class LossCheck:
     def _measure_in(
         self, evaluated: tuple[str, ...], cuts: Sequence[Cut], parts: int, gradient: bool
     ) -> Finding | None:
-        """Measure with the cells of these names in evaluation mode."""
         self.evaluated = evaluated
         try:
             # A loss or a gradient may be infinite, or beyond 16 bits.
@@ -306,8 +304,6 @@ class LossLessMean(nn.Cell):
 
 
 class GradientOfRows(nn.Cell):
-    """The gradient of the loss of some rows."""
-
     def __init__(self, loss: WeightedLoss, parameters: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
         self.gradient = ops.grad(LossLessMean(loss), None, parameters, has_aux=True)

@@ -44,7 +44,6 @@ def share_and_factor(start: BackwardStart, rows: Any, batch_rows: Any) -> tuple[
 
 
 def start_tensors(start: BackwardStart, rows: int, batch_rows: int) -> tuple[Tensor, ...]:
-    """Return the first inputs of a micro step."""
     return tuple(Tensor(each, ms.float32) for each in share_and_factor(start, rows, batch_rows))
 
 
@@ -126,9 +125,7 @@ class AddMicroBatch(nn.Cell):
             return value * factor, weight * factor, factor
         return value, weight, ops.maximum(weight, ONE) if self.divides else ONE
 
-    def added(
-        self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: tuple[object, ...], others: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
+    def added(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Outputs, others: Outputs) -> Outputs:
         """Add a loss sum, its weight, the gradients times a factor, and the values to report. Return `Outputs`."""
         done: Done = ()
         if self.keep is not None:
@@ -157,7 +154,6 @@ class AddMicroBatch(nn.Cell):
         return (loss_sum, weight, self.after(done), *notes)
 
     def is_finite(self, number: Tensor, grads: tuple[object, ...]) -> Tensor:
-        """Return whether a number and all gradients of a micro batch are finite."""
         return ops.logical_and(ops.isfinite(number), self.keep.is_finite(grads))
 
     def after(self, done: object) -> Tensor:
@@ -222,7 +218,6 @@ class EagerMicroStep:
         self.adds_grads = is_last or not self.reducer.accumulates
 
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run one micro batch."""
         self.has_run = self.adding.has_run = False
         self.inputs = (share, *unflatten(self.structure, tensors))
         if self.forgets_passes:

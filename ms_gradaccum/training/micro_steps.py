@@ -5,7 +5,7 @@ import logging
 import operator
 from collections.abc import Hashable, Sequence
 
-from mindspore import ParameterTuple, Tensor, nn
+from mindspore import ParameterTuple, nn
 
 from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, like_mode, runs_eagerly
@@ -105,12 +105,8 @@ class MicroSteps:
         return self._run_all([step] * (count - 1) + [last], parts, inputs)
 
     def _run_all(
-        self,
-        steps: Sequence[Compiled | EagerMicroStep],
-        parts: Sequence[tuple[int, tuple[Tensor, ...]]],
-        inputs: tuple[object, ...],
+        self, steps: Sequence[Compiled | EagerMicroStep], parts: Sequence[tuple[int, Outputs]], inputs: Args
     ) -> list[Outputs]:
-        """Run the micro steps of a batch, with the rows and the tensors of each, and return their outputs."""
         outputs: list[Outputs] = []
         done, heard, is_measured = self.events.micro_batches, self.events.heard, not self.loss_check.is_done
         if is_measured:
@@ -161,7 +157,6 @@ class MicroSteps:
         return batch
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
-        """Measure the loss of a batch that a larger graph will train."""
         inputs = self.network.positional(batch, {})
         self.loss_check.after_batch(len(self.network.split(*inputs).micro_batches), inputs)
 
@@ -196,7 +191,6 @@ class MicroSteps:
     def _parts(
         self, loss: WeightedLoss, eager: bool, reduces: bool
     ) -> tuple[MicroLoss, ParameterTuple, AddMicroBatch, BackwardStart]:
-        """Return the arguments of a micro step."""
         precision, drops = self.settings.precision, self.settings.drop_non_finite
         half = is_half(loss, precision)
         # Divided by its own weight, a loss would have another factor on each rank.

@@ -41,7 +41,6 @@ class StepSettings:
         compile: bool | None = None,
         check_loss: bool = True,
     ) -> "StepSettings":
-        """Return the settings that these arguments give, or raise."""
         remedy = "False trains without measuring the loss of the first batches."
         return StepSettings(
             owner,

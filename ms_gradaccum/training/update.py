@@ -156,7 +156,6 @@ class EagerUpdate:
             )
 
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
-        """Update, and return the norm after clipping."""
         clipped_norm, grads = self.mean_gradients(*norm_and_limit)
         places = self._follow_memory()
         with op_by_op(), running(self.optimizer):

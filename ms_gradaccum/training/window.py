@@ -81,7 +81,6 @@ class Window:
         return {"batches": batches, "overflows_in_a_row": self.overflows_in_a_row, "loss_scale": scale}
 
     def load_state_dict(self, saved: State) -> None:
-        """Load the result of `state_dict`."""
         rules = {"batches": lambda value: is_count(value) and value <= MAX_INT, "overflows_in_a_row": is_count}
         counts = check_saved(saved, "how many batches and overflows its windows had", rules)
         self.loss_scale.load_numbers(saved.get("loss_scale"))
@@ -138,7 +137,6 @@ class Window:
         return can and isinstance(error, Exception) and not isinstance(error, StopIteration)
 
     def partial_output(self) -> StepOutput:
-        """Return the report on the open window."""
         output = self.ends[0].partial_output()
         return output if self.has_loss else output._replace(loss=None)
 

@@ -112,7 +112,6 @@ class WindowEnd(nn.Cell):
         return [self, self.update, self.run_partial_report, *self.reports.values(), *compiled]
 
     def partial_output(self) -> StepOutput:
-        """Return the report on the open window."""
         return StepOutput(*self.run_partial_report(NOTHING))
 
     def reduce(self, is_reduced: bool = False) -> StepOutput:
