@@ -24,14 +24,8 @@ class GradCacheLoss(Settled, nn.Cell):
     r"""A network and a loss that looks at all rows of a batch together: contrastive, ranking, correlation, batch Dice.
 
     Inside :class:`GradAccumulation` it is trained with the gradient of the whole batch, over all processes, with the
-    memory of a micro batch:
-
-    .. code-block:: python
-
-        outputs = [backbone(rows) for rows in micro_batches]           # only the outputs are kept
-        loss, cache = value_and_grad(loss_fn)(concat(outputs), labels)
-        for rows, start in zip(micro_batches, split(cache)):
-            sums += grad((backbone(rows) * start).sum())
+    memory of a micro batch: a first pass keeps only the outputs of all micro batches, and the gradient of `loss_fn`
+    with respect to them starts the backward passes of a second one.
 
     Anywhere else, for example in evaluation, it is an ordinary loss cell. With `accumulation_steps` the loss of the
     window is the mean of those of its batches, weighted by their rows.

@@ -166,10 +166,7 @@ class Window:
                 outputs.append(end.finish(output, clip) if updated else end.skip(output))
             if self.loss_scale.searches:
                 self.ends[0].adjust(outputs[0], several=len(outputs) > 1)
-            if updated:
-                self.overflows_in_a_row = 0
-            elif outputs[0].has_overflow:
-                self.overflows_in_a_row += 1
+            self.overflows_in_a_row = 0 if updated else self.overflows_in_a_row + outputs[0].has_overflow
             if self.overflows_in_a_row >= MAX_OVERFLOWS:
                 # No loss scale helps against a broken gradient.
                 self.overflows_in_a_row = 0
