@@ -125,7 +125,7 @@ class LossCheck:
         if self.batches & (self.batches - 1) != 0 and self.row is None:
             return
         rows: Rows | None = Rows.of(inputs, self.network.batch_axis)
-        if rows.size == 1:
+        if rows is not None and rows.size == 1:
             # It is measured with that of the batch before.
             before, self.row = self.row, rows if self.row is None else None
             rows = None if before is None else before.joined(rows)
