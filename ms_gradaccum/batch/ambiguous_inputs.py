@@ -1,6 +1,6 @@
 """Inputs whose shapes do not show whether they are a batch: warnings at the first batch, and hints in errors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,24 +30,22 @@ def ambiguous_inputs(inputs: tuple[object, ...], batch_axis: BatchAxis, with_int
     return found if places > 1 else []  # A single tensor must be the batch.
 
 
-def hint_of_split(
-    error: str, inputs: tuple[object, ...], batch_axis: BatchAxis, name_of_input: Callable[[int], str]
-) -> str:
+def hint_of_split(accumulation: nn.Cell, error: str, inputs: tuple[object, ...]) -> str:
     """Return a hint for an error in a micro batch: the inputs that may be split by mistake. "" if there are none."""
-    shapes = _described(ambiguous_inputs(inputs, batch_axis, "indices" in error), inputs, name_of_input)
+    shapes = _described(accumulation, ambiguous_inputs(inputs, accumulation.batch_axis, "indices" in error), inputs)
     begin = f"For '{_OWNER}', the split may be at fault, where no shape shows what the batch is"
     return shapes and f"{begin}: {shapes}. What is no batch needs None in batch_axis."
 
 
-def _described(places: Sequence[int], inputs: tuple[Any, ...], name_of_input: Callable[[int], str]) -> str:
-    return ", ".join(f"{name_of_input(place)} of shape {tuple(inputs[place].shape)}" for place in places)
+def _described(accumulation: nn.Cell, places: Sequence[int], inputs: tuple[Any, ...]) -> str:
+    return ", ".join(f"{accumulation.name_of_input(i)} of shape {tuple(inputs[i].shape)}" for i in places)
 
 
 def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is_first: bool) -> bool:
     """Warn of inputs that may be split or not split by mistake. Return True if later batches need no check."""
     if accumulation.micro_size == 1:
         return False
-    batch_axis, name_of_input = accumulation.batch_axis, accumulation.name_of_input
+    batch_axis = accumulation.batch_axis
     batch = Flattened(inputs, batch_axis)
     rows = count_rows(batch.leaves)
     if is_first and rows < accumulation.micro_size:
@@ -61,7 +59,8 @@ def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is
     for item in batch.others[1:]:
         got = _each_row(item, rows, isinstance(batch_axis, int))
         if got:
-            name = name_of_input(int(item.place[6:-1])) if item.place.count("[") == 1 else item.place
+            is_whole = item.place.count("[") == 1
+            name = accumulation.name_of_input(int(item.place[6:-1])) if is_whole else item.place
             warn(f"For '{_OWNER}', the input {name} should be a tensor if it has something of each row, but got {got}.")
             return True
     if isinstance(batch_axis, int):
@@ -90,20 +89,20 @@ def _each_row(item: Item, rows: int, is_default: bool) -> str:
 
 def _warn_of_equal_lengths(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, rows: int) -> None:
     """Warn of a tensor that is as long as the batch on two axes, so that the wrong one may be split."""
-    batch_axis, name_of_input = accumulation.batch_axis, accumulation.name_of_input
+    batch_axis = accumulation.batch_axis
     cells = [cell for _, cell in accumulation.network.cells_and_names()]
     time_major = next((cell.cls_name for cell in cells if getattr(cell, "batch_first", None) is False), None)
     square = [i for i, each in enumerate(inputs) if isinstance(each, TENSORS) and each.shape[:2] == (rows, rows)]
     if time_major and batch_axis == 0 and square:
         warn(
             f"For '{_OWNER}', the rows must be on the axis that the network takes for them, on axis 1 for {time_major} "
-            f"with batch_first=False, but got {_described(square, inputs, name_of_input)} cut along axis 0. Give "
+            f"with batch_first=False, but got {_described(accumulation, square, inputs)} cut along axis 0. Give "
             f"batch_axis an entry per input, or build it with batch_first=True."
         )
         return
     places = [place for place in ambiguous_inputs(inputs, batch_axis) if inputs[place].shape == (rows, rows)]
     if parts == rows and places:
-        shapes = _described(places, inputs, name_of_input)
+        shapes = _described(accumulation, places, inputs)
         warn(
             f"For '{_OWNER}', the inputs that are cut into single rows, which fit any shape, should be batches, but "
             f"got {shapes}. Give batch_axis an entry per input, None for a mask and what else is no batch."

@@ -64,11 +64,12 @@ class Rows(NamedTuple):
         """Return these rows and others after them, or None if they do not fit together."""
         if self.sources is other.sources:
             return self._replace(places=self.places + other.places)
-        pairs = list(zip(self.tensors, other.tensors, self.axes))
-        if self.structure != other.structure or any(not _fit(*pair) for pair in pairs):
+        try:
+            sources = tuple(map(_joined, self.tensors, other.tensors, self.axes))
+        except ValueError:  # Other axes have other lengths.
             return None
         places = tuple(range(self.size + other.size))
-        return self._replace(sources=tuple(_joined(*pair) for pair in pairs), places=places)
+        return self._replace(sources=sources, places=places) if self.structure == other.structure else None
 
 
 # Rows and their parts.
@@ -89,11 +90,6 @@ def _filled(tensor: Tensor, axis: int | None, size: int) -> Array:
     rows = rows[:, :: rows.shape[1] // _COLUMNS + 1]
     found: Array = (rows == rows.min()).mean(1) - (rows == rows.max()).mean(1) if rows.size else np.zeros(size)
     return found
-
-
-def _fit(a: Tensor, b: Tensor, axis: int | None) -> bool:
-    """Return whether two tensors can be joined along an axis; without one they are taken for the same."""
-    return axis is None or np.delete(a.shape, axis).tolist() == np.delete(b.shape, axis).tolist()
 
 
 def _joined(a: Tensor, b: Tensor, axis: int | None) -> Tensor:

@@ -195,7 +195,7 @@ class GradAccumulation(Settled, nn.Cell):
         text = error.args[0] if error.args else None
         if self.micro_size == 1 or not isinstance(text, str) or text.startswith(_SAY_IT_THEMSELVES):
             return
-        hint = hint_of_split(text, inputs, self.batch_axis, self.name_of_input)
+        hint = hint_of_split(self, text, inputs)
         if hint:
             first, _, rest = text.partition("\n")
             error.args = ("\n".join((first, hint, rest)).rstrip("\n"), *error.args[1:])
