@@ -185,9 +185,9 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
             precision: a name that :class:`MixedPrecision` lists, ``"O1"``, ``"O2"``, ``"O3"`` or ``"auto"``, or its
             settings; or only how the loss is scaled, by an object of ``mindspore.amp``. Default: ``None``.
         parallel (Union[str, DataParallel, HSDP, Reduced]): As for :class:`Model`. Default: ``"auto"``.
-        bad_micro_batch (str): What becomes of an Inf or a NaN in a gradient or loss. ``"skip_window"``: its window makes
-            no update. ``"drop"``: its micro batch is left out with its weight, on whichever rank, which costs a pass
-            over the gradients of each micro batch. Default: ``"skip_window"``.
+        bad_micro_batch (str): What becomes of an Inf or a NaN in a gradient or loss. ``"skip_window"``: its window
+            makes no update. ``"drop"``: its micro batch is left out with its weight, on whichever rank, which costs a
+            pass over the gradients of each micro batch. Default: ``"skip_window"``.
         compile (Union[bool, None]): ``None``: network, loss and optimizer run as a compiled graph in GRAPH mode, op by
             op in PYNATIVE mode. ``True``: as a compiled graph in PYNATIVE mode too, which is often several times as
             fast, and in which Python control flow in `construct` runs once; :func:`verify` tells whether that trains
