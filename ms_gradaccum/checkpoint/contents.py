@@ -145,15 +145,13 @@ def exchange(ranks: int, make: Callable[[], object]) -> list[Any]:
     """Call ``make`` on each rank and return all results, as JSON. If one rank fails, raise on all. Collective."""
     if ranks == 1:
         return [make()]
-    error: Exception | None = None
     try:
-        words = [make(), None, ""]
-    except Exception as caught:
-        kinds = [name for name, kind in _ERRORS.items() if isinstance(caught, kind)]
-        error, words = caught, [None, [*kinds, "RuntimeError"][0], f"{caught}"]
-    everyone = gather_values(words)
-    if error is not None:
-        raise error
+        made = make()
+    except Exception as error:
+        kinds = [name for name, kind in _ERRORS.items() if isinstance(error, kind)]
+        gather_values([None, [*kinds, "RuntimeError"][0], f"{error}"])
+        raise
+    everyone = gather_values([made, None, ""])
     for rank, (_, kind, text) in enumerate(everyone):
         if kind is not None:
             raise _ERRORS[kind](f"{text} (rank {rank})")

@@ -68,9 +68,8 @@ def create_trainer(
     Supported Platforms:
         ``Ascend`` ``GPU`` ``CPU``
     """
-    check_bool(_OWNER, "ema", ema, "It averages the weights.")
     remedy = f"Give the callback ms_gradaccum.EMA({ema_decay}, trainable_only=False) to train() or fit()."
-    require(not ema, _OWNER, "ema", "False", True, remedy)
+    require(not check_bool(_OWNER, "ema", ema, remedy), _OWNER, "ema", "False", True, remedy)
     from mindcv.utils.amp import auto_mixed_precision
     from mindcv.utils.trainer_factory import add_loss_network
 

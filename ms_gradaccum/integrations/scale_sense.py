@@ -37,6 +37,5 @@ def precision_of(owner: str, scale_sense: ScaleSense, drop_overflow_update: bool
         number = number.get_loss_scale()
     elif isinstance(number, Tensor) and number.size == 1:
         number = number.asnumpy().item()
-    return amp.FixedLossScaleManager(
-        check_positive_float32(owner, "scale_sense", number, _REMEDY), drop_overflow_update
-    )
+    number = check_positive_float32(owner, "scale_sense", number, _REMEDY)
+    return amp.FixedLossScaleManager(number, drop_overflow_update)

@@ -196,7 +196,6 @@ class EMA(Settled, Callback, StatefulCallback):
         # It would be told only of the last update of a larger sink.
         size = params.get("sink_size") if params.get("dataset_sink_mode") else 1
         require(size == 1, _OWNER, "sink_size", "1 in data sink mode", size, "Or train with dataset_sink_mode=False.")
-        self._attached().begin()
 
     def on_eval_begin(self, run_context: RunContext) -> None:
         if not self.evaluate:

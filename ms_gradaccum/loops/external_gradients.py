@@ -43,14 +43,14 @@ class GraphWindow(nn.Cell):
 
     def construct(
         self, grads: Tensors, weight: Tensor | float, loss: Tensor | float | None, reduction: str
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         """Return the items of a StepOutput."""
         weight = scalar(weight)
         factor = weight if reduction == "mean" else ONE
-        loss = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
-        added = self.add_grads(factor, loss * factor, weight, *grads)
+        value = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
+        added = self.add_grads(factor, value * factor, weight, *grads)
         output: tuple[Tensor, ...] = self.end.after_batch(added, self.steps)
-        return output
+        return (None, *output[1:]) if loss is None else output
 
 
 @_primexpr

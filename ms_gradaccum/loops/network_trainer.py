@@ -139,8 +139,7 @@ def pair_networks(network: object, optimizer: object) -> list[tuple[nn.Cell, lis
     networks, groups = _as_list(network), [_as_list(each) for each in _as_list(optimizer)]
     remedy = "Several networks take a list with the optimizer (or optimizers) of each."
     require(networks, _OWNER, "network", "at least one", "an empty list", remedy)
-    require(groups, _OWNER, "optimizer", "at least one", "an empty list", remedy)
-    require(all(groups), _OWNER, "optimizer", "at least one per network", "an empty list", remedy)
+    require(groups and all(groups), _OWNER, "optimizer", "at least one per network", "an empty list", remedy)
     if len(networks) == 1 and all(len(group) == 1 for group in groups):
         groups = [[group[0] for group in groups]]
     got = f"{len(groups)} for {len(networks)} networks"

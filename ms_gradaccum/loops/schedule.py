@@ -108,7 +108,6 @@ def merge_config(owner: str, accumulation_steps: object, config: object) -> Accu
         raise TypeError(argument_error(owner, "config", rule, typed(config), remedy))
     if accumulation_steps in (1, config.accumulation_steps):
         return config
-    theirs = config.accumulation_steps if config.schedule is None else "a schedule"
-    rule, got = "the same as that of config", f"{accumulation_steps} and a config with {theirs}"
-    require(theirs == 1, owner, "accumulation_steps", rule, got, "Give it in one place.")
+    rule, got = "the same as that of config", f"{accumulation_steps} and a config with {config.accumulation_steps}"
+    require(config.accumulation_steps == 1, owner, "accumulation_steps", rule, got, "Give it in one place.")
     return replace(config, accumulation_steps=accumulation_steps)

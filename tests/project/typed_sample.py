@@ -163,7 +163,8 @@ def by_loop() -> int:
     accumulator = Accumulator(loss_cell, optimizer, config=config, clip=ClipByGroupNorm({"*": 1000.0}))
     x = np.arange(1, 9, dtype=np.float32).reshape(4, 2, 1)
     batches = [(Tensor(rows), Tensor(2 * rows)) for rows in x]
-    prepared = accumulator.prepare(batches)
+    prepared, _, cell = accumulator.prepare(batches, optimizer, loss_cell)
+    assert_type(cell, nn.Cell)
     assert_type(prepared, list[tuple[Tensor, Tensor]])
     updates = 0
     for inputs, labels in prepared:

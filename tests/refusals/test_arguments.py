@@ -262,7 +262,7 @@ WRONG = {
         ValueError,
         lambda: Accumulator(loss_cell(), []),
         ("Accumulator", "optimizer"),
-        f"at least one, but got an empty list. {SEVERAL}",
+        f"at least one per network, but got an empty list. {SEVERAL}",
     ),
     "no optimizer of one network": (
         ValueError,
