@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from mindspore import Tensor, nn
 
@@ -34,11 +34,6 @@ from ms_gradaccum.training.events import Events, Observed
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVarTuple, Unpack
-
-    _Rest = TypeVarTuple("_Rest")
-
 _OWNER = "Accumulator"
 # The reduction of the caller's loss over its rows.
 _Reduction = Literal["mean", "sum"]
@@ -46,6 +41,8 @@ _Reduction = Literal["mean", "sum"]
 _Outputs = StepOutput | tuple[StepOutput, ...] | None
 _A = TypeVar("_A")
 _B = TypeVar("_B")
+_C = TypeVar("_C")
+_D = TypeVar("_D")
 
 
 class Accumulator(Settled, Uncopied, nn.Cell, Observed):
@@ -189,7 +186,15 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     @overload
     def prepare(self, first: _A, /) -> _A: ...
     @overload
-    def prepare(self, first: _A, second: _B, /, *others: "Unpack[_Rest]") -> "tuple[_A, _B, Unpack[_Rest]]": ...
+    def prepare(self, first: _A, second: _B, /) -> tuple[_A, _B]: ...
+    @overload
+    def prepare(self, first: _A, second: _B, third: _C, /) -> tuple[_A, _B, _C]: ...
+    @overload
+    def prepare(self, first: _A, second: _B, third: _C, fourth: _D, /) -> tuple[_A, _B, _C, _D]: ...
+    @overload
+    def prepare(
+        self, first: _A, second: _B, third: _C, fourth: _D, fifth: object, /, *others: object
+    ) -> tuple[object, ...]: ...
     def prepare(self, *objects: object) -> object | tuple[object, ...]:
         """Return datasets that know their last batch, and learning rate schedulers that step once per update.
 
