@@ -207,10 +207,7 @@ def numbered(number: int) -> nn.Cell | None:
 
 
 class Method(nn.Cell):
-    """A method of a cell as a cell of its own, which can be compiled. It has the mode and the settings of that cell.
-
-    The method is called with Python values, the ``constants``, before the tensors.
-    """
+    """A method of a cell as a cell with its mode and settings. The method gets Python values, ``constants``, first."""
 
     def __init__(self, cell: nn.Cell, name: str, *constants: object) -> None:
         super().__init__(auto_prefix=False)

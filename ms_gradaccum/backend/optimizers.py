@@ -78,10 +78,7 @@ def _hooks_of(optimizer: nn.Cell) -> list[object]:
 
 
 def needs_hooks(optimizer: nn.Cell) -> bool:
-    """Return whether an optimizer has hooks of its user, which a graph of ours has to call.
-
-    They come with the one that sees direct calls, which says no more then.
-    """
+    """Return whether an optimizer has hooks of its user, which a graph calls, with the one that sees direct calls."""
     if all(hook is _look_at_call for hook in _hooks_of(optimizer)):
         return False
     _told.add(getattr(optimizer, "claim_number", 0))

@@ -55,8 +55,7 @@ class GradientBuffer(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         self.names = tuple(parameter.name for parameter in parameters)
-        if shapes is None:
-            shapes = tuple(tuple(parameter.shape) for parameter in parameters)
+        shapes = [parameter.shape for parameter in parameters] if shapes is None else shapes
         # 16-bit sums would lose the small addends of a long window.
         dtypes = [ms.float64 if parameter.dtype == ms.float64 else ms.float32 for parameter in parameters]
         names = [f"accu_grads.{name}" for name in self.names]

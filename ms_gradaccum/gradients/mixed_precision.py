@@ -37,14 +37,8 @@ class MixedPrecision:
     Level O1 rewrites the network when the training step is built, with the training mode that its cells have then: for
     a network with BatchNorm or Dropout, call ``network.set_train()`` before.
 
-    ============== ======== =====
-    name           dtype    level
-    ============== ======== =====
-    ``fp16``       float16  O1
-    ``fp16_apex``  float16  O2
-    ``fp16_naive`` float16  O3
-    ``bf16``       bfloat16 O1
-    ============== ======== =====
+    The names ``fp16``, ``fp16_apex`` and ``fp16_naive`` stand for float16 at level O1, O2 and O3, ``bf16`` for bfloat16
+    at O1.
 
     Args:
         dtype (Union[mindspore.dtype, str]): ``float16`` or ``bfloat16``. With bfloat16, which has the range of float32,

@@ -14,7 +14,7 @@ from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_l
 from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel import reduced
 from ms_gradaccum.parallel.agreement import settings_of, shapes_of, structure_of
-from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, check_kind, choose_kind
+from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
 from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
@@ -33,7 +33,6 @@ _EXPERTS = "Experts that only some processes have take the compiler's partition 
 
 def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
     """Return the kind of parallelism, or None for a single process. Raise if it is not possible here."""
-    check_kind(owner, parallel)
     cells = network.cells_and_names() if isinstance(network, nn.Cell) else ()
     # Checked by name, because MindSpore before 2.6 has no such class.
     is_wrapped = any(type(cell).__name__ == "DistributedDataParallel" for _, cell in cells)
@@ -71,10 +70,7 @@ def build_reducers(
     drop_non_finite: bool = False,
     dtype: ms.Type = ms.float32,
 ) -> list[GradientReducer]:
-    """Return the reducer of each optimizer, with its buffer, after all ranks have agreed on settings. Collective.
-
-    ``kind`` is None for one process. The ranks reduce gradients in ``dtype``.
-    """
+    """Return the reducer of each optimizer, with its buffer, after all ranks have agreed on settings. Collective."""
     world = current_world(owner)
     if kind is not None and world.size > 1:
         _agree(owner, network, optimizers, agreed | {"parallel": repr(kind)})

@@ -40,10 +40,7 @@ _WHOLE = frozenset(
 
 
 class ShardedReducer(DataParallelReducer):
-    """Reducer that shards the optimizer, which was built for whole parameters, and the sums that it takes.
-
-    These are the sums of a window or, with ``every_batch``, of each micro batch.
-    """
+    """Reducer that shards an optimizer built for whole parameters, and the sums of each window or micro batch."""
 
     def __init__(
         self, optimizer: nn.Optimizer, buffer: GradientBuffer, layout: Layout, rank: int, settings: DataParallel | HSDP
@@ -186,10 +183,7 @@ def _assign_rows(index: int, shard: Parameter, whole: Tensor) -> Tensor:
 
 
 def check_shardable(optimizer: nn.Cell) -> None:
-    """Raise unless each row of a parameter can be updated from the same row of the gradient and the state.
-
-    Code of the user that may need other rows has a warning: whether it runs is not known.
-    """
+    """Raise unless each row of a parameter can be updated from the same row of the gradient and the state."""
     name, rule = type(optimizer).__name__, "one that works element by element"
     remedy = "Use an optimizer that works element by element, or DataParallel() without sync_each_batch."
     sees_all = isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor))

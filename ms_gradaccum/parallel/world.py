@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -59,10 +59,18 @@ class _Collective(nn.Cell):
 def gather_values(value: object) -> list[Any]:
     """Return each rank's ``value``, of types of JSON, in the order of the ranks. Collective."""
     data = json.dumps(value).encode()
-    lengths = gather_counts(len(data))
-    padded = np.frombuffer(data.ljust(-(-max(lengths) // 4) * 4), np.int32)
-    rows = _send(padded).reshape(len(lengths), -1)
-    return [json.loads(row.tobytes()[:length]) for row, length in zip(rows, lengths)]
+    return [json.loads(each) for each in _gather_bytes(data, gather_counts(len(data)))]
+
+
+def _gather_bytes(data: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """Return each rank's ``data``, of these lengths, in the order of the ranks. Collective, one message."""
+    rows = _send(_as_words(data.ljust(max(lengths) or 1))).reshape(len(lengths), -1)
+    return [row.tobytes()[:length] for row, length in zip(rows, lengths)]
+
+
+def _as_words(data: bytes) -> Array:
+    """Return bytes, filled up, as int32, which the collectives of every backend send exactly."""
+    return np.frombuffer(data.ljust(-(-len(data) // 4) * 4), np.int32)
 
 
 def gather_counts(count: int) -> list[int]:
@@ -71,7 +79,7 @@ def gather_counts(count: int) -> list[int]:
 
 
 def _send(words: Array, broadcasts: bool = False) -> Array:
-    """Return the int32 ``words`` of all ranks, or of rank 0. The collectives of every backend send them exactly."""
+    """Return the int32 ``words`` of all ranks or, with ``broadcasts``, of rank 0."""
     if not GlobalComm.INITED:
         return words
     with graph_mode():
@@ -143,48 +151,32 @@ def broadcast_parameters(parameters: Iterable[Parameter]) -> None:
     """Give all ranks the values of rank 0. Collective."""
     for parameter in parameters:
         values = parameter.asnumpy()
-        # Sent as words, which keeps every dtype exact.
-        received = _send(_as_words(values.reshape(1, -1))[0], broadcasts=True).tobytes()[: values.nbytes]
+        received = _send(_as_words(values.tobytes()), broadcasts=True).tobytes()[: values.nbytes]
         parameter.set_data(Tensor(np.frombuffer(received, values.dtype).reshape(values.shape)))
 
 
 def gather_rows(owner: str, arrays: list[Array]) -> tuple[int, int, list[Array]]:
     """Return the begin of this rank's rows among all rows, the number of all rows, and the gathered arrays.
 
-    A rank without rows gives no arrays and gets none. Collective, in two messages: the numbers of rows and of values
-    per row of each rank, and the rows, padded to the maximum.
+    A rank without rows gives no arrays and gets none. Collective, in two messages: the numbers of rows and of bytes
+    per row of each rank, and the arrays, one after the other.
     """
-    columns = [_as_words(array) for array in arrays]
-    rows = np.concatenate(columns, axis=1) if columns else np.zeros((0, 0), np.int32)
-    counts, widths = _send(np.array([rows.shape], np.int32)).T
+    own = [len(arrays[0]), sum(array[0].nbytes for array in arrays)] if arrays else [0, 0]
+    counts, widths = _send(np.array([own], np.int32)).T
     if len(set(widths[counts > 0])) > 1:
-        got = ", ".join(str(width) for width in widths)
+        got = ", ".join(map(str, widths))
         raise ValueError(
-            f"For '{owner}', outputs and labels must have as many values in a row on all ranks, but got {got}. Pad "
+            f"For '{owner}', outputs and labels must have as many bytes in a row on all ranks, but got {got}. Pad "
             f"their other axes to one length."
         )
-    padded = np.zeros((counts.max(), widths.max()), np.int32)
-    padded[: len(rows), : rows.shape[1]] = rows
-    received = _send(padded).reshape(len(counts), *padded.shape)
-    everyone = np.concatenate([part[:count] for part, count in zip(received, counts)])
-    ends = np.cumsum([column.shape[1] for column in columns])[:-1]
-    parts = np.split(everyone, ends, axis=1) if columns else []
-    whole = [_from_words(part, array) for part, array in zip(parts, arrays)]
+    received = _gather_bytes(b"".join(array.tobytes() for array in arrays), counts.astype(np.int64) * widths)
+    whole, begin = [], 0
+    for array in arrays:
+        size, parts = array[0].size, [(data, count) for data, count in zip(received, counts) if count]
+        rows = [np.frombuffer(data, array.dtype, count * size, count * begin) for data, count in parts]
+        whole.append(np.concatenate(rows).reshape(-1, *array.shape[1:]))
+        begin += array[0].nbytes
     return int(counts[: current_world(owner).rank].sum()), int(counts.sum()), whole
-
-
-def _as_words(array: Array) -> Array:
-    """Return rows as int32, which `_from_words` converts back exactly."""
-    flat = np.ascontiguousarray(array).reshape(len(array), -1)
-    if flat.dtype.itemsize % 4:
-        flat = flat.view(np.uint8)
-        flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 4)))
-    return flat.view(np.int32)
-
-
-def _from_words(rows: Array, like: Array) -> Array:
-    flat = np.ascontiguousarray(rows).view(np.uint8)[:, : like[0].nbytes]
-    return np.ascontiguousarray(flat).view(like.dtype).reshape(len(rows), *like.shape[1:])
 
 
 @cache
