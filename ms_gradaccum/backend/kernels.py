@@ -58,8 +58,7 @@ def _make_kernels() -> tuple[ops.Primitive, ...]:
 
 
 _NAMES = "scaled_add_in_place scaled_in_place filled_in_place sum_of_squares replay_mask".split()
-# The last one makes a mask of `ReplayDropout` for a tensor that `fits_kernels` accepts, a seed, a bound and a factor.
-_scaled_add_in_place, _scaled_in_place, _filled_in_place, _sum_of_squares, replay_mask = _make_kernels()
+_scaled_add_in_place, _scaled_in_place, _filled_in_place, _sum_of_squares, _replay_mask = _make_kernels()
 
 
 def has_kernels() -> bool:
@@ -110,6 +109,11 @@ def sum_of_squares(values: Tensor) -> Tensor:
         # Reduce the rows first: on CPU, a reduction over all axes at once is much slower.
         squares = ops.sum(ops.Flatten()(squares), (1,))
     return ops.sum(squares)
+
+
+def replay_mask(like: Tensor, seed: Tensor, bound: Tensor, factor: Tensor) -> Tensor:
+    """Return a mask of `ReplayDropout` for a tensor that `fits_kernels` accepts."""
+    return _replay_mask(like, seed, bound, factor)
 
 
 def spread(number: Tensor, like: Parameter) -> Tensor:

@@ -49,14 +49,10 @@ def _set(state: Any, python: Any, numpy: Any) -> None:
 
 
 def put(state: State) -> None:
-    """Restore the states that `take` has returned."""
-    put_hosts(state)
-    put_device(state)
-
-
-def put_hosts(state: State) -> None:
-    """Restore the states of Python's and NumPy's generators only."""
+    """Restore the states that `take` or `hosts` has returned."""
     _set(state, random, np.random)
+    if "mindspore" in state:
+        put_device(state)
 
 
 def put_device(state: State) -> None:

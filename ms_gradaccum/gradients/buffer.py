@@ -10,14 +10,7 @@ from mindspore.ops.operations import SparseGatherV2
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.compiled import number_of, numbered
-from ms_gradaccum.backend.kernels import (
-    Tensors,
-    add_each_in_place,
-    add_in_place,
-    as_dtype,
-    fill_each_in_place,
-    spread,
-)
+from ms_gradaccum.backend.kernels import Tensors, add_each_in_place, add_in_place, as_dtype, fill_each_in_place, spread
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of
 
 

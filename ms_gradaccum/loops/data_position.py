@@ -59,7 +59,7 @@ class Sources(NamedTuple):
         """
         before = ds.config.get_seed()
         if random_now is not None:
-            random_state.put_hosts(self.random)
+            random_state.put(self.random)
         # `ds.config.set_seed` would seed Python and NumPy, too.
         _config.set_seed(self.seed)
         try:
@@ -67,7 +67,7 @@ class Sources(NamedTuple):
         finally:
             _config.set_seed(before)
         if random_now is not None and not _draws_in_python(data):
-            random_state.put_hosts(random_now)
+            random_state.put(random_now)
 
 
 def _is_repeated(dataset: Dataset) -> bool:

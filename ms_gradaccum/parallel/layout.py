@@ -13,7 +13,6 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from ms_gradaccum.backend.tensors import fill_buckets
-from ms_gradaccum.gradients.buffer import WindowTotals
 from ms_gradaccum.parallel.kinds import DataParallel, Kind, Reduced
 
 # Elements of one message: fewer messages cost less latency, larger ones more memory for the copy.
@@ -164,11 +163,7 @@ def shard_size_of(parameter: Parameter) -> int:
 
 
 def layout_of(
-    kind: Kind | None,
-    tensors: Sequence[Tensor],
-    world: Ranks,
-    scalars: Sequence[int] = WindowTotals().sizes,
-    dtype: ms.Type = ms.float32,
+    kind: Kind | None, tensors: Sequence[Tensor], world: Ranks, scalars: Sequence[int], dtype: ms.Type = ms.float32
 ) -> Layout:
     """Return the layout of gradients like ``tensors``, of which `shape` and `itemsize` are read, and of scalars.
 

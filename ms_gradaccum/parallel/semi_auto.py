@@ -6,12 +6,8 @@ from contextlib import contextmanager
 import mindspore as ms
 from mindspore import nn
 from mindspore.ops.primitive import _primexpr
+from mindspore.parallel import _utils
 from mindspore.parallel._auto_parallel_context import auto_parallel_context
-from mindspore.parallel._utils import (
-    _clear_auto_parallel_context,
-    _get_enable_parallel_optimizer,
-    _init_auto_parallel_context,
-)
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import argument_error, require, warn
@@ -73,7 +69,7 @@ class SemiAuto:
         outside = self.auto_parallel is not None and not in_semi_auto()
         try:
             if outside:
-                _init_auto_parallel_context(self.auto_parallel)
+                _utils._init_auto_parallel_context(self.auto_parallel)
             yield
         except RuntimeError as error:
             if "Cannot find micro info" not in str(error):
@@ -85,7 +81,7 @@ class SemiAuto:
             raise ValueError(argument_error(_OWNER, "network", rule, "one that casts it to 16 bits", remedy)) from error
         finally:
             if outside:
-                _clear_auto_parallel_context(self.auto_parallel)
+                _utils._clear_auto_parallel_context(self.auto_parallel)
             forget_accumulation()
 
 
@@ -156,4 +152,4 @@ def check_compiling(partitioned: bool) -> None:
 def gradient_is_returned(micro_size: int) -> bool:
     """Return whether the gradient operator returns the reduced gradient. Otherwise the accumulators hold it."""
     # Read during compilation, since a cell can be built before the settings are in force.
-    return micro_size == 1 or _get_enable_parallel_optimizer()
+    return micro_size == 1 or _utils._get_enable_parallel_optimizer()

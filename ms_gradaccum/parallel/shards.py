@@ -17,16 +17,7 @@ from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import Array, Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
-from ms_gradaccum.parallel.collectives import (
-    AllGather,
-    AssignParts,
-    Group,
-    ReduceTogether,
-    Runs,
-    cut,
-    in_buckets,
-    in_runs,
-)
+from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, ReduceTogether, cut, in_buckets, in_runs
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
@@ -90,7 +81,7 @@ class ShardedReducer(DataParallelReducer):
         if not self.every_batch:
             return grads
         last: Done = ()
-        runs: Runs = ()
+        runs: tuple[tuple[Tensor, ...], ...] = ()
         for number, bucket in enumerate(self.sharded):
             # The weight here is 1: a micro batch has another weight on each rank, so its sums are sent undivided.
             last = self.reduce_shards(pick(grads, bucket), ONE, last)
@@ -169,7 +160,7 @@ def _as_flat(shard: Tensor) -> Tensor:
     return ops.cast(shard, ms.float32).reshape(-1)
 
 
-def _pick_part(runs: Runs, run: int, place: int) -> Tensor:
+def _pick_part(runs: tuple[tuple[Tensor, ...], ...], run: int, place: int) -> Tensor:
     return runs[run][place]
 
 

@@ -70,6 +70,6 @@ def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
 def test_parts_of_one_size_are_side_by_side_whatever_the_whole_sizes():
     """A shard counts by its own size."""
     tensors = parameters_of([(4, 6), (4, 2), (8, 3), (4, 2), (3,)])
-    layout = layout_of(HSDP(2, threshold=0), tensors, Ranks(2, 2, "CPU"))
+    layout = layout_of(HSDP(2, threshold=0), tensors, Ranks(2, 2, "CPU"), (1, 1))
     assert layout.sharded.indices == ((3, 1, 2, 0),) and layout.kept.indices == ((5, 6, 4),)
     assert layout.sharded.cuts[0] == ((0, 8), (8, 24), (2, 2)) and BUCKET_SIZE > 48

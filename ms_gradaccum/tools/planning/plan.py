@@ -11,6 +11,7 @@ from mindspore import Parameter
 from ms_gradaccum import _checks as check
 from ms_gradaccum._checks import LastWindow, argument_error, counted
 from ms_gradaccum.backend.tensors import Array
+from ms_gradaccum.gradients.buffer import WindowTotals
 from ms_gradaccum.gradients.clipping import Clip, check_clip
 from ms_gradaccum.parallel.kinds import ParallelChoice, choose_kind
 from ms_gradaccum.parallel.layout import Message, Ranks, Traffic, layout_of
@@ -145,7 +146,7 @@ class TrainingPlan:
         check.check_choice(_OWNER, "device_target", target, ("CPU", "GPU", "Ascend"), "None is that of the context.")
         if self.parameters is not None:
             shapes = _shapes_of(self.parameters)
-            layout = layout_of(kind, shapes, Ranks(self.ranks, self.ranks, target))
+            layout = layout_of(kind, shapes, Ranks(self.ranks, self.ranks, target), WindowTotals().sizes)
             vars(self).update(parameters=shapes, buffer_bytes=layout.sum_bytes, traffic=layout.messages(norm_passes))
 
     @property
