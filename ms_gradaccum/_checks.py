@@ -16,10 +16,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-# The treatment of a window that is unfinished at the end of the data.
-LastWindow = Literal["apply", "drop", "carry"]
-# The state of an object, as JSON.
-State = dict[str, Any]
+LastWindow = Literal["apply", "drop", "carry"]  # The treatment of a window that is unfinished at the end of the data.
+State = dict[str, Any]  # The state of an object, as JSON.
 # The limits of int32 and float32.
 MAX_INT = 2**31 - 1
 _LEAST_FLOAT32, _LARGEST_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)

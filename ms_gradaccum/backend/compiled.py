@@ -33,8 +33,7 @@ MAX_FIXED_SHAPES = 4
 
 _DEFAULT_JIT_CONFIG = JitConfig().jit_config_dict
 
-# A placeholder for graphs without inputs.
-NOTHING = Tensor(0.0, ms.float32)
+NOTHING = Tensor(0.0, ms.float32)  # A placeholder for graphs without inputs.
 
 # This is a function of glibc.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
@@ -71,25 +70,20 @@ class Compiled:
         needs_fixed: bool = False,
         open_axes: Sequence[int | None] | None = None,
     ) -> None:
-        self.open_axes = open_axes
-        self.make_cell = make_cell
-        self.owner = owner
-        self.what = what
+        self.owner, self.what, self.code = owner, what, code
+        self.make_cell, self.open_axes = make_cell, open_axes
         self.cell = make_cell()
         # A flat list, because every call iterates over it.
         self.hooked = [] if code is None else [cell for _, cell in code.cells_and_names()]
         self.parameters = [] if code is None else code.trainable_params()
-        self.code = code
         # True once the last call has started to run a graph, which may have changed parameters before it failed.
         self.has_run = False
-        # The shapes that have a graph of fixed shapes.
-        self.fixed: set[Shapes] = set()
+        self.fixed: set[Shapes] = set()  # The shapes that have a graph of fixed shapes.
         # MindSpore's names of the graphs, by the cell's phase (training or not) and the shapes.
         self.graphs: dict[tuple[str, Shapes], str] = {}
         # The shapes that fit all calls so far: -1 for an axis whose length changes. None before the first call.
         self.general: Shapes | None = None
-        # The cell whose graph takes dynamic shapes, once it is needed.
-        self.general_cell: nn.Cell | None = None
+        self.general_cell: nn.Cell | None = None  # The cell whose graph takes dynamic shapes, once it is needed.
         # It becomes True when the network turns out to have an operator that needs fixed shapes.
         self.needs_fixed = needs_fixed
 
@@ -160,8 +154,7 @@ class Compiled:
             self.general = general
             return self.general_cell, self._compile(self.general_cell, tensors, general)
         name = self._compile(self.cell, tensors, shapes)
-        # These shapes compile, so it was the dynamic shape that failed.
-        self.needs_fixed = self.needs_fixed or is_due
+        self.needs_fixed = self.needs_fixed or is_due  # These shapes compile, so it was the dynamic shape that failed.
         self.fixed.add(shapes)
         self.general = general
         return self.cell, name

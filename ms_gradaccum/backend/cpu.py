@@ -19,8 +19,7 @@ from ms_gradaccum.backend.kernels import MOST_CORES, cores
 _MOST_KERNELS = 100
 # The condition costs 0.3 to 1 ms. It pays from this many multiplications per core on, which take about 3 ms.
 _LEAST_WORK = 16e6
-# Adding the gradient of a weight takes as long as computing it for this many rows.
-_ROWS_OF_ADDING = 16
+_ROWS_OF_ADDING = 16  # Adding the gradient of a weight takes as long as computing it for this many rows.
 
 
 def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_config: Mapping[str, object]) -> bool:
@@ -32,8 +31,7 @@ def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_c
     """
     if _openmp_spins(jit_config):
         return False
-    # Each parameter has a kernel for its gradient and one for its sum.
-    is_small = 2 * len(parameters) <= _MOST_KERNELS
+    is_small = 2 * len(parameters) <= _MOST_KERNELS  # Each parameter has a kernel for its gradient and one for its sum.
     if not is_small or ms.get_context("device_target") != "CPU" or not 1 < cores() <= MOST_CORES:
         return False
     elements = sum(int(parameter.size) for parameter in parameters)
@@ -53,13 +51,11 @@ def with_condition(number: Tensor) -> Tensor:
     return number
 
 
-# This environment variable limits the instruction set of oneDNN.
-VARIABLE = "ONEDNN_MAX_CPU_ISA"
+VARIABLE = "ONEDNN_MAX_CPU_ISA"  # This environment variable limits the instruction set of oneDNN.
 REMEDY = f"Set the environment variable {VARIABLE}=AVX2 before the program starts."
 # oneDNN 2, in earlier versions of MindSpore, is not affected.
 _LIBRARY = Path(ms.__file__).parent / "lib" / "libdnnl.so.3"
-# The bit of dnnl_cpu_isa_avx512_core, which higher instruction sets include.
-_AVX512 = 0x20
+_AVX512 = 0x20  # The bit of dnnl_cpu_isa_avx512_core, which higher instruction sets include.
 _CELLS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Conv1dTranspose, nn.Conv2dTranspose, nn.Conv3dTranspose)
 
 

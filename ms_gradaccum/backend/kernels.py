@@ -26,8 +26,7 @@ def cores() -> int:
 Tensors = tuple[Tensor, ...]
 
 _squeeze = ops.Squeeze()
-# The neutral factor. Without a custom kernel, the compiler removes the multiplication.
-ONE = Tensor(1.0, ms.float32)
+ONE = Tensor(1.0, ms.float32)  # The neutral factor. Without a custom kernel, the compiler removes the multiplication.
 
 
 def on_cpu() -> bool:
@@ -52,8 +51,7 @@ def _make_kernels() -> tuple[ops.Primitive, ...]:
     for name, kernel in zip(_NAMES, kernels):
         # As for AssignAdd: later reads of the total wait for this kernel.
         kernel.add_prim_attr("side_effect_mem", name.endswith("in_place"))
-        # MindSpore needs a name for dynamic shapes.
-        kernel.add_prim_attr("reg_op_name", name)
+        kernel.add_prim_attr("reg_op_name", name)  # MindSpore needs a name for dynamic shapes.
     return tuple(kernels)
 
 
@@ -102,8 +100,7 @@ def fill_in_place(number: Tensor, total: Parameter) -> Tensor:
 def sum_of_squares(values: Tensor) -> Tensor:
     """Return the sum of the squares of a float32 tensor, a scalar."""
     if fits_kernels(values.dtype):
-        # Squeeze instead of reshape, which takes the compiler 20 ms longer.
-        return _squeeze(_sum_of_squares(values))
+        return _squeeze(_sum_of_squares(values))  # Squeeze instead of reshape, which takes the compiler 20 ms longer.
     squares = ops.square(values)
     if squares.ndim > 1:
         # Reduce the rows first: on CPU, a reduction over all axes at once is much slower.
@@ -202,8 +199,7 @@ def cast_each_like(values: Tensors, likes: Tensors) -> Tensors:
 
 
 def scale(factor: Tensor, grad: Tensor) -> Tensor:
-    # In 16 bits a small factor could underflow.
-    return as_dtype(_wide(grad) * factor, grad.dtype)
+    return as_dtype(_wide(grad) * factor, grad.dtype)  # In 16 bits a small factor could underflow.
 
 
 def scale_wide(factor: Tensor, grad: Tensor) -> Tensor:

@@ -68,8 +68,7 @@ def claim_optimizers(windows: Sequence[OptimizerOwner]) -> None:
             if not _hooks_of(optimizer):
                 optimizer.claim_number = number_of(optimizer)
                 optimizer.register_forward_pre_hook(_look_at_call)
-                # A graph of a call before this one would run without the hook.
-                optimizer.compile_cache.clear()
+                optimizer.compile_cache.clear()  # A graph of a call before this one would run without the hook.
 
 
 def _hooks_of(optimizer: nn.Cell) -> list[object]:
@@ -182,8 +181,7 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
     gradients scaled, and the optimizer is built with the scale.
     """
     inner = inner_optimizer(optimizer)
-    # Some packages store only the reciprocal of the divisor.
-    stored = hasattr(inner, "loss_scale")
+    stored = hasattr(inner, "loss_scale")  # Some packages store only the reciprocal of the divisor.
     own = float(inner.loss_scale) if stored else 1.0 / _floats(getattr(inner, "reciprocal_scale", 1.0))[0]
     if loss_scale.is_left_to_optimizer:
         return own
@@ -232,8 +230,7 @@ class LearningRate(nn.Cell):
         if isinstance(rates, (tuple, list)):
             rates = tuple([scalar(rate) for rate in rates])
             return ops.stack(rates) if len(rates) > 1 else rates[0] + 0.0
-        # + 0.0 makes a copy, because the report outlives the next change of the parameter.
-        return scalar(rates) + 0.0
+        return scalar(rates) + 0.0  # + 0.0 makes a copy, because the report outlives the next change of the parameter.
 
     def before_update(self) -> Tensor:
         """Return the learning rate of the next update, or NaN if only the update can compute it. Called by the host."""

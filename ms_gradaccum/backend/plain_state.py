@@ -9,10 +9,8 @@ from mindspore.experimental.optim.lr_scheduler import LRScheduler
 
 from ms_gradaccum._checks import DamagedState, State
 
-# A value of JSON.
-Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
-# Assignments to carry out once everything has been checked.
-_Steps = list[Callable[[], None]]
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]  # A value of JSON.
+_Steps = list[Callable[[], None]]  # Assignments to carry out once everything has been checked.
 _PLAIN = (bool, int, float, str)
 
 
@@ -30,8 +28,7 @@ def put(item: object, saved: object) -> None:
 def _is_state(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_state, value))
-    # A tensor that is not a parameter is a constant.
-    return isinstance(value, (*_PLAIN, Parameter, LRScheduler))
+    return isinstance(value, (*_PLAIN, Parameter, LRScheduler))  # A tensor that is not a parameter is a constant.
 
 
 def _as_json(value: object) -> Any:
@@ -93,8 +90,7 @@ def _is_plain(value: object) -> bool:
 def _kind(value: object) -> type:
     if isinstance(value, (list, tuple)):
         return list
-    # A number may change between int and float.
-    return float if type(value) is int else type(value)
+    return float if type(value) is int else type(value)  # A number may change between int and float.
 
 
 def _check(good: bool, what: str) -> None:

@@ -5,7 +5,7 @@ maps a function over a chunk of tensors and loops over the chunks. The chunks ru
 temporary tensors do not exist at the same time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isqrt
 from typing import Any
 
@@ -13,15 +13,11 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-# Each chunk adds compile time, so their number is limited.
-_MOST_CHUNKS = 32
-# A compiled chunk takes some 2 MB of memory: as much as this many elements.
-_COMPILED = 512 * 1024
-# A chunk holds at least this many elements (4 MB).
-_FEW = 1024 * 1024
+_MOST_CHUNKS = 32  # Each chunk adds compile time, so their number is limited.
+_COMPILED = 512 * 1024  # A compiled chunk takes some 2 MB of memory: as much as this many elements.
+_FEW = 1024 * 1024  # A chunk holds at least this many elements (4 MB).
 
-# An array of NumPy.
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray[Any, np.dtype[Any]]  # An array of NumPy.
 Chunks = tuple[tuple[int, int], ...]
 
 # An ordering token: the outputs of operators that must have run, whose values are not read. A graph runs only what its
@@ -60,23 +56,20 @@ def scalar(value: Tensor | float) -> Tensor:
     # A redundant cast would cost time where a network runs op by op.
     if not (isinstance(value, Tensor) and (value.dtype == ms.float64 or value.dtype == ms.float32)):
         value = ops.cast(value, ms.float32)
-    # A reshape takes compile time.
-    return value if value.ndim == 0 else value.reshape(())
+    return value if value.ndim == 0 else value.reshape(())  # A reshape takes compile time.
 
 
 def _pick(items: tuple[Tensor, ...], index: int) -> Tensor:
     return items[index]
 
 
-_map = ops.HyperMap()
+# Applies a function to each tensor of a tuple, or to those in the same places of several tuples, in a graph too.
+map_tensors: Callable[..., tuple[Tensor, ...]] = ops.HyperMap()
 
 
 def pick(items: tuple[Tensor, ...], indices: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Return the items of a tuple that have these indices."""
-    picked: tuple[Tensor, ...] = ()
-    if len(indices) > 0:
-        picked = _map(ops.partial(_pick, items), indices)
-    return picked
+    return map_tensors(ops.partial(_pick, items), indices) if len(indices) > 0 else ()
 
 
 def fill_buckets(indices: Iterable[int], sizes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,7 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.compiled import number_of, numbered
 from ms_gradaccum.backend.kernels import Tensors, add_each_in_place, add_in_place, as_dtype, fill_each_in_place, spread
-from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of
+from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
 
 
 class WindowTotals(NamedTuple):
@@ -36,8 +36,7 @@ class GradientBuffer(nn.Cell):
     sums have the shapes of the parameters, or ``shapes``. With ``dense_only``, gradients of sparse lookups raise.
     """
 
-    # True if a graph counts the batches of the window.
-    counts_in_graph = False
+    counts_in_graph = False  # True if a graph counts the batches of the window.
 
     def __init__(
         self,
@@ -69,7 +68,6 @@ class GradientBuffer(nn.Cell):
         self.scalars = ParameterTuple([*self.totals(), self.batches])
         self.chunks = chunks_of([total.size for total in self.sums])
         self.add_one = _add_dense_only if dense_only else _add
-        self.map = ops.HyperMap()
 
     def all_totals(self) -> list[Parameter]:
         """Return all parameters of an open window that a state saves and that add up over the ranks."""
@@ -90,8 +88,7 @@ class GradientBuffer(nn.Cell):
 
     def no_grads(self, parameters: tuple[Parameter, ...], done: object) -> tuple[Tensor, ...]:
         """Return the gradients of an empty micro batch, zeros, after ``done``."""
-        grads: tuple[Tensor, ...] = self.map(ops.partial(spread, zero_after(done, self.weight)), parameters)
-        return grads
+        return map_tensors(ops.partial(spread, zero_after(done, self.weight)), parameters)
 
     def count_batch(self) -> Tensor:
         """Count one batch as part of a graph, and return the number of batches in the window."""
@@ -179,8 +176,7 @@ def _refuse_rows() -> None:
 
 def reciprocal(weight: Tensor) -> Tensor:
     """Return 1 / weight, or 0 for a weight of 0."""
-    # ops.equal with a number would take much longer to compile.
-    empty = weight == 0.0
+    empty = weight == 0.0  # ops.equal with a number would take much longer to compile.
     inverse = 1.0 / ops.select(empty, ops.ones_like(weight), weight)
     return ops.select(empty, ops.zeros_like(weight), inverse)
 

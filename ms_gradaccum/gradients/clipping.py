@@ -10,11 +10,9 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import Settled, check_positive_float32, require
 from ms_gradaccum.backend.kernels import ONE, as_dtype, scale, squares_of_each
-from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after
+from ms_gradaccum.backend.tensors import Chunks, Done, chunk_of, copy_after, map_tensors
 
 Grads = tuple[Tensor, ...]
-
-_map = ops.HyperMap()
 
 
 def squares_of(grads: Grads, chunks: Chunks) -> Tensor:
@@ -40,8 +38,7 @@ def _limit(limit: Tensor, grad: Tensor) -> Tensor:
 class NoClip(nn.Cell):
     """Placeholder used when gradients are not clipped."""
 
-    # The number of passes over the gradients for norms, as in all clip classes.
-    norm_passes = 1
+    norm_passes = 1  # The number of passes over the gradients for norms, as in all clip classes.
 
     def construct(self, grads: Grads, norm: Tensor) -> Grads:
         return grads
@@ -104,8 +101,7 @@ class ClipByGlobalNorm(Settled, nn.Cell):
         return f"max_norm={self.max_norm}"
 
     def construct(self, grads: Grads, norm: Tensor, max_norm: Tensor | None = None) -> Grads:
-        clipped: Grads = _map(ops.partial(scale, self.factor(norm, max_norm)), grads)
-        return clipped
+        return map_tensors(ops.partial(scale, self.factor(norm, max_norm)), grads)
 
     def factor(self, norm: Tensor, max_norm: Tensor | None = None) -> Tensor:
         """Return the factor for all gradients of this norm."""
@@ -146,8 +142,7 @@ class ClipByValue(Settled, nn.Cell):
         [-3.  3.  3.]
     """
 
-    # The norm after clipping takes a pass of its own.
-    norm_passes = 2
+    norm_passes = 2  # The norm after clipping takes a pass of its own.
 
     def __init__(self, limit: float) -> None:
         super().__init__()
@@ -164,8 +159,7 @@ class ClipByValue(Settled, nn.Cell):
 
     def construct(self, grads: Grads, norm: Tensor, limit: Tensor | None = None) -> Grads:
         limit = Tensor(self.limit, ms.float32) if limit is None else limit
-        clipped: Grads = _map(ops.partial(_limit, limit), grads)
-        return clipped
+        return map_tensors(ops.partial(_limit, limit), grads)
 
 
 @dataclass(frozen=True)
@@ -201,8 +195,7 @@ class ClipByGroupNorm:
 
     limits: Mapping[str, float]
 
-    # The norms of all gradients, of each group, and after clipping.
-    norm_passes: ClassVar[int] = 3
+    norm_passes: ClassVar[int] = 3  # The norms of all gradients, of each group, and after clipping.
 
     def __post_init__(self) -> None:
         rule, remedy = "a dict of a norm per pattern", "For example {'*embedding*': 0.1, '*': 1.0}."
@@ -226,10 +219,8 @@ class ClipByGroupNorm:
         return groups
 
 
-# The type of the argument `clip`.
-Clip = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | None
-# The same after `check_clip`.
-ClipCell = NoClip | ClipByGlobalNorm | ClipByGroupNorm | ClipByValue
+Clip = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | None  # The type of the argument `clip`.
+ClipCell = NoClip | ClipByGlobalNorm | ClipByGroupNorm | ClipByValue  # The same after `check_clip`.
 
 
 def check_clip(owner: str, clip: Clip) -> ClipCell:

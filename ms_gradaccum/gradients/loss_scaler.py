@@ -20,8 +20,7 @@ _SCALE, _CLEAN_WINDOWS = "mixed_precision.loss_scale", "mixed_precision.clean_wi
 class NoLossScale(nn.Cell):
     """Placeholder used when losses are not scaled, and the interface of the other classes."""
 
-    # True if a window whose gradient has an Inf or a NaN makes no update.
-    skips_overflow = True
+    skips_overflow = True  # True if a window whose gradient has an Inf or a NaN makes no update.
     # scales: True if losses are scaled. searches: True if the scale adapts, so that windows are skipped now and then.
     scales = False
     searches = False
@@ -68,8 +67,7 @@ class FixedLossScale(NoLossScale):
         self.is_left_to_optimizer = not skips_overflow
 
     def value(self) -> Tensor:
-        # + 0.0 makes a copy, because the report outlives the next change of the parameter.
-        return self.scale + 0.0
+        return self.scale + 0.0  # + 0.0 makes a copy, because the report outlives the next change of the parameter.
 
     def unscaled(self, factor: Tensor) -> Tensor:
         return factor / self.scale
@@ -115,8 +113,7 @@ class ForeignLossScale(FixedLossScale):
         # A manager of a fixed scale can ask for updates in spite of an overflow.
         get_drop = getattr(chooser, "get_drop_overflow_update", None)
         self.skips_overflow = get_drop is None or bool(get_drop())
-        # This scale changes, while that of an optimizer is fixed.
-        self.is_left_to_optimizer = False
+        self.is_left_to_optimizer = False  # This scale changes, while that of an optimizer is fixed.
         self._follow()
 
     def construct(self, updated: Tensor, bad: Tensor, done: Done = ()) -> Done:
@@ -137,8 +134,7 @@ class ForeignLossScale(FixedLossScale):
         return plain_state.take(self.chooser)
 
     def load_numbers(self, saved: object) -> None:
-        # The scale itself is a parameter and is saved as one.
-        plain_state.put(self.chooser, saved)
+        plain_state.put(self.chooser, saved)  # The scale itself is a parameter and is saved as one.
 
     def _follow(self) -> None:
         if isinstance(self.chooser, amp.LossScaler):

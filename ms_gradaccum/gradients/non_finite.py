@@ -8,12 +8,11 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import check_choice, require
-from ms_gradaccum.backend.tensors import chunks_of
+from ms_gradaccum.backend.tensors import chunks_of, map_tensors
 from ms_gradaccum.gradients.buffer import GradientBuffer, sparse_lookup
 from ms_gradaccum.gradients.clipping import squares_of
 
-# The type of the argument `bad_micro_batch`.
-BadMicroBatch = Literal["skip_window", "drop"]
+BadMicroBatch = Literal["skip_window", "drop"]  # The type of the argument `bad_micro_batch`.
 
 
 def check_bad_micro_batch(owner: str, bad_micro_batch: object) -> bool:
@@ -33,8 +32,7 @@ def check_can_drop(owner: str, network: nn.Cell) -> None:
 
 
 def _keep(finite: Tensor, value: Tensor) -> Tensor:
-    # A product with 0 would keep NaN and Inf.
-    return ops.select(finite, value, ops.zeros_like(value))
+    return ops.select(finite, value, ops.zeros_like(value))  # A product with 0 would keep NaN and Inf.
 
 
 class KeepFinite(nn.Cell):
@@ -43,7 +41,6 @@ class KeepFinite(nn.Cell):
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
         self.chunks = chunks_of([parameter.size for parameter in parameters])
-        self.map = ops.HyperMap()
 
     def is_finite(self, grads: tuple[Tensor, ...]) -> Tensor:
         """Return whether the squares of all ``grads`` are finite in float32, as those of a window must be."""
@@ -51,8 +48,7 @@ class KeepFinite(nn.Cell):
 
     def kept(self, finite: Tensor, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the values if ``finite``, else zeros."""
-        kept: tuple[Tensor, ...] = self.map(ops.partial(_keep, finite), values)
-        return kept
+        return map_tensors(ops.partial(_keep, finite), values)
 
 
 def why_not_finite(buffers: Sequence[GradientBuffer], weight: float, scale: float) -> str:

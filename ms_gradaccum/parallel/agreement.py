@@ -18,8 +18,7 @@ _SKIPPED = frozenset(
     + ("init_params", "init_args", "init_learning_rate", "exec_weight_decay", "decay_flags", "parameters", "params")
 )
 _OPTIMIZERS = (nn.Optimizer, ExperimentalOptimizer)
-# Longer arrays are described by their hash.
-_MANY = 16
+_MANY = 16  # Longer arrays are described by their hash.
 
 
 def settings_of(name: str, optimizer: nn.Cell) -> dict[str, object]:

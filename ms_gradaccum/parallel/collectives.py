@@ -13,8 +13,7 @@ from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.parallel.layout import Buckets, Cuts, Ranks
 
-# The tensors of a message, grouped into runs of one size.
-Runs = tuple[tuple[Tensor, ...], ...]
+Runs = tuple[tuple[Tensor, ...], ...]  # The tensors of a message, grouped into runs of one size.
 
 _map = ops.HyperMap()
 
@@ -79,13 +78,12 @@ class ReduceTogether(nn.Cell):
         self.reduce_scatter = ops.ReduceScatter(group=group.name) if scatters else None
         self.all_reduce_group, self.all_reduce_replicas = AllReduce(group), AllReduce(replicas)
         self.like, self.in_float32 = Tensor(0.0, dtype), dtype == ms.float32
-        self.map = ops.HyperMap()
 
     def construct(self, tensors: tuple[Tensor, ...], weight: Tensor, last: Done) -> Tensor:
         """Return the sums in float32, one after the other in one row."""
-        rows = self.map(ops.partial(_as_rows, self.size), tensors)
+        rows = _map(ops.partial(_as_rows, self.size), tensors)
         if not self.in_float32:
-            rows = self.map(ops.partial(_rounded, reciprocal(weight), self.like), rows)
+            rows = _map(ops.partial(_rounded, reciprocal(weight), self.like), rows)
         total = ops.depend(ops.concat(rows, 1), last)
         if self.reduce_scatter is not None:
             total = self.reduce_scatter(total)

@@ -149,8 +149,7 @@ class Reduced:
             check_bool("Reduced", name, getattr(self, name), "The default is False.")
 
 
-# The type of the argument `parallel`.
-Kind = DataParallel | HSDP | Reduced
+Kind = DataParallel | HSDP | Reduced  # The type of the argument `parallel`.
 ParallelChoice = Literal["auto"] | Kind
 
 

@@ -18,8 +18,7 @@ from ms_gradaccum.parallel.kinds import DataParallel, Kind, Reduced
 # Elements of one message: fewer messages cost less latency, larger ones more memory for the copy.
 BUCKET_SIZE = 4 * 1024 * 1024
 
-# Bytes of a float32 number.
-_FLOAT = 4
+_FLOAT = 4  # Bytes of a float32 number.
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -180,8 +179,7 @@ def layout_of(
         else shape
         for shape, tensor in zip(shapes, tensors)
     )
-    # A backward pass makes the last gradient first.
-    backwards = range(len(shapes))[::-1]
+    backwards = range(len(shapes))[::-1]  # A backward pass makes the last gradient first.
     sizes = [math.prod(shape) for shape in shapes]
     whole = [i for i in backwards if parts[i] == shapes[i] and not shares]
     kept = fill_buckets(whole, sizes, BUCKET_SIZE)

@@ -17,6 +17,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from ms_gradaccum._checks import argument_error, first_line, require
 from ms_gradaccum.backend.compiled import runs_eagerly
 from ms_gradaccum.backend.kernels import scale_wide
+from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.kinds import Reduced
 from ms_gradaccum.parallel.layout import Layout, shard_size_of
@@ -99,11 +100,9 @@ class ReducedReducer(DataParallelReducer):
         self.is_scaled = settings.mean or scale != 1.0
         self.factor = Tensor((ranks if settings.mean else 1.0) / scale, ms.float32)
         self.shares = Tensor(layout.shares, ms.float32)
-        # True until the first micro batch of a window; true until the first update.
-        self.is_empty = self.is_new = True
+        self.is_empty = self.is_new = True  # True until the first micro batch of a window; true until the first update.
         self.keeps_grads = self.accumulates
-        # The factors of the caller's gradients in the open window.
-        self.factors: list[float] = []
+        self.factors: list[float] = []  # The factors of the caller's gradients in the open window.
 
     def max_micro_batches(self, micro_batches: int) -> int:
         counts = gather_counts(micro_batches)
@@ -143,7 +142,7 @@ class ReducedReducer(DataParallelReducer):
 
     def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.is_scaled:
-            grads = ops.HyperMap()(ops.partial(scale_wide, self.factor), grads)
+            grads = map_tensors(ops.partial(scale_wide, self.factor), grads)
         return grads
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:

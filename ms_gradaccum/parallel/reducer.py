@@ -19,14 +19,11 @@ class GradientReducer(nn.Cell):
     """Reduce the buffer at the end of a window, before and after the optimizer. This one is for one process."""
 
     several = False
-    # True if the ranks communicate in each micro batch and not only in each update.
-    every_batch = False
-    # True if the gradients of a micro batch are those of all ranks.
-    comes_reduced = False
+    every_batch = False  # True if the ranks communicate in each micro batch and not only in each update.
+    comes_reduced = False  # True if the gradients of a micro batch are those of all ranks.
     # True if the network adds up its gradients, too; keeps_grads: until the last micro batch of the window.
     accumulates = keeps_grads = False
-    # True if the parameters of the network are shards.
-    has_shards = False
+    has_shards = False  # True if the parameters of the network are shards.
 
     def __init__(self, parameters: ParameterTuple, buffer: GradientBuffer) -> None:
         super().__init__(auto_prefix=False)
@@ -34,8 +31,7 @@ class GradientReducer(nn.Cell):
         self.parameters = parameters
         self.sums = buffer.sums
         self.buffer = buffer
-        # True if the ranks reduce the sums during the backward pass of the last micro batch.
-        self.overlaps = False
+        self.overlaps = False  # True if the ranks reduce the sums during the backward pass of the last micro batch.
         # For each sharded parameter, by name, the function that gathers its whole value.
         self.gathers: dict[str, Callable[[object], Tensor]] = {}
 
@@ -123,11 +119,9 @@ class DataParallelReducer(GradientReducer):
         self.reduce_first = ReduceTogether(alone, world, ms.float32)
         self.reduce_other = ReduceTogether(alone, world, layout.dtype)
         sent = (*buffer.sums, *buffer.totals())
-        # Copied because a graph can only read attributes of a cell.
-        self.kept = layout.kept.indices
+        self.kept = layout.kept.indices  # Copied because a graph can only read attributes of a cell.
         self.kept_sums, self.assign_kept = in_buckets(sent, layout.kept), AssignParts(sent, layout.kept)
-        # Behind the loss and the weight.
-        self.further = ParameterTuple(buffer.totals()[2:])
+        self.further = ParameterTuple(buffer.totals()[2:])  # Behind the loss and the weight.
         self.check_weights = settings.check_weights
         self.overlaps = isinstance(settings, DataParallel) and settings.overlap
 

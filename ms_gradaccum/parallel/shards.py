@@ -15,7 +15,7 @@ from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.plain_state import assign_in_place
-from ms_gradaccum.backend.tensors import Array, Done, pick
+from ms_gradaccum.backend.tensors import Array, Done, map_tensors, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
 from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, ReduceTogether, cut, in_buckets, in_runs
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel
@@ -43,7 +43,7 @@ class ShardedReducer(DataParallelReducer):
         super().__init__(optimizer, buffer, layout, rank, settings)
         self.every_batch = layout.every_batch
         self.size, self.index, self.groups = size, group.index, layout.replicas.size
-        self.is_part, self.map = Tensor(layout.is_sharded), ops.HyperMap()
+        self.is_part = Tensor(layout.is_sharded)
         self.sharded, self.cuts = layout.sharded.indices, layout.sharded.cuts
         self.all_gather_rows = AllGather(group)
         replicas = Group(layout.replicas, rank, group.index, size)
@@ -86,10 +86,9 @@ class ShardedReducer(DataParallelReducer):
             # The weight here is 1: a micro batch has another weight on each rank, so its sums are sent undivided.
             last = self.reduce_shards(pick(grads, bucket), ONE, last)
             runs += cut(last, self.cuts[number])
-        parts = self.map(ops.partial(_pick_part, (*runs, grads)), *self.runs_and_places)
+        parts = map_tensors(ops.partial(_pick_part, (*runs, grads)), *self.runs_and_places)
         # Computing shapes in a graph would dominate the compile time.
-        shaped: tuple[Tensor, ...] = self.map(_shaped, parts, tuple(self.buffer.sums))
-        return shaped
+        return map_tensors(_shaped, parts, tuple(self.buffer.sums))
 
     def reduce(self, added: Done = ()) -> Done:
         done = self.reduce_kept(added)
@@ -108,15 +107,14 @@ class ShardedReducer(DataParallelReducer):
 
     def before_update(self) -> Done:
         # The network's parameters take precedence: a checkpoint may have been loaded since the last update.
-        done: Done = ()
-        if len(self.own) > 0:
-            done = self.map(ops.partial(_assign_rows, self.index), tuple(self.own), tuple(self.wholes))
-        return done
+        if len(self.own) == 0:
+            return ()
+        return map_tensors(ops.partial(_assign_rows, self.index), tuple(self.own), tuple(self.wholes))
 
     def after_update(self, updated: Done) -> Done:
         last, done = updated, ()
         for number, bucket in enumerate(self.own_in_buckets):
-            last = self.all_gather_rows(ops.depend(ops.concat(self.map(_as_flat, tuple(bucket))), last))
+            last = self.all_gather_rows(ops.depend(ops.concat(map_tensors(_as_flat, tuple(bucket))), last))
             done += self.assign_wholes(number, last)
         return done, updated
 
@@ -205,8 +203,7 @@ def _shard_optimizer(
     """Replace the ``sharded`` parameters and their optimizer state by slices. Return the slices of the state."""
     shapes = [parameter.shape for parameter in optimizer.parameters]
     parameters = {id(parameter) for parameter in optimizer.parameters}
-    # A parameter can be in several tuples and must have one slice.
-    slices: dict[int, Parameter] = {}
+    slices: dict[int, Parameter] = {}  # A parameter can be in several tuples and must have one slice.
     for whole in [value[i] for value in _matching(optimizer, shapes) for i in sharded]:
         if id(whole) not in slices:
             # The network has a parameter of that name; the names of the state are unique.
@@ -220,7 +217,6 @@ def _shard_optimizer(
         group["params"] = [slices.get(id(item), item) for item in group["params"]]
     for name, item in list(optimizer._params.items()):
         if id(item) in slices:
-            # The whole state must be deleted, or no memory is saved.
-            del optimizer._params[name]
+            del optimizer._params[name]  # The whole state must be deleted, or no memory is saved.
             optimizer._params[slices[id(item)].name] = slices[id(item)]
     return [item for key, item in slices.items() if key not in parameters]

@@ -20,8 +20,7 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.tensors import Array
 
-# The name that msrun gives to the log of a worker.
-_LOG = re.compile(r"worker_\d+\.log")
+_LOG = re.compile(r"worker_\d+\.log")  # The name that msrun gives to the log of a worker.
 
 
 class World(NamedTuple):
@@ -87,8 +86,7 @@ def _send(words: Array, broadcasts: bool = False) -> Array:
     return received
 
 
-# One cell for each, which keeps its compiled graphs.
-_collective = cache(_Collective)
+_collective = cache(_Collective)  # One cell for each, which keeps its compiled graphs.
 
 
 def check_agreement(owner: str, settings: dict[str, object]) -> None:
