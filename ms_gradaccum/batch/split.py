@@ -213,9 +213,7 @@ def count_rows(items: Iterable[Item]) -> int:
             f"For '{_OWNER}', at least one input must be a tensor with a batch axis, but got none. {_AXIS_REMEDY}"
         )
     if rows == 0:
-        raise ValueError(
-            f"For '{_OWNER}', a batch must have at least one row, but got 0 in {place}. Skip empty batches."
-        )
+        raise ValueError(f"For '{_OWNER}', a batch must have at least one row, but got 0 in {place}. Skip empty ones.")
     return rows
 
 

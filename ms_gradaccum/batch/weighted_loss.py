@@ -14,9 +14,7 @@ from ms_gradaccum.backend.kernels import as_dtype
 from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.batch.nested_inputs import is_flat, unflattener
 
-_MEAN_REMEDY = (
-    "Reduce it to its mean, for example with reduction='mean', or return (loss_sum, weight) with weighted=True."
-)
+_MEAN_REMEDY = "Reduce it to its mean, as with reduction='mean', or return (loss_sum, weight) with weighted=True."
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
 # Values that the compiler leaves to the Python interpreter have no type in a graph, and no gradient.
 _OBJECT_REMEDY = (

@@ -96,9 +96,7 @@ class FirstPass:
                     f"what the forward pass changes in parameters."
                 )
 
-    def _outputs(
-        self, structure: Hashable, micro_batches: Sequence[MicroBatch], eager: bool
-    ) -> list[tuple[Tensor, ...]]:
+    def _outputs(self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool) -> list[tuple[Tensor, ...]]:
         """Return the network's outputs for each micro batch, and undo what that changes."""
         run = self.forwards.get(structure)
         if run is None:
@@ -156,9 +154,7 @@ class LossAndCache(nn.Cell):
         super().__init__(auto_prefix=False)
         own = ParameterTuple(loss_fn.trainable_params())
         self.has_own = len(own) > 0
-        self.loss_and_grads = ops.value_and_grad(
-            _WholeLoss(loss_fn, count, labels), floats, own if self.has_own else None
-        )
+        self.loss_and_grads = ops.value_and_grad(_WholeLoss(loss_fn, count, labels), floats, own or None)
 
     def construct(self, *tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         found: tuple[Tensor, tuple[Tensor, ...]] = self.loss_and_grads(*tensors)

@@ -161,14 +161,12 @@ class LossCheck:
                 break
         return finding
 
-    def _measure_in(
-        self, evaluated: tuple[str, ...], cuts: Sequence[Cut], parts: int, gradient: bool
-    ) -> Finding | None:
-        self.evaluated = evaluated
+    def _measure_in(self, words: tuple[str, ...], cuts: Sequence[Cut], parts: int, gradient: bool) -> Finding | None:
+        self.evaluated = words
         try:
             # A loss or a gradient may be infinite, or beyond 16 bits.
             with kept(self.network.network, self._is_copied) as state, np.errstate(all="ignore"):
-                state.evaluate(evaluated)
+                state.evaluate(words)
                 return self._judge_all(state, cuts, parts, gradient)
         except Exception as error:
             if "'network' must return its" in first_line(error):

@@ -6,7 +6,7 @@ times factor is the number of rows, so the sums are the same for each choice of 
 
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
@@ -18,10 +18,10 @@ from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import Done, chunk_of
 from ms_gradaccum.batch.nested_inputs import unflatten
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
-from ms_gradaccum.gradients.loss_scaler import NoLossScale
 from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bits
 from ms_gradaccum.gradients.non_finite import KeepFinite
 from ms_gradaccum.parallel.reducer import GradientReducer
+from ms_gradaccum.training.settings import StepSettings
 
 # The outputs of a micro step: the loss sum, the weight, an ordering token, and any notes.
 Outputs = tuple[Tensor, ...]
@@ -66,14 +66,15 @@ def divides_by_earlier_rows(network: nn.Cell) -> bool:
 class MicroLoss(nn.Cell):
     """The differentiated value, followed by the outputs of `WeightedLoss`. Kept minimal: eager operators are slow."""
 
-    def __init__(self, weighted_loss: WeightedLoss, half: bool, loss_scale: NoLossScale, divides: bool = True) -> None:
+    def __init__(self, weighted_loss: WeightedLoss, precision: Precision, divides: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.weighted_loss = weighted_loss
-        self.half = half
-        # In half precision, a loss with its own weight is divided by it before the backward pass.
-        self.divides = divides and half and not weighted_loss.counts_rows
-        self.loss_scale = loss_scale
-        self._get_attr_from_cell(weighted_loss.network)
+        network, self.loss_scale, self.weighted_loss = weighted_loss.network, precision.loss_scale, weighted_loss
+        cells = [cell for _, cell in network.cells_and_names()]
+        # True if the network computes in 16 bits, or its loss is scaled.
+        self.half = computes_in_16_bits(network.trainable_params(), cells) or not precision.is_full
+        # If so, a loss with its own weight is divided by it before the backward pass.
+        self.divides = divides and self.half and not weighted_loss.counts_rows
+        self._get_attr_from_cell(network)
 
     def construct(self, share: object, *tensors: object) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.weighted_loss(share, *tensors)
@@ -81,13 +82,6 @@ class MicroLoss(nn.Cell):
         if self.half:
             start = start * self.loss_scale.value()
         return (start, *outputs)
-
-
-def is_half(weighted_loss: WeightedLoss, precision: Precision) -> bool:
-    """Return whether the network computes in 16 bits, or its loss is scaled."""
-    network = weighted_loss.network
-    cells = [cell for _, cell in network.cells_and_names()]
-    return computes_in_16_bits(network.trainable_params(), cells) or not precision.is_full
 
 
 class AddMicroBatch(nn.Cell):
@@ -163,22 +157,40 @@ class AddMicroBatch(nn.Cell):
         return ops.depend(self.buffer.weight + 0.0, done)
 
 
+class StepParts(NamedTuple):
+    """The parts of a micro step, compiled or op by op."""
+
+    micro_loss: MicroLoss
+    parameters: ParameterTuple  # The whole ones that are updated.
+    adding: AddMicroBatch
+    backward_start: BackwardStart
+
+    @staticmethod
+    def of(
+        loss: WeightedLoss, reducers: Sequence[GradientReducer], settings: StepSettings, eager: bool, reduces: bool
+    ) -> "StepParts":
+        """Build the parts for a loss, run op by op (``eager``) or compiled, whose last micro batch may also reduce."""
+        comes_reduced = reducers[0].comes_reduced
+        # Divided by its own weight, a loss would have another factor on each rank.
+        micro_loss = MicroLoss(loss, settings.precision, divides=not comes_reduced)
+        parameters = ParameterTuple(parameter for reducer in reducers for parameter in reducer.replicas())
+        adding = AddMicroBatch(reducers, micro_loss, settings.drop_non_finite, reduces)
+        # The gradients of all ranks have one factor, whatever rows each rank has.
+        start: BackwardStart = "sum" if comes_reduced else backward_start_of(loss, micro_loss.half, eager)
+        return StepParts(micro_loss, parameters, adding, start)
+
+
 class MicroStep(nn.Cell):
     """Forward and backward of one micro batch, added into the buffers, as one graph."""
 
     in_thread_pool = False  # True if MindSpore's thread pool runs it, see cpu.py.
 
-    def __init__(
-        self, micro_loss: MicroLoss, parameters: ParameterTuple, adding: AddMicroBatch, backward_start: BackwardStart
-    ) -> None:
+    def __init__(self, parts: StepParts) -> None:
         super().__init__(auto_prefix=False)
-        self.micro_loss = micro_loss
-        self.parameters = parameters
-        self.adding = adding
-        self.backward_start = backward_start
-        self.scales = backward_start != "sum" or micro_loss.half
-        self.loss_and_grads = ops.value_and_grad(micro_loss, None, self.parameters, has_aux=True)
-        self._get_attr_from_cell(micro_loss.weighted_loss.network)
+        self.micro_loss, self.parameters, self.adding, self.backward_start = parts
+        self.scales = self.backward_start != "sum" or self.micro_loss.half
+        self.loss_and_grads = ops.value_and_grad(self.micro_loss, None, self.parameters, has_aux=True)
+        self._get_attr_from_cell(self.micro_loss.weighted_loss.network)
 
     def construct(self, share: Tensor, factor: Tensor, *tensors: object) -> tuple[Tensor, ...]:
         """Return the loss sum and the weight of this micro batch, and an ordering token."""
@@ -195,24 +207,15 @@ class MicroStep(nn.Cell):
 class EagerMicroStep:
     """Micro step op by op: the user's code runs in Python, hooks included, and a graph adds the gradients."""
 
-    structure: Hashable = None  # That of the inputs of the current batch, from `flatten`.
+    structure: Hashable = None  # That of the inputs of the current batch.
     has_run = False  # True once the last call has started to add gradients.
 
-    def __init__(
-        self,
-        owner: str,
-        micro_loss: MicroLoss,
-        parameters: ParameterTuple,
-        adding: AddMicroBatch,
-        backward_start: BackwardStart,
-        is_last: bool = False,
-    ) -> None:
-        self.backward_start = backward_start
+    def __init__(self, owner: str, parts: StepParts, is_last: bool) -> None:
+        self.micro_loss, self.parameters, adding, self.backward_start = parts
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
-        self.micro_loss, self.parameters = micro_loss, parameters
         # The inputs of the current pass, no arguments of the differentiated function: they may be any Python values.
         self.inputs: tuple[object, ...] = ()
-        self.forgets_passes = divides_by_earlier_rows(micro_loss.weighted_loss.network)
+        self.forgets_passes = divides_by_earlier_rows(self.micro_loss.weighted_loss.network)
         self.reducer, self.is_last = adding.reducers[0], is_last
         # A network that adds its gradients up itself hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates

@@ -5,7 +5,7 @@ import logging
 import operator
 from collections.abc import Hashable, Sequence
 
-from mindspore import ParameterTuple, nn
+from mindspore import nn
 
 from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, like_mode, runs_eagerly
@@ -20,18 +20,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.first_pass import FirstPass
 from ms_gradaccum.training.loss_check import LossCheck
-from ms_gradaccum.training.micro_step import (
-    AddMicroBatch,
-    BackwardStart,
-    EagerMicroStep,
-    EmptyStep,
-    MicroLoss,
-    MicroStep,
-    Outputs,
-    backward_start_of,
-    is_half,
-    start_tensors,
-)
+from ms_gradaccum.training.micro_step import EagerMicroStep, EmptyStep, MicroStep, Outputs, StepParts, start_tensors
 from ms_gradaccum.training.network_modes import warn_custom_backward, warn_of_modes
 from ms_gradaccum.training.settings import StepSettings
 
@@ -58,11 +47,9 @@ class MicroSteps:
         if self.comes_reduced:
             _check_reduced(self.owner, network, settings)
         warn_of_slow_convolutions(self.owner, network)
-        # The whole parameters that are updated.
-        self.parameters = ParameterTuple(parameter for reducer in reducers for parameter in reducer.replicas())
         # The micro step as part of a larger graph, which takes nested inputs.
         self.cell = self._build(network.weighted_loss)
-        half = self.cell.micro_loss.half
+        self.parameters, half = self.cell.parameters, self.cell.micro_loss.half
         # The pass before the micro steps, for a loss over the whole batch.
         self.first_pass: FirstPass | None = None
         if network.is_cached:
@@ -96,11 +83,12 @@ class MicroSteps:
         if self.first_pass is not None:
             split, batch_rows = self.first_pass.run(inputs, split, eager)
         structure, micro_batches = split
-        step, start = self._micro_step(structure, micro_batches, eager)
+        step = self._micro_step(structure, micro_batches, eager)
+        start = (step.cell if isinstance(step, Compiled) else step).backward_start
         # This comes first, because all ranks must send their messages in the same order.
         count = len(micro_batches)
         self.rounds = self.reducers[0].max_micro_batches(count) if self.waits_for_others else count
-        last = self._micro_step(structure, micro_batches, eager, True)[0] if reduces else step
+        last = self._micro_step(structure, micro_batches, eager, True) if reduces else step
         parts = [(rows, (*self.starts(start, rows, batch_rows), *tensors)) for rows, tensors in micro_batches]
         return self._run_all([step] * (count - 1) + [last], parts, inputs)
 
@@ -171,34 +159,22 @@ class MicroSteps:
 
     def _micro_step(
         self, structure: Hashable, micro_batches: list[MicroBatch], eager: bool, reduces: bool = False
-    ) -> tuple[Compiled | EagerMicroStep, BackwardStart]:
-        """Return the callable that runs a micro batch of this structure, and its backward start."""
+    ) -> Compiled | EagerMicroStep:
+        """Return the callable that runs a micro batch of this structure."""
         if not eager:
-            compiled = self.by_structure.get((structure, reduces)) or self._compiled(structure, micro_batches, reduces)
-            return compiled, compiled.cell.backward_start
+            return self.by_structure.get((structure, reduces)) or self._compiled(structure, micro_batches, reduces)
         step = self.eager.get(reduces) or self._build_eager(reduces)
         step.structure = structure
-        return step, step.backward_start
+        return step
 
     def _build_eager(self, is_last: bool) -> EagerMicroStep:
         lookup, remedy = sparse_lookup(self.network), "Use nn.Embedding, or give compile=True."
         rule = "one of dense gradients in PYNATIVE mode, where MindSpore forgets the rows of sparse ones"
         require(lookup is None, self.owner, "network", rule, f"a sparse lookup in {lookup}", remedy)
-        parts = self._parts(self.network.weighted_loss, True, is_last and self.reducers[0].overlaps)
-        self.eager[is_last] = EagerMicroStep(self.owner, *parts, is_last)
+        reduces = is_last and self.reducers[0].overlaps
+        parts = StepParts.of(self.network.weighted_loss, self.reducers, self.settings, True, reduces)
+        self.eager[is_last] = EagerMicroStep(self.owner, parts, is_last)
         return self.eager[is_last]
-
-    def _parts(
-        self, loss: WeightedLoss, eager: bool, reduces: bool
-    ) -> tuple[MicroLoss, ParameterTuple, AddMicroBatch, BackwardStart]:
-        precision, drops = self.settings.precision, self.settings.drop_non_finite
-        half = is_half(loss, precision)
-        # Divided by its own weight, a loss would have another factor on each rank.
-        micro_loss = MicroLoss(loss, half, precision.loss_scale, divides=not self.comes_reduced)
-        adding = AddMicroBatch(self.reducers, micro_loss, drops, reduces)
-        # The gradients of all ranks have one factor, whatever rows each rank has.
-        start: BackwardStart = "sum" if self.comes_reduced else backward_start_of(loss, half, eager)
-        return micro_loss, self.parameters, adding, start
 
     def _compiled(self, structure: Hashable, micro_batches: list[MicroBatch], reduces: bool) -> Compiled:
         """Build the micro step for a structure. Its first batch decides whether the thread pool runs it."""
@@ -223,7 +199,7 @@ class MicroSteps:
         return compiled
 
     def _build(self, loss: WeightedLoss, pooled: bool = False, reduces: bool = False) -> MicroStep:
-        cell = MicroStep(*self._parts(loss, False, reduces))
+        cell = MicroStep(StepParts.of(loss, self.reducers, self.settings, False, reduces))
         cell.in_thread_pool = pooled
         if hasattr(self, "cell"):
             like_mode(cell, self.cell)

@@ -51,13 +51,11 @@ class GroupFactors(nn.Cell):
 class Update(nn.Cell):
     """Second half of the end of a window: mean gradient, clip, optimizer, clear."""
 
-    def __init__(
-        self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings, handed_scale: float
-    ) -> None:
+    def __init__(self, optimizer: nn.Cell, reducer: GradientReducer, settings: StepSettings, handed: float) -> None:
         super().__init__(auto_prefix=False)
         self.optimizer, self.reducer, self.buffer = optimizer, reducer, reducer.buffer
         # The optimizer divides by the handed scale because it knows the loss scale.
-        clip, self.loss_scale, self.handed_scale = settings.clip, settings.precision.loss_scale, handed_scale
+        clip, self.loss_scale, self.handed_scale = settings.clip, settings.precision.loss_scale, handed
         # One of the three: one factor for all sums, a factor for each sum, or a clip of each element.
         self.by_norm = clip if isinstance(clip, (NoClip, ClipByGlobalNorm)) else None
         self.by_group = GroupFactors(clip, reducer) if isinstance(clip, ClipByGroupNorm) else None

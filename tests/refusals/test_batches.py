@@ -34,7 +34,7 @@ BATCHES = {
     "no rows": (
         (NO_ROWS, NO_ROWS),
         0,
-        "a batch must have at least one row, but got 0 in input[1]. Skip empty batches.",
+        "a batch must have at least one row, but got 0 in input[1]. Skip empty ones.",
     ),
     "no tensor": ((2.0, None), 0, f"at least one input must be a tensor, but got float, NoneType. {TENSORS}"),
     "something like a dict": (
@@ -99,9 +99,7 @@ class LossOf(nn.Cell):
 
 
 MEAN_RULE = "must return its mean loss, a floating-point scalar, first, but got"
-MEAN_REMEDY = (
-    "Reduce it to its mean, for example with reduction='mean', or return (loss_sum, weight) with weighted=True."
-)
+MEAN_REMEDY = "Reduce it to its mean, as with reduction='mean', or return (loss_sum, weight) with weighted=True."
 SUM_RULE = "must return its loss sum, a floating-point scalar, first, but got"
 WEIGHT_RULE = "must return its weight, a scalar, after the loss sum, but got"
 PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
