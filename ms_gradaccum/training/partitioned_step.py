@@ -24,7 +24,6 @@ from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByValue
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling, gradient_is_returned
-from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.loss_check import not_measured
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.step import Step
@@ -41,10 +40,8 @@ class PartitionedStep(Step):
     # A hook would change the optimizer that the compiler partitions.
     watches_calls = False
 
-    def __init__(
-        self, network: nn.Cell, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings, events: Events
-    ) -> None:
-        super().__init__(network, settings, events)
+    def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: SemiAuto, settings: StepSettings) -> None:
+        super().__init__(network, settings)
         steps, clip = settings.accumulation_steps, settings.clip
         kind.check(network, optimizer, accumulation_steps=steps, clip=clip, **settings.of_sums())
         self.is_unmeasured = settings.check_loss and network.micro_size > 1

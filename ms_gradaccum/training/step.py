@@ -20,11 +20,10 @@ class Step(nn.Cell):
     has_claims = True  # True if the optimizer belongs to no step that was built later.
     is_unmeasured = False  # True as long as a loss that should be measured has not been.
 
-    def __init__(self, network: nn.Cell, settings: StepSettings, events: Events) -> None:
+    def __init__(self, network: nn.Cell, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
-        self.owner = settings.owner
-        self.network = network
-        self.events = events
+        self.owner, self.network = settings.owner, network
+        self.events = Events(settings.owner)
         self.loss_scale = settings.precision.loss_scale
 
     def attach_to(self, step: nn.Cell) -> None:

@@ -17,7 +17,7 @@ from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import Kind, ParallelChoice
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
-from ms_gradaccum.training.events import Events, Observed
+from ms_gradaccum.training.events import Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.loss_check import warn_of_larger_graph
 from ms_gradaccum.training.micro_step import share_and_factor
@@ -35,14 +35,12 @@ _ANY_LAYOUT = [[], [-1], [], 0, True, "", [], []]
 class HostDrivenStep(Step):
     """One call per batch, one update per window of batches. Inside a larger graph it is part of that graph."""
 
-    def __init__(
-        self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings, events: Events
-    ) -> None:
-        super().__init__(network, settings, events)
+    def __init__(self, network: nn.Cell, optimizer: nn.Cell, kind: Kind | None, settings: StepSettings) -> None:
+        super().__init__(network, settings)
         self.accumulation_steps = settings.accumulation_steps
         agreed = {**settings.agreed(), "micro_size": network.micro_size}
         reducers = build_reducers(_OWNER, kind, network, [optimizer], agreed, **settings.of_sums())
-        self.window = Window(network, [optimizer], reducers, settings, events)
+        self.window = Window(network, [optimizer], reducers, settings, self.events)
         # As parts of a larger graph.
         (self.reducer,), (self.end,) = self.window.reducers, self.window.ends
         self.buffer = self.reducer.buffer
@@ -253,11 +251,11 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         network = as_grad_accumulation(_OWNER, network)
         check_optimizer(_OWNER, optimizer, network)
         super().__init__(network.in_precision(_OWNER, settings.precision), optimizer)
-        self.events = Events(_OWNER)
         if isinstance(kind, SemiAuto):
-            self.body: Step = PartitionedStep(self.network, optimizer, kind, settings, self.events)
+            self.body: Step = PartitionedStep(self.network, optimizer, kind, settings)
         else:
-            self.body = HostDrivenStep(self.network, optimizer, kind, settings, self.events)
+            self.body = HostDrivenStep(self.network, optimizer, kind, settings)
+        self.events = self.body.events
         self.body.attach_to(self)
         # What has the optimizers, the reducers and the loss scale. An Accumulator has one for each network.
         self.windows: list[Window | Step] = [self.body.window if isinstance(self.body, HostDrivenStep) else self.body]

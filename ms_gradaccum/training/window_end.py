@@ -111,9 +111,6 @@ class WindowEnd(nn.Cell):
         compiled = [each for each in self.updates.values() if isinstance(each, Compiled)]
         return [self, self.update, self.run_partial_report, *self.reports.values(), *compiled]
 
-    def partial_output(self) -> StepOutput:
-        return StepOutput(*self.run_partial_report(NOTHING))
-
     def reduce(self, is_reduced: bool = False) -> StepOutput:
         """Run the first half from the host. ``is_reduced`` is True if the ranks have reduced the sums already."""
         count, known = len(self.update.optimizer.parameters), len(self.reducer.parameters)
