@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import mindspore as ms
 import numpy as np
@@ -67,10 +67,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         1.000 1.0 False 1.0
     """
 
-    _fields: ClassVar[tuple[str, ...]] = tuple(
-        "loss overflow loss_scale updated grad_norm clipped_grad_norm learning_rate weight".split()
-    )
-
+    _fields = tuple("loss overflow loss_scale updated grad_norm clipped_grad_norm learning_rate weight".split())
     overflow, loss_scale, updated, grad_norm, clipped_grad_norm, learning_rate, weight = map(_Field, range(1, 8))
     # The values of all fields.
     _values: tuple[Tensor, ...]
