@@ -122,8 +122,7 @@ def _groups(
             if reducer is not None:
                 yield own, reducer.buffer.all_totals(), reducer, i
         yield prefix, window.loss_scale.get_parameters(), None, None
-    averages = averages_of(step)
-    if averages is not None:
+    for averages in averages_of(step):
         yield "", (*averages.values, averages.updates), None, None
 
 
@@ -133,8 +132,7 @@ def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainO
     if not isinstance(trained, (TrainOneStepCell, Accumulator)):
         rule, got = "a TrainOneStepCell, an Accumulator or a Model", type(trained).__name__
         raise TypeError(argument_error(owner, "step", rule, got, "Give what trains, with its optimizer."))
-    averages = averages_of(trained)
-    if averages is not None:
+    for averages in averages_of(trained):
         averages.check_weights(owner)
     if isinstance(trained, Accumulator):
         trained.window.check_between_batches(owner)

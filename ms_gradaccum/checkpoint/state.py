@@ -36,8 +36,7 @@ from ms_gradaccum.parallel.world import World, current_world, digest
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _SAVE, _LOAD = "save_state", "load_state"
-# Parameters and their new values.
-_Plan = list[tuple[Parameter, Array]]
+_Plan = list[tuple[Parameter, Array]]  # Parameters and their new values.
 # What is assigned once all ranks have accepted the state: tensors, random states, positions in the data, and `extra`.
 _Found = tuple[_Plan, State, list[PassPlace], dict[str, Json]]
 

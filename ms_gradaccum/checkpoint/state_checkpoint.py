@@ -84,8 +84,7 @@ class StateCheckpoint(Settled, Callback):
         self.save_at_sigterm = check_bool(_OWNER, "save_at_sigterm", save_at_sigterm, "The default is True.")
         self.model: Model | None = None  # The model that is training with this callback.
         self._is_told_to_end = False
-        # The step and the time of the last saved state.
-        self._saved_step, self._time = -1, 0.0
+        self._saved_step, self._time = -1, 0.0  # Of the last saved state.
         self._is_built = True
 
     @contextmanager
@@ -105,17 +104,14 @@ class StateCheckpoint(Settled, Callback):
         self._is_told_to_end = True
 
     def resume_into(self, model: Model) -> None:
-        """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective.
-
-        States under other names alone are an error: a training would begin anew in silence.
-        """
+        """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
         world, folder = current_world(_OWNER), self.directory
+        # States under other names alone are an error of `load_state`: a training would begin anew in silence.
         if exchange(world.size, lambda: world.rank == 0 and bool(find_state(folder) or renamed_states(folder)))[0]:
             load_state(model, folder)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        is_ours, remedy = self.model is not None, "Import Model from ms_gradaccum."
-        require(is_ours, _OWNER, "model", "one of ms_gradaccum", "another", remedy)
+        require(self.model is not None, _OWNER, "model", "one of ms_gradaccum", "another", "Import Model from there.")
         self._saved_step, self._time = run_context.original_args().cur_step_num, time.monotonic()
 
     def on_train_step_end(self, run_context: RunContext) -> None:
@@ -129,9 +125,8 @@ class StateCheckpoint(Settled, Callback):
     def _agree(self, ends_window: bool) -> tuple[bool, bool]:
         """Return whether a process got a SIGTERM, and whether a state is due by rank 0's clock."""
         late = self.seconds is not None and time.monotonic() - self._time >= self.seconds
-        if current_world(_OWNER).size == 1:
-            return self._is_told_to_end, late
-        if not ends_window or not (self.save_at_sigterm or self.seconds is not None):
+        asks = ends_window and (self.save_at_sigterm or self.seconds is not None)
+        if current_world(_OWNER).size > 1 and not asks:
             return False, False
         answers = gather_counts(2 * self._is_told_to_end + late)
         return max(answers) > 1, answers[0] % 2 == 1

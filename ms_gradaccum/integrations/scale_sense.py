@@ -11,7 +11,6 @@ from mindspore import Tensor, amp, nn
 from ms_gradaccum._checks import check_positive_float32
 from ms_gradaccum.gradients.mixed_precision import MixedPrecision, PrecisionChoice
 
-# The types that MindSpore's own steps take, and the objects of `mindspore.amp`.
 ScaleSense: TypeAlias = float | Tensor | nn.Cell | amp.LossScaler | amp.LossScaleManager
 _REMEDY = "For example 1024, or nn.DynamicLossScaleUpdateCell(65536, 2, 1000)."
 

@@ -53,10 +53,7 @@ class Sources(NamedTuple):
 
     @contextmanager
     def begun(self, data: object, random_now: State | None) -> Iterator[None]:
-        """Take the first batch of a pass over ``data`` inside this context, after which the program has ``random_now``.
-
-        Data that draws from Python's and NumPy's generators in threads is ahead by then, and keeps them.
-        """
+        """Take the first batch of a pass over ``data`` inside this context, after which ``random_now`` is restored."""
         before = ds.config.get_seed()
         if random_now is not None:
             random_state.put(self.random)
@@ -66,6 +63,7 @@ class Sources(NamedTuple):
             yield
         finally:
             _config.set_seed(before)
+        # Data that draws from Python's and NumPy's generators in threads is ahead by then, and keeps them.
         if random_now is not None and not _draws_in_python(data):
             random_state.put(random_now)
 

@@ -135,15 +135,16 @@ class EMA(Settled, Callback, StatefulCallback):
 
     def attach(self, step: nn.Cell) -> None:
         """Give ``step`` the averages of its weights, unless it has them already."""
-        own, there, windows = self._averages, averages_of(step), step.windows
-        if own is not None and there is own:
+        there, windows = averages_of(step), step.windows
+        if self._averages in there:
             return
+        is_new = self._averages is None and not there
         network = windows[0].network
         candidates = network.trainable_params() if self.trainable_only else network.get_parameters()
         parameters = [parameter for parameter in candidates if parameter.dtype in mstype.float_type]
         whole, several = "one for a step that has whole weights", "one for an Accumulator of one network"
         for holds, rule, got, remedy in (
-            (own is there, "the only one of one training step", "a second EMA or step", "Build an EMA for each step."),
+            (is_new, "the only one of one training step", "a second EMA or step", "Build an EMA for each step."),
             (len(windows) == 1, several, f"{len(windows)} networks", "Build one for the network that is averaged."),
             (windows[0].reducers, whole, "AutoParallel, which cuts the weights", "Use DataParallel() or HSDP()."),
             (parameters, "one for a network with parameters to average", 0, "Set requires_grad, or trainable_only."),
@@ -222,10 +223,9 @@ class EMA(Settled, Callback, StatefulCallback):
         return self._averages
 
 
-def averages_of(step: object) -> Averages | None:
-    """Return the averages of a training step with an EMA, else None."""
-    found: Averages | None = getattr(step, "ema_averages", None)
-    return found
+def averages_of(step: nn.Cell) -> list[Averages]:
+    """Return the averages of a training step: one item if it has an EMA, else none."""
+    return [step.ema_averages] if hasattr(step, "ema_averages") else []
 
 
 def _assign(targets: Sequence[Parameter], values: Sequence[Tensor]) -> None:
