@@ -29,19 +29,14 @@ def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_c
     thread more than there are cores. The results are the same, bit for bit. The ``positions`` are the uses of each
     weight: rows, or pixels if there are convolutions.
     """
-    if _openmp_spins(jit_config):
-        return False
+    fuses = ms.get_context("enable_graph_kernel") or jit_config.get("jit_level") == "O1"
+    if fuses and os.getenv("OMP_WAIT_POLICY", "").lower() != "passive":
+        return False  # The OpenMP threads of fused kernels spin beside the thread pool.
     is_small = 2 * len(parameters) <= _MOST_KERNELS  # Each parameter has a kernel for its gradient and one for its sum.
     if not is_small or ms.get_context("device_target") != "CPU" or not 1 < cores() <= MOST_CORES:
         return False
     elements = sum(int(parameter.size) for parameter in parameters)
     return elements * (positions + _ROWS_OF_ADDING) >= _LEAST_WORK * cores()
-
-
-def _openmp_spins(jit_config: Mapping[str, object]) -> bool:
-    """Return whether the OpenMP threads of fused kernels spin beside the thread pool."""
-    fuses = ms.get_context("enable_graph_kernel") or jit_config.get("jit_level") == "O1"
-    return fuses and os.getenv("OMP_WAIT_POLICY", "").lower() != "passive"
 
 
 def with_condition(number: Tensor) -> Tensor:

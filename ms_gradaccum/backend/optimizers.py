@@ -22,9 +22,6 @@ _OWN_REMEDY = "Build it from network.trainable_params()."
 
 # The window of each optimizer. Both references are weak, so that neither keeps the other alive.
 _windows: "weakref.WeakKeyDictionary[nn.Cell, weakref.ref[OptimizerOwner]]" = weakref.WeakKeyDictionary()
-# The numbers of optimizers that run in an update, and of those of which a warning has told.
-_running: set[int] = set()
-_told: set[int] = set()
 
 
 def check_optimizer(owner: str, optimizer: nn.Cell, network: nn.Cell) -> None:
@@ -80,7 +77,7 @@ def needs_hooks(optimizer: nn.Cell) -> bool:
     """Return whether an optimizer has hooks of its user, which a graph calls, with the one that sees direct calls."""
     if all(hook is _look_at_call for hook in _hooks_of(optimizer)):
         return False
-    _told.add(getattr(optimizer, "claim_number", 0))
+    optimizer.claim_number = 0
     return True
 
 
@@ -93,28 +90,17 @@ def _look_at_call(optimizer: nn.Cell, inputs: object) -> None:
 def _warn_of_call(number: int) -> None:
     """Warn, once, if a claimed optimizer is called by somebody else than its step."""
     optimizer = numbered(number)
-    if optimizer is None or number in _running or number in _told or _windows[optimizer]() is None:
+    if optimizer is None or optimizer.claim_number != number or _windows[optimizer]() is None:
         return
     gc.collect()  # A deleted step lives on in reference cycles.
     window = _windows[optimizer]()
     if window is not None:
-        _told.add(number)
+        optimizer.claim_number = 0  # A warning is enough.
         warn(
             f"For '{window.owner}', its optimizer must be called by nobody else, but it was called directly, too: that "
             f"is one more update, which no window knows of. Leave the call out, or delete the step if you go on "
             f"without it."
         )
-
-
-@contextmanager
-def running(optimizer: nn.Cell) -> Iterator[None]:
-    """Mark the calls of an optimizer in this context as those of its step."""
-    number = getattr(optimizer, "claim_number", 0)
-    _running.add(number)
-    try:
-        yield
-    finally:
-        _running.discard(number)
 
 
 def check_claims(owner: str, windows: Sequence[OptimizerOwner]) -> None:

@@ -1,7 +1,6 @@
 """Descriptions of optimizers and networks as plain values, which the ranks of a job compare before training."""
 
 import hashlib
-from collections.abc import Sequence
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -12,9 +11,9 @@ from ms_gradaccum.backend.tensors import Array
 
 # Parameters of an optimizer that hold settings. All others hold its state, which is broadcast.
 _TUNED = frozenset(("learning_rate", "group_lr", "momentum", "lr", "lrs", "weight_decay"))
-# Attributes of every cell, attributes that differ by rank in MindSpore's parallel optimizer, and duplicates.
+# Attributes of every cell, attributes that may differ by rank, and duplicates.
 _SKIPPED = frozenset(
-    (*vars(nn.Cell()), "optim_filter")
+    (*vars(nn.Cell()), "optim_filter", "claim_number")
     + ("init_params", "init_args", "init_learning_rate", "exec_weight_decay", "decay_flags", "parameters", "params")
 )
 _OPTIMIZERS = (nn.Optimizer, ExperimentalOptimizer)
@@ -75,9 +74,3 @@ def _numbers(array: Array) -> object:
     # The digits are compared, because a float32 has other digits as a double.
     numbers = [float(str(number)) if array.dtype.kind == "f" else number.item() for number in array.ravel()]
     return numbers[0] if array.ndim == 0 else numbers
-
-
-def shapes_of(cells: Sequence[nn.Cell]) -> dict[str, object]:
-    """Return the shapes and dtypes of all parameters of these cells."""
-    parameters = (parameter for cell in cells for parameter in cell.get_parameters())
-    return {f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}" for each in parameters}

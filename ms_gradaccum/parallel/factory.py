@@ -13,7 +13,7 @@ from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
 from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel import reduced
-from ms_gradaccum.parallel.agreement import settings_of, shapes_of, structure_of
+from ms_gradaccum.parallel.agreement import settings_of, structure_of
 from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
 from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
@@ -104,7 +104,9 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
     settings |= {"batch_axis": repr(network.batch_axis), "weighted": network.weighted}
     for number, optimizer in enumerate(optimizers):
         settings |= settings_of("optimizer" if len(optimizers) == 1 else f"optimizer[{number}]", optimizer)
-    check_agreement(owner, settings | structure_of(network) | shapes_of([network, *optimizers]))
+    parameters = (parameter for cell in (network, *optimizers) for parameter in cell.get_parameters())
+    shapes = {f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}" for each in parameters}
+    check_agreement(owner, settings | structure_of(network) | shapes)
 
 
 def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtype: ms.Type) -> None:

@@ -13,7 +13,7 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
 from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale, scale_each_in_place
 from ms_gradaccum.backend.network_code import is_user
-from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches, needs_hooks, optimizers_in, running
+from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches, needs_hooks, optimizers_in
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -133,6 +133,7 @@ class EagerUpdate:
 
     def __init__(self, owner: str, update: Update) -> None:
         self.optimizer, self.sums = update.optimizer, update.reducer.sums
+        self.optimizer.init_parameters_data()
         self.is_users = is_user(type(self.optimizer))
         self.mean_gradients = Compiled(lambda: Method(update, "mean_gradients"), owner, "the mean gradient")
         self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
@@ -156,8 +157,10 @@ class EagerUpdate:
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
         clipped_norm, grads = self.mean_gradients(*norm_and_limit)
         places = self._follow_memory()
-        with op_by_op(), running(self.optimizer):
-            self.optimizer(grads or self._sums())
+        # Without the hook that sees calls by others.
+        run = self.optimizer if needs_hooks(self.optimizer) else self.optimizer.construct
+        with op_by_op():
+            run(grads or self._sums())
         # A user's optimizer may have moved them itself.
         self.places = self._places() if self.is_users else places
         self.end(NOTHING)
