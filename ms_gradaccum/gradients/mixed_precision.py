@@ -164,8 +164,8 @@ def combined(owner: str, mixed_precision: object, amp_level: Any, loss_scale_man
     """Combine ``mixed_precision`` with the two arguments of MindSpore's Model. Return None if none is given."""
     check_choice(owner, "amp_level", amp_level, LEVELS, "mixed_precision has more names and settings.")
     rule, got = "None with a loss_scale_manager", f"{mixed_precision!r} beside a loss_scale_manager"
-    remedy, is_one = "MixedPrecision(..., loss_scale=manager) takes both.", loss_scale_manager is None
-    require(is_one or mixed_precision is None, owner, "mixed_precision", rule, got, remedy)
+    clash = loss_scale_manager is not None and mixed_precision is not None
+    require(not clash, owner, "mixed_precision", rule, got, "MixedPrecision(..., loss_scale=manager) takes both.")
     settings = _settings(owner, mixed_precision if loss_scale_manager is None else loss_scale_manager)
     if settings is None or amp_level == "O0":
         return settings or NAMES.get(amp_level)

@@ -19,13 +19,7 @@ from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.shards import ShardedReducer, check_shardable
-from ms_gradaccum.parallel.world import (
-    broadcast_parameters,
-    check_agreement,
-    current_world,
-    differ,
-    tell_peers_of_failure,
-)
+from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world, differ, tell_peers
 
 _ALIKE = "one with the same parameters on all processes"
 _EXPERTS = "Experts that only some processes have take the compiler's partition or HyperParallel."
@@ -44,7 +38,7 @@ def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Ki
         return reduced.check_reducing(owner, parallel, network, schedulers)
     if world.size == 1:
         return None
-    tell_peers_of_failure(owner, world)
+    tell_peers(owner, world)
     if is_semi_auto(network):
         remedy = "The compiler partitions the step here; give the cell inside AutoParallel for another way."
         rule = "'auto' in semi-auto-parallel"

@@ -48,7 +48,7 @@ class DataParallel:
     def __post_init__(self) -> None:
         for name in ("sync_each_batch", "overlap", "check_weights"):
             check_bool("DataParallel", name, getattr(self, name), "The default is False.")
-        remedy, clash = "Each micro batch sends its gradients already.", self.sync_each_batch and self.overlap
+        clash, remedy = self.sync_each_batch and self.overlap, "Each micro batch sends its gradients already."
         require(not clash, "DataParallel", "overlap", "False with sync_each_batch", True, remedy)
 
     @property

@@ -178,7 +178,7 @@ def gather_rows(owner: str, arrays: list[Array]) -> tuple[int, int, list[Array]]
 
 
 @cache
-def tell_peers_of_failure(owner: str, world: World) -> None:
+def tell_peers(owner: str, world: World) -> None:
     """Let an error that ends this process be named in the logs of the other ranks, where msrun has written them."""
     before = sys.excepthook
 
