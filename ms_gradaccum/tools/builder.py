@@ -98,6 +98,7 @@ def _parse(owner: str, text: str) -> tuple[str, str]:
     if not place or not name:
         rule = "a function, 'file.py:function' or 'module:function'"
         raise ValueError(_sentence(owner, repr(text), "For example 'train.py:build'.", rule))
+    check_build(owner, text)
     return (str(Path(place).resolve()) if place.endswith(".py") else place), name
 
 

@@ -168,9 +168,7 @@ class Job:
         while True:
             # This is asked first: a process may report and end in between. A process that has ended has failed.
             over = self.process.poll() is not None
-            ended = [
-                i for i in range(self.count) if (file := self.folder / f"process_{i}").exists() and _has_ended(file)
-            ]
+            ended = [i for i in range(self.count) if _has_ended(self.folder / f"process_{i}")]
             for path in sorted(self.folder.glob("error_*.json")):
                 raise RankError(**json.loads(path.read_text()))
             reports = [path for i in range(self.count) if (path := self.folder / f"report_{i}").exists()]
@@ -209,9 +207,9 @@ class Job:
 
 
 def _has_ended(file: Path) -> bool:
-    """Return whether the process whose number is in a file has ended."""
+    """Return whether the process whose number is in a file, if there is one, has ended."""
     try:
-        return bool(psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE)
+        return file.exists() and psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 

@@ -84,6 +84,7 @@ LIMIT = "For example 4 * 2**30, '4GiB' or '500MB'."
 BYTES = "a number of bytes, as an int or a text"
 FUNCTION = "a function that a new process can import"
 PLACE = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
+NO_FILE = f"It is looked for at {Path('nofile.py').resolve()}."
 TEXT = "a function, 'file.py:function' or 'module:function'"
 PARTIAL = functools.partial(misbehaving, "nothing")
 
@@ -131,6 +132,7 @@ LAMBDA, INNER = as_lambda(), inner()
         ("build", PARTIAL, ValueError, FUNCTION, repr(PARTIAL), PLACE),
         ("build", "train.py", ValueError, TEXT, "'train.py'", "For example 'train.py:build'."),
         ("build", "train.py:", ValueError, TEXT, "'train.py:'", "For example 'train.py:build'."),
+        ("build", "nofile.py:build", ValueError, FUNCTION, "'nofile.py:build', whose file is not there", NO_FILE),
         ("timeout", 0, ValueError, "a positive number", 0, "It is the time of one measurement, in seconds."),
         ("report", 3, TypeError, "a function or None", typed(3), "For example report=print."),
     ],
@@ -171,12 +173,15 @@ class Nested:
         """A member of a class can be imported, too."""
 
 
-def test_a_function_is_found_by_its_module_and_name(monkeypatch):
+def test_a_function_is_found_by_its_module_and_name(tmp_path, monkeypatch):
     assert Builder.of("find_micro_size", nothing)[:2] == ("memory_networks", "nothing")
     assert Builder.of("find_micro_size", Nested.build)[:2] == (__name__, "Nested.build")
-    assert Builder.of("find_micro_size", "package.module:build")[:3] == ("package.module", "build", ["package.module"])
-    train = str(Path("here/train.py").resolve())
-    assert Builder.of("find_micro_size", "here/train.py:build")[:3] == (train, "build", [train])
+    assert Builder.of("find_micro_size", "json.module:build")[:3] == ("json.module", "build", ["json.module"])
+    train = tmp_path / "here" / "train.py"
+    train.parent.mkdir()
+    train.write_text("def build(): pass\n")
+    monkeypatch.chdir(tmp_path)
+    assert Builder.of("find_micro_size", "here/train.py:build")[:3] == (str(train), "build", [str(train)])
     monkeypatch.setattr(sys, "argv", ["program", "--rows=3"])
     assert Builder.of("find_micro_size", nothing).argv == ["program", "--rows=3"]
 

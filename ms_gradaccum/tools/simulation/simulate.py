@@ -9,7 +9,7 @@ from tqdm import tqdm
 from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int, require
 from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.tools.builder import Builder, check_build
+from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import EndedError, Job, RankError, refuse_inside
 from ms_gradaccum.tools.simulation.cuda_stubs import stand_ins, why_not
 from ms_gradaccum.tools.simulation.report import Simulation, simulation_of
@@ -71,8 +71,6 @@ def simulate(
     check_bool(_OWNER, "compare", compare, "It is a switch.")
     check_positive_float(_OWNER, "timeout", timeout, "It is the time of all of it, in seconds.")
     builder = Builder.of(_OWNER, build)._replace(device=["CPU"])
-    if isinstance(build, str):
-        check_build(_OWNER, build)
     if lacking := why_not():
         raise RuntimeError(
             f"For '{_OWNER}', this machine must have gcc, nm and the GPU plugin of MindSpore's wheel, but {lacking}. "
