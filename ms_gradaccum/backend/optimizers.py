@@ -251,10 +251,8 @@ def settable_rates(optimizer: nn.Cell) -> list[float]:
     """Return the learning rates that are parameters, which a program may set between two updates."""
     optimizer = inner_optimizer(optimizer)
     if isinstance(optimizer, ExperimentalOptimizer):
-        rates = optimizer.lrs
-    else:
-        rates = [] if optimizer.dynamic_lr else optimizer.learning_rate
-    return _floats(rates)
+        return _floats(optimizer.lrs)
+    return [] if optimizer.dynamic_lr else _floats(optimizer.learning_rate)
 
 
 def _floats(rates: Any) -> list[float]:

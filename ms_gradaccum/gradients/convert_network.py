@@ -6,8 +6,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import mindspore as ms
 from mindspore import amp, nn
@@ -18,22 +16,6 @@ from ms_gradaccum._checks import argument_error, require
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
 from ms_gradaccum.gradients.mixed_precision import Precision, levels_of
-
-
-@contextmanager
-def rewriting() -> Iterator[None]:
-    """Let level O1 write its rewritten sources into a temporary folder instead of the working directory.
-
-    In the working directory it would take packages in a .venv for the user's code and rewrite them. It also leaves
-    folders in the module search path, one of which hides Python's ``math`` from new processes.
-    """
-    here, path = os.getcwd(), list(sys.path)
-    os.chdir(_folder_apart())
-    try:
-        yield
-    finally:
-        os.chdir(here)
-        sys.path[:] = path
 
 
 @functools.cache
@@ -85,14 +67,20 @@ def _converted(owner: str, network: nn.Cell, precision: Precision) -> nn.Cell:
     require(found <= {level}, owner, "mixed_precision", rule, level, remedy)
     if found:
         return network
+    # Level O1 writes rewritten sources into the working directory, where it would take packages in a .venv for the
+    # user's code, too, and leaves folders in the module search path, one of which hides Python's `math` from processes.
+    here, path = os.getcwd(), list(sys.path)
+    os.chdir(_folder_apart())
     try:
-        with rewriting():
-            converted = amp.auto_mixed_precision(network, level, precision.dtype)
+        converted = amp.auto_mixed_precision(network, level, precision.dtype)
     except RuntimeError as error:
-        # Level O1 rewrites the sources of the network, and does not support all of Python's syntax.
+        # It does not support all of Python's syntax.
         rule, got = "a level that MindSpore can convert the network to", f"{level}: {str(error).splitlines()[0]}"
         remedy = "Name the inputs of each construct, in place of *inputs, or take level 'O2'."
         raise ValueError(argument_error(owner, "mixed_precision", rule, got, remedy)) from error
+    finally:
+        os.chdir(here)
+        sys.path[:] = path
     if level in ("O2", "O3"):
         # The outer cell, which casts the output, is removed because it hides the names of the inputs.
         (converted,) = converted.cells()

@@ -141,7 +141,7 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
     parameters = {item.name: item for cell in (network, optimizer) for item in cell.get_parameters()}
     if any(shard_size_of(item) > 1 for item in optimizer.parameters):
         # The state belongs to the shards, which differ by design.
-        parameters = {item.name: item for item in reduced.whole(network.get_parameters())}
+        parameters = {item.name: item for item in network.get_parameters() if shard_size_of(item) == 1}
     if not differ(parameters.values()):
         return
     if not isinstance(kind, Reduced):  # In its networks a rank has shards, which are known.

@@ -6,7 +6,7 @@ which a rank holds a part between two steps have an `hsdp_effective_shard_size`.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -42,11 +42,6 @@ def schedulers_of(network: nn.Cell) -> list[Any]:
     return [each for each in found if each is not None]
 
 
-def whole(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
-    """Return the parameters that each rank holds whole."""
-    return tuple(parameter for parameter in parameters if shard_size_of(parameter) == 1)
-
-
 def check_hooks_run(owner: str, eager: bool) -> None:
     """Raise if a network runs as a graph, which calls no hook that reduces its gradients."""
     rule, got = "run op by op for hooks that reduce its gradients", "a graph, which calls none"
@@ -55,9 +50,8 @@ def check_hooks_run(owner: str, eager: bool) -> None:
 
 def check_reducing(owner: str, parallel: object, network: nn.Cell, schedulers: Sequence[Any]) -> Reduced:
     """Return the kind of parallelism of a network that reduces its gradients itself, or raise."""
-    if parallel != "auto" and not isinstance(parallel, Reduced):
-        rule, remedy = "'auto' for a network that reduces its gradients itself", "They would be added up twice."
-        raise ValueError(argument_error(owner, "parallel", rule, repr(parallel), remedy))
+    rule, remedy = "'auto' for a network that reduces its gradients itself", "They would be added up twice."
+    require(parallel == "auto" or isinstance(parallel, Reduced), owner, "parallel", rule, repr(parallel), remedy)
     check_hooks_run(owner, runs_eagerly(False))
     for each in schedulers:
         says = all(map(partial(hasattr, each), _PROTOCOL)) and hasattr(each.config, "grad_scale")
@@ -155,7 +149,7 @@ class ReducedReducer(DataParallelReducer):
         self.is_new = False
 
     def shared(self) -> tuple[Parameter, ...]:
-        return whole(self.parameters)
+        return tuple(parameter for parameter in self.parameters if shard_size_of(parameter) == 1)
 
 
 def check_state(owner: str, optimizer: nn.Cell) -> None:
