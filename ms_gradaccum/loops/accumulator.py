@@ -1,12 +1,14 @@
 """Gradient accumulation for hand-written training loops."""
 
 import functools
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
+import mindspore as ms
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import (
@@ -19,12 +21,14 @@ from ms_gradaccum._checks import (
     require,
     typed,
 )
+from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.optimizers import check_claims, claim_optimizers
+from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.loops.dataloader import prepare
-from ms_gradaccum.loops.external_gradients import GraphWindow, refuse_graph
+from ms_gradaccum.loops.external_gradients import refuse_graph
 from ms_gradaccum.loops.loop_window import LoopWindow
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, chosen_of, only_of, pair_networks
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
@@ -157,11 +161,11 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         claim_optimizers(self.windows)
         self.window = LoopWindow(self.config, self.windows, self.events)
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
-        # The cell of this loop inside a larger graph, which supports one network with one optimizer.
-        first, end = self.windows[0], self.windows[0].ends[0]
+        # The cells of this loop inside a larger graph, which supports one network with one optimizer.
+        first, self.steps = self.windows[0], self.config.accumulation_steps
         is_single = len(self.windows) == len(first.ends) == 1 and self.config.schedule is None
-        steps = self.config.accumulation_steps
-        self.in_graph = GraphWindow(first.add_grads_cell, end, steps) if is_single else None
+        self.add_grads = first.add_grads_cell if is_single else None
+        self.end = first.ends[0] if is_single else None
         self._is_built = True
 
     def set_train(self, mode: bool = True) -> "Accumulator":
@@ -307,11 +311,15 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
         The graph counts its batches itself, and does not know the end of the data: call `flush` there.
         """
-        if self.in_graph is None:
+        if self.add_grads is None or self.end is None:
             refuse_graph(_OWNER)
             return ()
-        items: tuple[Tensor | None, ...] = self.in_graph(grads, weight, loss, reduction)
-        return items
+        weight = scalar(weight)
+        factor = weight if reduction == "mean" else ONE
+        value = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
+        added = self.add_grads(factor, value * factor, weight, *grads)
+        output: tuple[Tensor, ...] = self.end.after_batch(added, self.steps)
+        return (None, *output[1:]) if loss is None else output
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0

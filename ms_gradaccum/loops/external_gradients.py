@@ -1,15 +1,9 @@
 """Gradients that the caller has taken, added into the sums of a window."""
 
-import math
-
-import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.backend.kernels import ONE, Tensors
-from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.training.micro_step import AddMicroBatch
-from ms_gradaccum.training.window_end import WindowEnd
 
 
 def _none_of(empty: Tensor, grad: Tensor) -> Tensor:
@@ -32,25 +26,6 @@ class AddGrads(AddMicroBatch):
         """Return whether the gradients are finite. The loss is NaN where the caller does not say it."""
         finite: Tensor = self.keep.is_finite(grads)
         return finite
-
-
-class GraphWindow(nn.Cell):
-    """Add gradients as part of a larger graph, and update after so many batches."""
-
-    def __init__(self, add_grads: AddGrads, end: WindowEnd, steps: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.add_grads, self.end, self.steps = add_grads, end, steps
-
-    def construct(
-        self, grads: Tensors, weight: Tensor | float, loss: Tensor | float | None, reduction: str
-    ) -> tuple[Tensor | None, ...]:
-        """Return the items of a StepOutput."""
-        weight = scalar(weight)
-        factor = weight if reduction == "mean" else ONE
-        value = Tensor(math.nan, ms.float32) if loss is None else scalar(loss)
-        added = self.add_grads(factor, value * factor, weight, *grads)
-        output: tuple[Tensor, ...] = self.end.after_batch(added, self.steps)
-        return (None, *output[1:]) if loss is None else output
 
 
 @_primexpr

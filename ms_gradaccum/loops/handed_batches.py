@@ -131,15 +131,11 @@ class HandedBatches:
 
     def find(self, arrays: Sequence[TensorOrArray]) -> Handed | None:
         """Return the batch to which most of ``arrays`` belong; in doubt the one that is expected."""
-        best, most = None, 0
         known = self.waiting if self.is_ahead or not self.is_open else self.waiting[::-1]
-        for each in (*known, self._current_if_open()):
-            count = 0 if each is None else each.arrays_among(arrays)
-            if count > most:
-                best, most = each, count
-            if most == len(arrays):
-                break
-        return best
+        known = [*known, *filter(None, [self._current_if_open()])]
+        whole = (each for each in known if each.arrays_among(arrays) == len(arrays))
+        best = next(whole, None) or max(known, key=lambda each: each.arrays_among(arrays), default=None)
+        return best if best and best.arrays_among(arrays) else None
 
     def train(self, batch: Handed, rows: float | None, is_known: bool = True) -> None:
         """Note that a piece of ``batch`` with so many rows was trained; ``is_known`` if it was recognised."""
