@@ -102,28 +102,20 @@ def save_state(
     """
     trained, folder = check_arguments(_SAVE, step, directory)
     check_positive_int(_SAVE, "keep_checkpoint_max", keep_checkpoint_max, KEPT)
-    checked = _check_extra(extra)
-    contents, places = Contents(trained), _places(step, trained)
-    numbers = {**contents.state_dict(), "random": random_state.take(), "data": [place.as_json() for place in places]}
-    name = _Saving(contents, folder).run(numbers, checked, keep_checkpoint_max)
-    return contents.described(folder / name, places, checked)
-
-
-def _check_extra(extra: Mapping[str, Json] | None) -> dict[str, Json]:
     try:
         checked: dict[str, Json] = json.loads(json.dumps({} if extra is None else {**extra}))
     except (TypeError, ValueError, RecursionError):
         rule, remedy = "a dict of JSON values or None", "Keep numbers, strings, lists and dicts of them."
         raise TypeError(argument_error(_SAVE, "extra", rule, typed(extra), remedy)) from None
-    return checked
-
-
-def _places(step: object, trained: TrainOneStepCell | Accumulator) -> list[PassPlace]:
-    """Return the position of this process in its data: for an Accumulator, in each prepared dataset."""
+    contents = Contents(trained)
     if isinstance(trained, Accumulator):
-        return [dataset.place() for dataset in trained.window.datasets.values()]
-    place = getattr(step, "data_place", None)  # Of a Model.
-    return [] if place is None else [place]
+        places = [dataset.place() for dataset in trained.window.datasets.values()]
+    else:
+        place = getattr(step, "data_place", None)  # Of a Model.
+        places = [] if place is None else [place]
+    numbers = {**contents.state_dict(), "random": random_state.take(), "data": [place.as_json() for place in places]}
+    name = _Saving(contents, folder).run(numbers, checked, keep_checkpoint_max)
+    return contents.described(folder / name, places, checked)
 
 
 class _Saving:

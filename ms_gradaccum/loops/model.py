@@ -191,20 +191,17 @@ class Model(Settled, ms.Model):
         self, metrics: object, eval_network: nn.Cell | None, eval_indexes: list[int] | None
     ) -> None:
         if metrics and eval_network is None and self._loss_fn is None:
-            eval_network, eval_indexes = self._evaluation(), [0, 1, 2]
+            # A network with its loss inside is evaluated as MindSpore does a network and its loss.
+            loss_cell = self._network
+            for kind in (AutoParallel, TrainOneStepCell, GradAccumulation):
+                loss_cell = loss_cell.network if isinstance(loss_cell, kind) else loss_cell
+            rule, got = "a cell that returns loss, output and label where there are metrics", type(loss_cell).__name__
+            remedy = "Give eval_network=nn.WithEvalCell(network, loss_fn), or network and loss_fn apart."
+            is_stock = type(loss_cell) is nn.WithLossCell
+            require(is_stock, _OWNER, "eval_network", rule, f"None beside {got}", remedy)
+            casts, eval_indexes = self._amp_level in ("O2", "O3", "auto"), [0, 1, 2]
+            eval_network = nn.WithEvalCell(loss_cell.backbone_network, loss_cell._loss_fn, casts)
         super()._build_eval_network(metrics, eval_network, eval_indexes)
-
-    def _evaluation(self) -> nn.Cell:
-        """Return the evaluation of a network with its loss inside, as MindSpore makes it of a network and its loss."""
-        loss_cell = self._network
-        for kind in (AutoParallel, TrainOneStepCell, GradAccumulation):
-            loss_cell = loss_cell.network if isinstance(loss_cell, kind) else loss_cell
-        rule, got = "a cell that returns loss, output and label where there are metrics", type(loss_cell).__name__
-        remedy = "Give eval_network=nn.WithEvalCell(network, loss_fn), or network and loss_fn apart."
-        is_stock = type(loss_cell) is nn.WithLossCell
-        require(is_stock, _OWNER, "eval_network", rule, f"None beside {got}", remedy)
-        casts = self._amp_level in ("O2", "O3", "auto")
-        return nn.WithEvalCell(loss_cell.backbone_network, loss_cell._loss_fn, casts)
 
     def _adopt(self, train_step: TrainOneStepCell) -> TrainOneStepCell:
         """Train with a step that the user built; its settings are its own."""
