@@ -199,12 +199,9 @@ def cast_each_like(values: Tensors, likes: Tensors) -> Tensors:
 
 
 def scale(factor: Tensor, grad: Tensor) -> Tensor:
-    return as_dtype(_wide(grad) * factor, grad.dtype)  # In 16 bits a small factor could underflow.
+    return as_dtype(scale_wide(factor, grad), grad.dtype)
 
 
 def scale_wide(factor: Tensor, grad: Tensor) -> Tensor:
-    return _wide(grad) * factor
-
-
-def _wide(grad: Tensor) -> Tensor:
-    return grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)
+    # In 16 bits a small factor could underflow.
+    return (grad if grad.dtype == ms.float64 else as_dtype(grad, ms.float32)) * factor

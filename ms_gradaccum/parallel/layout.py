@@ -32,6 +32,7 @@ class Message(NamedTuple):
 
 
 Messages = tuple[Message, ...]
+_NONE: Messages = ()
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Layout:
         """Return the messages of a window for a number of passes over the gradients for norms."""
         itemsize = _FLOAT if self.dtype == ms.float32 else 2
         first, *others = self.kept.ends
-        reduced = _in_order(map(self.world.all_reduce, [_FLOAT * first, *(itemsize * end for end in others)]))
+        reduced = sum(map(self.world.all_reduce, [_FLOAT * first, *(itemsize * end for end in others)]), _NONE)
         squares = norm_passes * self.world.all_reduce(_FLOAT * len(self.shapes))
         if self.shares:
             has_shards = any(share * self.world.size > 1 for share in self.shares)
@@ -149,8 +150,8 @@ class Layout:
         if self.group.size == 1:
             return Traffic(per_update=reduced)
         own = [itemsize * end for end in self.sharded.ends]
-        scattered = _in_order(self.group.reduce_scatter(each) + self.replicas.all_reduce(each) for each in own)
-        later = squares + _in_order(self.group.all_gather(_FLOAT * end) for end in self.sharded.ends)
+        scattered = sum((self.group.reduce_scatter(each) + self.replicas.all_reduce(each) for each in own), _NONE)
+        later = sum((self.group.all_gather(_FLOAT * end) for end in self.sharded.ends), squares)
         if self.every_batch:
             return Traffic(scattered, self.world.all_gather(_FLOAT), reduced + later)
         return Traffic(per_update=reduced + scattered + later)
@@ -202,7 +203,3 @@ def _buckets(messages: Iterable[tuple[int, ...]], sizes: Sequence[int]) -> Bucke
     ends = [tuple(accumulate(each, initial=0)) for each in lengths]
     cuts = ((end[:-1], length, tuple(count for _, count in run)) for end, length, run in zip(ends, lengths, runs))
     return Buckets(indices, tuple(cuts), tuple(end[-1] for end in ends))
-
-
-def _in_order(parts: Iterable[Messages]) -> Messages:
-    return tuple(message for messages in parts for message in messages)

@@ -177,8 +177,7 @@ def check_shardable(optimizer: nn.Cell) -> None:
     remedy = "Use an optimizer that works element by element, or DataParallel() without sync_each_batch."
     sees_all = isinstance(optimizer, (nn.Lamb, nn.LARS, nn.AdaFactor))
     require(not sees_all, _HSDP, "optimizer", rule, f"{name}, which looks at whole parameters", remedy)
-    shapes = [parameter.shape for parameter in optimizer.parameters]
-    known = {id(item) for value in _matching(optimizer, shapes) for item in value}
+    known = {id(item) for value in _matching(optimizer) for item in value}
     for item in optimizer.get_parameters():
         got = f"{name} with the state {item.name!r} of shape {tuple(item.shape)}"
         fits = id(item) in known or item.size <= 1
@@ -192,7 +191,8 @@ def check_shardable(optimizer: nn.Cell) -> None:
         )
 
 
-def _matching(optimizer: nn.Cell, shapes: list[object]) -> list[ParameterTuple]:
+def _matching(optimizer: nn.Cell) -> list[ParameterTuple]:
+    shapes = [parameter.shape for parameter in optimizer.parameters]
     tuples = [value for value in vars(optimizer).values() if isinstance(value, ParameterTuple)]
     return [value for value in tuples if [item.shape for item in value] == shapes]
 
@@ -201,10 +201,9 @@ def _shard_optimizer(
     optimizer: nn.Optimizer, sharded: Sequence[int], cut_rows: Callable[[Array], Array]
 ) -> list[Parameter]:
     """Replace the ``sharded`` parameters and their optimizer state by slices. Return the slices of the state."""
-    shapes = [parameter.shape for parameter in optimizer.parameters]
     parameters = {id(parameter) for parameter in optimizer.parameters}
     slices: dict[int, Parameter] = {}  # A parameter can be in several tuples and must have one slice.
-    for whole in [value[i] for value in _matching(optimizer, shapes) for i in sharded]:
+    for whole in [value[i] for value in _matching(optimizer) for i in sharded]:
         if id(whole) not in slices:
             # The network has a parameter of that name; the names of the state are unique.
             name = f"shard.{whole.name}" if id(whole) in parameters else whole.name
