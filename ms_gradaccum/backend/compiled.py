@@ -199,6 +199,19 @@ def numbered(number: int) -> nn.Cell | None:
     return _numbered.get(number)
 
 
+class Eager:
+    """Calls a cell op by op. For a gradient MindSpore ``forgets`` its passes before, by whose rows it may divide."""
+
+    def __init__(self, cell: nn.Cell, forgets: bool) -> None:
+        self.cell, self.forgets = cell, forgets
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self.forgets:
+            forget_passes()
+        with op_by_op():
+            return self.cell(*tensors)
+
+
 class Method(nn.Cell):
     """A method of a cell as a cell with its mode and settings. The method gets Python values, ``constants``, first."""
 

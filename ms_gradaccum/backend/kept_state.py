@@ -16,6 +16,8 @@ from ms_gradaccum.backend.tensors import Array as Array
 
 # In BatchNorm of mindspore.nn this attribute takes precedence over the mode: True uses the batch's statistics.
 STATISTICS = "use_batch_statistics"
+# Attributes of every cell, and the value of one that was not there.
+_OF_CELLS, _MISSING = vars(nn.Cell()).keys(), object()
 _HOOKS = ("_lazy_forward_pre_hook", "_lazy_forward_hook")
 
 
@@ -48,6 +50,39 @@ class KeptTensors:
         if lost:
             names = ", ".join(repr(getattr(tensor, "name", "a tensor")) for tensor in lost)
             raise RuntimeError(f"it changes {names} out of training alone, which stays changed")
+
+
+class Changes:
+    """The tensors of a network, and the attributes of its cells that are the user's, which running it changes."""
+
+    def __init__(self, network: nn.Cell) -> None:
+        self.before = KeptTensors(tensors_of(network), lambda tensor: False)
+        self.cells = [(cell, dict(vars(cell))) for _, cell in network.cells_and_names()]
+        # After `find`, the changed tensors, and the old values of the attributes by cell.
+        self.tensors: list[Tensor] | None = None
+        self.attributes: list[tuple[nn.Cell, dict[str, object]]] = []
+
+    def find(self) -> list[Tensor]:
+        """Find what has changed, and return the tensors."""
+        self.tensors = [self.before.tensors[i] for i in self.before.changed()]
+        for cell, before in self.cells:
+            names = sorted((vars(cell).keys() | before.keys()) - _OF_CELLS)
+            old = {name: before.get(name, _MISSING) for name in names}
+            old = {name: value for name, value in old.items() if vars(cell).get(name, _MISSING) is not value}
+            self.attributes += [(cell, old)] if old else []
+        self.before, self.cells = KeptTensors([]), []
+        return self.tensors
+
+    def names(self) -> list[str]:
+        """Return the names of the attributes."""
+        return [f"'{type(cell).__name__}.{name}'" for cell, old in self.attributes for name in old]
+
+    def put_back_attributes(self) -> None:
+        """Give the attributes their old values."""
+        for cell, old in self.attributes:
+            for name in old:
+                vars(cell).pop(name, None)
+            vars(cell).update({name: value for name, value in old.items() if value is not _MISSING})
 
 
 def _fingerprint(array: Array) -> tuple[int, ...]:

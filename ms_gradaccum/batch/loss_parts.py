@@ -35,6 +35,10 @@ _OTHER = (
     "parts of a batch miss the loss sum by up to {miss}. Return the sum over what the weight counts; where rows meet, "
     "train the loss as a GradCacheLoss."
 )
+_ATTRIBUTES = (
+    "the first one sets {names}, with which later ones miss the loss by up to {miss}. Set it outside of the loss cell."
+)
+_ATTRIBUTES_BEGIN = "For 'GradAccumulation', the loss of a micro batch should not depend on those before it, but"
 
 
 class Loss(NamedTuple):
@@ -149,6 +153,11 @@ def _judge_pairs(split: Split) -> Finding | None:
 def other_gradient(miss: float, shows: bool, weighted: bool) -> Finding:
     """Return the finding for a loss whose parts add up while their gradients do not. Equal parts hide their weights."""
     return _finding(miss, _PAIR_GRADIENT, _PAIR_BEGIN) if weighted else _finding(miss, _GRADIENT if shows else _WEIGHTS)
+
+
+def other_attributes(miss: float, names: str) -> Finding:
+    """Return the finding for a loss that changes with attributes of these names, which the first micro batch sets."""
+    return _finding(miss, _ATTRIBUTES, _ATTRIBUTES_BEGIN, names=names)
 
 
 def _finding(miss: float, reason: str, begin: str = _BEGIN, **values: object) -> Finding:

@@ -3,18 +3,17 @@
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import first_line, warn
-from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op, runs_eagerly
-from ms_gradaccum.backend.kept_state import Array, KeptState, KeptTensors, as_array, kept, tensors_of
+from ms_gradaccum._checks import first_line, listed, warn
+from ms_gradaccum.backend.compiled import Compiled, Eager, op_by_op, runs_eagerly
+from ms_gradaccum.backend.kept_state import Array, Changes, KeptState, as_array, kept
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_gradient
+from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_attributes, other_gradient
 from ms_gradaccum.batch.rows import Cut, Rows
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal, sparse_lookup
@@ -49,19 +48,6 @@ _MOVES = (
 )
 
 
-class Eager:
-    """Calls a cell op by op. For a gradient MindSpore ``forgets`` its passes before, by whose rows it may divide."""
-
-    def __init__(self, cell: nn.Cell, forgets: bool) -> None:
-        self.cell, self.forgets = cell, forgets
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        if self.forgets:
-            forget_passes()
-        with op_by_op():
-            return self.cell(*tensors)
-
-
 class LossCheck:
     """Measure the loss of a network at batches 1, 2, 4, 8 ... 64, and warn if it cannot be trained in parts.
 
@@ -82,9 +68,8 @@ class LossCheck:
         self.has_warned = False
         # The only row of the batch before.
         self.row: Rows | None = None
-        # The network's tensors before the first micro batch, and those that it has changed; None if that is not known.
-        self.state: KeptTensors | None = None
-        self.moved: set[int] | None = None
+        # What the first micro batch changes; None if no micro batch has run.
+        self.changes: Changes | None = None
         self.runs: dict[Hashable, Eager | Compiled] = {}
         # Where the measurement is: which cells are in evaluation mode, and whether it runs op by op.
         self.evaluated: tuple[str, ...] = _AS_IN_TRAINING
@@ -97,25 +82,24 @@ class LossCheck:
 
     def before_batch(self) -> None:
         if self.batches == 0 and not self.is_done and self.adds_parts:
-            self.state = KeptTensors(tensors_of(self.network.network), lambda tensor: False)
+            self.changes = Changes(self.network.network)
 
     def after_micro_batch(self) -> None:
         """Warn if the first micro batch has changed what no optimizer updates, statistics of BatchNorms apart."""
-        state, self.state = self.state, None
-        if state is None:
+        if self.changes is None or self.changes.tensors is not None:
             return
-        moved = [state.tensors[i] for i in state.changed()]
-        self.moved = set(map(id, moved))
+        changed = self.changes.find()
         cells = [cell for _, cell in self.network.cells_and_names()]
         norms = [cell for cell in cells if any("BatchNorm" in kind.__name__ for kind in type(cell).__mro__)]
         known = self.updated | {id(each) for norm in norms for each in norm.get_parameters()}
-        names = [repr(each.name) for each in moved if isinstance(each, Parameter) and id(each) not in known]
+        names = [repr(each.name) for each in changed if isinstance(each, Parameter) and id(each) not in known]
         if names:
             warn(self.network.headed(_MOVES.format(names=", ".join(names[:3]))))
 
     def _is_copied(self, tensor: Tensor) -> bool:
         """Return whether a tensor can be put back: a copy of all that a forward pass leaves alone would be large."""
-        return self.moved is None or id(tensor) in self.moved or tensor.size <= _SMALL
+        changed = [tensor] if self.changes is None else self.changes.tensors or ()
+        return tensor.size <= _SMALL or any(tensor is each for each in changed)
 
     def after_batch(self, parts: int, inputs: tuple[object, ...]) -> None:
         """Count a batch of which so many micro batches have run, and measure if it is time."""
@@ -174,7 +158,7 @@ class LossCheck:
             return not_measured(f"a part of a batch raises {type(error).__name__}: {first_line(error)}")
 
     def _judge_all(self, state: KeptState, cuts: Sequence[Cut], parts: int, gradient: bool) -> Finding | None:
-        loss = partial(self._loss, state)
+        loss, part = partial(self._loss, state), cuts[0][1]
         finding: Finding | None = None
         known: dict[tuple[int, ...], Loss] = {}
         doubtful: list[tuple[Cut, bool]] = []
@@ -201,7 +185,7 @@ class LossCheck:
         if finding is None and doubtful and is_exact and self._can_differentiate():
             findings = (self._judge_gradient(state, cut, shows) for cut, shows in doubtful)
             finding = next(filter(None, findings), None)
-        return finding
+        return finding or (None if self.several else self._judge_attributes(loss, part))
 
     def _split(self, whole: Loss, *parts: Loss) -> Split:
         """Return losses with the tolerance for them. Losses that all fit into 16 bits were computed in these."""
@@ -216,10 +200,7 @@ class LossCheck:
         again = loss(cut[0]) if finding or self.several else split.whole
         if finding is None or not math.isfinite(finding.miss):
             return finding
-        noise = split.relative(again.value - split.whole.value)
-        if noise > split.tolerance:
-            draws = [again.value, *(loss(cut[0]).value for _ in range(_REPEATS))]
-            noise = _DRAWS * split.relative(float(np.std(draws, ddof=1)))
+        noise = _noise(loss, cut[0], split, split.whole, again)
         most = split.tolerance if self.evaluated is _AS_IN_TRAINING else _TOO_RANDOM
         if noise > most and finding.miss <= noise:
             return not_measured("the same rows give another loss in each pass (random numbers, a counter)")
@@ -237,6 +218,23 @@ class LossCheck:
         halves = (other.take(range(begin, other.size, 2)) for begin in range(min(other.size, 2)))
         alone = max(abs(loss(half).value - split.parts[places[1]].value) for half in halves)
         return judge(split, parts, (loss(twice).value, loss(more).value if more is not None else math.nan, alone))
+
+    def _judge_attributes(self, loss: Callable[[Rows], Loss], rows: Rows) -> Finding | None:
+        """Return the finding for a loss that depends on attributes which the first micro batch has set."""
+        changes = self.changes
+        if changes is None or not changes.attributes:
+            return None
+        now, again = loss(rows), loss(rows)
+        noise = _noise(loss, rows, self._split(now, again), now, again)
+        changes.put_back_attributes()
+        try:
+            split = self._split(loss(rows), now)
+        except Exception:  # Without them it need not run.
+            return None
+        miss = split.relative(split.whole.value - now.value)
+        if not miss > max(split.tolerance, noise):
+            return None
+        return other_attributes(miss, listed(changes.names(), 3))
 
     def _can_differentiate(self) -> bool:
         """Return whether a gradient has dense tensors and calls no hook of the user, who may note what it gets."""
@@ -266,7 +264,7 @@ class LossCheck:
 
     def _run(self, state: KeptState, rows: Rows, share: float, of_gradient: bool = False) -> tuple[Tensor, ...]:
         """Return the loss of rows, a mean or a sum and its weight, or its gradient, op by op or compiled."""
-        if self.moved != set():
+        if self.changes is None or self.changes.tensors:
             # The others, which may be large, are looked at once, at the end.
             state.tensors.put_back(state.tensors.values)
         network, structure = self.network, rows.structure
@@ -287,6 +285,15 @@ class LossCheck:
             self.runs[key] = Compiled(build, _OWNER, "the network", network.network, open_axes=axes)
         found: tuple[Tensor, ...] = self.runs[key](Tensor(share, ms.float32), *rows.tensors)
         return found
+
+
+def _noise(loss: Callable[[Rows], Loss], rows: Rows, split: Split, first: Loss, again: Loss) -> float:
+    """Return by how much the losses of the same rows differ, of which there are two, relative to those of a split."""
+    noise = split.relative(again.value - first.value)
+    if noise <= split.tolerance:
+        return noise
+    draws = [again.value, *(loss(rows).value for _ in range(_REPEATS))]
+    return _DRAWS * split.relative(float(np.std(draws, ddof=1)))
 
 
 class LossLessMean(nn.Cell):

@@ -26,7 +26,7 @@ NAME = "For 'GradAccumulation', the loss should be a mean over rows, but "
 
 
 def said_in(caught):
-    parts = ("loss should be a mean", "should add up", "forward pass should leave")
+    parts = ("loss should be a mean", "should add up", "forward pass should leave", "should not depend")
     return [str(each.message) for each in caught if any(part in str(each.message) for part in parts)]
 
 
@@ -597,6 +597,57 @@ def test_state_that_the_forward_pass_changes_is_named_once(training, network_mod
 def test_a_batch_norm_is_no_such_state(eager):
     step = step_of(nn.WithLossCell(nn.SequentialCell(net(), nn.BatchNorm1d(3)), nn.MSELoss()))
     assert not [each for each in said_by(lambda: step(Tensor(X), Tensor(Y))) if "it changes" in each]
+
+
+def over_first(cell, x, y):
+    """GradNorm's weights are over the losses of the first batch."""
+    loss = (cell.net(x) - y).square().mean()
+    cell.first = ops.stop_gradient(loss) if cell.first is None else cell.first
+    return loss / cell.first
+
+
+def annealed(cell, x, y):
+    """A term that grows with each call, of which a batch has four."""
+    cell.calls += 1
+    return (cell.net(x) - y).square().mean() + cell.calls / 100 * cell.net(x).square().mean()
+
+
+def noted(cell, x, y):
+    """Attributes that nothing reads, or that are the same for all rows."""
+    cell.calls += 1
+    cell.output = cell.net(x)
+    cell.ones = ops.ones((3,), ms.float32) if cell.ones is None else cell.ones
+    return (cell.output * cell.ones - y).square().mean()
+
+
+def weights_and_words(function, micro_size, accumulation_steps=1, batches=8):
+    """Train a loss that sets attributes with as many rows per update, as one batch of MindSpore's step if 0."""
+    cell = Of(function, first=None, calls=0, ones=None)
+    optimizer = nn.SGD(cell.trainable_params(), 0.05)
+    step = nn.TrainOneStepCell(cell, optimizer)
+    if micro_size:
+        step = TrainOneStepCell(GradAccumulation(cell, micro_size), optimizer, accumulation_steps=accumulation_steps)
+    step.set_train()
+
+    def run():
+        for _ in range(batches):
+            for rows in np.split(np.arange(len(X)), accumulation_steps):
+                step(Tensor(X[rows]), Tensor(Y[rows]))
+
+    said = said_by(run)
+    return np.concatenate([each.asnumpy().ravel() for each in cell.trainable_params()]), said
+
+
+@pytest.mark.parametrize("micro_size, accumulation_steps", [(4, 1), (1, 4)])
+@pytest.mark.parametrize("function, names", [(over_first, "'Of.first'"), (annealed, "'Of.calls'"), (noted, None)])
+def test_an_attribute_of_the_first_micro_batch_is_named_if_the_loss_reads_it(
+    function, names, micro_size, accumulation_steps, eager
+):
+    expected, _ = weights_and_words(function, 0)
+    weights, said = weights_and_words(function, micro_size, accumulation_steps)
+    assert np.allclose(weights, expected, rtol=1e-5, atol=1e-6) == (names is None)
+    begin = "For 'GradAccumulation', the loss of a micro batch should not depend on those before it, but the first one "
+    assert [each.startswith(f"{begin}sets {names}, with which ") for each in said] == [True] * (names is not None)
 
 
 class MaskedMean(nn.Cell):

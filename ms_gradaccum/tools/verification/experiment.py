@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mindspore import Parameter, ParameterTuple, nn
 
-from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
+from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
 from ms_gradaccum.backend.kept_state import STATISTICS, Array, KeptState, as_array, set_mode
 from ms_gradaccum.batch.loss_parts import Finding
 from ms_gradaccum.batch.rows import Cut, Rows
@@ -21,7 +21,7 @@ from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.tools.whole_batch import WholeBatch
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
-from ms_gradaccum.training.loss_check import Eager, LossCheck
+from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
 
