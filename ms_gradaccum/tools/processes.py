@@ -35,8 +35,6 @@ _LIBC = ctypes.CDLL(None)
 _MOMENT = 0.2
 # The phase of a rank that has reported.
 _DONE = "done"
-# The number of characters of a log in an error.
-_LAST_WORDS = 3000
 # The types of errors that are raised again with their type; all others become a RuntimeError.
 _KINDS = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TimeoutError, TypeError, ValueError)}
 
@@ -193,7 +191,7 @@ class Job:
         logs = [self.folder / "msrun.log", *sorted((self.folder / "log").glob("worker_*.log"))]
         texts = [path.read_text(errors="replace").strip() for path in logs if path.exists()]
         failed = next((text for text in texts if "Traceback" in text), texts[-1] if texts else "")
-        return failed[-_LAST_WORDS:]
+        return failed[-3000:]
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):

@@ -124,8 +124,7 @@ class TrainingPlan:
             raise ValueError(f"For '{_OWNER}', a training must have {rule}, but got {most}. {remedy}")
         first, end = _updates_of(batches, per_epoch, window, self.last_window)
         rows_before, rows_until = (at // per_epoch * kept + at % per_epoch * batch_size for at in (first, end))
-        # The class is frozen.
-        vars(self).update(
+        vars(self).update(  # The class is frozen.
             accumulation_steps=window,
             update_rows=(self.ranks * (rows_until - rows_before)).tolist(),
             batches_per_epoch=per_epoch,

@@ -34,8 +34,6 @@ _OWNER = "find_micro_size"
 IN_CHILD = "MS_GRADACCUM_PROBE"
 # The polling interval of a process's memory, of which it fills 1 to 3 GB in a second. Unit: seconds.
 _LOOK = 0.01
-# The file with what is known before the first window.
-_BEGUN = "begun"
 # How far beyond the limit single rows may go, so that an error can say how much they take.
 _LEAST_EXCESS = 2**30
 # After the second update the optimizer has all its state. A loss scale that starts too high skips some windows.
@@ -244,14 +242,14 @@ def work(meeting: Meeting, builder: list[Any], micro_size: int, limit: int, home
     Path("/proc/self/clear_refs").write_text("5")  # The peak starts from the memory of now.
     loaded = memory_of("self", "VmRSS") if on_host else ms.runtime.memory_allocated()
     cap = limit + (max(limit, _LEAST_EXCESS) if training.rows <= micro_size else 0)
-    meeting.write(_BEGUN, json.dumps(Measured(training.rows, loaded, None, cap if on_host else None)))
+    meeting.write("begun", json.dumps(Measured(training.rows, loaded, None, cap if on_host else None)))
     training.run()
     return {"peak": memory_of("self", "VmHWM") if on_host else ms.runtime.max_memory_allocated()}
 
 
 def begun(folder: Path) -> Measured:
     """Return what a child has written before its first window."""
-    file = folder / _BEGUN
+    file = folder / "begun"
     return Measured(*json.loads(file.read_text())) if file.exists() else Measured()
 
 

@@ -1,9 +1,4 @@
-"""A training in windows, its comparison with MindSpore's own step on the whole batch, and the tolerance.
-
-A sum of n terms in float32 is off by about sqrt(n) / 2**24, and d roundings to the dtype of the layers by sqrt(d) times
-its precision; matrix units of GPUs and NPUs round float32 factors to 11 bits. The tolerance is 4 times both, relative
-to losses, norms and the distance that the parameters have moved. Wrong windows are off by a factor.
-"""
+"""A training in windows, compared with MindSpore's own step. docs/self_test.md derives the tolerance."""
 
 import math
 from collections.abc import Callable

@@ -20,7 +20,6 @@ from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found, SkippedCel
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whole_values
 from ms_gradaccum.tools.simulation.partition import partition
 from ms_gradaccum.tools.whole_batch import values_of
-from ms_gradaccum.training.train_step import TrainOneStepCell
 
 # The gradients of these networks do not overflow with it in float16.
 _SCALE = 1024.0
@@ -95,10 +94,10 @@ def resume_other(cell: Cell) -> Found:
 
 
 def one_graph(cell: Cell) -> Found:
-    """Run the window inside a larger graph: that of data sink mode, or of a cell on CPU, which has no such mode."""
+    """Run the window inside a larger graph: that of data sink mode, or of @jit on CPU, which has no such mode."""
     training = Training(cell)
     if cell.device == "CPU":
-        graph = _LargerGraph(training.step).set_train()
+        graph = ms.jit(training.step)
         for number in (0, 1):
             training.note(graph(*cell.share(training.batch(number, cell.rows))))
         return training.compared()
@@ -156,17 +155,6 @@ def _shard(network: Any, dp: int) -> None:
     tanh.tanh.shard(((dp, 2),))
     second.matmul.shard(((dp, 2), (1, 2)))
     second.bias_add.shard(((dp, 1), (1,)))
-
-
-class _LargerGraph(nn.Cell):
-    """A user's cell that calls the step."""
-
-    def __init__(self, step: TrainOneStepCell) -> None:
-        super().__init__(auto_prefix=False)
-        self.step = step
-
-    def construct(self, x: Tensor, y: Tensor) -> Any:
-        return self.step(x, y)
 
 
 def _precision(cell: Cell) -> MixedPrecision:
