@@ -47,9 +47,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option = add("simulate", "compile a step for several devices on this machine", "train.py:build --devices 8 --run")
     option("build", metavar="train.py:build", help="a function that returns (step, batch); or module:build")
     option("--devices", type=int, default=8, metavar="N", help="how many the job has; default: %(default)s")
-    option(
-        "--run", action="store_true", help="train three updates on as many CPU processes, too; default: compile only"
-    )
+    option("--run", action="store_true", help="train three updates on as many CPU processes; default: compile only")
     option("--no-compare", action="store_true", help="leave MindSpore's own cell out; default: compile it too")
     option("--json", metavar="FILE", help="a file for JSON, - for standard output; default: none, a table is printed")
     option("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of all of it; default: %(default)g")
@@ -57,6 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option = add("plot", "draw the files of MetricsLogger into a PNG", "run.jsonl other.jsonl -o runs.png")
     option("runs", nargs="+", metavar="run.jsonl", help="files that MetricsLogger has written")
     option("-o", "--output", metavar="PNG", help="the picture; default: the first file's name with .png")
+
     add("env", "print versions, device, modes, and what this machine can and cannot do", "")
     return parser.parse_args(arguments)
 
