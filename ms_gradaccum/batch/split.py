@@ -71,7 +71,16 @@ class Flattened:
             shape = tuple(tensor.shape)
             self.leaves.append(Item(place, tensor, axis if shape else None, in_list, shape))
             return "leaf", len(self.leaves) - 1, len(shape), str(tensor.dtype)
-        _check_container(value, place)
+        if isinstance(value, (CSRTensor, COOTensor)):
+            raise TypeError(
+                f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Give "
+                f"it dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
+            )
+        if hasattr(value, "_fields") and ms.get_context("mode") == ms.GRAPH_MODE:
+            raise TypeError(
+                f"For '{_OWNER}', the inputs in GRAPH mode must be tensors, tuples, lists and dicts, but got "
+                f"{type(value).__name__}, a NamedTuple, which loses its gradient there. Give a tuple or a dict."
+            )
         self.others.append(Item(place, value, axis, in_list))
         in_list = in_list or isinstance(value, list)
         if isinstance(value, (tuple, list)):
@@ -107,20 +116,6 @@ def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
             f"For '{_OWNER}', the inputs must be tensors, or arrays of what a tensor can hold, but got an array of "
             f"{array.dtype}. Convert it, for example with astype(np.float32)."
         ) from None
-
-
-def _check_container(value: object, place: str) -> None:
-    """Raise for an input that cannot be flattened."""
-    if isinstance(value, (CSRTensor, COOTensor)):
-        raise TypeError(
-            f"For '{_OWNER}', the inputs must be dense tensors, but got a {type(value).__name__} in {place}. Give it "
-            f"dense, as of to_dense(), with None in batch_axis if it is not split, or its parts one by one."
-        )
-    if hasattr(value, "_fields") and ms.get_context("mode") == ms.GRAPH_MODE:
-        raise TypeError(
-            f"For '{_OWNER}', the inputs in GRAPH mode must be tensors, tuples, lists and dicts, but got "
-            f"{type(value).__name__}, a NamedTuple, which loses its gradient there. Give a tuple or a dict."
-        )
 
 
 def hash_of(inputs: object) -> bytes:

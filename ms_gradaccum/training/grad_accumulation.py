@@ -12,7 +12,6 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import (
     Settled,
-    argument_error,
     check_bool,
     check_cell,
     check_choice,
@@ -244,10 +243,9 @@ class GradAccumulation(Settled, nn.Cell):
         return tuple(bound.args)
 
     def construct(self, *inputs: object) -> Tensor | tuple[Tensor, ...]:
-        if not self.training:
-            return self.network(*inputs)
-        _warn_without_train_step()
-        if self.is_cached:
+        if self.training:
+            _warn_without_train_step()
+        if self.is_cached or not self.training:
             return self.network(*inputs)
         loss_sum, weight = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
         for part in self.split_in_graph(inputs):
@@ -325,10 +323,11 @@ def _check_cached(network: nn.Cell, weighted: bool, losses: object) -> None:
         remedy = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
         require(not weighted, _OWNER, "weighted", "False for a GradCacheLoss", weighted, remedy)
         require(losses is None, _OWNER, "losses", "None for a GradCacheLoss", repr(losses), remedy)
-    elif any(isinstance(cell, GradCacheLoss) for _, cell in network.cells_and_names()):
-        remedy = "Put what is around it into its backbone or its loss_fn."
+    else:
+        has_one = any(isinstance(cell, GradCacheLoss) for _, cell in network.cells_and_names())
         got = f"{type(network).__name__} with one inside, whose loss would be that of each micro batch"
-        raise ValueError(argument_error(_OWNER, "network", "the GradCacheLoss itself", got, remedy))
+        remedy = "Put what is around it into its backbone or its loss_fn."
+        require(not has_one, _OWNER, "network", "the GradCacheLoss itself", got, remedy)
 
 
 _split_shapes = _primexpr(split_shapes)
