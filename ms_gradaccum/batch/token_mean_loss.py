@@ -85,10 +85,8 @@ class TokenMeanLoss(Settled, nn.Cell):
         labels: Tensor = inputs[-1]
         if isinstance(logits, (tuple, list)):
             logits = logits[0] if len(logits) > 0 else None
-        if not isinstance(logits, Tensor):
-            _refuse_logits()
         _check_dtype(labels.dtype if isinstance(labels, Tensor) else None)
-        _check_shapes(logits.shape, labels.shape)
+        _check_shapes(logits.shape if isinstance(logits, Tensor) else None, labels.shape)
         logits = ops.cast(logits, ms.float32).reshape(-1, logits.shape[-1])
         labels = ops.cast(labels, ms.int32).reshape(-1)
         loss_sum = ops.cross_entropy(logits, labels, ignore_index=self.ignore_index, reduction="sum")
@@ -104,7 +102,12 @@ def _refuse_own_loss(signature: str, given: int) -> None:
 
 
 @_primexpr
-def _check_shapes(logits: tuple[int, ...], labels: tuple[int, ...]) -> None:
+def _check_shapes(logits: tuple[int, ...] | None, labels: tuple[int, ...]) -> None:
+    if logits is None:
+        raise ValueError(
+            f"For '{_OWNER}', the backbone must return a tensor of logits, alone or before other outputs, but got no "
+            f"tensor. Give the network that returns logits."
+        )
     if len(logits) == 0:
         raise ValueError(
             f"For '{_OWNER}', the backbone must return logits with an axis of classes, but got a scalar. "
@@ -125,12 +128,4 @@ def _check_dtype(labels: object) -> None:
     raise TypeError(
         f"For '{_OWNER}', the labels, its last input, must be a tensor of integers, but got {got}. "
         f"Give the class of each token."
-    )
-
-
-@_primexpr
-def _refuse_logits() -> None:
-    raise ValueError(
-        f"For '{_OWNER}', the backbone must return a tensor of logits, alone or before other outputs, but got no "
-        f"tensor. Give the network that returns logits."
     )
