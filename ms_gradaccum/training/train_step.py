@@ -143,10 +143,8 @@ class HostDrivenStep(Step):
         for part in parts:
             share, factor = share_and_factor(self.micro_step.backward_start, part[0], batch_rows)
             done = ops.depend(self.micro_step(share, factor, *part[1:])[2], done)
-        if self.accumulation_steps == 1:
-            output: tuple[Tensor, ...] = self.end(done)
-        else:
-            output = self.end.after_batch(done, self.accumulation_steps)
+        steps = self.accumulation_steps
+        output: tuple[Tensor, ...] = self.end(done) if steps == 1 else self.end.after_batch(done, steps)
         return output
 
 
