@@ -15,6 +15,8 @@ BatchAxis = int | None | Sequence["BatchAxis"] | Mapping[str, "BatchAxis"]
 
 # The shape of an input; None for one that is not a tensor.
 Shape = tuple[int, ...] | None
+# The begin and end row of each micro batch.
+Bounds = tuple[tuple[int, int], ...]
 
 _OWNER = "GradAccumulation"
 _PAD = "Pad a list that has an item for each row to one tensor. "
@@ -178,9 +180,7 @@ def split_rows(rows: int, micro_size: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends))
 
 
-def split_shapes(
-    shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int
-) -> tuple[tuple[Any, ...], tuple[tuple[int, int], ...]]:
+def split_shapes(shapes: tuple[Shape, ...], batch_axis: BatchAxis, micro_size: int) -> tuple[tuple[Any, ...], Bounds]:
     """Return the axis of each input (None: not split) and the rows of each micro batch, for inputs of these shapes."""
     axes = tuple(axis if shape else None for axis, shape in zip(spread_axes(batch_axis, shapes), shapes))
     items = [Item(f"input[{i}]", None, axis, False, shapes[i]) for i, axis in enumerate(axes)]
