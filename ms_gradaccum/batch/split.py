@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -56,14 +57,8 @@ class Flattened:
         # Containers, before their items, and Python values.
         self.others: list[Item] = []
         self.structure = self._add(inputs, batch_axis, "input", False)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple([leaf.value for leaf in self.leaves])
-
-    @property
-    def axes(self) -> tuple[int | None, ...]:
-        return tuple([leaf.axis for leaf in self.leaves])
+        self.tensors: tuple[Tensor, ...] = tuple(map(attrgetter("value"), self.leaves))
+        self.axes: tuple[int | None, ...] = tuple(map(attrgetter("axis"), self.leaves))
 
     def _add(self, value: Any, axis: BatchAxis, place: str, in_list: bool) -> Hashable:
         if isinstance(value, TENSORS):

@@ -11,7 +11,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.kernels import as_dtype
-from ms_gradaccum.backend.tensors import scalar
+from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.batch.nested_inputs import is_flat, unflattener
 
 _MEAN_REMEDY = "Reduce it to its mean, as with reduction='mean', or return (loss_sum, weight) with weighted=True."
@@ -28,7 +28,6 @@ _FURTHER_REMEDY = "Give losses='first' to leave them out, or add them to the los
 # The maximum number of further losses in a report. Graphs and collectives need a fixed number.
 MOST_OTHER_LOSSES = 64
 _stack = ops.Stack()
-_map = ops.HyperMap()
 
 
 @_primexpr
@@ -136,7 +135,7 @@ class WeightedLoss(nn.Cell):
         presence = Tensor(_presence_of(len(further)), ms.float32)
         values = ops.zeros_like(presence)
         if len(further) > 0:
-            own = _stack(_map(_as_number, further))
+            own = _stack(map_tensors(_as_number, further))
             values = ops.concat((own, values[len(further) :]))
         # The report has no gradient: losses that are trained are part of the loss itself.
         return (ops.stop_gradient(_stack((values, presence))),)

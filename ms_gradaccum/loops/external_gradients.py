@@ -3,6 +3,7 @@
 from mindspore import Tensor, ops
 from mindspore.ops.primitive import _primexpr
 
+from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.training.micro_step import AddMicroBatch
 
 
@@ -19,7 +20,7 @@ class AddGrads(AddMicroBatch):
         empty = factor == 0.0
         value = ops.select(empty, ops.zeros_like(value), value)
         if len(grads) > 0:
-            grads = self.map(ops.partial(_none_of, empty), grads)
+            grads = map_tensors(ops.partial(_none_of, empty), grads)
         return self.added(value, weight, factor, grads, ())
 
     def is_finite(self, number: Tensor, grads: tuple[object, ...]) -> Tensor:

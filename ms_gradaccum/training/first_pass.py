@@ -12,6 +12,7 @@ from mindspore.common import dtype as mstype
 from ms_gradaccum._checks import require
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op
 from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
 from ms_gradaccum.batch.nested_inputs import first_inputs, unflatten, unflattener
 from ms_gradaccum.batch.split import Flattened, MicroBatch, SplitBatch, cut
@@ -180,15 +181,12 @@ class _State(nn.Cell):
     def __init__(self, state: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
         self.state = ParameterTuple(state)
-        self.map = ops.HyperMap()
 
     def keep(self, nothing: Tensor) -> tuple[Tensor, ...]:
-        copies: tuple[Tensor, ...] = self.map(_copy, self.state)
-        return copies
+        return map_tensors(_copy, self.state)
 
     def put_back(self, *values: Tensor) -> tuple[Tensor, ...]:
-        done: tuple[Tensor, ...] = self.map(ops.assign, self.state, values)
-        return done
+        return map_tensors(ops.assign, self.state, values)
 
 
 def _copy(parameter: Parameter) -> Tensor:

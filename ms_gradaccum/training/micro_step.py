@@ -15,7 +15,7 @@ from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op
 from ms_gradaccum.backend.cpu import with_condition
 from ms_gradaccum.backend.kernels import ONE, scale_wide
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.backend.tensors import Done, chunk_of
+from ms_gradaccum.backend.tensors import Done, chunk_of, map_tensors
 from ms_gradaccum.batch.nested_inputs import unflatten
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bits
@@ -104,7 +104,6 @@ class AddMicroBatch(nn.Cell):
         self.reduces = reduces
         # True if gradients are reduced before they are added, so that they need this rank's factor first.
         self.scales_first = reducers[0].every_batch
-        self.map = ops.HyperMap()
         # The number of further values beside loss sum and weight, which are added up or passed on.
         self.others = int(self.has_notes or self.buffer.other_losses is not None)
 
@@ -141,20 +140,17 @@ class AddMicroBatch(nn.Cell):
                 # One after the other: all ranks must send their messages in the same order.
                 own = ops.depend(chunk_of(grads, begin, end), done)
                 if self.scales_first:
-                    own = self.map(ops.partial(scale_wide, factor), own)
+                    own = map_tensors(ops.partial(scale_wide, factor), own)
                 own = reducer.reduce_scatter_micro_batch(own)
                 done = reducer.buffer.add(loss_sum, weight, own, ONE if self.scales_first else factor)
+        if self.reduces:
+            done = self.reducers[0].reduce(done)
         notes: tuple[Tensor, ...] = others if self.has_notes else ()
-        return (loss_sum, weight, self.after(done), *notes)
+        # For the compiler's sake, the token depends on no value of this micro batch.
+        return (loss_sum, weight, ops.depend(self.buffer.weight + 0.0, done), *notes)
 
     def is_finite(self, number: Tensor, grads: tuple[object, ...]) -> Tensor:
         return ops.logical_and(ops.isfinite(number), self.keep.is_finite(grads))
-
-    def after(self, done: object) -> Tensor:
-        """Return a tensor that depends on ``done`` but, for the compiler's sake, on no value of this micro batch."""
-        if self.reduces:
-            done = self.reducers[0].reduce(done)
-        return ops.depend(self.buffer.weight + 0.0, done)
 
 
 class StepParts(NamedTuple):

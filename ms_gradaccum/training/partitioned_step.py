@@ -18,6 +18,7 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.kernels import scale
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
+from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import BatchAxis, Shape, split_shapes
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -103,19 +104,19 @@ class PartitionedStep(Step):
         factor = reciprocal(weight)
         # The mean gradient in the dtype of each weight, on each device its part of it.
         totals = grads if gradient_is_returned(self.micro_size) else ops.depend(self.accumulators, grads)
-        mean = _map(ops.partial(_mean_like, self.loss_scale.unscaled(factor)), totals, self.parameters)
+        mean = map_tensors(ops.partial(_mean_like, self.loss_scale.unscaled(factor)), totals, self.parameters)
         if self.clips_by_value:
             # It needs no norm. Both norms go in one message.
-            norms = ops.sqrt(ops.addn(_map(_marked_squares, mean, self.clip(mean, _NO_NORM))))
+            norms = ops.sqrt(ops.addn(map_tensors(_marked_squares, mean, self.clip(mean, _NO_NORM))))
             norm, clipped_norm = norms[0, 0], norms[0, 1]
         else:
-            norm = ops.sqrt(ops.addn(_map(_marked_square, mean)))[0]
+            norm = ops.sqrt(ops.addn(map_tensors(_marked_square, mean)))[0]
             clipped_norm = self.clip.norm_after(norm)
         overflow, updated = decide(norm, weight, self.loss_scale.skips_overflow)
         learning_rate = self.learning_rate()
         mean = self.clip(mean, norm)
         if self.handed_scale != 1.0:
-            mean = _map(ops.partial(scale, Tensor(self.handed_scale, ms.float32)), mean)
+            mean = map_tensors(ops.partial(scale, Tensor(self.handed_scale, ms.float32)), mean)
         report: tuple[Tensor, ...] = sums[0] * factor, overflow, loss_scale, updated, norm, clipped_norm
         report += (learning_rate, weight)
         if updated:
@@ -123,7 +124,7 @@ class PartitionedStep(Step):
         if not self.is_called:
             warn_of_no_end()
         # Zeros are assigned; a product with 0 would keep NaN and Inf for ever.
-        report = ops.depend(report, _map(_clear, ops.depend(self.accumulators, report)))
+        report = ops.depend(report, map_tensors(_clear, ops.depend(self.accumulators, report)))
         report = ops.depend(report, self.loss_scale(updated, overflow, report))
         return report
 
@@ -183,7 +184,6 @@ def _clear(accumulator: Parameter) -> Tensor:
 _mark = ops.ExpandDims().add_prim_attr("grad_scale", True)
 # Over all axes, by no shape: each device will have another one than this graph.
 _reduce_sum = ops.ReduceSum()
-_map = ops.HyperMap()
 
 
 def _sum_of_squares(grad: Tensor) -> Tensor:

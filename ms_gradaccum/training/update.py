@@ -14,7 +14,7 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
 from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale, scale_each_in_place
 from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches, needs_hooks, optimizers_in
-from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after
+from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
@@ -67,7 +67,6 @@ class Update(nn.Cell):
         self.has_branches = may_have_branches(optimizer)
         # Else a graph runs the optimizer without the hook that sees calls by others.
         self.needs_hooks = needs_hooks(optimizer)
-        self.map = ops.HyperMap()
 
     def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
         """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
@@ -106,12 +105,12 @@ class Update(nn.Cell):
             if self.by_norm is not None:
                 stored = scale_each_in_place(factor, tuple(sums))
             else:
-                clipped = self.map(ops.partial(scale, factor), sums)
+                clipped = map_tensors(ops.partial(scale, factor), sums)
                 if self.by_value is not None:
                     clipped = self.by_value(clipped, norm, *limit)
                 if self.by_group is not None:
-                    clipped = self.map(scale, chunk_of(factors, begin, end), clipped)
-                stored = self.map(ops.assign, sums, clipped)
+                    clipped = map_tensors(scale, chunk_of(factors, begin, end), clipped)
+                stored = map_tensors(ops.assign, sums, clipped)
             means += stored
             factor = copy_after(factor, stored)
         return means
@@ -122,10 +121,10 @@ class Update(nn.Cell):
 
     def keep_storage(self, value: Tensor) -> Tensor:
         """Return ``value`` after reading all parameters of the optimizer, so that the graph follows their storage."""
-        # A parameter that is used only in a branch would keep its old one when a checkpoint is loaded. The reads come
-        # after the update, because the compiler copies what is read before; their cost is quadratic in their number.
+        # One that is used only in a branch would keep its old storage when a checkpoint is loaded. The reads come after
+        # the update, because the compiler copies what is read before; their cost is quadratic in their number.
         value = copy_after(value, ())
-        return ops.depend(value, self.map(ops.partial(_look_at, value), self.parameters))
+        return ops.depend(value, map_tensors(ops.partial(_look_at, value), self.parameters))
 
 
 class EagerUpdate:

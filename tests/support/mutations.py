@@ -94,7 +94,7 @@ MUTATIONS = (
         "the clip of each gradient comes before the division",
         "training/update.py",
         "clipped = self.by_value(clipped, norm, *limit)",
-        "clipped = self.map(ops.partial(scale, factor), self.by_value(tuple(sums), norm, *limit))",
+        "clipped = map_tensors(ops.partial(scale, factor), self.by_value(tuple(sums), norm, *limit))",
         (*CLIPS, "training/test_train_step.py", "loops/test_accumulator_updates.py"),
     ),
     Mutation(
