@@ -209,8 +209,6 @@ class EagerMicroStep:
     def __init__(self, owner: str, parts: StepParts, is_last: bool) -> None:
         self.micro_loss, self.parameters, adding, self.backward_start = parts
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
-        # The inputs of the current pass, no arguments of the differentiated function: they may be any Python values.
-        self.inputs: tuple[object, ...] = ()
         self.forgets_passes = divides_by_earlier_rows(self.micro_loss.weighted_loss.network)
         self.reducer, self.is_last = adding.reducers[0], is_last
         # A network that adds its gradients up itself hands them over in the last micro batch of a window.
@@ -218,25 +216,20 @@ class EagerMicroStep:
 
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.has_run = self.adding.has_run = False
-        self.inputs = (share, *unflatten(self.structure, tensors))
+        inputs = (share, *unflatten(self.structure, tensors))
         if self.forgets_passes:
             forget_passes()
         self.reducer.begin_micro_batch(self.is_last)
-        try:
-            with op_by_op():
-                (_, *values), grads = ops.value_and_grad(self._forward, None, self.parameters, has_aux=True)()
-        finally:
-            self.inputs = ()
+        with op_by_op():
+            # The inputs are no arguments of the differentiated function: they may be any Python values.
+            forward = ops.value_and_grad(lambda: self.micro_loss(*inputs), None, self.parameters, has_aux=True)
+            (_, *values), grads = forward()
         self.reducer.end_micro_batch()
         try:
             outputs: tuple[Tensor, ...] = self.adding(factor, *values, *(grads if self.adds_grads else ()))
             return outputs
         finally:
             self.has_run = self.adding.has_run
-
-    def _forward(self) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = self.micro_loss(*self.inputs)
-        return outputs
 
 
 class EmptyStep(nn.Cell):
