@@ -207,11 +207,6 @@ def _total_norm(norms: list[Tensor]) -> Tensor:
     return Tensor(math.hypot(*(float(norm.asnumpy()) for norm in norms)), ms.float32)
 
 
-def loss_of(output: StepOutput) -> float | None:
-    """Return the loss of an output, or None if its gradients came without one."""
-    return None if output.loss is None else float(output)
-
-
 def check_output(owner: str, output: object) -> None:
     """Raise unless ``output`` is that of a training step, or None."""
     if output is not None and not isinstance(output, StepOutput):
