@@ -172,11 +172,9 @@ class Compiled:
         return cell
 
     def _compile(self, cell: nn.Cell, tensors: tuple[Tensor, ...], shapes: Shapes) -> str:
-        """Compile the cell for these shapes unless that is done, and return the name of the graph.
-
-        The cell itself would look up the graph in each call, which takes twice as long as running a small one, and
-        would miss it if another cell with such inputs was freed meanwhile.
-        """
+        """Compile the cell for these shapes unless that is done, and return the name of the graph."""
+        # The cell itself would look up the graph in each call, which takes twice as long as running a small one, and
+        # would miss it if another cell with such inputs was freed meanwhile.
         name = self.graphs.get((cell.phase, shapes))
         if name is None:
             with graph_mode(), inlined(self.hooked):

@@ -23,12 +23,10 @@ _ROWS_OF_ADDING = 16  # Adding the gradient of a weight takes as long as computi
 
 
 def thread_pool_is_faster(parameters: Sequence[Parameter], positions: int, jit_config: Mapping[str, object]) -> bool:
-    """Return whether MindSpore's thread pool runs a micro step faster; docs/performance.md has the measurements.
-
-    A calling thread that runs the graph takes no part in multi-threaded kernels but spins until they end, which is one
-    thread more than there are cores. The results are the same, bit for bit. The ``positions`` are the uses of each
-    weight: rows, or pixels if there are convolutions.
-    """
+    """Return whether MindSpore's thread pool runs a micro step faster; docs/performance.md has the measurements."""
+    # A calling thread that runs the graph takes no part in multi-threaded kernels but spins until they end, which is
+    # one thread more than there are cores. The results are the same, bit for bit. The `positions` are the uses of
+    # each weight: rows, or pixels if there are convolutions.
     fuses = ms.get_context("enable_graph_kernel") or jit_config.get("jit_level") == "O1"
     if fuses and os.getenv("OMP_WAIT_POLICY", "").lower() != "passive":
         return False  # The OpenMP threads of fused kernels spin beside the thread pool.

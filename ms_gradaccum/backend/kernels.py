@@ -154,10 +154,8 @@ def _all_fit(*types: object) -> bool:
 
 
 def add_each_in_place(otherwise: object, factor: Tensor, totals: Tensors, parts: Tensors) -> Tensors:
-    """Add ``parts`` times ``factor`` to parameters, the last one first, and return the updated parameters.
-
-    Without a kernel, ``otherwise`` is called for each parameter with the factor, the parameter and the part.
-    """
+    """Add ``parts`` times ``factor`` to parameters, the last one first, and return the updated parameters."""
+    # Without a kernel, `otherwise` is called for each parameter with the factor, the parameter and the part.
     if _all_fit(_type_of(factor), _type_of(totals), _type_of(parts)):
         return _map(ops.depend, totals, _map_backwards(ops.partial(_scaled_add_in_place, factor), totals, parts))
     return _map_backwards(ops.partial(otherwise, factor), totals, parts)

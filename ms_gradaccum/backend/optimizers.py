@@ -147,10 +147,8 @@ def may_have_branches(optimizer: nn.Cell) -> bool:
 
 
 def compiles_itself(optimizer: nn.Cell) -> bool:
-    """Return whether MindSpore compiles the update in PYNATIVE mode too, as it does with most of ``mindspore.nn``.
-
-    Called op by op, such a graph would keep using the old weights after a checkpoint was loaded.
-    """
+    """Return whether MindSpore compiles the update in PYNATIVE mode too, as it does with most of ``mindspore.nn``."""
+    # Called op by op, such a graph would keep using the old weights after a checkpoint was loaded.
     construct = type(optimizer).construct
     return hasattr(construct, "__wrapped__") and construct.__code__.co_filename.startswith(LIBRARIES)
 
@@ -161,11 +159,9 @@ def inner_optimizer(optimizer: nn.Cell) -> nn.Cell:
 
 
 def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
-    """Return the factor by which the mean gradient is multiplied because the optimizer divides by it.
-
-    MindSpore documents this use for ``FixedLossScaleManager(scale, drop_overflow_update=False)``: its step leaves the
-    gradients scaled, and the optimizer is built with the scale.
-    """
+    """Return the factor by which the mean gradient is multiplied because the optimizer divides by it."""
+    # MindSpore documents this use for `FixedLossScaleManager(scale, drop_overflow_update=False)`: its step leaves the
+    # gradients scaled, and the optimizer is built with the scale.
     inner = inner_optimizer(optimizer)
     stored = hasattr(inner, "loss_scale")  # Some packages store only the reciprocal of the divisor.
     own = float(inner.loss_scale) if stored else 1.0 / _floats(getattr(inner, "reciprocal_scale", 1.0))[0]

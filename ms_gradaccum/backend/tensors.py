@@ -22,17 +22,15 @@ Chunks = tuple[tuple[int, int], ...]
 
 # An ordering token: the outputs of operators that must have run, whose values are not read. A graph runs only what its
 # output depends on, in any order that the data flow allows. So a function with a side effect (an assignment, a
-# collective) returns its outputs as a token ``done``, and later operators take `ops.depend(values, done)`: the same
-# ``values``, available once ``done`` is. () and None are tokens without anything to wait for.
+# collective) returns its outputs as a token `done`, and later operators take `ops.depend(values, done)`: the same
+# `values`, available once `done` is. () and None are tokens without anything to wait for.
 Done = Any
 
 
 def chunks_of(sizes: Sequence[int]) -> Chunks:
-    """Return the begin and end of each chunk of consecutive tensors.
-
-    Large chunks take memory while they run, many chunks in the compiled graph. Both are equal if a chunk has as many
-    elements as the square root of all elements times ``_COMPILED``.
-    """
+    """Return the begin and end of each chunk of consecutive tensors."""
+    # Large chunks take memory while they run, many chunks in the compiled graph. Both are equal if a chunk has as many
+    # elements as the square root of all elements times `_COMPILED`.
     elements = sum(sizes)
     limit = max(*sizes, elements // _MOST_CHUNKS, isqrt(elements * _COMPILED), _FEW)
     return tuple((run[0], run[-1] + 1) for run in fill_buckets(range(len(sizes)), sizes, limit))
@@ -44,10 +42,8 @@ def chunk_of(items: tuple[Tensor, ...], begin: int, end: int) -> tuple[Tensor, .
 
 
 def copy_after(number: Tensor, done: object) -> Tensor:
-    """Return a copy of ``number`` that is made after ``done``.
-
-    Without the copy, each of n tensors that wait for it would depend on each item of ``done``: n * n edges.
-    """
+    """Return a copy of ``number`` that is made after ``done``."""
+    # Without the copy, each of n tensors that wait for it would depend on each item of `done`: n * n edges.
     return ops.depend(number, done) + 0.0
 
 

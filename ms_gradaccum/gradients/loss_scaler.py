@@ -36,10 +36,8 @@ class NoLossScale(nn.Cell):
         return factor
 
     def construct(self, updated: Tensor, bad: Tensor, done: Done = ()) -> Done:
-        """Choose the scale of the next window as part of a graph, after ``done``.
-
-        A window that is neither updated nor bad, such as an empty one, does not affect the scale.
-        """
+        """Choose the scale of the next window as part of a graph, after ``done``."""
+        # A window that is neither updated nor bad, such as an empty one, does not affect the scale.
         return ()
 
     def adjust(self, updated: bool, bad: Tensor) -> None:

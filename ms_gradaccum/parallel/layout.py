@@ -165,11 +165,9 @@ def shard_size_of(parameter: Parameter) -> int:
 def layout_of(
     kind: Kind | None, tensors: Sequence[Tensor], world: Ranks, scalars: Sequence[int], dtype: ms.Type = ms.float32
 ) -> Layout:
-    """Return the layout of gradients like ``tensors``, of which `shape` and `itemsize` are read, and of scalars.
-
-    The ``scalars`` have these sizes. ``kind`` is None for one process. A tensor is sharded if the ranks of a group can
-    divide its first axis and it is not below the threshold.
-    """
+    """Return the layout of gradients like ``tensors``, of which `shape` and `itemsize` are read, and of scalars."""
+    # The `scalars` have these sizes. `kind` is None for one process. A tensor is sharded if the ranks of a group
+    # can divide its first axis and it is not below the threshold.
     kind = DataParallel() if kind is None else kind
     shares = tuple(shard_size_of(each) / world.size for each in tensors) if isinstance(kind, Reduced) else ()
     shard_size = world.size if kind.shard_size == -1 else kind.shard_size

@@ -64,10 +64,8 @@ class GradientReducer(nn.Cell):
         return grads
 
     def reduce(self, added: Done = ()) -> Done:
-        """Reduce the buffer's loss, weight and sums over the ranks, the latter into `sums`.
-
-        ``added`` is the result of the buffer's last `add` if that is part of the same graph.
-        """
+        """Reduce the buffer's loss, weight and sums over the ranks, the latter into `sums`."""
+        # `added` is the result of the buffer's last `add` if that is part of the same graph.
         return ()
 
     def norm(self, grads: tuple[Tensor, ...]) -> Tensor:

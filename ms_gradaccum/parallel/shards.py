@@ -125,10 +125,8 @@ class ShardedReducer(DataParallelReducer):
         return None if id(parameter) in self.hidden else self.views.get(id(parameter), parameter)
 
     def _show_whole(self, shard: Parameter) -> None:
-        """Let checkpoints see a parameter of the whole shape without memory in place of ``shard``.
-
-        Loading into it loads the shard; to save it, the function in `gathers` is called, a collective.
-        """
+        """Let checkpoints see a parameter of the whole shape without memory in place of ``shard``."""
+        # Loading into it loads the shard; to save it, the function in `gathers` is called, a collective.
         shape = (shard.shape[0] * self.size, *shard.shape[1:])
         with no_init_parameters():
             view = Parameter(initializer("zeros", shape, shard.dtype), shard.name, requires_grad=shard.requires_grad)

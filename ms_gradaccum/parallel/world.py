@@ -154,11 +154,9 @@ def broadcast_parameters(parameters: Iterable[Parameter]) -> None:
 
 
 def gather_rows(owner: str, arrays: list[Array]) -> tuple[int, int, list[Array]]:
-    """Return the begin of this rank's rows among all rows, the number of all rows, and the gathered arrays.
-
-    A rank without rows gives no arrays and gets none. Collective, in two messages: the numbers of rows and of bytes
-    per row of each rank, and the arrays, one after the other.
-    """
+    """Return the begin of this rank's rows among all rows, the number of all rows, and the gathered arrays."""
+    # A rank without rows gives no arrays and gets none. Collective, in two messages: the numbers of rows and of bytes
+    # per row of each rank, and the arrays, one after the other.
     own = [len(arrays[0]), sum(array[0].nbytes for array in arrays)] if arrays else [0, 0]
     counts, widths = _send(np.array([own], np.int32)).T
     if len(set(widths[counts > 0])) > 1:
