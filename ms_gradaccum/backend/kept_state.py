@@ -70,7 +70,7 @@ class Changes:
             old = {name: before.get(name, _MISSING) for name in names}
             old = {name: value for name, value in old.items() if vars(cell).get(name, _MISSING) is not value}
             self.attributes += [(cell, old)] if old else []
-        self.before, self.cells = KeptTensors([]), []
+        self.cells = []
         return self.tensors
 
     def names(self) -> list[str]:
