@@ -78,7 +78,7 @@ class LossCheck:
     @property
     def adds_parts(self) -> bool:
         """True if a window has more than one micro batch, of all processes."""
-        return bool(self.network.micro_size > 1 or self.settings.adds_batches or self.several)
+        return bool(self.network.micro_size > 1 or self.settings.accumulation_steps > 1 or self.several)
 
     def before_batch(self) -> None:
         if self.batches == 0 and not self.is_done and self.adds_parts:

@@ -129,7 +129,7 @@ class MicroSteps:
     def _first_split(self, inputs: tuple[object, ...], eager: bool) -> SplitBatch:
         """Split one of the first batches, and warn of what it shows and of a network that trains in another way."""
         is_first, self.has_begun = not self.has_begun, True
-        adds_batches = self.settings.adds_batches
+        adds_batches = self.settings.accumulation_steps > 1
         if is_first:
             warn_of_modes(self.owner, self.network, adds_batches)
         if is_first and not self.comes_reduced:

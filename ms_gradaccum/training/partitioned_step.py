@@ -94,7 +94,6 @@ class PartitionedStep(Step):
         )
 
     def construct(self, *inputs: object) -> tuple[Tensor, ...]:
-        """The whole window as one graph. Return the items of a StepOutput."""
         check_compiling(True)
         sums = self.sums(*inputs)
         # Only the loss sum has a gradient, not the weight beside it.

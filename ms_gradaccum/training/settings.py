@@ -53,11 +53,6 @@ class StepSettings:
             check_bool(owner, "check_loss", check_loss, remedy),
         )
 
-    @property
-    def adds_batches(self) -> bool:
-        """True if a window may have several batches."""
-        return self.accumulation_steps > 1
-
     def of_sums(self) -> dict[str, Any]:
         """Return the arguments of `build_reducers` that are settings."""
         return {"drop_non_finite": self.drop_non_finite, "dtype": self.precision.reduce_dtype}

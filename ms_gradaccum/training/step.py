@@ -54,13 +54,10 @@ class Step(nn.Cell):
         """Measure the loss of a batch that a larger graph will train."""
 
     def open_batches(self) -> int:
-        """Return the number of batches in the unfinished window."""
         return 0
 
     def flush(self) -> StepOutput | None:
-        """Apply an unfinished window, divided by its true weight. Return None if no process has one."""
         return None
 
     def drop(self) -> int:
-        """Throw an unfinished window away and return the number of batches that it had."""
         return 0
