@@ -18,7 +18,6 @@ from ms_gradaccum.batch.nested_inputs import first_inputs, unflatten, unflattene
 from ms_gradaccum.batch.split import Flattened, MicroBatch, SplitBatch, cut
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.training.micro_step import MicroStep
 
 # How much the second pass may differ from the first one, by the largest of a row: what rounding makes, in 16 bits too.
 _ROUNDING, _ROUNDING_16_BIT = 1e-4, 2e-2
@@ -30,7 +29,7 @@ _LOSS_REMEDY = "Its loss_fn returns one number: put what else there is to see in
 class FirstPass:
     """The pass before the micro steps of a `GradCacheLoss`, compiled with the mode and the settings of ``like``."""
 
-    def __init__(self, owner: str, network: nn.Cell, like: MicroStep, reducer: GradientReducer) -> None:
+    def __init__(self, owner: str, network: nn.Cell, like: nn.Cell, reducer: GradientReducer) -> None:
         self.owner, self.like, self.reducer = owner, like, reducer
         self.network: GradCacheLoss = network.network
         self.batch_axis = network.batch_axis
