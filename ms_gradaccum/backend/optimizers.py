@@ -73,9 +73,9 @@ def _hooks_of(optimizer: nn.Cell) -> list[object]:
     return [hook for kind in kinds for hook in (getattr(optimizer, kind) or {}).values()]
 
 
-def needs_hooks(optimizer: nn.Cell) -> bool:
-    """Return whether an optimizer has hooks of its user, which a graph calls, with the one that sees direct calls."""
-    if all(hook is _look_at_call for hook in _hooks_of(optimizer)):
+def needs_call(optimizer: nn.Cell) -> bool:
+    """Return whether an optimizer has hooks or a `__call__` of its user; if so, no direct call of it is named."""
+    if type(optimizer).__call__ is nn.Cell.__call__ and all(hook is _look_at_call for hook in _hooks_of(optimizer)):
         return False
     optimizer.claim_number = 0
     return True

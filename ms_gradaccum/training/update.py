@@ -13,7 +13,7 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
 from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale, scale_each_in_place
 from ms_gradaccum.backend.network_code import is_user
-from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches, needs_hooks, optimizers_in
+from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches, needs_call, optimizers_in
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -66,12 +66,12 @@ class Update(nn.Cell):
         self.parameters = all_parameters(optimizer)
         self.has_branches = may_have_branches(optimizer)
         # Else a graph runs the optimizer without the hook that sees calls by others.
-        self.needs_hooks = needs_hooks(optimizer)
+        self.needs_call = needs_call(optimizer)
 
     def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
         """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
         clipped_norm, grads = self.gradients(norm, *limit)
-        updated = self.optimizer(grads) if self.needs_hooks else self.optimizer.construct(grads)
+        updated = self.optimizer(grads) if self.needs_call else self.optimizer.construct(grads)
         clipped_norm = ops.depend(clipped_norm, self.end(updated))
         return self.keep_storage(clipped_norm) if self.has_branches else clipped_norm
 
@@ -157,7 +157,7 @@ class EagerUpdate:
         clipped_norm, grads = self.mean_gradients(*norm_and_limit)
         places = self._follow_memory()
         # Without the hook that sees calls by others.
-        run = self.optimizer if needs_hooks(self.optimizer) else self.optimizer.construct
+        run = self.optimizer if needs_call(self.optimizer) else self.optimizer.construct
         with op_by_op():
             run(grads or self._sums())
         # A user's optimizer may have moved them itself.

@@ -10,7 +10,7 @@ from mindspore.ops.primitive import _primexpr
 from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import device_target
-from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_hooks, scale_for
+from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, scale_for
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -164,7 +164,7 @@ class WindowEnd(nn.Cell):
             settings = replace(self.settings, clip=clip)
             update = Update(update.optimizer, self.reducer, settings, update.handed_scale)
             like_mode(update, self.update)
-        update.needs_hooks = needs_hooks(update.optimizer)
+        update.needs_call = needs_call(update.optimizer)
         return EagerUpdate(self.owner, update) if self.eager else Compiled(lambda: update, self.owner, "the optimizer")
 
 

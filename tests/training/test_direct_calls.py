@@ -130,3 +130,26 @@ def test_hooks_of_an_optimizer_are_called(eager):
     kept, train = step_of(network, optimizer)
     train()
     assert seen == [1] and network.weight.asnumpy().item() == pytest.approx(2.04, rel=1e-6)
+
+
+class Logged(nn.SGD):
+    """An optimizer of the user that does something around each update."""
+
+    seen = 0
+
+    def __call__(self, *grads):
+        self.seen += 1
+        return super().__call__(*grads)
+
+
+@pytest.mark.parametrize("build", [step_of, loop_of])
+def test_a_call_of_its_own_is_called_op_by_op(build, eager):
+    network = line()
+    optimizer = Logged(network.trainable_params(), 0.01)
+    _, train = build(network, optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            train()
+    assert optimizer.seen == 3
+    assert [str(each.message) for each in caught if "must be called by nobody else" in str(each.message)] == []
