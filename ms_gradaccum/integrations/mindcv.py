@@ -10,6 +10,7 @@ from mindspore.train import Metric
 from ms_gradaccum._checks import LastWindow, check_bool, check_choice, check_positive_float32, require
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
+from ms_gradaccum.integrations.scale_sense import scale_taken_out
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
@@ -81,7 +82,8 @@ def create_trainer(
     # mindcv converts the network in place.
     auto_mixed_precision(network, amp_level, amp_cast_list)
     loss_cell = GradAccumulation(add_loss_network(network, loss, amp_level), micro_size)
-    return Model(loss_cell, None, optimizer, metrics, eval_network, [0, 1, 2], **settings)
+    with scale_taken_out():
+        return Model(loss_cell, None, optimizer, metrics, eval_network, [0, 1, 2], **settings)
 
 
 def _loss_scale(kind: object, value: object, drops: object) -> Any:

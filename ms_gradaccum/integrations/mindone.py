@@ -7,7 +7,7 @@ from mindspore import Tensor, nn
 from ms_gradaccum._checks import argument_error, check_bool, check_cell, require
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
-from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of
+from ms_gradaccum.integrations.scale_sense import ScaleSense, precision_of, scale_taken_out
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
 from ms_gradaccum.training.train_step import TrainOneStepCell
@@ -105,13 +105,14 @@ def train_step(
     require(zero_helper is None, _OWNER, "zero_helper", "None", type(zero_helper).__name__, remedy)
     clips = check_bool(_OWNER, "clip_grad", clip_grad, "The limit is clip_norm.")
     drops = check_bool(_OWNER, "drop_overflow_update", drop_overflow_update, "It is about an Inf or a NaN.")
-    return TrainOneStepCell(
-        GradAccumulation(network, micro_size),
-        optimizer,
-        accumulation_steps=gradient_accumulation_steps,
-        clip=ClipByGlobalNorm(clip_norm) if clips else None,
-        mixed_precision=precision_of(_OWNER, scale_sense, drops),
-        parallel=parallel,
-        bad_micro_batch=bad_micro_batch,
-        compile=compile,
-    )
+    with scale_taken_out():
+        return TrainOneStepCell(
+            GradAccumulation(network, micro_size),
+            optimizer,
+            accumulation_steps=gradient_accumulation_steps,
+            clip=ClipByGlobalNorm(clip_norm) if clips else None,
+            mixed_precision=precision_of(_OWNER, scale_sense, drops),
+            parallel=parallel,
+            bad_micro_batch=bad_micro_batch,
+            compile=compile,
+        )

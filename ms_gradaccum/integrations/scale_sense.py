@@ -1,5 +1,8 @@
 """Conversion of ``scale_sense``, the loss scale of MindSpore's training steps, to `mixed_precision`."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import mindspore as ms
@@ -10,6 +13,14 @@ from ms_gradaccum.gradients.mixed_precision import MixedPrecision, PrecisionChoi
 
 ScaleSense: TypeAlias = float | Tensor | nn.Cell | amp.LossScaler | amp.LossScaleManager
 _REMEDY = "For example 1024, or nn.DynamicLossScaleUpdateCell(65536, 2, 1000)."
+
+
+@contextmanager
+def scale_taken_out() -> Iterator[None]:
+    """Suppress the warning about an optimizer that does not divide by the scale: mindcv's and mindone's steps do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*the optimizer's loss_scale is 1.0 beside FixedLossScaleManager")
+        yield
 
 
 def precision_of(owner: str, scale_sense: ScaleSense, drop_overflow_update: bool = True) -> PrecisionChoice:

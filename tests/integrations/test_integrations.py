@@ -369,10 +369,11 @@ def test_an_optimizer_that_divides_by_a_scale_once_more_is_named(drops):
     assert weight_of(network) == pytest.approx(2.04 / 512 if drops else 2.04)
 
 
-def test_an_optimizer_with_a_scale_of_its_own_trains_the_same_in_a_trainer_of_mindcv(mindcv):
+def test_an_optimizer_with_a_scale_of_its_own_is_named_by_a_trainer_of_mindcv_and_trains_the_same(mindcv):
     network = line()
     scaled = nn.SGD(network.trainable_params(), 0.02, loss_scale=1024.0)
-    model = trainer(network, scaled, micro_size=4)
+    with pytest.warns(UserWarning, match="the optimizer's loss_scale is 1024.0 beside FixedLossScaleManager"):
+        model = trainer(network, scaled, micro_size=4)
     model.train(1, batches(8), dataset_sink_mode=False)
     assert weight_of(network) == pytest.approx(2.04)
 
