@@ -166,6 +166,13 @@ def scale_for(owner: str, optimizer: nn.Cell, loss_scale: nn.Cell) -> float:
     stored = hasattr(inner, "loss_scale")  # Some packages store only the reciprocal of the divisor.
     own = float(inner.loss_scale) if stored else 1.0 / _floats(getattr(inner, "reciprocal_scale", 1.0))[0]
     if loss_scale.is_left_to_optimizer:
+        scale = float(loss_scale.value().asnumpy())
+        if own != scale:
+            warn(
+                f"For '{owner}', the optimizer's loss_scale is {own} beside FixedLossScaleManager({scale:g}, "
+                f"drop_overflow_update=False): MindSpore's own step would update with {scale / own:g} times the "
+                f"gradient, this one with the gradient. Give the optimizer loss_scale={scale:g} for the same in both."
+            )
         return own
     if own != 1.0 and loss_scale.scales:
         warn(

@@ -10,7 +10,7 @@ import mindspore.experimental.optim as experimental
 import numpy as np
 import pytest
 from linear_toy import X, batches, line, sgd
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import Parameter, Tensor, amp, mint, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import LossMonitor
 from refusal import loss_cell
@@ -410,6 +410,11 @@ def other_parameters_on_another_rank(monkeypatch, _):
     monkeypatch.setattr(factory, "differ", lambda parameters: True)
     monkeypatch.setattr(factory, "broadcast_parameters", lambda parameters: None)
     factory._start_alike("TrainOneStepCell", DataParallel(), loss_cell(), sgd(line()))
+
+
+@says("For 'TrainOneStepCell', the optimizer's loss_scale is 1.0")
+def a_manager_without_its_optimizer(*_):
+    step_of(loss_cell(), mixed_precision=amp.FixedLossScaleManager(1024.0, drop_overflow_update=False))
 
 
 @says("For 'TrainOneStepCell', the argument 'network' must be one with the same parameters on all processes")
