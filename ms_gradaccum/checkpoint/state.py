@@ -241,8 +241,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         trained.window.places = dict(enumerate(places))
     elif isinstance(step, ms.Model) and places:
         step.resumed_place = places[0]
-    if random:
-        random_state.put(random)
+    random_state.put(random)
     return contents.described(state, places, extra)
 
 
@@ -266,6 +265,9 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Found:
         # This rank takes the values of the saving rank with the same number, modulo the number of saving ranks.
         numbers = everyone[world.rank % len(everyone)]
         random = random_state.checked(numbers.get("random"), "the state")
+        if world.rank >= len(everyone):
+            # With the random state of another rank, both would draw the same numbers.
+            random = random_state.take()
         data = check_saved(numbers, "where in its data it was saved", {"data": lambda data: isinstance(data, list)})
         places = [PassPlace.of_json(place, len(everyone), random) for place in data["data"]]
         # An open window continues on all ranks, also on those that did not save.
@@ -276,8 +278,7 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Found:
         remedy = f"The state before it is {before[-1]}: give that folder." if before else "There is none before it."
         text = f"For '{_LOAD}', the state {state} cannot be used: {error}. Nothing was changed. {remedy}"
         raise ValueError(text) from None
-    # With the random state of another rank, both would draw the same numbers.
-    return plan, random if world.rank < len(everyone) else {}, places, manifest["extra"]
+    return plan, random, places, manifest["extra"]
 
 
 def _batches(contents: Contents, everyone: list[State], ranks: int) -> list[list[int]]:

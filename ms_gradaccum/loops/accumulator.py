@@ -338,10 +338,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         trained = [each for network in self.windows for group in network.optimizers for each in group.parameters]
         missing = [repr(each.name) for each in trained if id(each) not in given]
-        got, remedy = (
-            f"none of {', '.join(missing[:1])}",
-            "The norm is that of the whole gradient: see ClipByGroupNorm.",
-        )
+        got, remedy = f"none of {''.join(missing[:1])}", "The norm is that of the whole gradient: see ClipByGroupNorm."
         require(not missing, _OWNER, "parameters", "all that are trained", got, remedy)
 
     def clip_grad_norm(self, max_norm: float, *more: NoReturn, network: nn.Cell | None = None) -> Tensor | None:

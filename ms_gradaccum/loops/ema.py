@@ -209,10 +209,12 @@ class EMA(Settled, Callback, StatefulCallback):
         if not averages.kept:
             self._evaluation.enter_context(self.swapped())
 
-    def on_eval_end(self, *_: object) -> None:
+    def on_eval_end(self, run_context: RunContext) -> None:
         self._evaluation.close()
 
-    __exit__ = on_eval_end  # After an error in the evaluation, on_eval_end is not called.
+    def __exit__(self, *error: object) -> None:
+        # After an error in the evaluation, on_eval_end is not called.
+        self._evaluation.close()
 
     def _attached(self) -> Averages:
         if self._averages is None:

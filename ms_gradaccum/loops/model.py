@@ -149,8 +149,9 @@ class Model(Settled, ms.Model):
         self._init_stock(network, loss_fn, optimizer, metrics, eval_network, eval_indexes, level)
         self._is_built = True
 
-    def _init_stock(self, network: nn.Cell, *args: Any) -> None:
-        loss_fn, optimizer, _, eval_network, *_ = args
+    def _init_stock(
+        self, network: nn.Cell, loss_fn: Any, optimizer: Any, metrics: object, eval_network: Any, *args: object
+    ) -> None:
         check_cell(_OWNER, "network", network, "Give a GradAccumulation, a loss cell, or a network and a loss_fn.")
         if loss_fn is not None:
             check_cell(_OWNER, "loss_fn", loss_fn, "For example nn.MSELoss(); None if network has its loss inside.")
@@ -167,7 +168,7 @@ class Model(Settled, ms.Model):
             got = "MindSpore's, which sums the losses of a batch where it evaluates"
             require(adopted(network.network) is network.network, _OWNER, "network", rule, got, remedy)
         try:
-            super().__init__(network, *args)
+            super().__init__(network, loss_fn, optimizer, metrics, eval_network, *args)
         except BaseException:
             # The context was set from the network above, and would change the next compilation.
             _clear_auto_parallel_context(network)

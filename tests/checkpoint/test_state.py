@@ -12,7 +12,11 @@ from mindspore.experimental import optim
 from state_probe import BATCHES, Net, bits_of, compare, new_loop, new_step, train_loop, train_step
 
 from ms_gradaccum import HSDP, Accumulator, ClipByGlobalNorm, MixedPrecision, TrainOneStepCell, load_state, save_state
+from ms_gradaccum.backend import random_state
+from ms_gradaccum.checkpoint import state
+from ms_gradaccum.checkpoint.contents import Contents
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
+from ms_gradaccum.parallel.world import World
 
 SHARDS = {"num_shards": 2, "shard_id": 0}
 pytestmark = pytest.mark.usefixtures("eager")
@@ -225,6 +229,19 @@ def test_python_data_goes_on_where_it_was(tmp_path):
     accumulator, data = build()
     rest = train(accumulator, data, load_state(accumulator, tmp_path).epoch)
     assert first + rest == whole
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_not_saved_keeps_its_random_generators(rank, tmp_path):
+    train_loop(*new_loop(), 1, save_after=2, directory=tmp_path)
+    saved = random_state.take()
+    accumulator, *_ = new_loop()
+    ms.set_seed(7)
+    own = random_state.take()
+    contents, world = Contents(accumulator), World(rank, 2)
+    _, found, (place,), _ = state._load_numbers(contents, world, state._choose(tmp_path))
+    # At once, and after the first batch of the resumed pass, whose order is that of the saved one.
+    assert found == place.random_now == (own if rank == 1 else saved) and own["numpy"] != saved["numpy"]
 
 
 @pytest.mark.parametrize("ranks,now", [(2, 1), (1, 2), (2, 4), (4, 2)])

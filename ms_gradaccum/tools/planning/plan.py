@@ -58,10 +58,14 @@ class TrainingPlan:
             message. Default: that of the context.
 
     Attributes:
-        batches_per_epoch, batches (int): Batches of each rank in a pass, and in all.
-        updates, updates_per_epoch (int): Calls of the optimizer (a schedule's number of steps); the most in a pass.
-        rows_per_update, micro_batches_per_update (int): Rows of a whole window on all ranks; micro batches on each.
-        unused_batches, dropped_rows (int): Batches in no update; rows of a pass that `drop_remainder` drops.
+        batches_per_epoch (int): Batches of each rank in a pass.
+        batches (int): Batches of each rank in all.
+        updates (int): Calls of the optimizer: the number of steps to give a schedule.
+        updates_per_epoch (int): The largest number of updates in a pass.
+        rows_per_update (int): Rows of a whole window on all ranks.
+        micro_batches_per_update (int): Micro batches of a whole window on each rank.
+        unused_batches (int): Batches that are part of no update.
+        dropped_rows (int): Rows of a pass that `drop_remainder` drops.
         update_rows (list[int]): Rows of each update, over all ranks.
         buffer_bytes (int): Memory of the sums on each rank in bytes. None without `parameters`.
         traffic (Traffic): The messages per micro batch, per batch and per update. None without `parameters`.
@@ -119,12 +123,14 @@ class TrainingPlan:
         check.require(kept, _OWNER, "dataset_size", rule, got, "Use drop_remainder=False.")
         per_epoch = -(-kept // batch_size)
         batches = self.steps or per_epoch * (self.epochs or 0)
-        if (most := max(per_epoch, batches)) > _MOST_BATCHES:
+        most = max(per_epoch, batches)
+        if most > _MOST_BATCHES:
             rule, remedy = f"at most {_MOST_BATCHES} batches on each rank", "Plan fewer epochs, or larger batches."
             raise ValueError(f"For '{_OWNER}', a training must have {rule}, but got {most}. {remedy}")
         first, end = _updates_of(batches, per_epoch, window, self.last_window)
         rows_before, rows_until = (at // per_epoch * kept + at % per_epoch * batch_size for at in (first, end))
-        vars(self).update(  # The class is frozen.
+        # The class is frozen.
+        vars(self).update(
             accumulation_steps=window,
             update_rows=(self.ranks * (rows_until - rows_before)).tolist(),
             batches_per_epoch=per_epoch,

@@ -115,8 +115,9 @@ def find_micro_size(
         int, the smallest `micro_size` that fits.
 
     Raises:
-        TypeError, ValueError: If an argument, or something that `build` returns, has a wrong type or value, or if a
-            new process cannot import `build`: a lambda, a function inside another one, or one of a notebook.
+        TypeError: If an argument, or something that `build` returns, has the wrong type.
+        ValueError: If an argument, or something that `build` returns, has a wrong value, or if a new process cannot
+            import `build`: a lambda, a function inside another one, or one of a notebook or an interactive session.
         MemoryError: If not even single rows fit.
         TimeoutError: If a measurement takes longer than `timeout`.
         RuntimeError: If the training fails for another reason than memory, in a job of several processes, or if a new

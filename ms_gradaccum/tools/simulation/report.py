@@ -95,7 +95,8 @@ class Simulation:
         lines += [f"Held by each device: {held}.", f"Compiled here in {_compilation(self.ours)}{own}."]
         if self.stock_error is not None:
             lines.append(f"MindSpore's own cell could not be compiled: {self.stock_error}")
-        if trained := self.training:
+        trained = self.training
+        if trained is not None:
             ours, whole = _numbers(trained.losses), _numbers(trained.whole_losses)
             lines.append(f"Losses on {len(trained.losses)} updates: {ours}; one process: {whole}")
             weights = f"Weights: at most {trained.difference:.1e} from those of one process with the whole batch "

@@ -63,7 +63,11 @@ def is_finite(run: Run) -> bool:
 
 
 def misfits(a: Run, b: Run, *others: Run) -> list[float]:
-    """Return, per parameter, the norm of the difference of two gradients, divided by its largest norm in any run."""
+    """Return, per parameter, the norm of the difference of two gradients, divided by its scale.
+
+    The scale is the largest norm of the gradient in any of the runs, but at least a share of that of a whole gradient.
+    ``others`` are runs that ``a`` or ``b`` was computed from.
+    """
     runs = (a, b, *others)
     floor = _SMALLEST_SHARE * max(map(norm, runs))
     with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which differs.
@@ -140,7 +144,7 @@ class Experiment:
         self.micro_steps = MicroSteps(self.network, [self.reducer], settings, Events(_OWNER))
         # The report takes the place of the warnings about the network and the split.
         self.micro_steps.has_begun = self.micro_steps.has_split = True
-        # By whether they are those of the reference. Each shape has a graph: none of them changes.
+        # The step of the reference (True) and that of the network. Each shape has a graph of its own.
         self._whole_steps: dict[bool, Eager | Compiled] = {}
 
     def window(self) -> Run:
@@ -156,15 +160,17 @@ class Experiment:
     def whole(self, rows: range | None = None, *, by_reference: bool = False, same_random: bool = True) -> Run:
         """Run the whole batch or some rows of it in one piece, compiled or op by op as the training would."""
         self.start.begin(self.frozen, same_random)
-        batch, network, steps = self.batch if rows is None else self.batch.take(rows), self.network, self._whole_steps
+        batch = self.batch if rows is None else self.batch.take(rows)
+        network, steps = self.network, self._whole_steps
         if by_reference not in steps:
             loss = network.whole_loss_of(batch.structure)
             if by_reference:
                 loss = RowWeight(self.reference, batch.structure, network.losses)
-            cell, code, eager = WholeBatch(loss, self.parameters), network.network, runs_eagerly(self.compiles)
-            steps[by_reference] = (
-                Eager(cell, True) if eager else Compiled(lambda: cell, _OWNER, "the network", code, needs_fixed=True)
-            )
+            cell, code = WholeBatch(loss, self.parameters), network.network
+            if runs_eagerly(self.compiles):
+                steps[by_reference] = Eager(cell, True)
+            else:
+                steps[by_reference] = Compiled(lambda: cell, _OWNER, "the network", code, needs_fixed=True)
         loss, weight, grads = steps[by_reference](*batch.tensors)
         weight = weight if network.weighted and not by_reference else batch.size
         arrays = [grad.asnumpy().astype(np.float32) for grad in grads]

@@ -8,7 +8,15 @@ import mindspore as ms
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import check_bool, check_cell, check_positive_float, check_positive_int, first_line, require
+from ms_gradaccum._checks import (
+    argument_error,
+    check_bool,
+    check_cell,
+    check_positive_float,
+    check_positive_int,
+    first_line,
+    require,
+)
 from ms_gradaccum.backend.compiled import check_compile, execution_mode
 from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
@@ -28,11 +36,10 @@ _RANDOM = (
     "A random operator that is no Dropout layer, or something else that Python reads and that differs from run to "
     "run: two runs op by op from one start differ, so nothing can be compared. Turn it off."
 )
-# GradAccumulation's words for a loss that is not a tensor, as it is op by op, and what they mean for a graph.
-_NO_TENSOR, _LEFT_TO_PYTHON = (
-    "but got no tensor",
+_NO_TENSOR = "but got no tensor"  # GradAccumulation's words for a loss that is not a tensor. Op by op it was one.
+_LEFT_TO_PYTHON = (
     "its loss is not a tensor there, since a graph leaves something in construct to Python, such as asnumpy() or a "
-    "count in an attribute. Write it with operators of MindSpore, or leave compile out.",
+    "count in an attribute. Write it with operators of MindSpore, or leave compile out."
 )
 
 
@@ -157,9 +164,11 @@ def _check_reference(reference: nn.Cell | None, loss_cell: nn.Cell) -> None:
         return
     check_cell(_OWNER, "reference", reference, "Give the loss cell of the whole batch.")
     known = {id(parameter) for parameter in reference.get_parameters()}
-    missing = [repr(parameter.name) for parameter in loss_cell.trainable_params() if id(parameter) not in known]
-    rule, got = "a loss cell of the parameters of network", f"one without {len(missing)} of them, first "
-    require(not missing, _OWNER, "reference", rule, got + "".join(missing[:1]), "Build it around the same network.")
+    missing = [parameter.name for parameter in loss_cell.trainable_params() if id(parameter) not in known]
+    if missing:
+        rule, remedy = "a loss cell of the parameters of network", "Build it around the same network."
+        got = f"one without {len(missing)} of them, first {missing[0]!r}"
+        raise ValueError(argument_error(_OWNER, "reference", rule, got, remedy))
 
 
 def _report(experiment: Experiment, rtol: float) -> VerifyReport:
