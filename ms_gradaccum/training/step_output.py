@@ -18,16 +18,6 @@ _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 _NUMBERS = (int, float, Tensor, np.ndarray, np.generic)
 
 
-class _Field:
-    """An attribute of a StepOutput with this index among its fields. Type checkers take its type from `__get__`."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __get__(self, output: "StepOutput", kind: object = None) -> Tensor:
-        return output._values[self.index]
-
-
 class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     """Report of one call of a training step.
 
@@ -68,8 +58,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     """
 
     _fields = tuple("loss overflow loss_scale updated grad_norm clipped_grad_norm learning_rate weight".split())
-    overflow, loss_scale, updated, grad_norm, clipped_grad_norm, learning_rate, weight = map(_Field, range(1, 8))
-    # The values of all fields.
+    # The values of all fields. Each has a property: nobody assigns one, and type checkers show its type.
     _values: tuple[Tensor, ...]
     # As they were given: read when they are asked for, since that waits for the device.
     _others: Tensor | Sequence[Tensor]
@@ -96,6 +85,34 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     @property
     def loss(self) -> Tensor | None:
         return self[0]
+
+    @property
+    def overflow(self) -> Tensor:
+        return self._values[1]
+
+    @property
+    def loss_scale(self) -> Tensor:
+        return self._values[2]
+
+    @property
+    def updated(self) -> Tensor:
+        return self._values[3]
+
+    @property
+    def grad_norm(self) -> Tensor:
+        return self._values[4]
+
+    @property
+    def clipped_grad_norm(self) -> Tensor:
+        return self._values[5]
+
+    @property
+    def learning_rate(self) -> Tensor:
+        return self._values[6]
+
+    @property
+    def weight(self) -> Tensor:
+        return self._values[7]
 
     @property
     def other_losses(self) -> tuple[Tensor, ...]:
