@@ -12,6 +12,7 @@ from mindspore.common.seed import _KERNEL_SEED
 
 from ms_gradaccum.backend import random_state
 from ms_gradaccum.backend.compiled import op_by_op
+from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.tensors import Array as Array
 
 # In BatchNorm of mindspore.nn this attribute takes precedence over the mode: True uses the batch's statistics.
@@ -57,7 +58,8 @@ class Changes:
 
     def __init__(self, network: nn.Cell) -> None:
         self.before = KeptTensors(tensors_of(network), lambda tensor: False)
-        self.cells = [(cell, dict(vars(cell))) for _, cell in network.cells_and_names()]
+        cells = [cell for _, cell in network.cells_and_names() if is_user(type(cell))]
+        self.cells = [(cell, dict(vars(cell))) for cell in cells]
         # After `find`, the changed tensors, and the old values of the attributes by cell.
         self.tensors: list[Tensor] | None = None
         self.attributes: list[tuple[nn.Cell, dict[str, object]]] = []

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn, ops
 
-from ms_gradaccum.backend.kept_state import KeptTensors, _fingerprint
+from ms_gradaccum.backend.kept_state import Changes, KeptTensors, _fingerprint
 
 SHAPES = st.sampled_from([(), (1,), (7,), (3, 5), (4096 * 8 + 3,), (2, 0)])
 KINDS = st.sampled_from([np.float32, np.float16, np.int64, np.int8, np.bool_])
@@ -54,3 +54,22 @@ def test_what_has_no_copy_is_named():
     weight.set_data(Tensor([1.0]))
     with pytest.raises(RuntimeError, match="it changes 'weight' out of training alone, which stays changed"):
         kept.put_back()
+
+
+class Attending(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.calls = nn.MultiheadAttention(4, 2, batch_first=True), 0
+
+    def construct(self, x):
+        self.calls += 1
+        return self.attention(x, x, x)[0]
+
+
+def test_attributes_that_mindspores_cells_set_are_not_the_users(eager):
+    """MultiheadAttention notes whether its inputs are the same tensor."""
+    network = Attending()
+    before, changes = dict(vars(network.attention)), Changes(network)
+    network(ops.ones((2, 3, 4)))
+    assert any(before[name] is not value for name, value in vars(network.attention).items())
+    assert changes.find() == [] and changes.names() == ["'Attending.calls'"]
