@@ -6,9 +6,11 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
+from typing import TypeGuard, TypeVar
 
 from mindspore import nn, ops
 
+_T = TypeVar("_T")
 _LIBRARIES = {"mindspore", "ms_gradaccum", "numpy"} | sys.stdlib_module_names
 # Modules of containers, methods, partial functions, caches and namespaces, whose contents may be the user's.
 _HOLDERS = {"builtins", "functools", "collections", "types", "argparse"}
@@ -39,14 +41,14 @@ class NetworkCode:
 
     def _leads_to(self, value: object) -> Iterable[object]:
         """Return the objects that a value refers to, from the garbage collector, so that no code of the user runs."""
-        if isinstance(value, FunctionType):
+        if is_a(value, FunctionType):
             inputs = (value.__closure__, value.__defaults__, value.__kwdefaults__)
             return [*inputs, *self._named_by(value.__code__, value.__globals__)] if is_user(value) else inputs
-        if isinstance(value, type):
+        if is_a(value, type):
             items = (item for kind in value.__mro__ if is_user(kind) for item in vars(kind).items())
             return [each for name, each in items if name != "__init__"]
-        kind, is_module = type(value), isinstance(value, ModuleType)
-        is_open = isinstance(value, nn.Cell) or is_user(kind) or kind.__module__ in _HOLDERS
+        kind, is_module = type(value), is_a(value, ModuleType)
+        is_open = is_a(value, nn.Cell) or is_user(kind) or kind.__module__ in _HOLDERS
         return [kind, *itertools.islice(gc.get_referents(value), _MANY_ITEMS)] if is_open and not is_module else ()
 
     def _named_by(self, code: CodeType, known: dict[str, object]) -> Iterator[object]:
@@ -59,14 +61,14 @@ class NetworkCode:
                 yield from self._named_by(each.argval, known)
             elif each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = known.get(each.argval)
-            elif isinstance(value, ModuleType) and is_user(value) and isinstance(each.argval, str):
+            elif is_a(value, ModuleType) and is_user(value) and isinstance(each.argval, str):
                 value = vars(value).get(each.argval)
             yield value
 
     def has_hooks(self) -> bool:
         """Return whether the backward pass calls hooks of cells or tensors."""
         names = ("_lazy_backward_hook", "_lazy_backward_pre_hook")
-        cells = (vars(cell) for cell in self.reached if isinstance(cell, nn.Cell))
+        cells = (vars(cell) for cell in self.reached if is_a(cell, nn.Cell))
         return bool(self.names & _HOOK_NAMES) or any(cell.get(name) for cell in cells for name in names)
 
     def has_own_backward(self) -> bool:
@@ -75,15 +77,20 @@ class NetworkCode:
 
 
 def _has_own_backward(value: object) -> bool:
-    if not isinstance(value, type):
-        return isinstance(value, _BACKWARD_OPERATORS)
+    if not is_a(value, type):
+        return is_a(value, _BACKWARD_OPERATORS)
     # MindSpore's own ones, such as that of `recompute`, are linear.
     bases = {kind.__name__ for kind in value.__mro__}
     own = {name for kind in value.__mro__ if is_user(kind) for name in vars(kind)}
     return ("Cell" in bases and "bprop" in own) or ("_Function" in bases and "backward" in own)
 
 
+def is_a(value: object, kinds: type[_T] | tuple[type[_T], ...]) -> TypeGuard[_T]:
+    """Return whether a value has one of these types, whatever its ``__class__`` says."""
+    return issubclass(type(value), kinds)
+
+
 def is_user(value: object) -> bool:
     """Return whether a class, a function or a module belongs to no library."""
-    name = vars(value).get("__name__") if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+    name = vars(value).get("__name__") if is_a(value, ModuleType) else getattr(value, "__module__", "")
     return str(name).split(".")[0] not in _LIBRARIES

@@ -15,7 +15,7 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import LIBRARIES, argument_error, require, warn
 from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
-from ms_gradaccum.backend.network_code import NetworkCode
+from ms_gradaccum.backend.network_code import NetworkCode, is_a
 from ms_gradaccum.backend.tensors import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
@@ -137,7 +137,7 @@ def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
 
 def optimizers_in(optimizer: nn.Cell) -> list[nn.Cell]:
     """Return the optimizer and all optimizers inside it."""
-    return [each for each in NetworkCode(optimizer).reached if isinstance(each, (nn.Optimizer, ExperimentalOptimizer))]
+    return [each for each in NetworkCode(optimizer).reached if is_a(each, (nn.Optimizer, ExperimentalOptimizer))]
 
 
 def may_have_branches(optimizer: nn.Cell) -> bool:

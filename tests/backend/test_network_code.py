@@ -289,6 +289,18 @@ def test_where_there_is_none_there_is_none(name):
     assert not NetworkCode(WITHOUT[name]()).has_own_backward()
 
 
+class Pretender:
+    """It says to be a cell, as a proxy of one does."""
+
+    __slots__ = ()
+    __class__ = property(lambda self: nn.Cell)
+
+
+def test_what_says_to_be_a_cell_is_none():
+    code = NetworkCode(Net({"cell": Pretender()}))
+    assert not code.has_hooks() and not code.has_own_backward()
+
+
 def test_installed_packages_are_users_code_and_parts_of_python_are_not():
     assert not is_user(functools.wraps) and not is_user(json) and not is_user(nn.Dense)
     assert is_user(pytest.fixture) and is_user(pytest) and is_user(MODULE)
