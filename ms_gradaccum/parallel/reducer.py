@@ -37,7 +37,7 @@ class GradientReducer(nn.Cell):
 
     def most(self, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""
-        return max(gather_counts(count))
+        return max(gather_counts(count)) if self.several else count
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         """Return the begin of this rank's rows among all rows, the number of all rows, and the gathered tensors."""
