@@ -214,8 +214,6 @@ def _check_reduced(owner: str, network: nn.Cell, settings: StepSettings) -> None
         ("mixed_precision", settings.precision.level != "O0", "None or a loss scale"),
         ("compile", settings.compiles, "None"),
     ):
-        rule, remedy = (
-            f"{rule} where gradients come reduced",
-            "Leave it out, and convert a network before hsdp() cuts it.",
-        )
+        rule = f"{rule} where gradients come reduced"
+        remedy = "Leave it out, and convert a network before hsdp() cuts it."
         require(not is_given, owner, name, rule, "something else", remedy)
