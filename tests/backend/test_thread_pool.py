@@ -87,7 +87,7 @@ def trained(make_network, **settings):
     """A step and all its values after windows of changing shapes, one with a NaN."""
     network = make_network()
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    step = TrainOneStepCell(GradAccumulation(network, 3), optimizer, **settings)
+    step = TrainOneStepCell(GradAccumulation(network, 3), optimizer, check_loss=False, **settings)
     for seed, rows in enumerate((9, 9, 7, 6, 6, 9)):
         batch = columns(rows, seed).asnumpy()
         if seed == 3:

@@ -14,9 +14,11 @@ from ms_gradaccum.training.loss_check import LossCheck
 from ms_gradaccum.training.settings import StepSettings
 
 NAME = "For 'GradAccumulation', the loss should be a mean over rows, but "
+# Ways to write a loss that a compiler may read otherwise.
+FORMS = {"cell_in_a_cell", "closure", "cell_of_mindspore", "<lambda>"}
 SUMS = {
     *("tokens_summed", "mean_times_rows", "sum_of_squares", "sum_over_constant", "half_squared_norm", "vae_summed"),
-    *("cell_in_a_cell", "closure", "cell_of_mindspore", "<lambda>"),
+    *FORMS,
 }
 EMPTY = {"masked_mean"}
 MEET = {
@@ -32,7 +34,7 @@ WEIGHTS = {
 
 
 def trained(case, ours):
-    """The weights after four updates, and what was said."""
+    """The weights after two updates, and what was said."""
     cell, inputs = build(case)
     optimizer = nn.SGD(cell.trainable_params(), 0.05)
     with warnings.catch_warnings(record=True) as caught:
@@ -41,7 +43,7 @@ def trained(case, ours):
         if ours:
             step = TrainOneStepCell(GradAccumulation(cell, PARTS), optimizer)
         step.set_train()
-        for _ in range(4):
+        for _ in range(2):
             step(*inputs)
     weights = np.concatenate([parameter.asnumpy().ravel() for parameter in cell.get_parameters()])
     return weights, [str(each.message) for each in caught if NAME in str(each.message)]
@@ -71,7 +73,8 @@ def test_a_loss_that_parts_train_alike_is_not(name, eager):
     assert far < 1e-6 and not said
 
 
-@pytest.mark.parametrize("name", [*WRONG, *RIGHT])
+# Each is a graph of its own: every third one, and each way to write one.
+@pytest.mark.parametrize("name", dict.fromkeys([*sorted(FORMS | EMPTY), *[*WRONG, *RIGHT][::3]]))
 def test_compiled_they_are_found_as_well(name, monkeypatch):
     monkeypatch.delenv("MS_JIT", raising=False)
     ms.set_context(mode=ms.GRAPH_MODE)

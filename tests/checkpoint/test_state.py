@@ -21,7 +21,7 @@ from ms_gradaccum.parallel.world import World
 SHARDS = {"num_shards": 2, "shard_id": 0}
 pytestmark = pytest.mark.usefixtures("eager")
 SETTINGS = {
-    "plain": {},
+    "plain": {"check_loss": True},
     "adam": {"make_optimizer": lambda p: nn.AdamWeightDecay(p, nn.cosine_decay_lr(0.0, 0.05, 8, 8, 1))},
     "experimental": {"make_optimizer": lambda p: optim.Adam(p, lr=0.05, amsgrad=True)},
     "clip": {"clip": ClipByGlobalNorm(0.05)},
@@ -32,8 +32,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("batches", [4, 6], ids=["in_mid_window", "between_windows"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name,batches", [*((name, 4) for name in SETTINGS), *((name, 6) for name in ("plain", "scaled"))]
+)
 def test_a_step_goes_on_bit_for_bit(name, batches, tmp_path):
     step = new_step(**SETTINGS[name])
     train_step(step, BATCHES[:batches])
@@ -65,10 +66,9 @@ def test_a_used_compiled_step_goes_on_from_another_ones_state(name, tmp_path, mo
     assert bits_of(step) == end
 
 
-@pytest.mark.parametrize("batches", [1, 3, 5, 6, 8])
-@pytest.mark.parametrize("scheduled", [False, True], ids=["fixed", "schedule"])
+@pytest.mark.parametrize("scheduled,batches", [(False, 1), (False, 3), (False, 5), (True, 5), (True, 6), (True, 8)])
 def test_a_loop_goes_on_bit_for_bit_with_its_data_and_its_scheduler(scheduled, batches, tmp_path):
-    settings = {"schedule": {0: 2, 1: 3}} if scheduled else {"accumulation_steps": 3}
+    settings = {"schedule": {0: 2, 1: 3}} if scheduled else {"accumulation_steps": 3, "check_loss": True}
     accumulator, *data = new_loop(**settings)
     saved = train_loop(accumulator, *data, 2, save_after=batches, directory=tmp_path, extra={"note": "here"})
     straight, *its_data = new_loop(**settings)
@@ -174,7 +174,7 @@ def test_a_hundred_overflows_in_a_row_end_the_training(tmp_path):
             step(Tensor([[1.0]]), Tensor([[target]]))
 
     network, step = build()
-    train(step, np.nan, 98)
+    train(step, np.nan, 9)
     train(step, 2.0, 1)  # one good window begins the count anew
     before = weight_of(network)
     train(step, np.inf, 60)

@@ -75,7 +75,7 @@ def build(**settings):
     network = nn.Dense(3, 1)
     optimizer = nn.Momentum(network.trainable_params(), [0.05, 0.04, 0.03, 0.02] * 9, 0.9)
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
-    return network, Model(loss_cell, optimizer=optimizer, accumulation_steps=3, **settings)
+    return network, Model(loss_cell, optimizer=optimizer, accumulation_steps=3, check_loss=False, **settings)
 
 
 def fit(make_data, epochs, callbacks, **settings):
@@ -87,8 +87,9 @@ def fit(make_data, epochs, callbacks, **settings):
     return [item.asnumpy().tobytes() for item in model.train_network.get_parameters()]
 
 
-@pytest.mark.parametrize("crash_at", [2, 5, 9])
-@pytest.mark.parametrize("make_data", [in_memory, from_python, with_noise])
+@pytest.mark.parametrize(
+    "make_data,crash_at", [(in_memory, 2), (in_memory, 5), (in_memory, 9), (from_python, 5), (with_noise, 9)]
+)
 def test_a_training_that_was_killed_goes_on_bit_for_bit(make_data, crash_at, tmp_path):
     # Where the pipeline draws in its threads, what the program draws beside it changes what these get.
     draws = make_data is in_memory

@@ -47,7 +47,7 @@ class Diary(train.Callback):
 
 
 loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2)
-model = Model(loss_cell, optimizer=optimizer, accumulation_steps=2, last_window="carry")
+model = Model(loss_cell, optimizer=optimizer, accumulation_steps=2, last_window="carry", check_loss=False)
 checkpoint = StateCheckpoint(folder / "states", save_checkpoint_steps=1, keep_checkpoint_max=2)
 model.train(EPOCHS, data, callbacks=[checkpoint, Diary()], resume=True)
 held = [*network.trainable_params(), *optimizer.get_parameters(), *model.train_network.body.buffer.get_parameters()]

@@ -79,7 +79,7 @@ class _First(nn.Cell):
 
 # The two whose graphs differ most are compiled; op by op the others take a tenth of the time.
 COMPILED = ("overlapping", "level2")
-results = {name: train("first", compile=True, **KINDS[name]) for name in COMPILED}
+results = {name: train("first", compile=True, check_loss=False, **KINDS[name]) for name in COMPILED}
 ms.set_context(mode=ms.PYNATIVE_MODE)
 os.environ["MS_JIT"] = "0"
 results |= {name: train("first", **settings) for name, settings in KINDS.items() if name not in COMPILED}

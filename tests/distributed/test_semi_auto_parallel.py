@@ -10,7 +10,7 @@ FOR_GPU = True
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"cannot compile for GPU here: {why_not()}")
 
 _OVERFLOW = "level1-2-overflow"
-_HALF = "level1-2-half"
+_HALF = "level1-2-half-full"
 _NUMBERS = [(size, name) for size in NUMBERS for name in NUMBERS[size] if name not in (_OVERFLOW, _HALF)]
 _COUNTS = [(size, name) for size in COUNTS for name in COUNTS[size]]
 _PARAMETERS = 4
@@ -100,7 +100,7 @@ def test_one_reduction_per_parameter_and_window(reports, size, name):
 
 
 def test_each_micro_batch_is_added_on_the_device(reports):
-    for name in ("plain-4", "level1-2", "level1-4"):
+    for name in ("plain-4", "level1-2"):
         ours = counts(reports, 2, name)["ours"]
         # And one for the optimizer's count of updates.
         assert ours["AssignAdd"] == _PARAMETERS * COUNTS[2][name].micro_size + 1
@@ -111,23 +111,22 @@ def test_stock_cells_with_one_micro_batch_train_nothing(reports):
     assert succeeded(reports[2][0]["stock"]["one"])["moved"] == 0
 
 
-@pytest.mark.parametrize("level", ["level2", "level3"])
-def test_stock_cells_train_with_shards_of_the_sums(reports, level):
+def test_stock_cells_train_with_shards_of_the_sums(reports):
     """The stand-ins for calls and messages train another program than ours, too."""
     for report in reports[2]:
-        result = succeeded(report["stock"][level])
+        result = succeeded(report["stock"]["shards"])
         assert result["difference"] < 2e-7 < 1e-2 < result["moved"]
 
 
 def test_inside_model_and_without_auto_parallel_it_is_the_same_program(reports):
-    ways = succeeded(reports[2][0]["ways"])
+    ways = succeeded(reports[2][1]["ways"])
     ours = counts(reports, 2, "level1-2")["ours"]
     for operator in ("AllGather", "AllReduce", "ReduceScatter", "AssignAdd", "MatMul", "ApplyMomentum"):
         assert ways["in_model"][operator] == ways["alone"][operator] == ours[operator]
 
 
 def test_evaluation_compiles_after_training(reports):
-    ways = succeeded(reports[2][0]["ways"])
+    ways = succeeded(reports[2][1]["ways"])
     assert ways["evaluated"] == "nothing"
     assert "Cannot find micro info" in ways["stale"]
 

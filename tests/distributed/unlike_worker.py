@@ -210,7 +210,9 @@ FAILURES = {
 
 def train_on_after_an_error(kind, failure):
     """Two windows of two batches; in the first one rank 1 catches an error and goes on."""
-    network, step = build_step("Momentum", accumulation_steps=2, parallel=KINDS[kind])
+    network, step = build_step(
+        "Momentum", accumulation_steps=2, parallel=KINDS[kind], check_loss=kind == "data parallel"
+    )
     step.add_callback(Fails(*FAILURES[failure]))
     key, updated = f"{kind}, {failure}", []
     with noting(key) as errors:
@@ -225,7 +227,7 @@ def train_on_after_an_error(kind, failure):
 
 def give_one_batch_wrong():
     """Rank 1 hands over a batch without its labels: nothing of it was added, and the window is that of the rest."""
-    network, step = build_step("Momentum", accumulation_steps=2)
+    network, step = build_step("Momentum", accumulation_steps=2, check_loss=True)
     with noting("wrong batch") as errors:
         for number in range(2):
             inputs = [Tensor(array) for array in share(batch(number), rank, 2)]
@@ -262,7 +264,7 @@ def loop_on_after_an_error(kind, place):
 
 def read_the_same_data(key, number, **settings):
     """One window of one batch, and one more."""
-    _, step = build_step(**settings)
+    _, step = build_step(check_loss=True, **settings)
     with noting(f"data {key}"):
         if key == "sunk":
             # As a Model does before a graph takes the batches by itself.
@@ -274,7 +276,7 @@ def read_the_same_data(key, number, **settings):
 
 
 def begin_without_a_batch():
-    _, step = build_step()
+    _, step = build_step(check_loss=True)
     with noting("data none"):
         step(*[Tensor(array) for array in batch(0)]) if rank else step.join()
 

@@ -31,7 +31,8 @@ def momentum_step(micro_size=4, mixed_precision=None, **settings):
     """A step with state and a schedule, over one weight per column."""
     cell = Weights(COLUMNS)
     optimizer = nn.Momentum(cell.trainable_params(), nn.ExponentialDecayLR(0.1, 0.5, 1), 0.9)
-    return TrainOneStepCell(GradAccumulation(cell, micro_size), optimizer, mixed_precision=mixed_precision, **settings)
+    settings = {"check_loss": False, "mixed_precision": mixed_precision, **settings}
+    return TrainOneStepCell(GradAccumulation(cell, micro_size), optimizer, **settings)
 
 
 def rows(bad=None, micro_size=4):
@@ -100,7 +101,7 @@ def test_an_overflow_in_any_micro_batch_leaves_everything_but_the_scale(bad, eag
 
 
 def test_an_overflow_on_compiled_graphs_in_both_modes(mode):
-    step = momentum_step(mixed_precision=only_scaled())
+    step = momentum_step(mixed_precision=only_scaled(), check_loss=True)
     step(rows())
     before = values_of(step)
     assert number(step(rows(1)).overflow)

@@ -4,6 +4,7 @@ On CPU MindSpore trains without the sink, but counts by its size. What it does o
 its loop for a sink runs with a network that takes the batches by itself.
 """
 
+import functools
 import itertools
 
 import mindspore as ms
@@ -113,15 +114,17 @@ def test_on_cpu_a_training_with_a_sink_is_resumed_where_it_stopped(tmp_path):
 @pytest.mark.parametrize("last_window", ["apply", "drop", "carry"])
 def test_a_window_ends_with_its_batches_and_not_with_the_sink(sinks, sink_size, epochs, last_window):
     """In windows of 3, 1, 3 and 1 batches, or of 3, 3 and 2."""
-    settings = {"accumulation_steps": 3, "last_window": last_window}
+    settings = {"accumulation_steps": 3, "last_window": last_window, "check_loss": False}
     if (sinks, sink_size) == (ms.GRAPH_MODE, 8) and last_window != "carry":
         with pytest.raises(ValueError, match="'sink_size' must be -1 or a divisor of the batches of a pass"):
             trained(epochs, sink_size, **settings)
     else:
-        assert trained(epochs, sink_size, **settings) == pytest.approx(_without_sink(2, **settings), rel=1e-6)
+        assert trained(epochs, sink_size, **settings) == pytest.approx(_without_sink(sinks, 2, **settings), rel=1e-6)
 
 
-def _without_sink(epochs, **settings):
+@functools.cache
+def _without_sink(mode, epochs, **settings):
+    """Return the weight after a training in this mode, which the test has set."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Model, "_train", ms.Model._train)
         network, model = toy(**settings)
@@ -141,7 +144,7 @@ def test_a_training_that_ends_within_a_pass_ends_its_window(sinks, last_window, 
 
 def test_a_pass_that_fits_no_sink_is_no_matter_where_windows_fit_it(sinks):
     assert trained(4, 3, accumulation_steps=4) == pytest.approx(
-        _without_sink(3, accumulation_steps=4, last_window="apply")
+        _without_sink(sinks, 3, accumulation_steps=4, last_window="apply")
     )
 
 

@@ -45,18 +45,13 @@ class Fails(train.Callback):
         raise KeyError("stop")
 
 
-def test_an_update_moves_the_averages_as_in_mindcv_and_mindone(mode):
-    check_averages(0.9, 2)
-
-
-@pytest.mark.parametrize("decay,warmup", [(0.9999, 2000), (0.5, 0)])
-def test_any_decay_and_warmup_are_those_of_mindcv_and_mindone(decay, warmup):
-    # Op by op it takes longer than to compile. The share that an update takes is an input of the graph.
-    ms.set_context(mode=ms.GRAPH_MODE)
-    check_averages(decay, warmup)
-
-
-def check_averages(decay, warmup):
+# The share that an update takes is an input of the graph.
+@pytest.mark.parametrize(
+    "mode,decay,warmup",
+    [(ms.GRAPH_MODE, 0.9999, 2000), (ms.PYNATIVE_MODE, 0.9, 2), (ms.GRAPH_MODE, 0.5, 0)],
+    indirect=["mode"],
+)
+def test_an_update_moves_the_averages_as_in_mindcv_and_mindone(mode, decay, warmup):
     """Accumulate over three batches in float16, whose first windows overflow: neither batches nor these count."""
     precision = MixedPrecision(ms.float16, "O1", init_scale=2.0**18, backoff_factor=2.0**-4)
     step = new_step(mixed_precision=precision)

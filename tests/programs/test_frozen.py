@@ -122,12 +122,12 @@ PROGRAMS = {
     "BatchNorm in mid-training": Program(**NORM, between=freeze_later, parts=1),
     "BatchNorm in training": Program(**NORM, nature="BatchNorm"),
     "BatchNorm of moving averages": Program(
-        with_layer(lambda: batch_norm(use_batch_statistics=False)), momentum, prepare=freeze_weights
+        with_layer(lambda: batch_norm(use_batch_statistics=False)), momentum, prepare=freeze_weights, oracle="same"
     ),
     "Dropout before building": Program(**DROPOUT, prepare=freeze_mode, faces=STEPS),
     "Dropout after building": Program(**DROPOUT, built=freeze_mode, faces=STEPS),
     "head alone, by the optimizer": Program(with_layer(Doubles), head_only),
-    "head alone, by requires_grad": Program(**DOUBLES, prepare=freeze_weights),
+    "head alone, by requires_grad": Program(**DOUBLES, prepare=freeze_weights, oracle="same"),
     "teacher that follows the student": Program(Teacher, student, between=follow),
     "EMA in the forward pass": Program(EMA, nature="[Ss]tate of the network|changes"),
 }
