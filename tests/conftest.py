@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import sys
 from pathlib import Path
 
 import mindspore as ms
@@ -16,6 +17,11 @@ LONGEST = ["ranks", "test_self_test", "test_simulate", "test_faults"]
 LONGEST += ["test_micro_size_finder", "test_failures", "test_sample", "test_optimizers"]
 LONGEST += ["test_optimizers_and_schedules", "test_grad_cache_windows", "test_tutorial", "test_docs"]
 LONGEST += ["test_packaging", "test_frozen", "test_python_decides"]
+
+
+# What may depend on how often a loss is measured: the tests of that, and all that runs as a user runs it.
+MEASURES = {"programs", "project", "integrations", "distributed", "test_loss_check", "test_losses_as_written"}
+MEASURES |= {"test_headings", "test_clip_groups", "test_data_sink", "test_batch_norms", "test_bce_with_logits"}
 
 
 @functools.cache
@@ -77,6 +83,14 @@ def restored_mode():
     """Leave the mode and the seeds as they were, whatever a test did."""
     with quick_mindspore.restored():
         yield
+
+
+@pytest.fixture(autouse=True)
+def measured_once(request, monkeypatch):
+    """Have a loss measured at the first batch alone: at the 2nd, 4th ... it takes most of the time of a small test."""
+    loss_check = sys.modules.get("ms_gradaccum.training.loss_check")
+    if loss_check is not None and not MEASURES & {request.path.stem, request.path.parent.name}:
+        monkeypatch.setattr(loss_check, "_LAST", 1)
 
 
 @pytest.fixture

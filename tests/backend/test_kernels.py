@@ -274,7 +274,7 @@ def test_what_a_kernel_refuses_is_an_error(operator, mode):
 @pytest.mark.parametrize("columns", [1, 3])
 def test_each_gradient_is_added_by_it_however_rows_change(columns, operator, mode):
     network = Weights(columns)
-    step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0))
+    step = TrainOneStepCell(GradAccumulation(network, 2), nn.SGD([network.weight], 1.0), check_loss=False)
     expected = np.zeros(columns)
     # From the third on in a graph that does not know the gradient's shape.
     with compiling("the network", "the sum of the gradients"):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
-from memory_networks import misbehaving, nothing, wide
+from memory_networks import WIDTH, misbehaving, nothing, wide
 from mindspore import Tensor, nn, ops
 from refusal import raises, typed
 
@@ -382,7 +382,7 @@ def test_memory_that_this_device_lacks_is_told_from_other_errors():
 
 def test_the_toy_for_the_measurements_trains(eager):
     network, optimizer, _ = wide(ms.PYNATIVE_MODE)
-    batch = Tensor(np.ones((2, 4, 256), np.float32))
+    batch = Tensor(np.ones((2, 4, WIDTH), np.float32))
     before = network.dense.weight.asnumpy().copy()
     Training((network, optimizer, batch), 2).run()
     assert np.any(network.dense.weight.asnumpy() != before)
