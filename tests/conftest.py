@@ -3,7 +3,6 @@
 import functools
 import gc
 import os
-import sys
 from pathlib import Path
 
 import mindspore as ms
@@ -19,9 +18,9 @@ LONGEST += ["test_optimizers_and_schedules", "test_grad_cache_windows", "test_tu
 LONGEST += ["test_packaging", "test_frozen", "test_python_decides"]
 
 
-# What may depend on how often a loss is measured: the tests of that, and all that runs as a user runs it.
-MEASURES = {"programs", "project", "integrations", "distributed", "test_loss_check", "test_losses_as_written"}
-MEASURES |= {"test_headings", "test_clip_groups", "test_data_sink", "test_batch_norms", "test_bce_with_logits"}
+# Folders of small tests, of which measuring the loss would take most of the time, and what is about that in them.
+MEASURED_ONCE = {"batch", "gradients", "loops"}
+MEASURED = {"test_losses_as_written", "test_clip_groups", "test_data_sink"}
 
 
 @functools.cache
@@ -87,10 +86,9 @@ def restored_mode():
 
 @pytest.fixture(autouse=True)
 def measured_once(request, monkeypatch):
-    """Have a loss measured at the first batch alone: at the 2nd, 4th ... it takes most of the time of a small test."""
-    loss_check = sys.modules.get("ms_gradaccum.training.loss_check")
-    if loss_check is not None and not MEASURES & {request.path.stem, request.path.parent.name}:
-        monkeypatch.setattr(loss_check, "_LAST", 1)
+    """Have a loss measured at the first batch alone, and not at the 2nd, 4th ... again, where no test is about that."""
+    if request.path.parent.name in MEASURED_ONCE and request.path.stem not in MEASURED:
+        monkeypatch.setattr("ms_gradaccum.training.loss_check._LAST", 1)
 
 
 @pytest.fixture
