@@ -178,7 +178,8 @@ SCHEDULES |= {name: with_scheduler(i, name) for i, name in enumerate(MOVED)}
 
 @pytest.mark.parametrize("program,mode,face", rows(SCHEDULES))
 def test_each_optimizer_with_a_schedule(program, mode, face):
-    with compiling("the report", "the optimizer"):
+    # The rate is in the compiled report in GRAPH mode alone: in PYNATIVE mode that is the same for all.
+    with compiling("the optimizer", *(["the report"] if mode == "GRAPH" else [])):
         check(program, mode, face)
 
 
