@@ -10,12 +10,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, TypeGuard, TypeVar, get_args
 
 import mindspore as ms
 import numpy as np
 from mindspore import nn
 
+_T = TypeVar("_T")
 LastWindow = Literal["apply", "drop", "carry"]  # The treatment of a window that is unfinished at the end of the data.
 State = dict[str, Any]  # The state of an object, as JSON.
 # The limits of int32 and float32.
@@ -112,6 +113,11 @@ def _settings(kind: Any) -> frozenset[str]:
     constructors = [vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)]
     ours = [each for each in constructors if getattr(each, "__module__", "").startswith(f"{__package__}.")]
     return frozenset(_RIGHT_NAMES).union(*(inspect.signature(each).parameters for each in ours))
+
+
+def is_a(value: object, kinds: type[_T] | tuple[type[_T], ...]) -> TypeGuard[_T]:
+    """Return whether a value has one of these types, whatever its ``__class__`` says."""
+    return issubclass(type(value), kinds)
 
 
 def typed(value: object) -> str:

@@ -6,11 +6,11 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import TypeGuard, TypeVar
 
 from mindspore import nn, ops
 
-_T = TypeVar("_T")
+from ms_gradaccum._checks import is_a
+
 _LIBRARIES = {"mindspore", "ms_gradaccum", "numpy"} | sys.stdlib_module_names
 # Modules of containers, methods, partial functions, caches and namespaces, whose contents may be the user's.
 _HOLDERS = {"builtins", "functools", "collections", "types", "argparse"}
@@ -79,15 +79,9 @@ class NetworkCode:
 def _has_own_backward(value: object) -> bool:
     if not is_a(value, type):
         return is_a(value, _BACKWARD_OPERATORS)
-    # MindSpore's own ones, such as that of `recompute`, are linear.
     bases = {kind.__name__ for kind in value.__mro__}
-    own = {name for kind in value.__mro__ if is_user(kind) for name in vars(kind)}
+    own = {name for kind in value.__mro__ if is_user(kind) for name in vars(kind)}  # MindSpore's own ones are linear.
     return ("Cell" in bases and "bprop" in own) or ("_Function" in bases and "backward" in own)
-
-
-def is_a(value: object, kinds: type[_T] | tuple[type[_T], ...]) -> TypeGuard[_T]:
-    """Return whether a value has one of these types, whatever its ``__class__`` says."""
-    return issubclass(type(value), kinds)
 
 
 def is_user(value: object) -> bool:

@@ -13,9 +13,9 @@ from mindspore.common import dtype as mstype
 from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import LIBRARIES, argument_error, require, warn
+from ms_gradaccum._checks import LIBRARIES, argument_error, is_a, require, warn
 from ms_gradaccum.backend.compiled import number_of, numbered, op_by_op
-from ms_gradaccum.backend.network_code import NetworkCode, is_a
+from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import scalar
 
 _OWN_REMEDY = "Build it from network.trainable_params()."
