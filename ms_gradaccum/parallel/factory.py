@@ -7,7 +7,7 @@ from mindspore import Parameter, nn
 from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import listed, require, warn
+from ms_gradaccum._checks import is_a, listed, require, warn
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
@@ -156,7 +156,7 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
 def _check_no_experts(owner: str, network: nn.Cell) -> None:
     """Raise if each rank may have experts of its own: the network sends tensors to other ranks."""
     code = NetworkCode(network)
-    operators = [each for each in code.reached if isinstance(each, Primitive)]
+    operators = [each for each in code.reached if is_a(each, Primitive)]
     names = [each.name for each in operators if isinstance(each.attrs.get("group"), str)]
     names += [name for name in sorted(code.names) if name.startswith(("all_to_all", "all_gather", "reduce_scatter"))]
     got = f"other values where its forward pass has {listed(names, 1)}"

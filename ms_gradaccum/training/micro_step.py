@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
+from ms_gradaccum._checks import is_a
 from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op
 from ms_gradaccum.backend.cpu import with_condition
 from ms_gradaccum.backend.kernels import ONE, scale_wide
@@ -59,7 +60,7 @@ def backward_start_of(weighted_loss: WeightedLoss, half: bool, eager: bool) -> B
 def divides_by_earlier_rows(network: nn.Cell) -> bool:
     """Return whether MindSpore may divide a gradient by the rows of the first batch, as for `BCEWithLogitsLoss`."""
     code = NetworkCode(network)
-    has_loss = any(isinstance(each, _LOGITS_LOSSES) for each in code.reached)
+    has_loss = any(is_a(each, _LOGITS_LOSSES) for each in code.reached)
     return has_loss or "binary_cross_entropy_with_logits" in code.names
 
 

@@ -9,6 +9,7 @@ from mindspore import nn, ops
 from mindspore.common._grad_function import _Function
 
 from ms_gradaccum.backend.network_code import NetworkCode, is_user
+from ms_gradaccum.parallel import factory
 
 
 class Net(nn.Cell):
@@ -299,6 +300,17 @@ class Pretender:
 def test_what_says_to_be_a_cell_is_none():
     code = NetworkCode(Net({"cell": Pretender()}))
     assert not code.has_hooks() and not code.has_own_backward()
+
+
+class PretendedOperator:
+    """It says to be an operator that sends tensors to other ranks, and has none of its attributes."""
+
+    __slots__ = ()
+    __class__ = property(lambda self: ops.AllGather)
+
+
+def test_what_says_to_be_an_operator_sends_nothing():
+    factory._check_no_experts("TrainOneStepCell", Net({"operator": PretendedOperator()}))
 
 
 def test_installed_packages_are_users_code_and_parts_of_python_are_not():
