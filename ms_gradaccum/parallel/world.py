@@ -79,7 +79,7 @@ def gather_counts(count: int) -> list[int]:
 
 def _send(words: Array, broadcasts: bool = False) -> Array:
     """Return the int32 ``words`` of all ranks or, with ``broadcasts``, of rank 0."""
-    if not GlobalComm.INITED:
+    if not GlobalComm.INITED or get_group_size() == 1:
         return words
     with graph_mode():
         received: Array = _collective(broadcasts)(Tensor(words)).asnumpy()
