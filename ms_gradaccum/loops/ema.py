@@ -11,7 +11,7 @@ from mindspore.train import Callback, RunContext
 from ms_gradaccum._checks import Settled, check_bool, check_number, check_positive_float, require
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.kernels import add_in_place
-from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, copy_after
+from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, copy_after, map_tensors
 from ms_gradaccum.gradients.buffer import zeros
 from ms_gradaccum.training.events import StatefulCallback, StepEvent, check_told
 
@@ -34,7 +34,6 @@ class Averages(nn.Cell):
         self.updates = zeros("ema.updates", (), ms.int32)
         self.init_parameters_data()
         self.chunks = chunks_of([value.size for value in self.values])
-        self.map = ops.HyperMap()
         self.run = Compiled(lambda: self, _OWNER, "the averages")
         self.begin()
 
@@ -45,7 +44,7 @@ class Averages(nn.Cell):
         done: Done = ()
         for begin, end in self.chunks:
             move = ops.partial(_move, copy_after(share, done))
-            done = self.map(move, chunk_of(self.values, begin, end), chunk_of(self.parameters, begin, end))
+            done = map_tensors(move, chunk_of(self.values, begin, end), chunk_of(self.parameters, begin, end))
         return copy_after(share, done)
 
     def begin(self) -> None:

@@ -9,13 +9,11 @@ from mindspore.communication import GlobalComm, create_group
 from mindspore.ops.operations import Split
 
 from ms_gradaccum.backend.kernels import as_dtype
-from ms_gradaccum.backend.tensors import Done
+from ms_gradaccum.backend.tensors import Done, map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.parallel.layout import Buckets, Cuts, Ranks
 
 Runs = tuple[tuple[Tensor, ...], ...]  # The tensors of a message, grouped into runs of one size.
-
-_map = ops.HyperMap()
 
 
 class Group:
@@ -81,9 +79,9 @@ class ReduceTogether(nn.Cell):
 
     def construct(self, tensors: tuple[Tensor, ...], weight: Tensor, last: Done) -> Tensor:
         """Return the sums in float32, one after the other in one row."""
-        rows = _map(ops.partial(_as_rows, self.size), tensors)
+        rows = map_tensors(ops.partial(_as_rows, self.size), tensors)
         if not self.in_float32:
-            rows = _map(ops.partial(_rounded, reciprocal(weight), self.like), rows)
+            rows = map_tensors(ops.partial(_rounded, reciprocal(weight), self.like), rows)
         total = ops.depend(ops.concat(rows, 1), last)
         if self.reduce_scatter is not None:
             total = self.reduce_scatter(total)
@@ -121,7 +119,7 @@ def _run(rows: Tensor, begin: int, length: int, count: int) -> tuple[Tensor, ...
 
 def cut(rows: Tensor, cuts: Cuts) -> Runs:
     """Split a message, a tensor of shape (ranks, n), into its parts. Each part has the same number of rows."""
-    runs: Runs = _map(ops.partial(_run, rows), *cuts)
+    runs: Runs = map_tensors(ops.partial(_run, rows), *cuts)
     return runs
 
 
@@ -135,7 +133,7 @@ class AssignParts(nn.Cell):
         self.targets = tuple(tuple(map(ParameterTuple, in_runs(bucket, cuts))) for bucket, cuts in bucketed)
 
     def construct(self, number: int, message: Tensor) -> Done:
-        return _map(_assign_part, self.targets[number], cut(message, self.cuts[number]))
+        return map_tensors(_assign_part, self.targets[number], cut(message, self.cuts[number]))
 
 
 def _assign_part(target: Parameter, part: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.backend.kernels import ONE
-from ms_gradaccum.backend.tensors import Array
+from ms_gradaccum.backend.tensors import Array, map_tensors
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
@@ -35,12 +35,11 @@ class WholeBatch(nn.Cell):
     def __init__(self, weighted_loss: WeightedLoss, parameters: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
         self.loss_and_grads = ops.value_and_grad(MeanLoss(weighted_loss), None, parameters, has_aux=True)
-        self.map = ops.HyperMap()
         self._get_attr_from_cell(weighted_loss.network)
 
     def construct(self, *tensors: object) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         (loss, weight), grads = self.loss_and_grads(*tensors)
-        return loss, weight, self.map(_dense, grads)
+        return loss, weight, map_tensors(_dense, grads)
 
 
 _dense = ops.MultitypeFuncGraph("dense_gradient")
