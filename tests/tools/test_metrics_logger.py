@@ -311,22 +311,6 @@ def test_a_model_of_mindspore_with_our_step_logs_or_is_refused(tmp_path):
             "the argument 'log' must be a function of a dict and a step, or None, but got 'wandb' of type str. "
             "Give wandb.log.",
         ),
-        (
-            {"every": 0},
-            ValueError,
-            "the argument 'every' must be a positive int, but got 0. 1 means a report for each window.",
-        ),
-        (
-            {"peak_memory": 1},
-            TypeError,
-            "the argument 'peak_memory' must be a bool, but got 1 of type int. The default is False.",
-        ),
-        (
-            {"train_step": "step"},
-            TypeError,
-            "the argument 'train_step' must be a TrainOneStepCell or an Accumulator, but got 'step' of type str. "
-            "For a Model, give model.train_network.",
-        ),
     ],
 )
 def test_wrong_arguments(arguments, error, sentence, tmp_path):

@@ -10,7 +10,15 @@ from linear_toy import X, line, sgd, weight_of
 from mindspore import Tensor, nn
 from mindspore.experimental import optim
 
-from ms_gradaccum import Accumulator, ClipByGlobalNorm, GradAccumulation, StepOutput, StepReporter, TrainOneStepCell
+from ms_gradaccum import (
+    Accumulator,
+    ClipByGlobalNorm,
+    GradAccumulation,
+    MetricsLogger,
+    StepOutput,
+    StepReporter,
+    TrainOneStepCell,
+)
 from ms_gradaccum.tools.reporting import step_report
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -304,7 +312,11 @@ def test_of_several_networks_each_has_a_reporter():
         ),
     ],
 )
-def test_wrong_arguments(arguments, error, sentence):
+@pytest.mark.parametrize("kind, place", [(StepReporter, ()), (MetricsLogger, ("run.jsonl",))])
+def test_wrong_arguments(kind, place, arguments, error, sentence, tmp_path, monkeypatch):
+    """A logger is a reporter, and errors name it by its own name."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(error) as raised:
-        StepReporter(**arguments)
-    assert str(raised.value) == f"For 'StepReporter', {sentence}"
+        kind(*place, **arguments)
+    assert str(raised.value) == f"For '{kind.__name__}', {sentence}"
+    assert list(tmp_path.iterdir()) == []
