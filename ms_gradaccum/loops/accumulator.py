@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import mindspore as ms
 from mindspore import Tensor, nn
+from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import (
     Settled,
@@ -28,7 +29,6 @@ from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.loops.dataloader import prepare
-from ms_gradaccum.loops.external_gradients import refuse_graph
 from ms_gradaccum.loops.loop_window import LoopWindow
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, chosen_of, only_of, pair_networks
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
@@ -312,7 +312,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         The graph counts its batches itself, and does not know the end of the data: call `flush` there.
         """
         if self.add_grads is None or self.end is None:
-            refuse_graph(_OWNER)
+            _refuse_graph()
             return ()
         weight = scalar(weight)
         factor = weight if reduction == "mean" else ONE
@@ -420,6 +420,15 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         A prepared dataset calls it at its end.
         """
         self.window.join()
+
+
+@_primexpr
+def _refuse_graph() -> None:
+    """Raise for a loop that no graph can hold."""
+    raise ValueError(
+        f"For '{_OWNER}', a call inside a compiled function must be one of a single network and optimizer without a "
+        f"schedule, but got more. Call it from Python."
+    )
 
 
 def _refuse_more(name: str, more: Sequence[object], method: str) -> None:

@@ -10,15 +10,16 @@ from mindspore.common import dtype as mstype
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_optimizer
+from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
-from ms_gradaccum.loops.external_gradients import AddGrads
 from ms_gradaccum.loops.schedule import AccumulationConfig
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
 from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
+from ms_gradaccum.training.micro_step import AddMicroBatch
 from ms_gradaccum.training.settings import StepSettings
 from ms_gradaccum.training.window import Window
 
@@ -80,6 +81,28 @@ class TrainedNetwork(Window):
         self.run_add_grads(*numbers, *added)
         self.has_batch = True
         self.has_loss = self.has_loss and loss is not None
+
+
+def _none_of(empty: Tensor, grad: Tensor) -> Tensor:
+    return ops.select(empty, ops.zeros_like(grad), grad)
+
+
+class AddGrads(AddMicroBatch):
+    """Add gradients that the caller has taken into the buffers."""
+
+    def construct(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Add ``factor`` times the gradients and the loss sum ``value``, or nothing if it is 0. Return as `added`."""
+        # A mean over nothing is 0 / 0.
+        empty = factor == 0.0
+        value = ops.select(empty, ops.zeros_like(value), value)
+        if len(grads) > 0:
+            grads = map_tensors(ops.partial(_none_of, empty), grads)
+        return self.added(value, weight, factor, grads, ())
+
+    def is_finite(self, number: Tensor, grads: tuple[object, ...]) -> Tensor:
+        """Return whether the gradients are finite. The loss is NaN where the caller does not say it."""
+        finite: Tensor = self.keep.is_finite(grads)
+        return finite
 
 
 class BatchMeanLoss(nn.Cell):
