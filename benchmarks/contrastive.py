@@ -14,7 +14,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from windows import in_child, reset_peak, status, versions
+from windows import in_child, peak_of, versions
 
 from ms_gradaccum import ContrastiveLoss, GradAccumulation, GradCacheLoss, TrainOneStepCell
 
@@ -93,19 +93,14 @@ def measure(row: str, case: str, repeat: int) -> dict[str, Any]:
     ms.set_context(mode=ms.GRAPH_MODE)
     batch = make_batch(case)
     step = build(row, case)
-    before = status("VmRSS")
-    losses, seconds, of_cores = [], [], []
-    for window in range(2 * WINDOWS + repeat):
-        if window == WINDOWS:
-            reset_peak()
-        if window == 2 * WINDOWS:
-            memory = status("VmHWM") - before
+    losses, memory = peak_of(lambda: run_window(step, batch), WINDOWS, warm_up=WINDOWS)
+    seconds, of_cores = [], []
+    for _ in range(repeat):
         start, start_of_cores = time.perf_counter(), time.process_time()
         losses.append(run_window(step, batch))
         seconds.append(time.perf_counter() - start)
         of_cores.append(time.process_time() - start_of_cores)
-    last = slice(2 * WINDOWS, None)
-    return {"losses": losses, "memory": memory, "seconds": seconds[last], "of_cores": of_cores[last]}
+    return {"losses": losses, "memory": memory, "seconds": seconds, "of_cores": of_cores}
 
 
 def main() -> None:

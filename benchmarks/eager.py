@@ -18,7 +18,7 @@ import numpy as np
 from mindspore import nn, ops
 from mindspore.experimental import optim
 from peers_mindspore import make_network as make_peer
-from windows import in_child, make_batch, make_network, micro_batches, reset_peak, run_window, status, versions
+from windows import in_child, make_batch, make_network, micro_batches, peak_of, run_window, versions
 from workload import WORKLOADS
 
 from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
@@ -112,27 +112,22 @@ def measure_times(given: list[Any], repeat: int) -> dict[str, list[float]]:
 
 
 def measure_memory(given: list[Any], row: str) -> float:
-    """Return the peak of the resident memory over some windows minus what was resident before the first, in MB."""
+    """Return the memory that some windows take beside what was there, in MB."""
     case = by_ops(given)
     batch = batch_of(case)
     network, step = build(row, case)
-    resident = status("VmRSS")
-    reset_peak()
-    for _ in range(WINDOWS):
-        run_window(step, network, batch)
-    return status("VmHWM") - resident
+    return peak_of(lambda: run_window(step, network, batch), WINDOWS)[1]
 
 
 def measure(name: str, case: Case, args: argparse.Namespace) -> None:
     """Print one line."""
     repeat = args.repeat or (200 if name == "tiny" else 20)
     times: dict[str, list[float]] = {OURS: [], LOOP: []}
-    for _ in range(args.children):
+    children = range(args.children)
+    for _ in children:
         for row, seconds in in_child(measure_times, case, repeat).items():
             times[row] += seconds
-    memory = {
-        row: np.median([in_child(measure_memory, case, row) for _ in range(args.children)]) for row in (OURS, LOOP)
-    }
+    memory = {row: np.median([in_child(measure_memory, case, row) for _ in children]) for row in (OURS, LOOP)}
     best = {row: 1e3 * min(seconds) for row, seconds in times.items()}
     # Other programs disturb a window; the fastest twentieth is disturbed the least.
     low = {row: float(np.percentile(seconds, 5)) for row, seconds in times.items()}

@@ -13,17 +13,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 from mindspore.parallel.nn import GradAccumulation as StockGradAccumulation
-from windows import (
-    in_child,
-    loop_by_hand,
-    loop_of_bare_parts,
-    make_batch,
-    make_network,
-    reset_peak,
-    run_window,
-    status,
-    versions,
-)
+from windows import in_child, loop_by_hand, loop_of_bare_parts, make_batch, make_network, peak_of, run_window, versions
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 
@@ -83,12 +73,9 @@ def cost(name: str, micro_size: int, width: int, layers: int, rows: int) -> tupl
     batch = make_batch(sizes)
     network, run = build(name, micro_size, sizes)
     before = [parameter.asnumpy().copy() for parameter in network.trainable_params()]
-    resident = status("VmRSS")
-    reset_peak()
-    first, second = run(batch), run(batch)
-    peak = status("VmHWM")
+    (first, second), memory = peak_of(lambda: run(batch), 2)
     trains = any(np.any(a.asnumpy() != b) for a, b in zip(network.trainable_params(), before))
-    return peak - resident, first - second, bool(trains)
+    return memory, first - second, bool(trains)
 
 
 def measure_cost(name: str, micro_size: int, args: argparse.Namespace) -> tuple[float, float, bool]:

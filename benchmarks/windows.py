@@ -190,10 +190,14 @@ def status(key: str) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(key)), math.nan)
 
 
-def reset_peak() -> None:
-    """Set VmHWM back to what is resident now."""
+def peak_of(run: Callable[[], Any], times: int, warm_up: int = 0) -> tuple[list[Any], float]:
+    """Return what calls return, and the peak of the resident memory over them minus what was resident before, in MB."""
+    resident = status("VmRSS")
+    results = [run() for _ in range(warm_up)]
     if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # It sets VmHWM back to what is resident now.
+    results += [run() for _ in range(times)]
+    return results, status("VmHWM") - resident
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
