@@ -109,7 +109,7 @@ def save_state(
         raise TypeError(argument_error(_SAVE, "extra", rule, typed(extra), remedy)) from None
     contents = Contents(trained)
     if isinstance(trained, Accumulator):
-        places = [dataset.place() for dataset in trained.window.datasets.values()]
+        places = [dataset.place() for dataset in trained.datasets.values()]
     else:
         place = getattr(step, "data_place", None)  # Of a Model.
         places = [] if place is None else [place]

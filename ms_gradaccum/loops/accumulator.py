@@ -28,7 +28,7 @@ from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
 from ms_gradaccum.gradients.non_finite import BadMicroBatch
-from ms_gradaccum.loops.dataloader import prepare
+from ms_gradaccum.loops.dataloader import PreparedDataset, prepare
 from ms_gradaccum.loops.loop_window import LoopWindow
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, chosen_of, only_of, pair_networks
 from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
@@ -160,6 +160,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         self.windows = [TrainedNetwork(*pair, each, self.config, self.events) for pair, each in zip(pairs, settings)]
         claim_optimizers(self.windows)
         self.window = LoopWindow(self.config, self.windows, self.events)
+        # By their numbers. Weak references, since a program may prepare anew for each pass.
+        self.datasets: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
         weakref.finalize(self, self.window.warn_if_open, "at the end of its Accumulator")
         # The cells of this loop inside a larger graph, which supports one network with one optimizer.
         first, self.steps = self.windows[0], self.config.accumulation_steps
@@ -210,7 +212,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
                 processes), schedulers of ``mindspore.experimental.optim.lr_scheduler``, and cells, which are
                 returned as they are. Several objects are returned as a tuple.
         """
-        prepared = tuple(prepare(item, self.window) for item in objects)
+        prepared = tuple(prepare(item, self.window, self.datasets) for item in objects)
         for trained in self.windows:
             for optimizer in trained.optimizers:
                 # One may be there from another loop.

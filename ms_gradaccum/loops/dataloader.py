@@ -1,20 +1,20 @@
-"""Prepared datasets and learning rate schedulers, which follow the window of a loop."""
+"""Prepared datasets, whose passes a loop trains."""
 
 import functools
 import inspect
 import itertools
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sized
 from typing import Any
 
 from mindspore import nn
 from mindspore.dataset import Dataset
 from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from ms_gradaccum._checks import State, argument_error, check_saved, is_flag, typed, warn
-from ms_gradaccum.backend import plain_state
+from ms_gradaccum._checks import State, argument_error, typed
 from ms_gradaccum.loops.data_position import PassPlace, Sources, rest_of
-from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, HandedBatches
+from ms_gradaccum.loops.handed_batches import Handed, HandedBatches
+from ms_gradaccum.loops.loop_window import LoopWindow
+from ms_gradaccum.loops.schedule import PreparedScheduler
 from ms_gradaccum.parallel.world import current_world, gather_counts
 
 _OWNER = "Accumulator"
@@ -25,45 +25,18 @@ _ITERATORS = ("create_tuple_iterator", "create_dict_iterator")
 Iterate = Callable[[Dataset], Iterable[object]]
 
 
-class PreparedData:
-    """The prepared datasets and schedulers of a loop. Its `LoopWindow` is one."""
-
-    in_batch = False  # True if the program is inside a batch.
-
-    def __init__(self) -> None:
-        # By their numbers. Weak references, since a program may prepare anew for each pass.
-        self.datasets: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()
-        self.numbers = itertools.count()
-        self.passes = ActivePasses()
-        # Positions in a loaded state at which the datasets go on, by the number of the dataset.
-        self.places: dict[int, PassPlace] = {}
-        self.schedulers: list[PreparedScheduler] = []
-
-    def begin_pass(self, handed: HandedBatches, goes_on: bool) -> None:
-        """Begin a pass, or go on with one."""
-        raise NotImplementedError
-
-    def join_others(self, missing: int, epoch: int) -> None:
-        """Join the collectives of the last batches of an epoch, of which this process has ``missing`` fewer."""
-        raise NotImplementedError
-
-
 class PreparedDataset:
     """A dataset whose last batch is known before it is used. Each iteration over it is an epoch.
 
     All processes must iterate at the same time; those with fewer batches join the collectives of the others' last ones.
     """
 
-    epoch, at_end = -1, False
-    # For the current epoch: the batches taken, the batches that every process has, and the sources of their order.
-    batches = common = 0
-    sources: Sources | None = None
+    epoch = -1
+    common = 0  # Number of batches of the current epoch that every process has.
 
-    def __init__(self, dataset: Dataset | Iterable[object], window: PreparedData) -> None:
-        self.dataset, self.window = dataset, window
+    def __init__(self, dataset: Dataset | Iterable[object], window: LoopWindow) -> None:
+        self.dataset, self.window, self.handed = dataset, window, HandedBatches()
         self.number = next(window.numbers)
-        window.datasets[self.number] = self
-        self.handed = HandedBatches()
         self.ranks = current_world(_OWNER).size
         if self.ranks > 1:
             len(self)  # It raises for data without a length.
@@ -103,20 +76,19 @@ class PreparedDataset:
 
     def passed(self, iterate: Iterate) -> Generator[object, None, None]:
         """Yield the batches of one epoch, which ``iterate`` takes from a pipeline of MindSpore."""
-        (sources, random_now), is_left = self._begin(), True
-        left = len(self) - self.batches if self.ranks > 1 else 0
+        (taken, sources, random_now), is_left = self._begin(), True
+        left = len(self) - taken if self.ranks > 1 else 0
         lengths = gather_counts(left) if self.ranks > 1 else [left]
-        missing, self.common = max(lengths) - left, self.batches + min(lengths)
+        missing, self.common = max(lengths) - left, taken + min(lengths)
         try:
             with sources.begun(self.dataset, random_now):
-                batches = iter(rest_of(self.dataset, self.batches, iterate))
+                batches = iter(rest_of(self.dataset, taken, iterate))
                 first = list(itertools.islice(batches, 1))
             # Each batch is held until the next one is there, which tells whether it is the last one.
-            for batch, following in itertools.pairwise(itertools.chain(first, batches, [_END])):
-                self.at_end = following is _END and missing == 0
-                self.batches += 1
-                self.window.passes.enter(self.handed)
-                self.handed.hand_out(Handed(self.handed, batch, self.epoch, self.batches, self.at_end, self.sources))
+            pairs = itertools.pairwise(itertools.chain(first, batches, [_END]))
+            for place, (batch, following) in enumerate(pairs, taken + 1):
+                is_last = following is _END and missing == 0
+                self.window.passes.hand_out(Handed(self.handed, batch, self.epoch, place, is_last, sources))
                 yield batch
             is_left = False
             if self.handed.are_fetched:
@@ -125,30 +97,20 @@ class PreparedDataset:
             else:
                 self.window.join_others(missing, self.epoch)
         finally:
-            self.handed.end(is_left)
-            self.at_end, self.sources = False, None
-            self.window.passes.leave(self.handed)
+            self.window.passes.end(self.handed, is_left)
 
-    def _begin(self) -> tuple[Sources, State | None]:
-        """Begin or resume a pass. Return the sources of its order, and the random states after its first batch."""
-        place, random_now = self.window.places.pop(self.number, None), None
-        is_resumed, self.batches, self.sources = place is not None, 0, None
+    def _begin(self) -> tuple[int, Sources, State | None]:
+        """Begin or resume a pass. Return its batches before, its order, and the random states after its first batch."""
+        place, taken, sources, random_now = self.window.places.pop(self.number, None), 0, None, None
+        is_resumed = place is not None
         if place is not None:
             place = place.among(None if place.length is None else len(self), self.ranks)
             self.epoch = place.next_epoch - 1
             if place.batches is not None:
-                self.batches, self.sources, random_now = place.batches, place.sources, place.random_now
+                taken, sources, random_now = place.batches, place.sources, place.random_now
         self.epoch += 1
-        self.sources = self.sources or Sources.now(self.ranks)
-        restarts = self.handed.restarts
         self.window.begin_pass(self.handed, is_resumed)
-        if self.handed.restarts and not restarts:
-            warn(
-                f"For '{_OWNER}', a prepared dataset that is trained together with another one has begun anew before "
-                f"the end of that one, but its last batch has ended a window. Prepare only the data whose end ends "
-                f"the loop."
-            )
-        return self.sources, random_now
+        return taken, sources or Sources.now(self.ranks), random_now
 
     def place(self) -> PassPlace:
         """Return the position of this process in its data, between two batches."""
@@ -160,15 +122,16 @@ class PreparedDataset:
             # Batches that were fetched and not trained are still to come.
             first = self.handed.waiting[0]
             return PassPlace(first.epoch, first.place - 1, length, first.origin, self.ranks)
-        if self.sources is None or self.at_end:
+        newest = self.handed.newest
+        if newest is None or newest.is_last or not self.handed.is_open:
             return PassPlace(self.epoch, None, length, None, self.ranks)
-        if self.ranks > 1 and self.batches > self.common:
+        if self.ranks > 1 and newest.place > self.common:
             raise RuntimeError(
                 f"For '{_OWNER}', a state must be saved in a batch that all processes have, but got batch "
-                f"{self.batches} of a pass in which some have {self.common}. Save it before, or after the pass."
+                f"{newest.place} of a pass in which some have {self.common}. Save it before, or after the pass."
             )
-        self.sources.check_known(self.dataset, self.ranks)
-        return PassPlace(self.epoch, self.batches, length, self.sources, self.ranks)
+        newest.origin.check_known(self.dataset, self.ranks)
+        return PassPlace(self.epoch, newest.place, length, newest.origin, self.ranks)
 
 
 class PreparedIterator:
@@ -199,51 +162,16 @@ class PreparedIterator:
             raise
 
 
-class PreparedScheduler:
-    """A learning rate scheduler that steps once per update, and not for a skipped one.
-
-    If it is called once per epoch, outside the loop over the batches, it steps if there was an update in between.
-    """
-
-    follows_updates = False  # True if it is called in each batch; then it also steps when this process joins an update.
-    is_due = False  # True if there was an update since its last step.
-
-    def __init__(self, scheduler: LRScheduler | ReduceLROnPlateau | SequentialLR, window: PreparedData) -> None:
-        self.scheduler, self.window = scheduler, window
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # A copy does not have it yet.
-            raise AttributeError(name)
-        return getattr(self.scheduler, name)
-
-    def state_dict(self) -> State:
-        """Return the state of the scheduler and of its position in the loop, as JSON."""
-        state = plain_state.take(self.scheduler)
-        return {"is_due": self.is_due, "follows_updates": self.follows_updates, "scheduler": state}
-
-    def load_state_dict(self, saved: State) -> None:
-        """Load the result of `state_dict`."""
-        rules = dict.fromkeys(("is_due", "follows_updates"), is_flag)
-        flags = check_saved(saved, "where its schedulers stand", rules)
-        plain_state.put(self.scheduler, saved.get("scheduler"))
-        vars(self).update(flags)
-
-    def step(self, *args: object, **kwargs: object) -> None:
-        """Call the scheduler's ``step`` if there was an update since the last time."""
-        self.follows_updates = self.follows_updates or self.window.in_batch
-        if self.is_due:
-            self.is_due = False
-            self.scheduler.step(*args, **kwargs)
-
-
-def prepare(item: object, window: PreparedData) -> object:
-    """Return ``item`` prepared for ``window``; a Cell is returned unchanged."""
+def prepare(item: object, window: LoopWindow, datasets: MutableMapping[int, PreparedDataset]) -> object:
+    """Return ``item`` prepared for ``window``, a dataset noted in ``datasets``; a Cell is returned unchanged."""
     if isinstance(item, (LRScheduler, ReduceLROnPlateau, SequentialLR)):
-        window.schedulers.append(PreparedScheduler(item, window))
+        window.schedulers.append(PreparedScheduler(item, lambda: window.in_batch))
         return window.schedulers[-1]
     if isinstance(item, nn.Cell):
         return item
     if isinstance(item, Iterable) and not isinstance(item, type):
-        return PreparedDataset(item, window)
+        prepared = PreparedDataset(item, window)
+        datasets[prepared.number] = prepared
+        return prepared
     rule, remedy = "a dataset, a learning rate scheduler or a Cell", "Give what the loop iterates over."
     raise TypeError(argument_error(_OWNER, "objects", rule, typed(item), remedy))

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from mindspore import Tensor
 
+from ms_gradaccum._checks import warn
 from ms_gradaccum.loops.data_position import Sources
 
 TensorOrArray: TypeAlias = Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -26,7 +27,7 @@ class Handed:
     epoch: int
     place: int  # Number of the batch in its pass, from 1 on.
     is_last: bool  # True if it ends the pass, on all ranks.
-    origin: Sources | None
+    origin: Sources  # The sources of the order of its pass.
     pieces: int = 0  # Number of times that `accumulate()` was entered for it so far.
     rows_trained: float | None = 0.0  # Number of rows of the pieces that were trained; None if it is not known.
 
@@ -84,17 +85,6 @@ class HandedBatches:
             self.waiting.clear()
         self.is_ahead = self.is_ahead and not self.depth
         self.is_open, self.is_shuffled, self.newest, self.depth = True, False, None, 0
-
-    def hand_out(self, batch: Handed) -> None:
-        """Note a batch that goes to the loop now."""
-        self.newest = batch
-        self.waiting.append(batch)
-
-    def end(self, is_left: bool) -> None:
-        """End a pass; ``is_left`` if the loop wants no more of it."""
-        self.is_open = False
-        if is_left:
-            self.waiting.clear()
 
     @property
     def are_fetched(self) -> bool:
@@ -177,16 +167,30 @@ class ActivePasses:
         self._recent = [each for each in self._recent if each is not handed and (each.is_open or each.waiting)]
         self._recent = [*self._recent[-7:], handed]
         is_inside = handed in self.trained and any(each.is_open for each in self.trained if each is not handed)
-        handed.restarts |= is_inside
+        if is_inside and not handed.restarts:
+            handed.restarts = True
+            warn(
+                "For 'Accumulator', a prepared dataset that is trained together with another one has begun anew before "
+                "the end of that one, but its last batch has ended a window. Prepare only the data whose end ends the "
+                "loop."
+            )
         return is_inside
 
-    def enter(self, handed: HandedBatches) -> None:
-        """Note that a pass gives a batch, so passes that have begun inside its last batch are over."""
-        self.leave(handed)
-        self._open.append(handed)
+    def hand_out(self, batch: Handed) -> None:
+        """Note a batch that goes to the loop now, so passes that have begun inside the one before it are over."""
+        self._leave(batch.source)
+        self._open.append(batch.source)
+        batch.source.newest = batch
+        batch.source.waiting.append(batch)
 
-    def leave(self, handed: HandedBatches) -> None:
-        """Note that a pass is over."""
+    def end(self, handed: HandedBatches, is_left: bool) -> None:
+        """End a pass; ``is_left`` if the loop wants no more of it."""
+        self._leave(handed)
+        handed.is_open = False
+        if is_left:
+            handed.waiting.clear()
+
+    def _leave(self, handed: HandedBatches) -> None:
         if handed in self._open:
             del self._open[self._open.index(handed) :]
 

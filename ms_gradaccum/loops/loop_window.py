@@ -1,5 +1,6 @@
 """The window of a hand-written loop: the batch that ends it, and checks of the order of calls."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -16,10 +17,10 @@ from ms_gradaccum._checks import (
     warn_of_open,
 )
 from ms_gradaccum.backend.optimizers import check_claims
-from ms_gradaccum.loops.dataloader import PreparedData
-from ms_gradaccum.loops.handed_batches import Handed, HandedBatches, arrays_in, rows_of
+from ms_gradaccum.loops.data_position import PassPlace
+from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, HandedBatches, arrays_in, rows_of
 from ms_gradaccum.loops.network_trainer import TrainedNetwork
-from ms_gradaccum.loops.schedule import AccumulationConfig
+from ms_gradaccum.loops.schedule import AccumulationConfig, PreparedScheduler
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.step_output import StepOutput
 
@@ -28,10 +29,11 @@ _BETWEEN = "Call it at the end of the loop's body."
 _COUNTS = dict.fromkeys(("batches", "updates", "steps"), is_count)
 
 
-class LoopWindow(PreparedData):
+class LoopWindow:
     """The common window of all networks of a loop."""
 
     ends = updated = False  # True if the current batch ends the window, and if its update was made.
+    in_batch = False  # True if the program is inside a batch.
     batches = 0  # Number of batches in the window, the current one included. The buffers have the number, too.
     steps = 0  # Number of batches that the window shall have; 0 if the next one decides it.
     updates = 0  # Number of updates made.
@@ -41,8 +43,12 @@ class LoopWindow(PreparedData):
     _rows: int | None = None  # The rows of the window's last batch that came without a weight, if known.
 
     def __init__(self, config: AccumulationConfig, networks: Sequence[TrainedNetwork], events: Events) -> None:
-        super().__init__()
         self.config, self.networks, self.events = config, networks, events
+        self.schedulers: list[PreparedScheduler] = []
+        self.numbers = itertools.count()  # Of the prepared datasets.
+        # Positions in a loaded state at which the datasets go on, by the number of the dataset.
+        self.places: dict[int, PassPlace] = {}
+        self.passes = ActivePasses()
         # The prepared batches that the current batch has or, as long as it is not known, is expected to have, and its
         # rows if it is a piece of one.
         self._batches: list[Handed] = []

@@ -1,16 +1,23 @@
-"""The number of batches of an update, and its changes."""
+"""The schedules of a loop: the number of batches of an update, and the learning rate."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mindspore.experimental.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from ms_gradaccum._checks import (
+    State,
     argument_error,
     check_accumulation_steps,
     check_bool,
     check_positive_int,
+    check_saved,
+    is_flag,
     require,
     typed,
 )
+from ms_gradaccum.backend import plain_state
 
 _OWNER = "AccumulationConfig"
 _RULE, _REMEDY = "a dict from epochs to numbers of batches, a function or None", "For example schedule={0: 1, 4: 2}."
@@ -111,3 +118,40 @@ def merge_config(owner: str, accumulation_steps: object, config: object) -> Accu
     rule, got = "the same as that of config", f"{accumulation_steps} and a config with {config.accumulation_steps}"
     require(config.accumulation_steps == 1, owner, "accumulation_steps", rule, got, "Give it in one place.")
     return replace(config, accumulation_steps=accumulation_steps)
+
+
+class PreparedScheduler:
+    """A learning rate scheduler that steps once per update, and not for a skipped one.
+
+    If it is called once per epoch, outside the loop over the batches, it steps if there was an update in between.
+    """
+
+    follows_updates = False  # True if it is called in each batch; then it also steps when this process joins an update.
+    is_due = False  # True if there was an update since its last step.
+
+    def __init__(self, scheduler: LRScheduler | ReduceLROnPlateau | SequentialLR, in_batch: Callable[[], bool]) -> None:
+        self.scheduler, self.in_batch = scheduler, in_batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # A copy does not have it yet.
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def state_dict(self) -> State:
+        """Return the state of the scheduler and of its position in the loop, as JSON."""
+        state = plain_state.take(self.scheduler)
+        return {"is_due": self.is_due, "follows_updates": self.follows_updates, "scheduler": state}
+
+    def load_state_dict(self, saved: State) -> None:
+        """Load the result of `state_dict`."""
+        rules = dict.fromkeys(("is_due", "follows_updates"), is_flag)
+        flags = check_saved(saved, "where its schedulers stand", rules)
+        plain_state.put(self.scheduler, saved.get("scheduler"))
+        vars(self).update(flags)
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Call the scheduler's ``step`` if there was an update since the last time."""
+        self.follows_updates = self.follows_updates or self.in_batch()
+        if self.is_due:
+            self.is_due = False
+            self.scheduler.step(*args, **kwargs)

@@ -15,7 +15,7 @@ from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
 from ms_gradaccum._checks import DamagedState, all_or_nothing
 from ms_gradaccum.backend import plain_state
 from ms_gradaccum.gradients.loss_scaler import ForeignLossScale, NoLossScale
-from ms_gradaccum.loops.dataloader import PreparedScheduler
+from ms_gradaccum.loops.schedule import PreparedScheduler
 from ms_gradaccum.training.events import Events
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -49,7 +49,7 @@ def new_scheduler():
     optimizer = optim.SGD(line().trainable_params(), lr=0.5)
     parts = [optim.lr_scheduler.StepLR(optimizer, 2, 0.5), optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
     scheduler = optim.lr_scheduler.SequentialLR(optimizer, parts, [3])
-    return PreparedScheduler(scheduler, types.SimpleNamespace(in_batch=True))
+    return PreparedScheduler(scheduler, lambda: True)
 
 
 def used_scheduler(scheduler):
