@@ -16,6 +16,7 @@ from ms_gradaccum._checks import (
     Settled,
     Uncopied,
     argument_error,
+    check_bool,
     check_cell,
     check_choice,
     refuse_unknown,
@@ -262,22 +263,31 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             raise TypeError(argument_error(_OWNER, "loss", "a tensor", typed(loss), "Give what is differentiated."))
         return loss * only_of(self.windows, network).loss_scale.value()
 
-    def backward(self, *args: object, network: nn.Cell | None = None, **kwargs: object) -> Tensor:
+    def backward(
+        self, *args: object, network: nn.Cell | None = None, same_batch: bool = False, **kwargs: Any
+    ) -> Tensor:
         """Run forward and backward of one batch, add its gradients, and return its mean loss, a float32 scalar.
 
-        Outside ``accumulate()`` it counts as a batch of its own.
+        Outside ``accumulate()`` it counts as a batch of its own. Where MindSpore's tensors have a ``backward()``, it
+        also takes a loss that is computed already, ``backward(loss, weight=rows)``.
 
         Args:
             args: The batch, as the network takes it; keywords are allowed.
             network (Cell, optional): The network, of several. Default: ``None``, the only one.
+            same_batch (bool): Whether it is another loss of the batch before in the same ``accumulate()``, with as many
+                rows. Its mean is added, and its rows do not count again. Default: ``False``.
         """
         trained = only_of(self.windows, network)
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].ndim == 0:
-            remedy = "Call backward(*batch), which computes the loss and returns it."
-            raise TypeError(argument_error(_OWNER, "args", "a batch, as the network takes it", "one number", remedy))
-        with self.window.batch_of(trained):
-            self.window.recognise((args, kwargs))
-            return trained.backward(args, kwargs, self.window.ends)
+        check_bool(_OWNER, "same_batch", same_batch, "True adds another loss of the same rows.")
+        weight = None
+        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 0 and not kwargs.keys() - {"weight"}:
+            weight = self.window.checked_weight(kwargs.get("weight", 1.0))
+        with self.window.batch_of(trained, same_batch):
+            if not same_batch:
+                self.window.recognise((args, kwargs), None if weight == 1.0 else weight)
+            if weight is not None:
+                return trained.backward_of(args[0], weight, same_batch)
+            return trained.backward(args, kwargs, self.window.ends, same_batch)
 
     def __call__(
         self,
@@ -295,12 +305,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             raise RuntimeError(UNKNOWN_LAST.format(owner=_OWNER, got="gradients that were taken outside accumulate()"))
         with self.window.batch_of(trained):
             self.window.recognise((), None if weight == 1.0 else weight)
-            self.events.tell("on_micro_batch_begin", 0)
             trained.add_grads(grads, weight, loss, weight if reduction == "mean" else 1.0)
-            self.events.micro_batch_end(0)
-        if self.sync_gradients:
-            return self.window.step(trained)
-        return trained.partial_output()
+        return self.window.step(trained) if self.sync_gradients else trained.partial_output()
 
     def construct(
         self,
@@ -408,9 +414,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         All processes must call it.
         """
         check_claims(_OWNER, self.windows)
-        if self.windows[0].reducers[0].most(self.window.batches_added):
-            return _one_or_all(self.window.flush())
-        return None
+        is_open = self.windows[0].reducers[0].most(self.window.batches_added)
+        return _one_or_all(self.window.flush()) if is_open else None
 
     def drop(self) -> int:
         """Discard an unfinished window and return the number of its batches."""

@@ -14,6 +14,7 @@ from ms_gradaccum._checks import (
     is_count,
     is_flag,
     warn,
+    warn_of_dropped,
     warn_of_open,
 )
 from ms_gradaccum.backend.optimizers import check_claims
@@ -169,20 +170,30 @@ class LoopWindow:
             self.batches = 1
 
     @contextmanager
-    def batch_of(self, trained: TrainedNetwork) -> Iterator[None]:
-        """Context in which one network adds its batch. Outside `batch` it begins one."""
+    def batch_of(self, trained: TrainedNetwork, same_batch: bool = False) -> Iterator[None]:
+        """Context in which one network adds its batch, or another loss of it. Outside `batch` it begins one."""
         if not self.in_batch and len(self.networks) > 1:
             remedy = "They share their batches: write 'with accumulator.accumulate():' around what belongs to one."
             raise _disorder("several networks must be trained in accumulate()", "a call outside it", remedy)
         with nullcontext() if self.in_batch else self.batch():
-            if trained.has_batch:
-                remedy = "Put both losses into one cell, or write one 'with' per micro batch."
+            if trained.has_batch and not same_batch:
+                remedy = "Give same_batch=True for another loss of the same rows, or write one 'with' per micro batch."
                 raise _disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
+            if same_batch and not trained.has_batch:
+                remedy = "Leave it out for the first loss in accumulate()."
+                raise _disorder("same_batch=True must follow another loss of its batch", "it before", remedy)
             if trained.outputs is not None:
                 remedy = "The norm is that of the whole window, this batch included."
                 raise _disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
             try:
                 yield
+            except BaseException as error:
+                if same_batch and trained.is_open:
+                    # One loss of a batch without the other would be another training.
+                    trained.discard(for_all=True)
+                    warn_of_dropped(_OWNER, self.batches - 1)
+                    trained.has_batch = trained.goes_on(error)
+                raise
             finally:
                 if trained.has_batch:
                     # It is written at the end of the batch, which may have updated and cleared by then.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
@@ -61,26 +62,58 @@ class TrainedNetwork(Window):
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
 
-    def backward(self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False) -> Tensor:
-        """Add one batch and return its mean loss."""
+    def backward(
+        self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False, same_batch: bool = False
+    ) -> Tensor:
+        """Add one batch, or another loss of the ``same_batch``, and return its mean loss."""
+        loss_of, first = self.network.weighted_loss, self.reducers[0]
+        once = first.every_batch or self.comes_reduced or self.settings.drop_non_finite
+        fits = loss_of.counts_rows and not (loss_of.is_cached or once or first.buffer.other_losses is not None)
+        rule = "False for a loss with a weight of its own, several losses, GradCacheLoss, bad_micro_batch='drop', and "
+        rule += "gradients that are reduced in each batch"
+        require(fits or not same_batch, _OWNER, "same_batch", rule, True, "Put both losses into one cell.")
+        buffers, rows = [each.buffer for each in self.reducers], self.micro_steps.rows
+        weights = [buffer.weight + 0.0 for buffer in buffers] if same_batch else []
         try:
             outputs = self.add(args, kwargs, is_last)
         except BaseException as error:
             self.has_batch = self.goes_on(error)  # To the other ranks it is a batch.
             raise
         self.has_batch = True
+        _check_rows(same_batch, rows, self.micro_steps.rows)
+        for buffer, weight in zip(buffers, weights):
+            buffer.weight.set_data(weight)
         loss: Tensor = self.run_mean_loss(*(output[i] for i in (0, 1) for output in outputs))
         return loss
 
-    def add_grads(self, grads: object, weight: float, loss: object, factor: float) -> None:
-        """Add one batch of which the caller has taken the gradients."""
+    def add_grads(self, grads: object, weight: float, loss: object, factor: float, same_batch: bool = False) -> None:
+        """Add one batch, or another loss of the ``same_batch``, of which the caller has taken the gradients."""
         number = check_loss(_OWNER, loss)
-        numbers = [Tensor(number, ms.float32) for number in (factor, number * factor, weight)]
+        _check_rows(same_batch, self.micro_steps.rows, weight)
+        self.micro_steps.rows = weight
+        numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, 0.0 if same_batch else weight)]
         added = () if self.reducers[0].keeps_grads else _check_grads(grads, [*self.micro_steps.parameters])
         self.reducers[0].end_micro_batch(factor)
+        self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.run_add_grads(*numbers, *added)
         self.has_batch = True
+        self.micro_steps.events.micro_batch_end(0)
         self.has_loss = self.has_loss and loss is not None
+
+    def backward_of(self, loss: Any, weight: float, same_batch: bool) -> Tensor:
+        """Run the backward pass that a tensor has, and add the gradients that it gives to the parameters."""
+        if not hasattr(loss, "backward"):
+            remedy = "Call backward(*batch), which computes the loss and returns it."
+            raise TypeError(argument_error(_OWNER, "args", "a batch, as the network takes it", "one number", remedy))
+        parameters = self.micro_steps.parameters
+        for parameter in parameters:
+            parameter.grad = None
+        (loss * self.loss_scale.value()).backward()
+        grads = tuple(ops.zeros_like(each) if each.grad is None else each.grad for each in parameters)
+        for parameter in parameters:
+            parameter.grad = None
+        self.add_grads(grads, weight, loss, weight, same_batch)
+        return loss
 
 
 def _none_of(empty: Tensor, grad: Tensor) -> Tensor:
@@ -112,6 +145,11 @@ class BatchMeanLoss(nn.Cell):
         count = len(parts) // 2
         total, weight = ops.addn(parts[:count]), ops.addn(parts[count:])
         return ops.cast(total * reciprocal(weight), ms.float32)
+
+
+def _check_rows(same_batch: bool, before: float, rows: float) -> None:
+    rule, remedy = "True for as many rows as the loss before", "Put losses of other rows into one cell."
+    require(not same_batch or rows == before, _OWNER, "same_batch", rule, f"{rows:g} after {before:g}", remedy)
 
 
 def _with_sync(kind: Kind | SemiAuto | None, sync_each_batch: bool) -> Kind | None:

@@ -231,7 +231,8 @@ class EagerMicroStep:
             self.has_run = self.adding.has_run
 
     def _loss(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return self.micro_loss(share, *unflatten(self.structure, tensors))
+        outputs: tuple[Tensor, ...] = self.micro_loss(share, *unflatten(self.structure, tensors))
+        return outputs
 
 
 class EmptyStep(nn.Cell):

@@ -36,6 +36,7 @@ class MicroSteps:
 
     has_begun = has_split = False  # True once the network, and a batch that is split, have been checked.
     has_added = False  # True if the last batch may have added something before it failed.
+    rows: float = 0  # The rows or the weight of the last batch.
     rounds = -1  # The micro batches in whose collectives other ranks may still wait; -1 before the count.
 
     def __init__(
@@ -79,7 +80,7 @@ class MicroSteps:
             check_hooks_run(self.owner, eager)
         inputs = self.network.positional(args, kwargs)
         split = self.network.split(*inputs) if self.has_split else self._first_split(inputs, eager)
-        batch_rows = sum(map(_rows_of, split.micro_batches))
+        self.rows = batch_rows = sum(map(_rows_of, split.micro_batches))
         if self.first_pass is not None:
             split, batch_rows = self.first_pass.run(inputs, split, eager)
         structure, micro_batches = split

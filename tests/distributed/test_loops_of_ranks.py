@@ -13,6 +13,7 @@ from loop_scenarios import (  # noqa: E402
     joined_batches,
     train_functionally,
     train_sentences,
+    train_two_losses,
     train_with_scheduler,
 )
 from scenarios import batch, build_network, weights_of  # noqa: E402
@@ -97,6 +98,24 @@ def test_gradients_that_the_caller_took_are_added_over_the_ranks(name, two):
         np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
         np.testing.assert_allclose(loss, output.loss.asnumpy(), rtol=1e-5)
         assert (updated, rows) == (1, 24)
+
+
+@pytest.mark.parametrize("name", ["data parallel", "level1"])
+def test_two_losses_of_uneven_ranks_train_the_sum_of_their_means(name, two):
+    expected, output = train_two_losses([tuple(Tensor(array) for array in batch(number)) for number in (0, 1)])
+    for report in two:
+        weights, loss, updated, rows = report[f"two losses {name}"]
+        np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(loss, output.loss.asnumpy(), rtol=1e-5)
+        assert (updated, rows) == (1, 24)
+
+
+def test_a_second_loss_that_fails_on_one_rank_drops_the_window_on_all(two):
+    for report in two:
+        assert report["two losses level2"].startswith("For 'Accumulator', the argument 'same_batch' must be False for")
+        assert report["two losses, one failed"] == [True, False]
+        assert report["two losses, then"] == [False, True]
+    assert "two losses, error" in two[1] and "two losses, error" not in two[0]
 
 
 def test_all_ranks_skip_what_one_cannot_use(two):

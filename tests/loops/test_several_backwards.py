@@ -1,0 +1,198 @@
+"""Several losses of one batch by a backward pass each, and losses of tensors that have a `backward` of their own."""
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from mindspore.amp import StaticLossScaler
+from step_probe import number
+
+from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss
+
+RANDOM = np.random.default_rng(7)
+REAL, FAKE = (RANDOM.normal(size=(12, 3)).astype(np.float32) for _ in range(2))
+# Two windows of two batches, uneven inside.
+BATCHES = (slice(0, 5), slice(5, 6), slice(6, 8), slice(8, 12))
+WINDOWS = (slice(0, 6), slice(6, 12))
+
+
+class Critic(nn.Cell):
+    """The loss of a critic that shall give its rows this label."""
+
+    def __init__(self):
+        super().__init__()
+        values = np.random.default_rng(3).normal(size=(1, 3)).astype(np.float32)
+        self.layer = nn.Dense(3, 1, weight_init=Tensor(values), bias_init="zeros")
+
+    def construct(self, rows, label):
+        return ops.softplus(self.layer(rows) * (1.0 - 2.0 * label)).mean()
+
+
+class BothLosses(nn.Cell):
+    def __init__(self, critic):
+        super().__init__()
+        self.critic = critic
+
+    def construct(self, real, fake):
+        return self.critic(real, 1.0) + self.critic(fake, 0.0)
+
+
+def momentum(network):
+    return nn.Momentum(network.trainable_params(), 0.5, 0.9)
+
+
+def values_of(network):
+    return [parameter.asnumpy() for parameter in network.trainable_params()]
+
+
+def whole_windows():
+    """MindSpore's own step on the sum of both losses over all rows of each window."""
+    critic = Critic()
+    step = nn.TrainOneStepCell(BothLosses(critic), momentum(critic)).set_train()
+    losses = [number(step(Tensor(REAL[rows]), Tensor(FAKE[rows]))) for rows in WINDOWS]
+    return losses, values_of(critic)
+
+
+def train(critic, network, second, **options):
+    """Train with two backward passes per batch, the second one with these keywords."""
+    accumulator = Accumulator(network, momentum(critic), 2, **options)
+    reports = []
+    for rows in BATCHES:
+        with accumulator.accumulate():
+            accumulator.backward(Tensor(REAL[rows]), 1.0)
+            loss = accumulator.backward(Tensor(FAKE[rows]), 0.0, **second)
+            reports.append(accumulator.step())
+    assert number(loss) == pytest.approx(number(critic(Tensor(FAKE[rows]), 0.0)), rel=0.5)
+    return reports[1::2], values_of(critic)
+
+
+def split(critic):
+    return GradAccumulation(critic, 2)
+
+
+def as_it_is(critic):
+    return critic
+
+
+@pytest.mark.parametrize("cells", [as_it_is, split], ids=["one micro batch", "two micro batches"])
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": StaticLossScaler(1024)}], ids=["", "scaled"])
+def test_two_backward_passes_of_a_batch_train_the_sum_of_both_means(mode, cells, options):
+    losses, expected = whole_windows()
+    critic = Critic()
+    reports, values = train(critic, cells(critic), {"same_batch": True}, **options)
+    np.testing.assert_allclose([number(report.loss) for report in reports], losses, rtol=2e-6)
+    assert [number(report.weight) for report in reports] == [6, 6]
+    for value, exact in zip(values, expected):
+        np.testing.assert_allclose(value, exact, rtol=2e-6, atol=2e-7)
+
+
+def test_rows_that_would_count_twice_train_half_of_it(eager):
+    losses, _ = whole_windows()
+    critic = Critic()
+    accumulator = Accumulator(critic, momentum(critic), 2)
+    accumulator.backward(Tensor(REAL[:6]), 1.0), accumulator.backward(Tensor(FAKE[:6]), 0.0)
+    assert number(accumulator.step().loss) == pytest.approx(losses[0] / 2, rel=1e-6)
+
+
+def test_without_the_argument_a_second_pass_is_refused(eager):
+    with pytest.raises(RuntimeError, match="must have one backward pass in accumulate"):
+        train(*[Critic()] * 2, {})
+
+
+def test_the_first_loss_of_a_batch_is_not_another_one(eager):
+    critic = Critic()
+    accumulator = Accumulator(critic, momentum(critic), 2)
+    sentence = r"same_batch=True must follow another loss of its batch, but got it before\. Leave it out for the first"
+    for context in (accumulator.accumulate(), accumulator.no_sync()):
+        with pytest.raises(RuntimeError, match=sentence), context:
+            accumulator.backward(Tensor(REAL[:2]), 1.0, same_batch=True)
+    assert accumulator.drop() == 0
+    with pytest.raises(TypeError, match="'same_batch' must be a bool, but got 1"):
+        accumulator.backward(Tensor(REAL[:2]), 1.0, same_batch=1)
+
+
+def test_a_failed_second_loss_drops_its_window(eager):
+    """Other rows or another shape: no half of a batch is trained."""
+    critic = Critic()
+    start = values_of(critic)
+    accumulator = Accumulator(critic, momentum(critic), 2)
+    for rows, error in ((Tensor(FAKE[:3]), "as many rows as the loss before, but got 3 after 2"), (FAKE[:2, :2], "")):
+        accumulator.backward(Tensor(REAL[:2]), 1.0)
+        with pytest.warns(UserWarning, match="also drops 1 batch before it"), pytest.raises(Exception, match=error):
+            with accumulator.accumulate():
+                accumulator.backward(Tensor(REAL[:2]), 1.0)
+                accumulator.backward(Tensor(rows), 0.0, same_batch=True)
+        assert not accumulator.window.is_open
+        np.testing.assert_array_equal(values_of(critic)[0], start[0])
+    reports, values = train(critic, critic, {"same_batch": True})
+    np.testing.assert_allclose(number(reports[-1].weight), 6)
+    for value, exact in zip(values, whole_windows()[1]):
+        np.testing.assert_allclose(value, exact, rtol=2e-6, atol=2e-7)
+
+
+def test_it_is_refused_where_the_rows_are_not_what_counts(eager):
+    critic = Critic()
+    tokens = TokenMeanLoss(nn.Dense(3, 2))
+    for network, options in ((tokens, {}), (critic, {"bad_micro_batch": "drop"})):
+        accumulator = Accumulator(network, momentum(network), 2, **options)
+        labels = Tensor(np.zeros(2, np.int32)) if network is tokens else 1.0
+        with pytest.raises(ValueError, match="argument 'same_batch' must be False for a loss with a weight of its own"):
+            with accumulator.accumulate():
+                accumulator.backward(Tensor(REAL[:2]), labels)
+                accumulator.backward(Tensor(REAL[:2]), labels, same_batch=True)
+
+
+class TapeLoss(Tensor):
+    """A loss with the `backward` of torch and of MindSpore after 2.10: it adds to the `grad` of the parameters."""
+
+    def __init__(self, value, gradients):
+        super().__init__(value)
+        self.gradients = gradients
+
+    def __mul__(self, factor):
+        return TapeLoss(Tensor.__mul__(self, factor), [(each, grad * factor) for each, grad in self.gradients])
+
+    def backward(self):
+        for parameter, grad in self.gradients:
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def tape(critic, rows, label):
+    parameters = ms.ParameterTuple(critic.trainable_params())
+    loss, grads = ms.value_and_grad(critic, None, parameters)(Tensor(rows), label)
+    return TapeLoss(loss, list(zip(parameters, grads)))
+
+
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": StaticLossScaler(1024)}], ids=["", "scaled"])
+def test_losses_that_have_a_backward_pass_of_their_own(eager, options):
+    losses, expected = whole_windows()
+    critic = Critic()
+    optimizer = momentum(critic)
+    accumulator = Accumulator(critic, optimizer, 2, **options)
+    accumulator.prepare(optimizer)
+    critic.layer.weight.grad = Tensor(np.ones((1, 3), np.float32))  # Left there by somebody else.
+    reports = []
+    for rows in BATCHES:
+        count = len(REAL[rows])
+        with accumulator.accumulate():
+            loss = tape(critic, REAL[rows], 1.0)
+            assert accumulator.backward(loss, weight=count) is loss
+            accumulator.backward(tape(critic, FAKE[rows], 0.0), weight=count, same_batch=True)
+            reports.append(optimizer.step())
+            optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in critic.trainable_params())
+    np.testing.assert_allclose([number(report.loss) for report in reports[1::2]], losses, rtol=2e-6)
+    for value, exact in zip(values_of(critic), expected):
+        np.testing.assert_allclose(value, exact, rtol=2e-6, atol=2e-7)
+    with pytest.raises(ValueError, match="as many rows as the loss before, but got 3 after 2"):
+        with accumulator.accumulate():
+            accumulator.backward(tape(critic, REAL[:2], 1.0), weight=2)
+            accumulator.backward(tape(critic, REAL[:3], 1.0), weight=3, same_batch=True)
+
+
+def test_a_tensor_without_a_backward_pass_is_refused(eager):
+    critic = Critic()
+    with pytest.raises(
+        TypeError, match=r"must be a batch, as the network takes it, but got one number\. Call backward"
+    ):
+        Accumulator(critic, momentum(critic)).backward(critic(Tensor(REAL), 1.0))
