@@ -1,52 +1,123 @@
 """Cells for the tests of `python -m ms_gradaccum test`: in a broken build, op by op, and some that go wrong."""
 
+import json
 import os
 import sys
+import tempfile
 import time
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import mindspore as ms
 import numpy as np
 import quick_mindspore
 from mindspore import Tensor
+from mindspore.communication import init
 
 from ms_gradaccum.checkpoint import state as states
 from ms_gradaccum.gradients import buffer
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
 from ms_gradaccum.parallel.collectives import AllReduce
-from ms_gradaccum.tools.self_test import trials
-from ms_gradaccum.tools.self_test.training import Cell, Found
+from ms_gradaccum.tools.processes import Job, Meeting
+from ms_gradaccum.tools.self_test import self_test, trials
+from ms_gradaccum.tools.self_test.self_test import judge, try_cell
+from ms_gradaccum.tools.self_test.training import ALONE, Cell, Found
 
-# In the name of a cell, before the way in which the build is broken.
-IN_BUILD = ", in a broken build: "
+# In the line about a cell, before what is said of a broken build.
+IN_BUILD = "; in a broken build, "
 
 quick_mindspore.install()
 
 
-def tried(cell, fault=""):
-    """The cell, with a fault of the package. In PYNATIVE mode nothing is compiled for it."""
-    name = f"{cell.name}{IN_BUILD}{fault}" if fault else cell.name
-    return replace(cell, name=name, function=f"{__name__}:{cell.function.partition(':')[2]}__{fault}")
+def tried(cell, *faults):
+    """The cell, and in its processes after it the same in builds with a fault of the package each."""
+    return replace(cell, function=f"{__name__}:{cell.function.partition(':')[2]}__{'__'.join(faults)}")
 
 
 def __getattr__(name):
-    """The function of a cell that is tried: that of the package and its fault, with two low lines between them."""
-    function, separator, fault = name.partition("__")
-    if not function or not separator:
+    """The function of a cell that is tried: that of the package and its faults, with two low lines between them."""
+    function, *faults = name.split("__")
+    if not function or not faults:
         raise AttributeError(name)
-    return partial(run, getattr(trials, function), fault)
+    return partial(run_and_break, getattr(trials, function), [fault for fault in faults if fault])
+
+
+def run_and_break(function, faults, cell):
+    """Run a cell, and say of each fault whether it fails with it; that is tried op by op where it can be."""
+    found = run(function, "", cell)
+    for fault in faults:
+        with ExitStack() as stack:
+            if not cell.partitioned:
+                stack.enter_context(quick_mindspore.eagerly())
+            outcome, _ = judge(run(function, fault, cell))
+        found = found._replace(what=f"{found.what}{IN_BUILD}{fault}: {outcome}")
+    return found
 
 
 def run(function, fault, cell):
+    """Run a cell, in a build with a fault if there is one. In PYNATIVE mode nothing is compiled for it."""
     with ExitStack() as stack:
         if ms.get_context("mode") == ms.PYNATIVE_MODE:
             stack.enter_context(mock.patch.dict(os.environ, MS_JIT="0"))
         for change in FAULTS[fault]() if fault else ():
             stack.enter_context(change)
         return function(cell)
+
+
+class HereJob:
+    """A job of one process which is this one, as a process of its own takes seconds to begin."""
+
+    def __init__(self, task):
+        self.task = json.loads(json.dumps(task))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        pass
+
+    def wait(self, timeout, tell):
+        with tempfile.TemporaryDirectory() as folder:
+            return [try_cell(Meeting(folder), **self.task)]
+
+
+class FewJobs:
+    """Stands in for Job: cells of several processes share one job, but for what compiles for GPUs.
+
+    ``cells`` are all that come.
+    """
+
+    def __init__(self, cells):
+        self.shared = [cell for cell in cells if cell.parallel != ALONE and not cell.partitioned]
+        self.reports = []
+
+    def __call__(self, count, variable, function, task, extra):
+        if count == 1:
+            return HereJob(task)
+        if task["simulated"]:
+            return Job(count, variable, function, task, extra)
+        return self._of_shared(count, variable, task, extra)
+
+    @contextmanager
+    def _of_shared(self, count, variable, task, extra):
+        names = ("size", "workers", "device", "folder")
+        cells = [asdict(cell) | {name: task["cell"][name] for name in names} for cell in self.shared]
+        if not self.reports:
+            tasks = [task | {"cell": cell} for cell in cells]
+            with Job(count, variable, f"{__name__}:try_cells", {"tasks": tasks}, extra) as job:
+                self.reports = job.wait(300, str)
+        found = [report["cells"][cells.index(task["cell"])] for report in self.reports]
+        yield SimpleNamespace(wait=lambda timeout, tell: found)
+
+
+def try_cells(meeting, tasks):
+    """Try one cell after the other in processes that have met."""
+    init()
+    with mock.patch.object(self_test, "init"):
+        return {"cells": [try_cell(meeting, **task) for task in tasks]}
 
 
 def everywhere(original, other):
