@@ -1,6 +1,6 @@
 """A layer or two of a Llama of 1 billion parameters, for ``simulate``. What they send is in docs/team.md.
 
-KIND=hsdp LAYERS=2 python -m ms_gradaccum simulate benchmarks/llama_layers.py:build --devices 8 --no-compare
+KIND=hsdp LAYERS=2 python -m ms_gradaccum simulate benchmarks/llama_layers.py:build --devices 8
 """
 
 import os

@@ -1,10 +1,9 @@
-"""The time that MindSpore compiles a step in semi-auto-parallel: ours beside its own cell. Prints one table.
+"""The time that MindSpore compiles a step in semi-auto-parallel. Prints one table.
 
 python benchmarks/semi_auto.py                      # Dense layers: 200, 400 and 1,000 parameter tensors on 2 devices
 python benchmarks/semi_auto.py --cases llama        # a network of Llama's shape on 8 devices
 
-Each case is a job of its own, in which one process compiles ours and another one MindSpore's at the same time. The
-targets are GPUs that need not be there; see docs/simulate.md.
+Each case is a job of its own. The targets are GPUs that need not be there; see docs/simulate.md.
 """
 
 import argparse
@@ -85,20 +84,13 @@ def main() -> None:
     args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     print(versions())
-    print(f"{'':44}{'ours':>8}{'MindSpore':>11}{'time':>8}{'ours':>10}{'MindSpore':>11}{'memory':>8}")
+    print(f"{'':44}{'time':>10}{'memory':>11}")
     for name, case in cases_of(args.cases).items():
         if args.only not in name:
             continue
         os.environ[_CASE] = json.dumps(case)
-        found = simulate(f"{__file__}:build", 2 if args.cases == "dense" else 8, timeout=7200.0)
-        row, (ours, stock) = f"{name:44}{found.ours.compile_seconds:8.1f}", (found.ours, found.stock)
-        if stock is None:
-            row += f"  {found.stock_error}"
-        else:
-            row += f"{stock.compile_seconds:9.1f} s{ours.compile_seconds / stock.compile_seconds:8.2f}"
-            row += f"{ours.compile_bytes / 2**20:10.0f}{stock.compile_bytes / 2**20:8.0f} MB"
-            row += f"{ours.compile_bytes / stock.compile_bytes:8.2f}"
-        print(row, flush=True)
+        ours = simulate(f"{__file__}:build", 2 if args.cases == "dense" else 8, timeout=7200.0).ours
+        print(f"{name:44}{ours.compile_seconds:8.1f} s{ours.compile_bytes / 2**20:8.0f} MB", flush=True)
 
 
 if __name__ == "__main__":

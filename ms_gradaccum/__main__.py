@@ -48,7 +48,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("build", metavar="train.py:build", help="a function that returns (step, batch); or module:build")
     option("--devices", type=int, default=8, metavar="N", help="how many the job has; default: %(default)s")
     option("--run", action="store_true", help="train three updates on as many CPU processes; default: compile only")
-    option("--no-compare", action="store_true", help="leave MindSpore's own cell out; default: compile it too")
     option("--json", metavar="FILE", help="a file for JSON, - for standard output; default: none, a table is printed")
     option("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of all of it; default: %(default)g")
 
@@ -120,8 +119,7 @@ def _simulate(args: argparse.Namespace) -> int:
     """Print the table, or JSON in its place, and a line of progress beside it."""
     from ms_gradaccum.tools.simulation.simulate import simulate
 
-    settings = {"run": args.run, "compare": not args.no_compare, "timeout": args.timeout}
-    found = simulate(args.build, args.devices, **settings)
+    found = simulate(args.build, args.devices, run=args.run, timeout=args.timeout)
     text = json.dumps(found.to_dict(), indent=2)
     # This is printed before it is written, since it has taken its time and a file may fail.
     print(text if args.json == "-" else found)

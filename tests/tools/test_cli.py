@@ -208,7 +208,7 @@ def test_a_missing_import_is_named_when_the_file_is_imported(tmp_path, monkeypat
     [
         ("test", ["--device", "--workers N", "--timeout SECONDS", "--output FILE"]),
         ("micro-size", ["train.py:build", "--memory-limit SIZE", "--timeout SECONDS"]),
-        ("simulate", "train.py:build,--devices N,--run,--no-compare,--json FILE".split(",")),
+        ("simulate", "train.py:build,--devices N,--run,--json FILE".split(",")),
         ("plot", ["run.jsonl", "-o"]),
         ("env", []),
     ],

@@ -76,17 +76,14 @@ def test_a_sharded_network_trains_as_one_process_does(tmp_path, capsys):
     assert ("AlltoAll", "another layout, forward") in sent
     norm = [kind for kind in result["ours"]["messages"] if kind["purpose"] == "norm"]
     assert [(kind["operator"], kind["count"], kind["nbytes"]) for kind in norm] == [("AllReduce", 1, 4)]
-    assert "norm" not in {kind["purpose"] for kind in result["stock"]["messages"]}
     assert "One of 2 GPUs" in printed and f"{training['difference']:.1e}" in printed
-    assert "MindSpore's" in printed
 
 
 @compiles
 def test_rows_on_two_devices_in_a_model():
-    found = simulate(halves, 2, run=True, compare=False)
+    found = simulate(halves, 2, run=True)
     # Adam divides gradients that are near zero, and their rounding, by their size.
     assert found.training.difference < 2e-6 < 1e-2 < found.training.moved
-    assert found.stock is None and found.stock_error is None
     gradients = [kind for kind in found.ours.messages if kind.purpose == "gradients"]
     # One message of each of 4 parameters, whole.
     assert [(kind.operator, kind.size, kind.ranks, kind.count) for kind in gradients] == [

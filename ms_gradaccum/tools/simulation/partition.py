@@ -235,11 +235,7 @@ def messages_of(model: Any, devices: int) -> tuple[MessageKind, ...]:
         ranks = groups.get(sent.group)
         # The name of a smaller group begins with its size.
         size = len(ranks) if ranks else devices if sent.group == WORLD_GROUP else int(sent.group.partition("-")[0])
-        # MindSpore's cell is compiled for rank 1, whose groups are those of rank 0 with all ranks moved on.
-        if size == devices:
-            ranks = tuple(range(devices))
-        elif ranks:
-            ranks = tuple(rank - ranks[0] for rank in ranks)
+        ranks = tuple(range(devices)) if size == devices else ranks
         totals[sent.operator, sent.purpose, size, ranks].append(sent.nbytes)
     kinds = (MessageKind(*kind, len(sizes), sum(sizes)) for kind, sizes in totals.items())
     return tuple(sorted(kinds, key=lambda kind: -kind.nbytes))

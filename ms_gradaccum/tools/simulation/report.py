@@ -1,7 +1,7 @@
 """The results of a simulation, as a table and a dict."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ms_gradaccum.backend.plain_state import Json
@@ -73,15 +73,11 @@ class Simulation:
     Attributes:
         devices: Number of devices.
         ours: The program of one device: its messages, memory and compilation.
-        stock: The same for MindSpore's own cell. None if it could not be compiled, or with ``compare=False``.
-        stock_error: The reason why it could not be compiled, else None.
         training: The training of the programs. None without `run`.
     """
 
     devices: int
     ours: Program
-    stock: Program | None
-    stock_error: str | None
     training: Training | None
 
     def to_dict(self) -> dict[str, Json]:
@@ -90,11 +86,9 @@ class Simulation:
 
     def __str__(self) -> str:
         held = ", ".join(f"{kind} {size_text(size)}" for kind, size in self.ours.held_bytes.items())
-        own = f"; MindSpore's own cell in {_compilation(self.stock)}" if self.stock else ""
+        compilation = f"{self.ours.compile_seconds:.1f} s, {size_text(self.ours.compile_bytes)} at most"
         lines = [f"One of {self.devices} GPUs, per update:", *self._table()]
-        lines += [f"Held by each device: {held}.", f"Compiled here in {_compilation(self.ours)}{own}."]
-        if self.stock_error is not None:
-            lines.append(f"MindSpore's own cell could not be compiled: {self.stock_error}")
+        lines += [f"Held by each device: {held}.", f"Compiled here in {compilation}."]
         trained = self.training
         if trained is not None:
             ours, whole = _numbers(trained.losses), _numbers(trained.whole_losses)
@@ -104,34 +98,24 @@ class Simulation:
         return "\n".join(lines)
 
     def _table(self) -> Iterator[str]:
-        """Return a line for each kind of messages that either program has."""
-        programs = [self.ours, self.stock] if self.stock else [self.ours]
-        sent = [{kind[:4]: kind for kind in map(astuple, program.messages)} for program in programs]
-        rows: list[tuple[str, ...]] = [("", "ranks", "count", "bytes", "MindSpore's", "bytes")[: 2 + 2 * len(sent)]]
-        for key in dict.fromkeys(key for kinds in sent for key in kinds):
-            operator, purpose, size, ranks = key
-            group = f"{size}" if ranks is None or len(ranks) > 8 else f"{size}: {' '.join(map(str, ranks))}"
-            cells = [str(cell) for kinds in sent for cell in kinds.get(key, (*key, "-", "-"))[4:]]
-            rows.append((f"{operator}, {purpose}", group, *cells))
+        """Return a line for each kind of messages."""
+        rows = [("", "ranks", "count", "bytes")]
+        for sent in self.ours.messages:
+            ranks = "" if sent.ranks is None or sent.size > 8 else f": {' '.join(map(str, sent.ranks))}"
+            rows.append((f"{sent.operator}, {sent.purpose}", f"{sent.size}{ranks}", f"{sent.count}", f"{sent.nbytes}"))
         return aligned(rows, indent="  ")
 
 
 def simulation_of(devices: int, reports: list[dict[str, Any]]) -> Simulation:
     """Return the results that the ranks have reported."""
-    stock, training = reports[1].get("stock"), None
-    runs = [report["run"] for report in reports if "run" in report]
+    training, runs = None, [report["run"] for report in reports if "run" in report]
     if runs:
         worst, whole = max(runs, key=lambda run: float(run["difference"])), iter(runs[0]["whole_losses"])
         whole_losses = tuple(next(whole) if updated else None for updated in runs[0]["updated"])
         moved = max(run["moved"] for run in runs)
         training = Training(tuple(runs[0]["losses"]), whole_losses, worst["difference"], moved, worst["farthest"])
-    program, error = (None, stock) if isinstance(stock, str) else (stock, None)
-    return Simulation(devices, reports[0]["ours"], program, error, training)
+    return Simulation(devices, reports[0]["ours"], training)
 
 
 def _numbers(values: Any) -> str:
     return ", ".join("skipped" if value is None else f"{value:.6g}" for value in values)
-
-
-def _compilation(program: Program) -> str:
-    return f"{program.compile_seconds:.1f} s, {size_text(program.compile_bytes)} at most"

@@ -26,7 +26,6 @@ def simulate(
     devices: int = 8,
     *,
     run: bool = False,
-    compare: bool = True,
     timeout: float = 3600.0,
 ) -> Simulation:
     """Compile a training step for several GPUs on this machine, and report what each of them sends and holds.
@@ -45,7 +44,6 @@ def simulate(
 
     Keyword Args:
         run (bool): Whether the programs also train, on as many CPU processes and on this batch. Default: ``False``.
-        compare (bool): Whether MindSpore's own cell is compiled too, for the same network. Default: ``True``.
         timeout (Union[int, float]): The longest time for all of it. Unit: seconds. Default: ``3600.0``.
 
     Returns:
@@ -68,7 +66,6 @@ def simulate(
     check_positive_int(_OWNER, "devices", devices, "It is the number of devices of the job.")
     require(devices > 1, _OWNER, "devices", "at least 2", devices, "One device partitions nothing.")
     check_bool(_OWNER, "run", run, "It is a switch.")
-    check_bool(_OWNER, "compare", compare, "It is a switch.")
     check_positive_float(_OWNER, "timeout", timeout, "It is the time of all of it, in seconds.")
     builder = Builder.of(_OWNER, build)._replace(device=["CPU"])
     if lacking := why_not():
@@ -77,7 +74,7 @@ def simulate(
             f"Install gcc and binutils with the system's package manager, and mindspore with pip."
         )
     task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
-    with Job(devices, IN_JOB, _WORK, {**task, "stock": compare}, stand_ins) as job:
+    with Job(devices, IN_JOB, _WORK, task, stand_ins) as job:
         # A line with the current phase, only on a terminal.
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             reports = wait_for_reports(job, timeout, line.set_description_str)

@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor, nn
-from mindspore.nn.wrap.cell_wrapper import _TrainGradAccuStepCell
-from mindspore.parallel import nn as parallel_nn
 from mindspore.parallel._auto_parallel_context import auto_parallel_context
-from mindspore.parallel._utils import _clear_auto_parallel_context, _init_auto_parallel_context
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import argument_error, first_line
@@ -21,7 +18,7 @@ from ms_gradaccum.backend.compiled import graph_mode, inlined
 from ms_gradaccum.backend.device import built_for
 from ms_gradaccum.batch.nested_inputs import as_call
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.parallel.semi_auto import SemiAuto, forget_accumulation
+from ms_gradaccum.parallel.semi_auto import SemiAuto
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.processes import Meeting
 from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_parts, plain_name, whole_values
@@ -35,16 +32,12 @@ _OWNER = "simulate"
 _Built = tuple[TrainOneStepCell, tuple[Any, ...]]
 
 
-def work(meeting: Meeting, builder: list[Any], home: str, updates: int, stock: bool) -> dict[str, Any]:
+def work(meeting: Meeting, builder: list[Any], home: str, updates: int) -> dict[str, Any]:
     """Do the part of one rank, and return its report."""
     meeting.join(*connect())
     meeting.phase("building")
     found: dict[str, Any] = {}
     build = partial(build_step, Builder(*builder), home)
-    if meeting.rank == 1 and stock:
-        # Both are compiled at the same time and each first in its process, so that time and memory compare.
-        meeting.phase("compiling MindSpore's own cell")
-        found["stock"] = _stock(build, meeting.size)
     # The programs of all devices have the same size, so one is enough unless they run.
     if meeting.rank == 0 or updates:
         step, batch = build()
@@ -54,7 +47,7 @@ def work(meeting: Meeting, builder: list[Any], home: str, updates: int, stock: b
                 # All ranks start with the parameters of rank 0 before the compiler splits them.
                 np.savez(meeting.folder / "start.npz", **start)
         meeting.phase(f"compiling for {meeting.size} devices")
-        model, found["ours"] = _compiled(step, step, batch, meeting.size)
+        model, found["ours"] = _compiled(step, batch, meeting.size)
         if updates:
             found["run"] = _run(meeting, build, step, model, batch, updates)
     return found
@@ -112,11 +105,11 @@ def _pieces(step: TrainOneStepCell, batch: tuple[Any, ...], size: int) -> list[A
     return pieces
 
 
-def _compiled(cell: nn.Cell, step: TrainOneStepCell, batch: tuple[Any, ...], size: int) -> tuple[Any, Program]:
-    """Return this rank's program of a cell that trains the network of ``step``, and its report."""
+def _compiled(step: TrainOneStepCell, batch: tuple[Any, ...], size: int) -> tuple[Any, Program]:
+    """Return this rank's program of a step, and its report."""
     inputs, names = _pieces(step, batch, size), {parameter.name for parameter in step.network.get_parameters()}
     begin = time.monotonic()
-    model = partition(cell, *inputs)
+    model = partition(step, *inputs)
     seconds, peak = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     held = {"parameters": 0, "optimizer state": 0, "buffer": 0}
     for parameter in model.graph.parameter:
@@ -124,27 +117,6 @@ def _compiled(cell: nn.Cell, step: TrainOneStepCell, batch: tuple[Any, ...], siz
         kind = "buffer" if name.startswith("accu_grads.") else "parameters" if name in names else "optimizer state"
         held[kind] += tensor_bytes(parameter)
     return model, Program(messages_of(model, size), held, seconds, peak)
-
-
-def _stock(build: Callable[[], _Built], size: int) -> Program | str:
-    """Compile MindSpore's own cell for the same network, or return the reason why it cannot be compiled."""
-    try:
-        step, batch = build()
-        network, settings = step.network, step.body.semi_auto.auto_parallel
-        loss = LossOnly(network) if network.weighted else network.network
-        if settings is not None:
-            _init_auto_parallel_context(settings)
-        try:
-            cell = _TrainGradAccuStepCell(parallel_nn.GradAccumulation(loss, network.micro_size), step.optimizer)
-            # The compiler accumulates only in training mode. The user's cells keep their modes.
-            cell.add_flags(training=True)
-            return _compiled(cell, step, batch, size)[1]
-        finally:
-            if settings is not None:
-                _clear_auto_parallel_context(settings)
-            forget_accumulation()
-    except Exception as error:
-        return first_line(error)
 
 
 def _run(
