@@ -128,10 +128,8 @@ def _attribute(found: object, name: str) -> object:
 def _import_file(path: str) -> ModuleType:
     """Import a file outside of packages, with its folder first in the module search path."""
     sys.path.insert(0, str(Path(path).parent))
-    spec = importlib.util.spec_from_loader(_FILE_MODULE, SourceFileLoader(_FILE_MODULE, path))
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
     # MindSpore's compiler looks up the globals of a function in the module of this name.
-    sys.modules[_FILE_MODULE] = module
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    module = sys.modules[_FILE_MODULE] = ModuleType(_FILE_MODULE)
+    module.__file__ = path
+    SourceFileLoader(_FILE_MODULE, path).exec_module(module)
     return module

@@ -3,9 +3,7 @@
 import os
 import platform
 import shutil
-import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import mindspore as ms
 
@@ -32,7 +30,7 @@ def describe() -> dict[str, str]:
     facts["kernels for sums on CPU"] = "yes" if has_kernels() else "no"
     slow = f"no: oneDNN takes its reference code with AVX-512. {REMEDY}"
     facts["fast convolutions on CPU"] = "not used" if target != "CPU" else slow if are_slow() else "yes"
-    facts["several processes"] = _msrun()
+    facts["several processes"] = "no: msrun is not found" if shutil.which("msrun") is None else "yes"
     facts.update({f"${name}": value for name in [*_VARIABLES, VARIABLE] if (value := os.getenv(name)) is not None})
     return facts
 
@@ -42,15 +40,6 @@ def _version_of(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _msrun() -> str:
-    found = shutil.which("msrun")
-    if found is None:
-        return "no: msrun is not found"
-    # A path may reveal a user name, so it is shown only if it matters.
-    beside = Path(found).parent.samefile(Path(sys.executable).parent)
-    return "yes" if beside else f"yes, by another Python's {found}"
 
 
 def _tried(dtype: ms.Type) -> str:

@@ -15,7 +15,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,17 +145,12 @@ class Job:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        try:
+        with ExitStack() as ends, suppress(subprocess.TimeoutExpired):  # A second Ctrl-C, too, leaves nothing behind.
+            ends.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            ends.callback(self._kill)
             # msrun ends its processes.
             self.process.send_signal(signal.SIGINT if self.count > 1 else signal.SIGKILL)
             self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:  # A second Ctrl-C, too, leaves nothing behind.
-            try:
-                self._kill()
-            finally:
-                shutil.rmtree(self.folder, ignore_errors=True)
 
     def wait(self, timeout: float, tell: Callable[[str], None], moment: float = _MOMENT) -> list[dict[str, Any]]:
         """Return the reports of all ranks. Raise the first RankError, an EndedError or, after so long, a TimeoutError.
@@ -234,9 +229,8 @@ class Meeting:
 
     def error(self, error: BaseException) -> None:
         """Report an error of this rank."""
-        facts = {"kind": type(error).__name__, "text": str(error), "line": first_line(error)}
-        facts |= {"traceback": traceback.format_exc()}
-        self.write(f"error_{self.rank}.json", json.dumps({"rank": self.rank, **facts}))
+        facts = {"rank": self.rank, "kind": type(error).__name__, "text": str(error), "line": first_line(error)}
+        self.write(f"error_{self.rank}.json", json.dumps({**facts, "traceback": traceback.format_exc()}))
 
     def wait_for(self, name: str) -> None:
         """Wait until all ranks have reached this point."""

@@ -171,7 +171,7 @@ CALLS = [
     Call(ProgressBar, {"live": st.sampled_from([None, True, False])}),
     Call(
         StepReporter,
-        {"train_step": st.none(), "every": COUNTS, "peak_memory": BOOLS, "network": st.none()},
+        {"train_step": st.none(), "every": COUNTS, "weight_norm": BOOLS, "network": st.none()},
         takes_anything=["network"],
     ),
     Call(
@@ -319,7 +319,7 @@ def test_what_is_reported():
     output = step(*ALL_ROWS)
     for make in ODD:
         assert make() is None or refusal(StepReporter(step).report, make())
-        for name in ("train_step", "every", "weight_norm", "peak_memory"):
+        for name in ("train_step", "every", "weight_norm"):
             reporter, _ = attempt(StepReporter, **{"train_step": step, name: make()})
             if reporter is not None:
                 report = reporter.report(output)

@@ -110,7 +110,8 @@ def test_an_item_that_a_run_does_not_have_has_no_name_beside_the_curves(tmp_path
 def test_a_resumed_run_has_its_last_report_on_each_update_and_nulls_are_gaps(tmp_path, monkeypatch):
     path = write_run(tmp_path / "run.jsonl", [1, 2, 3], loss=lambda update: None if update == 1 else 5.0)
     first = path.read_text()
-    second = write_run(path, [3, 4], loss=lambda update: 7.0, learning_rate=[0.1, 0.2, 0.1]).read_text()
+    write_run(path, [3, 4], loss=lambda update: 7.0, learning_rate=None, learning_rate_min=0.1)
+    second = rewrite(path, learning_rate_max=lambda update: update / 10).read_text()
     evaluation = '{"update": 4, "eval_mse": 1.0}\n'
     path.write_text(first + '{"update": 3, "lo\n' + second + evaluation)
     reports = read_run(path)
@@ -118,8 +119,17 @@ def test_a_resumed_run_has_its_last_report_on_each_update_and_nulls_are_gaps(tmp
     panels = axes_of(monkeypatch, path)
     loss, rate = panels["loss"], panels["learning rate"]
     np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), [np.nan, 5.0, 7.0, 7.0])
-    # Three rates, of which two are the same.
-    assert [list(curve.get_ydata()) for curve in rate.get_lines()] == [[0.1] * 4, [0.1, 0.1, 0.2, 0.2]]
+    nan = np.nan
+    curves = [[0.1, 0.1, nan, nan], [nan, nan, 0.1, 0.1], [nan, nan, 0.3, 0.4]]
+    np.testing.assert_array_equal([curve.get_ydata() for curve in rate.get_lines()], curves)
+    assert [text.get_text() for text in rate.get_legend().get_texts()] == ["smallest", "largest"]
+
+
+def test_a_list_of_rates_of_an_older_file_is_its_largest(tmp_path, monkeypatch):
+    path = write_run(tmp_path / "run.jsonl", [1, 2], learning_rate=[0.1, 0.2])
+    path.write_text(path.read_text() + write_run(tmp_path / "more.jsonl", [3], learning_rate=0.1).read_text())
+    (curve,) = axes_of(monkeypatch, path)["learning rate"].get_lines()
+    assert list(curve.get_ydata()) == [0.2, 0.2, 0.1]
 
 
 def test_errors_are_one_sentence_and_status_2(tmp_path, capsys, monkeypatch):
@@ -322,15 +332,3 @@ def test_env_says_what_fails_and_why(monkeypatch):
     facts = environment.describe()
     assert facts["float16 products"] == "no: the reason"
     assert facts["no-such-package"] == "not installed"
-
-
-def test_env_names_msrun_only_where_it_is_another_one(monkeypatch, tmp_path):
-    """A path tells who uses a machine."""
-    own = Path(sys.executable).parent
-    for found, said in (
-        (own / ".." / own.name / "msrun", "yes"),
-        (tmp_path / "msrun", f"yes, by another Python's {tmp_path / 'msrun'}"),
-        (None, "no: msrun is not found"),
-    ):
-        monkeypatch.setattr(environment.shutil, "which", lambda name, found=found: found and str(found))
-        assert environment._msrun() == said

@@ -50,7 +50,7 @@ def training(tmp_path_factory):
         for name, value in numbers.items():
             writer.add_scalar(name, value, update)
 
-    logger = MetricsLogger(folder / "new" / "run.jsonl", log, weight_norm=True, peak_memory=True)
+    logger = MetricsLogger(folder / "new" / "run.jsonl", log, weight_norm=True)
     _, model = toy(accumulation_steps=3)
     model.train(2, batches(2), callbacks=[logger, recorder])
     writer.close()
@@ -69,7 +69,6 @@ def test_the_lines_have_the_numbers_of_the_outputs(training):
         for name in StepOutput._fields:
             assert line_[name] == getattr(output, name).asnumpy().item(), name
     np.testing.assert_allclose([line["weight_norm"] for line in training.lines], np.abs(training.weights), 1e-6)
-    assert all(line["peak_memory_bytes"] > 2**20 for line in training.lines)
     assert all(line["rows_per_second"] > 0 for line in training.lines[1:])
     assert all(b["time"] >= a["time"] > 1.7e9 for a, b in zip(training.lines, training.lines[1:]))
 
@@ -170,8 +169,8 @@ def test_a_report_of_somebody_else_is_written_as_it_is(tmp_path):
     logger = MetricsLogger(tmp_path / "run.jsonl", log=lambda numbers, step: calls.append(numbers))
     assert logger.log(report) is report and logger.log(None) is None
     (line_,) = lines_of(tmp_path / "run.jsonl")
-    assert line_["learning_rate"] == [0.5, 0.25]
-    assert (calls[0]["learning_rate_min"], calls[0]["learning_rate_max"]) == (0.25, 0.5)
+    for numbers in (line_, *calls):
+        assert (numbers["learning_rate_min"], numbers["learning_rate_max"]) == (0.25, 0.5)
 
 
 def test_inf_and_nan_are_null_in_the_lines_alone(tmp_path):

@@ -81,7 +81,7 @@ def test_bytes_are_shown_for_people():
 
 
 LIMIT = "For example 4 * 2**30, '4GiB' or '500MB'."
-BYTES = "a number of bytes, as an int or a text"
+BYTES = "a number of bytes"
 FUNCTION = "a function that a new process can import"
 PLACE = "Define it with def at the top level of a file, or give its place: 'train.py:build' or 'module:build'."
 NO_FILE = f"It is looked for at {Path('nofile.py').resolve()}."
@@ -119,9 +119,9 @@ LAMBDA, INNER = as_lambda(), inner()
     [
         ("memory_limit", "much", ValueError, BYTES, "'much'", LIMIT),
         ("memory_limit", "4XB", ValueError, BYTES, "'4XB'", LIMIT),
-        ("memory_limit", 4e9, TypeError, BYTES, typed(4e9), LIMIT),
-        ("memory_limit", True, TypeError, BYTES, typed(True), LIMIT),
-        ("memory_limit", None, TypeError, BYTES, typed(None), LIMIT),
+        ("memory_limit", 4e9, TypeError, "a positive int", typed(4e9), LIMIT),
+        ("memory_limit", True, TypeError, "a positive int", typed(True), LIMIT),
+        ("memory_limit", None, TypeError, "a positive int", typed(None), LIMIT),
         ("memory_limit", 0, ValueError, "a positive int", "0", LIMIT),
         ("memory_limit", "0.1", ValueError, "a positive int", "0", LIMIT),
         ("memory_limit", 2**63, ValueError, f"a positive int of at most {2**63 - 1}", 2**63, LIMIT),

@@ -1,6 +1,5 @@
 """StepReport and StepReporter: the numbers of an update, against NumPy and the outputs."""
 
-import resource
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -158,12 +157,13 @@ def test_rates_are_those_since_the_last_report(clock):
 
 
 def test_a_rate_leaves_out_what_reports_and_evaluations_take(clock, monkeypatch):
-    def slow_peak():
+    def slow(tensor):
         clock.now += 1000.0
-        return 1
+        return plain(tensor)
 
-    monkeypatch.setattr(step_report, "peak_memory", slow_peak)
-    reporter = StepReporter(peak_memory=True)
+    plain = step_report._plain
+    monkeypatch.setattr(step_report, "_plain", slow)
+    reporter = StepReporter()
     reporter.restart()  # before the first report there is nothing to leave out
     reporter.report(output_of())
     clock.now += 500.0
@@ -241,23 +241,10 @@ def test_an_optimizer_that_does_not_count_is_counted_for():
 def test_groups_have_several_learning_rates():
     report = StepReporter().report(output_of(learning_rate=[0.5, 0.25, 0.5]))
     assert report.learning_rate == (0.5, 0.25, 0.5)
-    scalars = report.scalars()
+    scalars = report.as_dict()
     assert (scalars["learning_rate_min"], scalars["learning_rate_max"]) == (0.25, 0.5)
     assert "learning_rate" not in scalars and scalars["updated"] == 1
     assert all(type(value) in (int, float) for value in scalars.values())
-
-
-def test_the_peak_on_cpu_is_that_of_the_process():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    report = StepReporter(peak_memory=True).report(output_of())
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert before * 1024 <= report.peak_memory_bytes <= after * 1024
-
-
-def test_the_peak_elsewhere_is_that_of_the_device(monkeypatch):
-    monkeypatch.setattr(step_report.ms, "get_context", lambda name: "Ascend")
-    monkeypatch.setattr(step_report.ms.runtime, "max_memory_allocated", lambda: 12345)
-    assert step_report.peak_memory() == 12345
 
 
 def test_of_several_networks_each_has_a_reporter():
@@ -293,11 +280,6 @@ def test_of_several_networks_each_has_a_reporter():
             {"every": 0},
             ValueError,
             "the argument 'every' must be a positive int, but got 0. 1 means a report for each window.",
-        ),
-        (
-            {"peak_memory": 1},
-            TypeError,
-            "the argument 'peak_memory' must be a bool, but got 1 of type int. The default is False.",
         ),
         (
             {"weight_norm": 1},

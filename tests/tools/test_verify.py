@@ -132,8 +132,8 @@ bias       gradient           {}      0.75            0.25
 2 of 2 differ (rtol 0.0001). Micro batches of 2, 2, 2, 2 rows.
 Loss: {} in the window, {} in the whole batch.
 Probable cause:
-- The loss should be a mean over rows, but it adds up its rows, so that 4 micro batches give 0.25 of
-  the gradient. Give it reduction='mean', or return (loss_sum, weight) with weighted=True."""
+- The loss should be a mean over rows, but it adds up its rows, so that 4 micro batches give 0.25 of \
+the gradient. Give it reduction='mean', or return (loss_sum, weight) with weighted=True."""
 
 
 def test_a_report_is_a_table_with_the_worst_first_and_the_causes_below(eager):

@@ -20,7 +20,7 @@ MEAN_AS_SUM = f"{PAIRS} it returns a mean where its sum is expected"
 OTHER_SUM = f"{PAIRS} parts of a batch miss the loss sum"
 ORDER = "Rounding, or a loss that depends on the order"
 GRADIENTS = "Gradients that do not add up, and losses that do"
-DIVIDED_TWICE, FACTOR, OTHER_LOSS = "A division by K = 3 done twice", "A factor:", "Another loss"
+FACTOR, OTHER_LOSS = "A factor: the whole batch in network has {:.6g} times", "Another loss"
 NOT_FINITE = "An Inf or NaN"
 
 
@@ -239,7 +239,7 @@ def sharing(cell, other):
 def test_a_division_by_k_done_twice_is_seen_with_a_reference(eager):
     loss_cell = Loss(mean)
     report = verify(Scaled(loss_cell, 1 / 3), batch(X, Y), 3, reference=loss_cell)
-    assert_causes(report, DIVIDED_TWICE)
+    assert_causes(report, FACTOR.format(1 / 3))
     assert [entry.norm_ratio for entry in report.parameters] == [pytest.approx(1 / 3)]
     assert (report.window_loss, report.whole_loss) == (
         pytest.approx(report.whole_loss / 3),
@@ -254,14 +254,15 @@ def test_without_a_reference_a_factor_is_part_of_the_loss(eager):
 def test_what_else_a_reference_shows(eager):
     loss_cell = Loss(mean)
     assert verify(loss_cell, batch(X, Y), 3, reference=loss_cell).equal
-    assert_causes(verify(Scaled(loss_cell, 0.5), batch(X, Y), 3, reference=loss_cell), FACTOR)
+    assert_causes(verify(Scaled(loss_cell, 0.5), batch(X, Y), 3, reference=loss_cell), FACTOR.format(0.5))
     penalized, summed = sharing(Penalized(mean), loss_cell), sharing(Loss(total), loss_cell)
     assert_causes(verify(loss_cell, batch(X, Y), 3, reference=penalized), OTHER_LOSS)
-    assert_causes(verify(summed, batch(X, Y), 3, reference=loss_cell), SUM)
+    # The sum of all rows is so many times their mean.
+    assert_causes(verify(summed, batch(X, Y), 3, reference=loss_cell), SUM, FACTOR.format(len(X)))
     # Two at once: the mean over tokens, divided by K.
     tokens = Loss(mean_over_marked)
     report = verify(Scaled(tokens, 1 / 3), batch(X, MARKED), 3, reference=tokens)
-    assert_causes(report, TOKENS, DIVIDED_TWICE)
+    assert_causes(report, TOKENS, FACTOR.format(1 / 3))
 
 
 def test_a_sum_with_its_weight_is_equal_to_a_reference_that_is_the_mean(eager):

@@ -222,7 +222,10 @@ def test_what_cannot_be_compiled_is_named_with_the_reason():
     (cause,) = compiled(hooked).causes
     assert "weight has a hook" in cause
     (cause,) = compiled(Unknown()).causes
-    assert cause.startswith("The network cannot be compiled: its loss is not a tensor there")
+    assert cause.startswith(
+        "The network cannot be compiled: For 'GradAccumulation', the argument 'network' must return"
+    )
+    assert "but got no tensor" in cause
 
 
 def test_a_named_tuple_loses_its_gradient_in_a_graph():

@@ -41,7 +41,7 @@ def test_batch_norm_and_its_moving_averages(mode):
     network = Network(nn.BatchNorm1d(2))
     report = verify(network, batch(X, Y), 2)
     assert_causes(report, BATCH_NORM)
-    assert "With it frozen, the gradients are equal." in report.causes[0]
+    assert "the moving averages move 2 times instead of once" in report.causes[0]
     # What is normalised has the mean 0 however it is split, so that beta has the gradient of the whole batch.
     assert {GAMMA, MEAN, VARIANCE} <= differing(report) <= {GAMMA, MEAN, VARIANCE, SCALE}
     # Its momentum is 0.9: the average moves by a tenth of the way, twice or once.
@@ -89,9 +89,7 @@ class Noise(nn.Cell):
 
 def test_a_random_operator_that_is_no_dropout_layer(eager):
     assert_causes(verify(Network(drop=Noise()), batch(X, Y), 2), RANDOM_OPERATOR)
-    report = verify(Network(Noise(), nn.Dropout(p=0.5)), batch(X, Y), 2)
-    assert_causes(report, RANDOM_OPERATOR)
-    assert "even with drop turned off" in report.causes[0]
+    assert_causes(verify(Network(Noise(), nn.Dropout(p=0.5)), batch(X, Y), 2), RANDOM_OPERATOR)
 
 
 class Counter(nn.Cell):

@@ -50,7 +50,6 @@ class TrainingPlan:
             Default: ``False``.
         accumulation_steps (int, optional): Batches of one update. Default: computed from `global_batch`, or 1.
         global_batch (int, optional): Rows of one update on all ranks, instead of `accumulation_steps`.
-            Default: ``None``.
         micro_size, last_window, clip, parallel (optional): As in :class:`GradAccumulation` and :class:`Model`.
             ``parallel="auto"`` is ``DataParallel()`` for several ranks.
         parameters (Sequence[Parameter], optional): The trained parameters, for the costs. Default: ``None``.
@@ -123,8 +122,7 @@ class TrainingPlan:
         check.require(kept, _OWNER, "dataset_size", rule, got, "Use drop_remainder=False.")
         per_epoch = -(-kept // batch_size)
         batches = self.steps or per_epoch * (self.epochs or 0)
-        most = max(per_epoch, batches)
-        if most > _MOST_BATCHES:
+        if (most := max(per_epoch, batches)) > _MOST_BATCHES:
             rule, remedy = f"at most {_MOST_BATCHES} batches on each rank", "Plan fewer epochs, or larger batches."
             raise ValueError(f"For '{_OWNER}', a training must have {rule}, but got {most}. {remedy}")
         first, end = _updates_of(batches, per_epoch, window, self.last_window)
@@ -142,9 +140,6 @@ class TrainingPlan:
             unused_batches=batches - int((end - first).sum()),
             dropped_rows=self.ranks * (rows - kept),
         )
-        self._plan_costs()
-
-    def _plan_costs(self) -> None:
         norm_passes = check_clip(_OWNER, self.clip).norm_passes
         kind = choose_kind(_OWNER, self.parallel, self.ranks)
         target = ms.get_context("device_target") if self.device_target is None else self.device_target
@@ -157,9 +152,8 @@ class TrainingPlan:
     @property
     def window_messages(self) -> tuple[Message, ...] | None:
         """The messages that each rank sends in a whole window. None without `parameters`."""
-        if self.traffic is None or self.accumulation_steps is None:
-            return None
-        return self.traffic.of_window(self.accumulation_steps, self.micro_batches_per_update)
+        traffic, batches = self.traffic, self.accumulation_steps or 1
+        return None if traffic is None else traffic.of_window(batches, self.micro_batches_per_update)
 
     def __str__(self) -> str:
         per_epoch = counted(self.batches_per_epoch, "batch")

@@ -1,7 +1,4 @@
-"""The smallest number of micro batches whose training fits into a given memory.
-
-The search starts a process for each number (`measure`). The process builds a training and trains two windows (`work`).
-"""
+"""The smallest number of micro batches whose training fits into a given memory, measured by a process for each."""
 
 import json
 import os
@@ -41,11 +38,10 @@ _UPDATES, _MOST_WINDOWS = 2, 20
 # The micro batches at either end that run in place of all: the second one reuses the memory of the first one.
 _ENDS = 2
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
-    r"|alloc\w* [^\n]*memory[^\n]* fail|memory [^\n]*alloc\w* fail",
-    re.IGNORECASE,
+    r"(?i)out of memory|bad_alloc|memory (is not|isn't|not) enough|unable to allocate"
+    r"|alloc\w* [^\n]*memory[^\n]* fail|memory [^\n]*alloc\w* fail"
 )
-_TEXT = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
+_TEXT = re.compile(r"(?i)\s*(\d+(?:\.\d*)?)\s*(?:([kmgt])(i?))?b?\s*")
 # The results of the user's function: network, optimizer, batch, and perhaps settings of the training step.
 _Built = tuple[nn.Cell, nn.Cell, Batch] | tuple[nn.Cell, nn.Cell, Batch, dict[str, object]]
 
@@ -54,17 +50,14 @@ class Probe(NamedTuple):
     """One measurement of `find_micro_size`. Its text is a line of a table."""
 
     micro_size: int
-    # The rows of the largest micro batch.
     rows: int
-    # The most memory in use, in bytes. None if the process was ended before.
     peak: int | None
     fits: bool
     seconds: float
 
     def __str__(self) -> str:
         peak = "ended" if self.peak is None else size_text(self.peak)
-        verdict = "fits" if self.fits else "too much"
-        rows = counted(self.rows, "row")
+        rows, verdict = counted(self.rows, "row"), "fits" if self.fits else "too much"
         return f"micro_size {self.micro_size:5}  {rows:>10}  {peak:>11}  {verdict:8}  {self.seconds:5.1f} s"
 
 
@@ -89,9 +82,8 @@ def find_micro_size(
 ) -> int:
     r"""Return the smallest `micro_size` with which the training of a batch fits into a memory limit.
 
-    Each measurement is a new process that imports `build`, calls it and makes two updates with a
-    :class:`TrainOneStepCell`. It is ended as soon as it exceeds the limit. `micro_size` doubles until one fits; then
-    the interval is bisected. Nothing changes in the calling process. docs/tools.md has the details.
+    Each measurement is a new process that imports and calls `build` and makes two updates with a
+    :class:`TrainOneStepCell`. It is ended as soon as it exceeds the limit. docs/tools.md has the details.
 
     On CPU the memory is the peak of the process's resident memory from the first window on, including 400 MiB of
     MindSpore itself. On Ascend and GPU it is what MindSpore has allocated on the device.
@@ -138,9 +130,8 @@ def find_micro_size(
         )
     limit = _check_memory_limit(memory_limit)
     check_positive_float(_OWNER, "timeout", timeout, "It is the time of one measurement, in seconds.")
-    if report is not None and not callable(report):
-        rule, remedy = "a function or None", "For example report=print."
-        raise TypeError(argument_error(_OWNER, "report", rule, typed(report), remedy))
+    rule, remedy = "a function or None", "For example report=print."
+    require(report is None or callable(report), _OWNER, "report", rule, typed(report), remedy, TypeError)
     builder, last = Builder.of(_OWNER, build), Measured()
 
     def fits(micro_size: int) -> bool:
@@ -154,9 +145,7 @@ def find_micro_size(
         return is_small
 
     # The whole batch first: it may fit, and its process says how many rows there are.
-    if fits(1):
-        return 1
-    found = _search(last.rows or 1, fits)
+    found = 1 if fits(1) else _search(last.rows or 1, fits)
     if found is None:
         raise MemoryError(_too_little(last, limit))
     return found
@@ -209,25 +198,21 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Me
             if not is_out_of_memory(error.kind, error.text):
                 raise error.here(must_run) from error
         except EndedError:
-            status, said = job.process.returncode, job.last_words()
+            status, said = job.process.returncode, job.last_words() or "none"
             # Only the system sends SIGKILL, when memory runs out.
             if status != -signal.SIGKILL and not is_out_of_memory("RuntimeError", said):
                 how = signal.Signals(-status).name if status < 0 else f"status {status}"
-                words = f"Its last words: {said or 'none'}"
-                raise RuntimeError(f"{must_run} its process ended with {how}. {words}") from None
+                raise RuntimeError(f"{must_run} its process ended with {how}. Its last words: {said}") from None
         return begun(job.folder)._replace(peak=peak, is_killed=is_killed)
 
 
 def _check_memory_limit(limit: int | str) -> int:
     """Return a number of bytes, given as an int or a text such as '4GiB' (of 1024) or '500MB' (of 1000)."""
-    rule, remedy = "a number of bytes, as an int or a text", "For example 4 * 2**30, '4GiB' or '500MB'."
+    remedy = "For example 4 * 2**30, '4GiB' or '500MB'."
     if isinstance(limit, str):
-        match = _TEXT.fullmatch(limit)
-        if match is None:
-            raise ValueError(argument_error(_OWNER, "memory_limit", rule, repr(limit), remedy))
+        if (match := _TEXT.fullmatch(limit)) is None:
+            raise ValueError(argument_error(_OWNER, "memory_limit", "a number of bytes", repr(limit), remedy))
         limit = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index((match[2] or " ").lower()))
-    elif isinstance(limit, bool) or not isinstance(limit, int):
-        raise TypeError(argument_error(_OWNER, "memory_limit", rule, typed(limit), remedy))
     return check_positive_int(_OWNER, "memory_limit", limit, remedy, 2**63 - 1)
 
 
@@ -277,12 +262,10 @@ class Training:
             got = f"{type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple) else "")
             raise TypeError(argument_error(_OWNER, "build", rule, got, "The dict has settings of TrainOneStepCell."))
         network, optimizer, batch, settings = (*made, {})[:4]
-        is_split = isinstance(network, nn.Cell) and is_semi_auto(network)
-        got = "one that the compiler partitions, which one process cannot measure"
-        require(not is_split, _OWNER, "network", "a loss cell of one process", got, "Give the cell inside.")
+        rule, got = "a loss cell of one process", "one that the compiler partitions, which one process cannot measure"
+        require(not is_semi_auto(network), _OWNER, "network", rule, got, "Give the cell inside.")
         whole = as_grad_accumulation(_OWNER, network)
-        args, kwargs = as_call(_OWNER, batch)
-        self.inputs = whole.positional(args, kwargs)
+        self.inputs = whole.positional(*as_call(_OWNER, batch))
         whole.bind(self.inputs, {})
         network, axis = whole.network, whole.batch_axis
         few = FewMicroBatches(network, micro_size, weighted=whole.weighted, batch_axis=axis, losses=whole.losses)

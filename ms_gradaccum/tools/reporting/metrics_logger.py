@@ -10,7 +10,7 @@ from typing import SupportsFloat
 
 from mindspore.train import Callback, RunContext
 
-from ms_gradaccum._checks import argument_error, check_path, typed, warn
+from ms_gradaccum._checks import check_path, require, typed, warn
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.parallel.world import current_world
 from ms_gradaccum.tools.reporting.step_report import StepReport, StepReporter
@@ -28,8 +28,7 @@ class MetricsLogger(StepReporter, Callback):
     own, give it to ``accumulator.add_callback``, or call `log`. All processes must do so; rank 0 writes.
 
     A line is a JSON object with the items of the report, `time` (seconds since 1970) and in a Model `epoch`. An Inf or
-    NaN is ``null``. Each line is in the file when `log` returns; if the disk is full, a warning says so, and the next
-    report writes it too.
+    NaN is ``null``. If the disk is full, a warning says so, and the next report writes the line too.
 
     Args:
         path (Union[str, os.PathLike]): The file of the lines, to which they are appended. Its folder is made if there
@@ -40,7 +39,7 @@ class MetricsLogger(StepReporter, Callback):
     Keyword Args:
         train_step (Union[TrainOneStepCell, Accumulator], optional): The training step of a loop without a Model.
             Default: ``None``.
-        every (int), weight_norm (bool), peak_memory (bool): As of :class:`StepReporter`.
+        every (int), weight_norm (bool): As of :class:`StepReporter`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -71,17 +70,14 @@ class MetricsLogger(StepReporter, Callback):
         train_step: TrainOneStepCell | Accumulator | None = None,
         every: int = 1,
         weight_norm: bool = False,
-        peak_memory: bool = False,
     ) -> None:
-        if log is not None and not callable(log):
-            rule = "a function of a dict and a step, or None"
-            raise TypeError(argument_error(_OWNER, "log", rule, typed(log), "Give wandb.log."))
-        super().__init__(train_step, every=every, weight_norm=weight_norm, peak_memory=peak_memory)
+        rule = "a function of a dict and a step, or None"
+        require(log is None or callable(log), _OWNER, "log", rule, typed(log), "Give wandb.log.", TypeError)
+        super().__init__(train_step, every=every, weight_norm=weight_norm)
         self._epoch: dict[str, float] = {}
         self._update = 0
-        is_first = current_world(_OWNER).rank == 0
-        self._file = _JsonLines(path) if is_first else None
-        self._log = log if is_first else None
+        self._file = _JsonLines(path) if current_world(_OWNER).rank == 0 else None
+        self._log = None if self._file is None else log
 
     def log(self, output: StepOutput | StepReport | None, **extra: SupportsFloat) -> StepReport | None:
         """Write the report of an update, and return it; None inside a window.
@@ -97,11 +93,11 @@ class MetricsLogger(StepReporter, Callback):
         if report is None:
             return None
         numbers = _numbers(extra)
-        for name in filter(lambda name: name not in numbers, extra):
+        for name, value in extra.items():
             remedy = "Metrics of several values take a name for each."
-            raise TypeError(argument_error(_OWNER, name, "a number", typed(extra[name]), remedy))
+            require(name in numbers, _OWNER, name, "a number", typed(value), remedy, TypeError)
         self._update = report.update
-        self._write({**report.as_dict(), **numbers}, {**self._epoch, **report.scalars(), **numbers})
+        self._write({**self._epoch, **report.as_dict(), **numbers})
         return report
 
     def on_update_end(self, event: StepEvent) -> None:
@@ -124,16 +120,16 @@ class MetricsLogger(StepReporter, Callback):
         results = _numbers(params.get("eval_results") or params.get("metrics") or {})
         results = {f"eval_{name.removeprefix('eval_')}": value for name, value in results.items()}
         if results:
-            self._write({"update": self._update, **results}, results)
+            self._write(results)
 
     def on_train_end(self, run_context: RunContext) -> None:
         self._epoch = {}
 
-    def _write(self, record: Mapping[str, object], scalars: dict[str, float]) -> None:
+    def _write(self, numbers: dict[str, float]) -> None:
         if self._file is not None:
-            self._file.write({**self._epoch, **record})
+            self._file.write({"update": self._update, **self._epoch, **numbers})
         if self._log is not None:
-            self._log(scalars, self._update)
+            self._log(numbers, self._update)
 
 
 class _JsonLines:
@@ -144,13 +140,10 @@ class _JsonLines:
         self.path = Path(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
-        # Lines that a full disk has refused.
-        self.unwritten, self.has_failed = b"", False
-        if self.path.stat().st_size:  # A pipe has none.
-            with self.path.open("rb") as file:
-                file.seek(-1, os.SEEK_END)
-                # A program that was killed can leave the start of a line.
-                self.unwritten = b"" if file.read() == b"\n" else b"\n"
+        # A program that was killed can leave the start of a line. A pipe, which has no size, is not read.
+        is_torn = self.path.stat().st_size and self.path.read_bytes()[-1:] != b"\n"
+        # Lines that a full disk has refused, too.
+        self.unwritten, self.has_failed = b"\n" if is_torn else b"", False
 
     def write(self, record: Mapping[str, object]) -> None:
         """Write a line, preceded by lines that could not be written before."""
@@ -164,10 +157,8 @@ class _JsonLines:
                     self.unwritten = self.unwritten[file.write(self.unwritten) :]
         except OSError as error:
             if not self.has_failed:
-                warn(
-                    f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). The training goes on, "
-                    f"and each further report tries it again."
-                )
+                goes_on = "The training goes on, and each further report tries it again."
+                warn(f"For '{_OWNER}', {self.path} cannot be written now ({error.strerror}). {goes_on}")
             self.has_failed = True
 
 

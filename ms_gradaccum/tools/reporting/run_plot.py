@@ -10,14 +10,15 @@ import numpy as np
 
 from ms_gradaccum.backend.tensors import Array
 
+# The items of each panel, and the kind of each curve.
 _PANELS = {
-    "loss": ("loss",),
-    "learning rate": ("learning_rate",),
-    "gradient norm": ("grad_norm", "clipped_grad_norm"),
-    "weight norm": ("weight_norm",),
+    "loss": {"loss": ""},
+    "learning rate": {"learning_rate": "", "learning_rate_min": "smallest", "learning_rate_max": "largest"},
+    "gradient norm": {"grad_norm": "before clipping", "clipped_grad_norm": "after clipping"},
+    "weight norm": {"weight_norm": ""},
 }
 # A wide, pale line below a thin one, so that both are seen where they coincide.
-_STYLES: dict[str, dict[str, float]] = {"before clipping": {"linewidth": 4, "alpha": 0.35}, "after clipping": {}}
+_STYLES = {"before clipping": {"linewidth": 4, "alpha": 0.35}}
 # A range as wide as this is easier to see on a logarithmic axis.
 _WIDE = 20
 
@@ -50,10 +51,9 @@ def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> N
         remedy = "Install it with: pip install 'ms_gradaccum[plot]'."
         raise ImportError(f"Drawing takes the package matplotlib, but got: {error}. {remedy}") from None
     runs = {str(path): read_run(path) for path in paths}
-    panels = {title: [*_curves(runs, names)] for title, names in _PANELS.items()}
-    titles = [
-        title for title in panels if title == "loss" or any(np.nanmin(y) < np.nanmax(y) for _, y, _ in panels[title])
-    ]
+    panels = {title: [*_curves(runs, kinds)] for title, kinds in _PANELS.items()}
+    varied = [title for title, curves in panels.items() if any(np.nanmin(y) < np.nanmax(y) for _, y, _ in curves)]
+    titles = ["loss", *(title for title in varied if title != "loss")]
     figure = Figure(figsize=(10, 4 * len(titles)), dpi=100, layout="constrained")
     all_axes = figure.subplots(len(titles), 1, sharex=True, squeeze=False)[:, 0]
     for axes, title in zip(all_axes, titles):
@@ -70,18 +70,17 @@ def draw(paths: Iterable[str | PathLike[str]], output: str | PathLike[str]) -> N
     figure.savefig(output, format="png")
 
 
-def _curves(runs: Mapping[str, Run], names: Sequence[str]) -> Iterator[tuple[list[int], Array, dict[str, Any]]]:
-    """Yield the updates, the values and the style of each curve in a panel; several if learning rates differ."""
-    # A gradient that is never clipped has one norm.
-    differ = any(report.get(names[-1]) not in (None, report.get(names[0])) for run in runs.values() for report in run)
+def _curves(runs: Mapping[str, Run], kinds: Mapping[str, str]) -> Iterator[tuple[list[int], Array, dict[str, Any]]]:
+    """Yield the updates, the values and the style of each curve in a panel."""
+    norms = {(report.get("grad_norm"), report.get("clipped_grad_norm")) for run in runs.values() for report in run}
+    if "grad_norm" in kinds and all(clipped in (None, norm) for norm, clipped in norms):
+        kinds = {"grad_norm": ""}  # A gradient that is never clipped has one norm.
     for number, (path, run) in enumerate(runs.items()):
-        for name, kind in zip(names, _STYLES if differ else [""]):
-            rows = [np.ravel(np.array(report.get(name), float)) for report in run]
-            width = max(map(len, rows))
-            columns = np.unique(np.stack([np.resize(row, width) for row in rows]), axis=1).T
-            label = ", ".join(filter(None, [path * (len(runs) > 1), kind]))
-            for values in columns[~np.isnan(columns).all(axis=1)]:
+        for name, kind in kinds.items():
+            # Files of version 0.2.0 have a list of several learning rates.
+            values = np.array([np.max(np.array(report.get(name), float)) for report in run])
+            if not np.isnan(values).all():
+                label = ", ".join(filter(None, [path * (len(runs) > 1), kind]))
                 # A dot too, or a single report would be invisible.
                 style = {"marker": "." if len(run) < 50 else "", "color": f"C{number}", "label": label or None}
                 yield [report["update"] for report in run], values, {**style, **_STYLES.get(kind, {})}
-                label = ""

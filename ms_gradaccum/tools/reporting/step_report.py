@@ -1,12 +1,10 @@
 """The report of an update in plain numbers."""
 
-import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn
 
 from ms_gradaccum._checks import Settled, argument_error, check_bool, check_positive_int, typed
@@ -48,21 +46,15 @@ class StepReport:
     rows_per_second: float | None = None
     tokens_per_second: float | None = None
     weight_norm: float | None = None
-    peak_memory_bytes: int | None = None
 
-    def as_dict(self) -> dict[str, float | tuple[float, ...]]:
-        """Return what is known, by name."""
+    def as_dict(self) -> dict[str, float]:
+        """Return what is known as single numbers, by name: of several learning rates the least and the largest."""
         items = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in items.items() if value is not None}
-
-    def scalars(self) -> dict[str, float]:
-        """Return the same as single numbers: of several learning rates the least and the largest."""
-        items: dict[str, Any] = self.as_dict()
-        items.update({f"other_loss_{i}": loss for i, loss in enumerate(items.pop("other_losses", ()), 1)})
-        if isinstance(self.learning_rate, tuple):
-            del items["learning_rate"]
-            items.update(learning_rate_min=min(self.learning_rate), learning_rate_max=max(self.learning_rate))
-        return {name: value if isinstance(value, float) else int(value) for name, value in items.items()}
+        items |= {f"other_loss_{i}": loss for i, loss in enumerate(items.pop("other_losses") or (), 1)}
+        if isinstance(rates := items["learning_rate"], tuple):
+            items |= {"learning_rate": None, "learning_rate_min": min(rates), "learning_rate_max": max(rates)}
+        known = {name: value for name, value in items.items() if value is not None}
+        return {name: value if isinstance(value, float) else int(value) for name, value in known.items()}
 
 
 class StepReporter(Settled):
@@ -75,8 +67,6 @@ class StepReporter(Settled):
     Keyword Args:
         every (int): Number of windows for one report, whose rate covers all of them. Default: ``1``.
         weight_norm (bool): True computes the norm of the weights: a pass over them. Default: ``False``.
-        peak_memory (bool): True reports the peak of the device memory of tensors, on CPU that of the process.
-            Default: ``False``.
         network (Cell, optional): The network to report on if an Accumulator has several. Default: ``None``.
 
     Raises:
@@ -107,24 +97,29 @@ class StepReporter(Settled):
         *,
         every: int = 1,
         weight_norm: bool = False,
-        peak_memory: bool = False,
         network: nn.Cell | None = None,
     ) -> None:
         self.every = check_positive_int(self._owner, "every", every, "1 means a report for each window.")
         self._has_norm = check_bool(self._owner, "weight_norm", weight_norm, "The default is False.")
-        self._has_peak = check_bool(self._owner, "peak_memory", peak_memory, "The default is False.")
         self._watch(train_step, network)
         self._is_built = True
 
     def _watch(self, train_step: TrainOneStepCell | Accumulator | None, network: nn.Cell | None = None) -> None:
         """Report on this training step from now on; on outputs alone if there is none."""
-        self._window = None if train_step is None else _window_of(self._owner, train_step, network)
+        self._window: Window | Step | None = None
+        if isinstance(train_step, TrainOneStepCell):
+            self._window = train_step.windows[0]
+        elif isinstance(train_step, Accumulator):
+            remedy = "Build a reporter for each: StepReporter(accumulator, network=loss_cell)."
+            self._window = only_of(train_step.windows, network, self._owner, remedy)
+        elif train_step is not None:
+            rule, remedy = "a TrainOneStepCell or an Accumulator", "For a Model, give model.train_network."
+            raise TypeError(argument_error(self._owner, "train_step", rule, typed(train_step), remedy))
         self._events = None if train_step is None else train_step.events
         # There are none where the compiler has partitioned the step.
         reducers = self._window.reducers if self._window is not None and self._has_norm else []
-        self._weight_norm = None
-        if reducers:
-            self._weight_norm = Compiled(lambda: _WeightNorm(reducers), self._owner, "the norm of the weights")
+        norm = Compiled(lambda: _WeightNorm(reducers), self._owner, "the norm of the weights")
+        self._weight_norm = norm if reducers else None
         self._updates = self._skipped_updates = 0
         # The time and the weight since the last report, and the updates that the optimizer has made unseen until then.
         self._since: float | None = None
@@ -147,16 +142,6 @@ class StepReporter(Settled):
         self._weight += float(output.weight.asnumpy())
         if (self._updates + self._skipped_updates) % self.every:
             return None
-        report = self._make(output)
-        self._since, self._weight = time.perf_counter(), 0.0
-        return report
-
-    def restart(self) -> None:
-        """Exclude the time until now from the next rate, for example that of an evaluation."""
-        if self._since is not None:
-            self._since, self._weight = time.perf_counter(), 0.0
-
-    def _make(self, output: StepOutput) -> StepReport:
         now, window, events = time.perf_counter(), self._window, self._events
         items: dict[str, Any] = {name: _plain(value) for name, value in output._asdict().items()}
         step = None if window is None else getattr(inner_optimizer(window.optimizers[0]), "global_step", None)
@@ -169,10 +154,14 @@ class StepReporter(Settled):
             items.update(batches=events.batches, micro_batches=events.micro_batches)
         if self._weight_norm is not None:
             items["weight_norm"] = _plain(self._weight_norm(NOTHING))
-        if self._has_peak:
-            items["peak_memory_bytes"] = peak_memory()
         others = tuple(float(loss.asnumpy()) for loss in output.other_losses) or None
+        self._since, self._weight = time.perf_counter(), 0.0
         return StepReport(update=update, skipped_updates=self._skipped_updates, other_losses=others, **items)
+
+    def restart(self) -> None:
+        """Exclude the time until now from the next rate, for example that of an evaluation."""
+        if self._since is not None:
+            self._since, self._weight = time.perf_counter(), 0.0
 
 
 class _WeightNorm(nn.Cell):
@@ -187,27 +176,9 @@ class _WeightNorm(nn.Cell):
         return global_norm(tuple(self.parameters), self.chunks) + nothing
 
 
-def peak_memory() -> int:
-    """Return the peak in bytes of the device memory of tensors; on CPU that of the process's resident memory."""
-    if ms.get_context("device_target") == "CPU":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(ms.runtime.max_memory_allocated())
-
-
 def _plain(tensor: Tensor | None) -> float | tuple[float, ...] | None:
     """Return a tensor of one element as a number, another one as a tuple."""
     if tensor is None:
         return None
     values = tuple(tensor.asnumpy().reshape(-1).tolist())
     return values[0] if len(values) == 1 else values
-
-
-def _window_of(owner: str, train_step: object, network: nn.Cell | None) -> Window | Step:
-    """Return the window of the network to report on."""
-    if isinstance(train_step, TrainOneStepCell):
-        return train_step.windows[0]
-    if not isinstance(train_step, Accumulator):
-        rule, remedy = "a TrainOneStepCell or an Accumulator", "For a Model, give model.train_network."
-        raise TypeError(argument_error(owner, "train_step", rule, typed(train_step), remedy))
-    remedy = "Build a reporter for each: StepReporter(accumulator, network=loss_cell)."
-    return only_of(train_step.windows, network, owner, remedy)

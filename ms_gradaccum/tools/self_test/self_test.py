@@ -55,8 +55,7 @@ def self_test(
             result = {name: getattr(cell, name) for name in ("name", "parallel", "dtype", "mode")}
             result |= {"processes": size, **_run(here, timeout, facts), "seconds": round(time.monotonic() - begin, 1)}
             results.append(result)
-            word = result["outcome"].replace("failed", "FAILED")
-            show(f"{cell.title:72} {word:8}{result['seconds']:6.1f} s  {result['said']}")
+            show(f"{cell.title:72} {result['outcome']:8}{result['seconds']:6.1f} s  {result['said']}")
     found = {"format": _FORMAT, "device": device, "workers": workers, "seconds": round(time.monotonic() - start, 1)}
     counts = {outcome: sum(result["outcome"] == outcome for result in results) for outcome in _OUTCOMES}
     return {**found, "environment": facts["environment"], **counts, "cells": results}
@@ -97,14 +96,12 @@ def _run(cell: Cell, timeout: float, facts: dict[str, Any]) -> dict[str, Any]:
 def try_cell(meeting: Meeting, cell: dict[str, Any], simulated: bool, describes: bool) -> dict[str, Any]:
     """Run a cell in one of its processes, and return its outcome."""
     here = Cell(**cell)
-    if simulated:
-        here = replace(here, rank=connect()[0])
-    else:
-        if here.device != ms.get_context("device_target"):
-            ms.set_device(here.device)
-        if here.size > 1:
-            init()
-            here = replace(here, rank=get_rank())
+    if not simulated and here.device != ms.get_context("device_target"):
+        ms.set_device(here.device)
+    if here.size > 1:
+        join = connect if simulated else init
+        join()
+        here = replace(here, rank=get_rank())
     meeting.join(here.rank, here.size)
     facts = {"devices": ms.hal.device_count(here.device), "environment": describe()} if describes else {}
     module, _, name = here.function.partition(":")

@@ -137,8 +137,7 @@ class Training:
 
     def note(self, output: Any) -> None:
         """Note the loss and the norm of an update, from a StepOutput or the plain tuple of a graph."""
-        norm = output.grad_norm if hasattr(output, "grad_norm") else output[4]
-        self.reports.append((float(output[0].asnumpy()), float(norm.asnumpy())))
+        self.reports.append((float(output[0].asnumpy()), float(output[4].asnumpy())))
 
     def compared(
         self, values: Values | None = None, part: Callable[[str, Any], Any] = lambda name, value: value
@@ -154,9 +153,7 @@ class Training:
             reports = train_whole(loss_cell, optimizer, [tuple(map(Tensor, arrays)) for arrays in joined])
         start, whole = ({key: part(key, value) for key, value in each.items()} for each in (start, values_of(network)))
         apart = compare(values or values_of(self.network), whole, start)
-        precision = self.settings.get("mixed_precision")
-        dtype = precision.dtype if precision else ms.float32
-        allowed = tolerance(self.cell.device, dtype, rows * batches * _HIDDEN, _ROUNDINGS)
+        allowed = tolerance(self.cell.device, getattr(ms, self.cell.dtype), rows * batches * _HIDDEN, _ROUNDINGS)
         # The parameters are rounded in each of two updates.
         largest = max(float(np.abs(value).max()) for value in whole.values())
         allowed += _DEVIATIONS * math.sqrt(2) * _FLOAT32 * largest / apart.moved

@@ -1,7 +1,6 @@
 """The test cells. Each trains in windows and compares with MindSpore's own step on the whole batch."""
 
 from pathlib import Path
-from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -124,7 +123,13 @@ def semi_auto(cell: Cell) -> Found:
 
     with built_for("GPU" if on_cpu else cell.device), graph_mode():
         training = Training(cell, _InlinedLoss, around=partitioned)
-    _shard(training.network, dp)
+    # The columns of the first layer are on two devices, and the rows of the second.
+    first, tanh, second = training.network
+    first.matmul.shard(((dp, 1), (2, 1)))
+    first.bias_add.shard(((dp, 2), (2,)))
+    tanh.tanh.shard(((dp, 2),))
+    second.matmul.shard(((dp, 2), (1, 2)))
+    second.bias_add.shard(((dp, 1), (1,)))
     # The two processes of one row of the mesh have the same rows of the data.
     batches = (training.batch(number, cell.rows) for number in (0, 1))
     parts = [[Tensor(np.split(array, dp)[cell.rank // 2]) for array in batch] for batch in batches]
@@ -132,10 +137,9 @@ def semi_auto(cell: Cell) -> Found:
     program = CpuProgram(partition(step, *parts[0]), start, step.parameter_layout_dict, cell.rank) if on_cpu else step
     for batch in parts:
         training.note(program(*batch))
-    names = [parameter.name for parameter in step.network.trainable_params()]
+    names, layouts = [parameter.name for parameter in step.network.trainable_params()], step.parameter_layout_dict
     if isinstance(program, CpuProgram):
         values = {str(i): program.values()[name] for i, name in enumerate(names)}
-    layouts = step.parameter_layout_dict
     return training.compared(values, lambda i, value: own_part(value, layouts.get(names[int(i)]), cell.rank))
 
 
@@ -145,16 +149,6 @@ class _InlinedLoss(nn.WithLossCell):
     @lazy_inline
     def __init__(self, network: nn.Cell) -> None:
         super().__init__(network, nn.MSELoss())
-
-
-def _shard(network: Any, dp: int) -> None:
-    """Put the columns of the first layer on two devices, and the rows of the second."""
-    first, tanh, second = network
-    first.matmul.shard(((dp, 1), (2, 1)))
-    first.bias_add.shard(((dp, 2), (2,)))
-    tanh.tanh.shard(((dp, 2),))
-    second.matmul.shard(((dp, 2), (1, 2)))
-    second.bias_add.shard(((dp, 1), (1,)))
 
 
 def _precision(cell: Cell) -> MixedPrecision:

@@ -199,11 +199,10 @@ def _drop_unused(model: Any) -> None:
 
 
 class Collective(NamedTuple):
-    """A collective operator: its class, its group, its purpose, and the bytes of the tensor that each rank passes."""
+    """A collective operator: its class, its group and, if listed, its ranks, its purpose, and the bytes of a rank."""
 
     operator: str
     group: str
-    # None if this operator does not list them.
     ranks: tuple[int, ...] | None
     purpose: str
     nbytes: int

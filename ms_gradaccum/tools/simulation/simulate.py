@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ms_gradaccum._checks import check_bool, check_positive_float, check_positive_int, require
+from ms_gradaccum._checks import argument_error, check_bool, check_positive_float, check_positive_int, require
 from ms_gradaccum.batch.nested_inputs import Batch
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.tools.builder import Builder
@@ -18,7 +18,6 @@ from ms_gradaccum.training.train_step import TrainOneStepCell
 _OWNER = "simulate"
 # It is set in the environment of all processes of a job, which must not simulate in turn.
 IN_JOB = "MS_GRADACCUM_SIMULATION"
-_WORK = "ms_gradaccum.tools.simulation.worker:work"
 
 
 def simulate(
@@ -74,7 +73,7 @@ def simulate(
             f"Install gcc and binutils with the system's package manager, and mindspore with pip."
         )
     task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
-    with Job(devices, IN_JOB, _WORK, task, stand_ins) as job:
+    with Job(devices, IN_JOB, f"{__package__}.worker:work", task, stand_ins) as job:
         # A line with the current phase, only on a terminal.
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             reports = wait_for_reports(job, timeout, line.set_description_str)
@@ -95,7 +94,5 @@ def wait_for_reports(job: Job, timeout: float, tell: Callable[[str], None]) -> l
             f"with more of it. The last words of one: {job.last_words() or 'none'}"
         ) from None
     except TimeoutError:
-        raise TimeoutError(
-            f"For '{_OWNER}', the argument 'timeout' must be more than what it takes, but got {timeout:g} s: it "
-            f"was at '{job.phase()}'. Give it more time."
-        ) from None
+        rule, got = "more than what it takes", f"{timeout:g} s: it was at '{job.phase()}'"
+        raise TimeoutError(argument_error(_OWNER, "timeout", rule, got, "Give it more time.")) from None

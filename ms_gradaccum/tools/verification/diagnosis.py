@@ -23,8 +23,6 @@ class Diagnosis:
     def __init__(self, experiment: Experiment, window: Run, whole: Run, rtol: float) -> None:
         self.experiment, self.window, self.whole, self.rtol = experiment, window, whole, rtol
         self.count, self.causes = len(experiment.rows), list[str]()
-        # True if the measurement has found that the loss cannot be trained in parts.
-        self.is_no_mean = False
 
     def search(self, moved: set[str]) -> tuple[str, ...]:
         """Return the causes. ``moved`` are the names of the parameters that differ in their state."""
@@ -65,19 +63,17 @@ class Diagnosis:
         if _repeats_itself(self.experiment, self.rtol):
             return False
         layers = self._layers("Dropout")
-        names = listed([*layers], _SHOWN)
         if layers and _repeats_itself(self._without("Dropout"), self.rtol):
             self.causes.append(
-                f"Dropout ({names}): two runs of the same batch differ, and no more once it is turned off. "
+                f"Dropout ({listed([*layers], _SHOWN)}): two runs of one batch differ, and no more once it is off. "
                 f"Each micro batch draws masks of its own, which changes nothing on average. Set p=0 to compare the "
                 f"rest parameter by parameter."
             )
             self._freeze("Dropout")
             return False
-        although = f", even with {names} turned off" if layers else ""
         self.causes.append(
-            f"A random operator that is no Dropout layer, or state that is no parameter: two runs of the same batch "
-            f"differ{although}. Nothing else could be tested. Turn it off to compare the rest."
+            "A random operator that is no Dropout layer, or state that is no parameter: two runs of the same batch "
+            "differ, with Dropout turned off too. Nothing else could be tested. Turn it off to compare the rest."
         )
         return True
 
@@ -98,12 +94,10 @@ class Diagnosis:
             self._freeze("BatchNorm")
             vanished = differed and is_finite(self.window) and is_finite(self.whole) and self._same_gradient()
             if vanished or len(moved) > len(others):
-                names = listed([*layers], _SHOWN)
-                evidence = "With it frozen, the gradients are equal. " if vanished else ""
                 self.causes.append(
-                    f"BatchNorm ({names}): each micro batch is normalised by its own statistics, and the moving "
-                    f"averages move {self.count} times instead of once. {evidence}Use GroupNorm or LayerNorm, freeze "
-                    f"it (use_batch_statistics=False), or take larger micro batches."
+                    f"BatchNorm ({listed([*layers], _SHOWN)}): each micro batch is normalised by its own statistics, "
+                    f"and the moving averages move {self.count} times instead of once. Use GroupNorm or LayerNorm, "
+                    f"freeze it (use_batch_statistics=False), or take larger micro batches."
                 )
         return bool(others)
 
@@ -142,9 +136,9 @@ class Diagnosis:
             )
         elif not self.experiment.network.is_cached:
             finding = self.experiment.measure()
-            self.is_no_mean = finding is not None and finding.miss > 0
-            text = finding.text.removeprefix("For 'GradAccumulation', ") if finding else _GRADIENTS
-            self.causes += [text[0].upper() + text[1:]] if self.is_no_mean or finding is None else []
+            if finding is None or finding.miss > 0:
+                text = finding.text.removeprefix("For 'GradAccumulation', ") if finding else _GRADIENTS
+                self.causes.append(text[0].upper() + text[1:])
 
     def _is_input_split(self) -> bool:
         """Name an input that is no batch: with it whole in each micro batch, the window is the whole batch."""
@@ -171,24 +165,15 @@ class Diagnosis:
         if misfit(self.whole, reference) <= self.rtol:
             return
         ratio = norm(self.whole) / norm(reference) if norm(reference) else 0.0
-        counts = [n for n in (self.count, self.experiment.network.micro_size) if abs(ratio * n - 1) <= self.rtol]
         if misfit(self.whole, combine([ratio], [reference])) > self.rtol:
-            size = max(misfits(self.whole, reference))
             self.causes.append(
-                f"Another loss: the whole batch in network differs from that in reference by {size:.1e} of the "
-                f"gradient, and by no constant factor. Give the loss cell that network stands for."
+                "Another loss: the whole batch in network differs from that in reference by no constant factor. Give "
+                "the loss cell that network stands for."
             )
-        elif counts:
-            self.causes.append(
-                f"A division by K = {counts[0]} done twice: the whole batch in network has 1/{counts[0]} of the "
-                f"gradient that it has in reference. Remove the division from the loss: the window divides by its "
-                f"weight itself."
-            )
-        elif not self.is_no_mean:  # Else it is a sum, or a mean in place of one, which has been named.
+        else:
             self.causes.append(
                 f"A factor: the whole batch in network has {ratio:.6g} times the gradient that it has in reference. "
-                f"Take the factor out of the loss; if it is 1 / accumulation_steps, the window divides by its weight "
-                f"itself."
+                f"Take it out of the loss; if it is 1 / K of K micro batches, the window divides by its weight itself."
             )
 
 

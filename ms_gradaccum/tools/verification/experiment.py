@@ -63,9 +63,8 @@ def is_finite(run: Run) -> bool:
 
 
 def misfits(a: Run, b: Run, *others: Run) -> list[float]:
-    """Return, per parameter, the norm of the difference of two gradients, divided by its scale.
+    """Return, per parameter, the norm of the difference of two gradients, divided by the largest in any of the runs.
 
-    The scale is the largest norm of the gradient in any of the runs, but at least a share of that of a whole gradient.
     ``others`` are runs that ``a`` or ``b`` was computed from.
     """
     runs = (a, b, *others)
@@ -134,7 +133,6 @@ class Experiment:
     def __post_init__(self) -> None:
         self.parameters = ParameterTuple(self.network.trainable_params())
         _, micro_batches = split_batch(self.inputs, self.network.micro_size, self.network.batch_axis)
-        # The rows of each micro batch.
         self.rows = tuple(micro_batch.rows for micro_batch in micro_batches)
         self.bounds = [0, *accumulate(self.rows)]
         self.batch = Rows.of(self.inputs, self.network.batch_axis)

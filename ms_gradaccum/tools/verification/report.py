@@ -1,7 +1,6 @@
 """The reports of a comparison, parameter by parameter."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,7 @@ from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.tools.text import aligned
 from ms_gradaccum.tools.verification.experiment import Experiment, Run, misfits, norm_of, relative
 
-_WIDTH, _SHOWN = 100, 20
-_HEAD = ("parameter", "kind", "max difference", "relative")
+_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class CompileReport:
         lines.extend(_table(self.parameters, "compiled / op by op"))
         if not self.equal and self.parameters:
             lines.append(f"Loss: {self.compiled_loss:.8g} compiled, {self.eager_loss:.8g} op by op.")
-        return "\n".join([*lines, *map(_bullet, self.causes)])
+        return "\n".join([*lines, *(f"- {cause}" for cause in self.causes)])
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class VerifyReport:
         if self.causes:
             lines.append("Probable cause:" if len(self.causes) == 1 else "Probable causes:")
         compiled = [] if self.compiled is None else [str(self.compiled)]
-        return "\n".join([*lines, *map(_bullet, self.causes), *compiled])
+        return "\n".join([*lines, *(f"- {cause}" for cause in self.causes), *compiled])
 
 
 def differences(experiment: Experiment, window: Run, whole: Run, rtol: float) -> list[ParameterDifference]:
@@ -124,14 +122,10 @@ def _entry(name: str, kind: str, window: Array, whole: Array, miss: float, rtol:
 
 def _table(entries: Sequence[ParameterDifference], ratio: str) -> list[str]:
     """Return the lines of a table of the entries that differ, which come first."""
-    rows: list[tuple[str, ...]] = [(*_HEAD, ratio)]
+    rows = [("parameter", "kind", "max difference", "relative", ratio)]
     differing = [entry for entry in entries if entry.differs]
     for entry in differing[:_SHOWN]:
         numbers = f"{entry.max_difference:.3g}", f"{entry.relative_difference:.3g}", f"{entry.norm_ratio:.6g}"
         rows.append((entry.name, entry.kind, *numbers))
     more = [f"... and {len(differing) - _SHOWN} more"] if len(differing) > _SHOWN else []
     return [*aligned(rows), *more] if differing else []
-
-
-def _bullet(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent="- ", subsequent_indent="  ")

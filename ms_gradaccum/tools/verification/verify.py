@@ -8,15 +8,8 @@ import mindspore as ms
 from mindspore import nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_gradaccum._checks import (
-    argument_error,
-    check_bool,
-    check_cell,
-    check_positive_float,
-    check_positive_int,
-    first_line,
-    require,
-)
+from ms_gradaccum import _checks as check
+from ms_gradaccum._checks import first_line, require
 from ms_gradaccum.backend.compiled import check_compile, execution_mode
 from ms_gradaccum.batch.nested_inputs import Batch, as_call
 from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
@@ -35,11 +28,6 @@ _DIFFERS = (
 _RANDOM = (
     "A random operator that is no Dropout layer, or something else that Python reads and that differs from run to "
     "run: two runs op by op from one start differ, so nothing can be compared. Turn it off."
-)
-_NO_TENSOR = "but got no tensor"  # GradAccumulation's words for a loss that is not a tensor. Op by op it was one.
-_LEFT_TO_PYTHON = (
-    "its loss is not a tensor there, since a graph leaves something in construct to Python, such as asnumpy() or a "
-    "count in an attribute. Write it with operators of MindSpore, or leave compile out."
 )
 
 
@@ -64,10 +52,8 @@ def verify(
 
     Compared are the gradients that the optimizer of a :class:`TrainOneStepCell` gets, and the parameters that forward
     passes change (moving averages). An experiment confirms each cause before it is named.
-
-    Both run as MindSpore's mode says, in training mode; in a `network` in training mode, cells that
-    ``set_train(False)`` has frozen stay frozen. Afterwards parameters, modes, the random state and the attributes of
-    cells are restored, but not the random state inside MindSpore's operators, globals, and the inside of other objects.
+    Both run as MindSpore's mode says, in training mode; cells that are frozen in a `network` in training mode stay so.
+    Afterwards parameters, modes, attributes of cells and random generators (not those of kernels) are restored.
 
     Args:
         network (Cell): A loss cell, or a :class:`GradAccumulation` around one.
@@ -76,10 +62,8 @@ def verify(
         micro_size (Union[int, None]): The number of micro batches. For a GradAccumulation its own number or ``None``.
 
     Keyword Args:
-        weighted (bool): Whether `network` returns `(loss_sum, weight)`. The setting of a :class:`GradAccumulation`
-            holds. Default: ``False``.
-        batch_axis (Union[int, None, tuple, dict]): Axis of the rows. The setting of a :class:`GradAccumulation` holds.
-            Default: ``0``.
+        weighted (bool), batch_axis (Union[int, None, tuple, dict]): As in :class:`GradAccumulation`; one that is given
+            has its own. Default: ``False`` and ``0``.
         reference (Union[Cell, None]): The loss cell for the whole batch, if it is not `network`: it has the same
             parameters and inputs and returns the mean loss. Only with it a loss that is divided by the number of micro
             batches shows. Default: ``None``.
@@ -116,12 +100,11 @@ def verify(
     compiles = check_compile(_OWNER, compile)
     rule, remedy = "None where MS_JIT=0 has nothing compiled", "Unset MS_JIT, or leave compile out."
     require(not compiles or os.getenv("MS_JIT") != "0", _OWNER, "compile", rule, True, remedy)
-    grad_accumulation = _as_grad_accumulation(network, micro_size, weighted, batch_axis)
+    grad_accumulation = _wrapped(network, micro_size, weighted, batch_axis)
     _check_reference(reference, grad_accumulation.network)
     if rtol is not None:
-        check_positive_float(_OWNER, "rtol", rtol, "None means 1e-4, or 2e-2 for 16 bits.")
-    args, kwargs = as_call(_OWNER, batch)
-    inputs = grad_accumulation.positional(args, kwargs)
+        check.check_positive_float(_OWNER, "rtol", rtol, "None means 1e-4, or 2e-2 for 16 bits.")
+    inputs = grad_accumulation.positional(*as_call(_OWNER, batch))
     grad_accumulation.bind(inputs, {})
     start = Start(grad_accumulation.network, reference)
     rtol = rtol or (_RTOL_16_BIT if start.is_16_bit else _RTOL)
@@ -133,25 +116,23 @@ def verify(
         start.put_back()
 
 
-def _as_grad_accumulation(
-    network: nn.Cell, micro_size: int | None, weighted: bool, batch_axis: BatchAxis
-) -> GradAccumulation:
-    network = check_cell(_OWNER, "network", network, "Give a GradAccumulation or a loss cell.")
+def _wrapped(network: nn.Cell, micro_size: int | None, weighted: bool, batch_axis: BatchAxis) -> GradAccumulation:
+    """Return a loss cell as a GradAccumulation, and one that is one already if the settings are its own."""
+    network = check.check_cell(_OWNER, "network", network, "Give a GradAccumulation or a loss cell.")
     if isinstance(network, AutoParallel):
         network = network.network
     rule, kind = "a GradAccumulation or a loss cell", type(network).__name__
     require(not isinstance(network, nn.TrainOneStepCell), _OWNER, "network", rule, kind, "Give its network.")
-    found = list(network.trainable_params())
-    require(found, _OWNER, "network", "one with trainable parameters", "none", "Give the loss cell.")
+    require(
+        network.trainable_params(), _OWNER, "network", "one with trainable parameters", "none", "Give the loss cell."
+    )
     if not isinstance(network, GradAccumulation):
-        count = check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
+        count = check.check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
     remedy = "Settings of a GradAccumulation are its own: leave them out here."
-    if micro_size is not None:
-        check_positive_int(_OWNER, "micro_size", micro_size, remedy)
-    check_bool(_OWNER, "weighted", weighted, remedy)
-    axis = check_batch_axis(batch_axis)
-    given = (("micro_size", micro_size, None), ("weighted", weighted, False), ("batch_axis", axis, 0))
+    axis, weighted = check_batch_axis(batch_axis), check.check_bool(_OWNER, "weighted", weighted, remedy)
+    size = micro_size if micro_size is None else check.check_positive_int(_OWNER, "micro_size", micro_size, remedy)
+    given = (("micro_size", size, None), ("weighted", weighted, False), ("batch_axis", axis, 0))
     for name, value, default in given:
         own = getattr(network, name)
         rule = f"{default!r} or that of the GradAccumulation, {own!r}"
@@ -162,13 +143,13 @@ def _as_grad_accumulation(
 def _check_reference(reference: nn.Cell | None, loss_cell: nn.Cell) -> None:
     if reference is None:
         return
-    check_cell(_OWNER, "reference", reference, "Give the loss cell of the whole batch.")
+    check.check_cell(_OWNER, "reference", reference, "Give the loss cell of the whole batch.")
     known = {id(parameter) for parameter in reference.get_parameters()}
     missing = [parameter.name for parameter in loss_cell.trainable_params() if id(parameter) not in known]
     if missing:
         rule, remedy = "a loss cell of the parameters of network", "Build it around the same network."
         got = f"one without {len(missing)} of them, first {missing[0]!r}"
-        raise ValueError(argument_error(_OWNER, "reference", rule, got, remedy))
+        raise ValueError(check.argument_error(_OWNER, "reference", rule, got, remedy))
 
 
 def _report(experiment: Experiment, rtol: float) -> VerifyReport:
@@ -191,9 +172,7 @@ def _compare_compiled(experiment: Experiment, rtol: float) -> CompileReport:
             how = "compiled"
             other, _, fast = _run_twice(replace(eager, compiles=True))
     except Exception as error:
-        is_left = how == "compiled" and _NO_TENSOR in first_line(error)
-        reason = _LEFT_TO_PYTHON if is_left else first_line(error)
-        return CompileReport(False, causes=(f"The network cannot be {how}: {reason}",))
+        return CompileReport(False, causes=(f"The network cannot be {how}: {first_line(error)}",))
     if not is_finite(first) or misfit(first, again) > rtol:
         cause = _RANDOM if is_finite(first) else "An Inf or NaN in the run op by op: nothing can be compared."
         return CompileReport(False, causes=(cause,), speedup=slow / fast)
