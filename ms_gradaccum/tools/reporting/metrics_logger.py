@@ -140,10 +140,13 @@ class _JsonLines:
         self.path = Path(check_path(_OWNER, "path", path, "For example 'log_output/run.jsonl'.")).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
-        # A program that was killed can leave the start of a line. A pipe, which has no size, is not read.
-        is_torn = self.path.stat().st_size and self.path.read_bytes()[-1:] != b"\n"
-        # Lines that a full disk has refused, too.
-        self.unwritten, self.has_failed = b"\n" if is_torn else b"", False
+        # Lines that a full disk has refused.
+        self.unwritten, self.has_failed = b"", False
+        if self.path.stat().st_size:  # A pipe has none.
+            with self.path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                # A program that was killed can leave the start of a line.
+                self.unwritten = b"" if file.read() == b"\n" else b"\n"
 
     def write(self, record: Mapping[str, object]) -> None:
         """Write a line, preceded by lines that could not be written before."""

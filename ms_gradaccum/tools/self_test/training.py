@@ -137,7 +137,8 @@ class Training:
 
     def note(self, output: Any) -> None:
         """Note the loss and the norm of an update, from a StepOutput or the plain tuple of a graph."""
-        self.reports.append((float(output[0].asnumpy()), float(output[4].asnumpy())))
+        norm = output.grad_norm if hasattr(output, "grad_norm") else output[4]
+        self.reports.append((float(output[0].asnumpy()), float(norm.asnumpy())))
 
     def compared(
         self, values: Values | None = None, part: Callable[[str, Any], Any] = lambda name, value: value

@@ -20,10 +20,8 @@ from ms_gradaccum.tools.simulation.cpu_program import CpuProgram, own_part, whol
 from ms_gradaccum.tools.simulation.partition import partition
 from ms_gradaccum.tools.whole_batch import values_of
 
-# The gradients of these networks do not overflow with it in float16.
-_SCALE = 1024.0
-# It is below the norms of the gradients, 0.8 and more.
-_MAX_NORM = 0.25
+_SCALE = 1024.0  # The gradients of these networks do not overflow with it in float16.
+_MAX_NORM = 0.25  # It is below the norms of the gradients, 0.8 and more.
 _STATE = "state_of_one"
 
 

@@ -63,10 +63,7 @@ def is_finite(run: Run) -> bool:
 
 
 def misfits(a: Run, b: Run, *others: Run) -> list[float]:
-    """Return, per parameter, the norm of the difference of two gradients, divided by the largest in any of the runs.
-
-    ``others`` are runs that ``a`` or ``b`` was computed from.
-    """
+    """Return, per parameter, the norm of a difference of gradients by its scale, with ``others`` they were made of."""
     runs = (a, b, *others)
     floor = _SMALLEST_SHARE * max(map(norm, runs))
     with np.errstate(invalid="ignore"):  # The difference of two Infs is a NaN, which differs.

@@ -123,9 +123,8 @@ def _wrapped(network: nn.Cell, micro_size: int | None, weighted: bool, batch_axi
         network = network.network
     rule, kind = "a GradAccumulation or a loss cell", type(network).__name__
     require(not isinstance(network, nn.TrainOneStepCell), _OWNER, "network", rule, kind, "Give its network.")
-    require(
-        network.trainable_params(), _OWNER, "network", "one with trainable parameters", "none", "Give the loss cell."
-    )
+    found = network.trainable_params()
+    require(found, _OWNER, "network", "one with trainable parameters", "none", "Give the loss cell.")
     if not isinstance(network, GradAccumulation):
         count = check.check_positive_int(_OWNER, "micro_size", micro_size, "It counts the micro batches of one batch.")
         return GradAccumulation(network, count, weighted=weighted, batch_axis=batch_axis)
