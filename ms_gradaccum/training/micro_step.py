@@ -221,7 +221,7 @@ class EagerMicroStep:
             forget_passes()
         self.reducer.begin_micro_batch(self.is_last)
         with op_by_op():
-            # On a GPU, convolutions of a function without arguments take 3 to 7 times as long (H200, MindSpore 2.10).
+            # On a GPU, convolutions of a function without arguments take 3 to 7 times as long (MindSpore 2.10, H200).
             (_, *values), grads = ops.value_and_grad(self._loss, None, self.parameters, has_aux=True)(share, *tensors)
         self.reducer.end_micro_batch()
         try:
