@@ -19,8 +19,9 @@ LONGEST += ["test_packaging", "test_frozen", "test_python_decides"]
 
 
 # Folders of small tests, of which measuring the loss would take most of the time, and what is about that in them.
-MEASURED_ONCE = {"batch", "gradients", "loops"}
+MEASURED_ONCE = {"backend", "batch", "checkpoint", "gradients", "integrations", "loops", "parallel", "training"}
 MEASURED = {"test_losses_as_written", "test_clip_groups", "test_data_sink"}
+MEASURED |= {"test_loss_check", "test_batch_norms", "test_device_reads", "test_own_construct"}
 
 
 @functools.cache

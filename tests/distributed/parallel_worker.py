@@ -19,6 +19,7 @@ from launch import report, run_scenarios  # noqa: E402
 from quick_mindspore import compiling, eagerly  # noqa: E402
 from scenarios import (  # noqa: E402
     CLIPS,
+    ONE_SHAPE,
     OPTIMIZERS,
     STEPS,
     batch,
@@ -109,7 +110,7 @@ def train_and_look_at_the_graphs(name, kind):
 
     network, step = build_step(clip=CLIPS["norm"](), parallel=kind, check_loss=name == COMPILED[size][-1])
     with mock.patch.object(_cell_graph_executor, "compile", note):
-        record(f"{name}, norm", network, step.optimizer, train_batches(step, range(STEPS), rank, size))
+        record(f"{name}, norm", network, step.optimizer, train_batches(step, range(STEPS), rank, size, ONE_SHAPE))
     traffic = step.body.reducer.layout.messages()
     results[f"graphs {name}"] = {
         "sent": collectives_in(cells),

@@ -39,10 +39,11 @@ class Updates(ms.train.Callback):
 
 
 def train(kind, *callbacks):
-    """Rank 0 has three batches of two rows, the other two, and two make an update."""
+    """Rank 0 has three batches of two rows, the other two, and two make an update. A measured loss is compiled, too."""
     network = build_network()
     optimizer = nn.Adam(network.trainable_params(), 0.01)
-    model = Model(network, nn.MSELoss(), optimizer, accumulation_steps=2, parallel=kind)
+    settings = {"parallel": kind, "check_loss": "MS_JIT" in os.environ}
+    model = Model(network, nn.MSELoss(), optimizer, accumulation_steps=2, **settings)
     data = NumpySlicesDataset(tuple(uneven_data(rank)), shuffle=False).batch(2)
     model.train(1, data, callbacks=list(callbacks))
     # This rank's part, past the stand-ins that checkpoints see.

@@ -57,10 +57,15 @@ def batch(step):
     return x, generator.normal(size=(ROWS, 3)).astype(np.float32)
 
 
-def share(arrays, rank, size):
-    """The rows of one process: not the same number for each."""
-    bounds = [0, 7, 12] if size == 2 else [0, 5, 8, 11, 12]
-    return [array[bounds[rank] : bounds[rank + 1]] for array in arrays] if size > 1 else list(arrays)
+# Where the rows of the processes begin and end, in jobs of 2 and 4: not the same number for each.
+BOUNDS = {2: [0, 7, 12], 4: [0, 5, 8, 11, 12]}
+# The same, but three micro batches of one process have one shape, of which fewer graphs are compiled.
+ONE_SHAPE = {2: [0, 9, 12], 4: [0, 6, 9, 10, 12]}
+
+
+def share(arrays, rank, size, bounds=BOUNDS):
+    """The rows of one process."""
+    return [array[bounds[size][rank] : bounds[size][rank + 1]] for array in arrays] if size > 1 else list(arrays)
 
 
 def build_step(optimizer="Adam", micro_size=3, **settings):
@@ -71,10 +76,10 @@ def build_step(optimizer="Adam", micro_size=3, **settings):
     return network, TrainOneStepCell(loss_cell, OPTIMIZERS[optimizer](network.trainable_params()), **settings)
 
 
-def train_batches(step, numbers, rank=0, size=1):
+def train_batches(step, numbers, rank=0, size=1, bounds=BOUNDS):
     """Train this process's share of some batches and return what the step reported last."""
     for number in numbers:
-        output = step(*[Tensor(array) for array in share(batch(number), rank, size)])
+        output = step(*[Tensor(array) for array in share(batch(number), rank, size, bounds)])
     return output
 
 

@@ -243,7 +243,8 @@ def loop_on_after_an_error(kind, place):
     network = build_network()
     optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
     loss_cell = GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 3)
-    accumulator = Accumulator(loss_cell, optimizer, 2, parallel=KINDS[kind])
+    settings = {"parallel": KINDS[kind], "check_loss": kind == "data parallel"}
+    accumulator = Accumulator(loss_cell, optimizer, 2, **settings)
     accumulator.add_callback(Fails(place[0], "begin", 1) if place[1] == "inside" else Fails(0, ""))
     key = f"loop {kind}, {place[1]} {place[0]}"
     with noting(key) as errors:
