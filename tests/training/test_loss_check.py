@@ -254,7 +254,7 @@ def measured_batches(step, batches, inputs):
 
 def test_a_right_loss_is_measured_seldom_and_then_never(eager):
     step = step_of(nn.WithLossCell(net(), nn.MSELoss()))
-    assert measured_batches(step, 200, (Tensor(X), Tensor(Y))) == ([1, 2, 4, 8, 16, 32, 64], [])
+    assert measured_batches(step, 130, (Tensor(X), Tensor(Y))) == ([1, 2, 4, 8, 16, 32, 64], [])
 
 
 def test_batches_of_one_row_are_measured_with_the_next_one(eager):
@@ -323,7 +323,7 @@ def test_rows_of_other_lengths_are_not_joined(eager):
 # ---- what is found
 
 
-def test_rows_that_all_have_one_loss_are_told_by_their_gradient(mode):
+def test_rows_that_all_have_one_loss_are_told_by_their_gradient(network_mode):
     """At the start all logits are 0, and each label has the loss log(3)."""
 
     def masked(self, x, y, mask):
@@ -361,7 +361,7 @@ def without_value(self, x, y):
     return (self.net(x) - y).square().mean() + aux - ops.stop_gradient(aux)
 
 
-def test_what_hides_from_the_loss_is_told_by_the_gradient_of_the_second_batch(mode):
+def test_what_hides_from_the_loss_is_told_by_the_gradient_of_the_second_batch(network_mode):
     step = step_of(Of(without_value))
     said = [said_by(lambda: step(Tensor(X), Tensor(Y))) for _ in range(3)]
     assert [len(each) for each in said] == [0, 1, 0]
@@ -455,7 +455,7 @@ def test_sums_and_weights_must_add_up(kind, text, eager):
     assert [text in each for each in said] == [True] * (text is not None)
 
 
-def test_a_weight_that_is_never_0_is_seen(mode):
+def test_a_weight_that_is_never_0_is_seen(network_mode):
     """Batches that end with padding show it in halves of unlike rows alone."""
 
     def padded(self, x, y, mask):
@@ -467,7 +467,7 @@ def test_a_weight_that_is_never_0_is_seen(mode):
     assert ["miss the weight by up to" in each for each in said] == [True]
 
 
-def test_halves_that_fit_by_chance_are_not_believed(mode):
+def test_halves_that_fit_by_chance_are_not_believed(network_mode):
     """Rows below the mean of their losses are trained, here one of each half: three parts of the rows show it."""
 
     def easy_rows(self, rows):
@@ -489,7 +489,7 @@ def masked(self, rows):
 
 
 @pytest.mark.parametrize("function, reason", [(largest, "its rows meet"), (masked, "it is a mean over something else")])
-def test_the_reason_is_known_where_halves_fit_by_chance(function, reason, mode):
+def test_the_reason_is_known_where_halves_fit_by_chance(function, reason, network_mode):
     """Each half has the largest loss and as much of the mask, but not each quarter."""
     rows = np.full((8, 4), [0, 0, -9, 9], np.float32)
     rows[:, 0], rows[:, 1] = [3, 3, 3, 3, 3, 1, 3, 2], [3, 1, 3, 1, 1, 3, 1, 3]
@@ -498,7 +498,7 @@ def test_the_reason_is_known_where_halves_fit_by_chance(function, reason, mode):
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_a_weight_that_depends_on_parameters_is_told_by_the_gradient(learns, mode):
+def test_a_weight_that_depends_on_parameters_is_told_by_the_gradient(learns, network_mode):
     """Micro batches train the sum, and a mean over what the network selects has the gradient of the weight, too."""
 
     def selective(self, x, y):
@@ -705,8 +705,9 @@ def alarm(seed, batches=4):
 
 
 def test_right_losses_are_not_named(eager):
-    # All kinds in float32 and in 16 bits.
-    assert {seed: said for seed in range(5 * len(KINDS)) if (said := alarm(seed))} == {}
+    # All kinds in float32 and, every fifth seed, in 16 bits; from the second batch on gradients are compared, too.
+    seeds = {*range(2 * len(KINDS)), *range(4, 5 * len(KINDS), 5)}
+    assert {seed: said for seed in seeds if (said := alarm(seed, batches=2))} == {}
 
 
 def test_compiled_right_losses_are_not_named(monkeypatch):

@@ -74,8 +74,7 @@ def loop(cell, optimizer):
     return accumulator, train
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("build", (train_step, loop))
+@pytest.mark.parametrize("build, optimizer", list(zip((train_step, loop), OPTIMIZERS)))
 def test_a_step_that_is_built_again_goes_on_with_the_optimizer(build, optimizer, mode):
     network, cell, of_it = built(optimizer)
     kept = []
