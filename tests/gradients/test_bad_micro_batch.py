@@ -99,7 +99,8 @@ def test_inside_a_larger_graph():
     before = values_of(step)
     output = StepOutput(*graph(with_bad(data(), (0, 1, 2))))
     assert (number(output.updated), number(output.overflow)) == (False, True)
-    assert changed(before, values_of(step)) == {SCALE, "accu_grads.weight.window_skipped"}
+    counted = {"accu_grads.weight.window_skipped"} if ms.get_context("device_target") == "CPU" else set()
+    assert changed(before, values_of(step)) == {SCALE} | counted
 
 
 def test_a_window_of_bad_micro_batches_alone_makes_no_update(eager):

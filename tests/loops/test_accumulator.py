@@ -418,8 +418,8 @@ def test_a_device_is_not_read_for_the_loss_of_a_batch(micro_size, monkeypatch, m
     monkeypatch.setattr(Tensor, "asnumpy", recorded)
     loss = accumulator.backward(*inputs)
     monkeypatch.undo()
-    # Inputs are cut on the host.
-    assert set(readers) == {"cut"}
+    # On a CPU inputs are cut on the host.
+    assert set(readers) == ({"cut"} if ms.get_context("device_target") == "CPU" else set())
     assert number(loss) == np.mean((2 * x) ** 2) and loss.dtype == ms.float32 and loss.shape == ()
     accumulator.drop()
 
