@@ -264,7 +264,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         return loss * only_of(self.windows, network).loss_scale.value()
 
     def backward(
-        self, *args: object, network: nn.Cell | None = None, same_batch: bool = False, **kwargs: Any
+        self, *args: object, network: nn.Cell | None = None, same_batch: bool = False, **kwargs: object
     ) -> Tensor:
         """Run forward and backward of one batch, add its gradients, and return its mean loss, a float32 scalar.
 
