@@ -14,7 +14,6 @@ from ms_gradaccum.backend.plain_state import Json
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import PassPlace
-from ms_gradaccum.loops.ema import averages_of
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import gather_values
 from ms_gradaccum.training.train_step import TrainOneStepCell
@@ -122,8 +121,8 @@ def _groups(
             if reducer is not None:
                 yield own, reducer.buffer.all_totals(), reducer, i
         yield prefix, window.loss_scale.get_parameters(), None, None
-    for averages in averages_of(step):
-        yield "", (*averages.values, averages.updates), None, None
+    if hasattr(step, "ema_averages"):
+        yield "", step.ema_averages.get_parameters(), None, None
 
 
 def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainOneStepCell | Accumulator, Path]:
@@ -132,8 +131,8 @@ def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainO
     if not isinstance(trained, (TrainOneStepCell, Accumulator)):
         rule, got = "a TrainOneStepCell, an Accumulator or a Model", type(trained).__name__
         raise TypeError(argument_error(owner, "step", rule, got, "Give what trains, with its optimizer."))
-    for averages in averages_of(trained):
-        averages.check_weights(owner)
+    if hasattr(trained, "ema_averages"):
+        trained.ema_averages.check_weights(owner)
     if isinstance(trained, Accumulator):
         trained.window.check_between_batches(owner)
     return trained, Path(check_path(owner, "directory", directory, STATES))

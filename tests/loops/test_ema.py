@@ -89,7 +89,7 @@ def test_an_update_takes_one_run_of_tensors_after_the_other(mode, monkeypatch):
     step = new_step(accumulation_steps=1)
     ema = EMA(0.5, warmup_updates=0)
     step.add_callback(ema)
-    assert len(step.ema_averages.chunks) > 2
+    assert len(ema.tensor_chunks) > 2
     weights = step.network.trainable_params()
     start, seen = values(weights), []
     for batch in BATCHES[:3]:
@@ -396,9 +396,7 @@ def test_nothing_else_happens_while_the_averages_are_in_the_network(tmp_path, ea
         with ema.swapped():
             pass
 
-    begin = (
-        "the network must have its weights, but got the averages of an EMA in their place. Leave 'with ema.swapped():'"
-    )
+    begin = "the network must have its weights, but got the averages of an EMA. Leave ema.swapped() first."
     with ema.swapped():
         for work in (lambda: step(*BATCHES[1]), step.flush, lambda: save_state(step, tmp_path), swap):
             with pytest.raises(RuntimeError, match=re.escape(begin)):
@@ -431,7 +429,7 @@ def test_wrong_arguments_are_refused(arguments, kind, text):
 def test_what_it_cannot_average_is_refused(eager):
     step = new_step()
     ema = EMA()
-    with pytest.raises(RuntimeError, match="For 'EMA', a training step must have it before there are averages"):
+    with pytest.raises(RuntimeError, match="For 'EMA', a training step must have it, but got none."):
         with ema.swapped():
             pass
     step.add_callback(ema)
@@ -440,7 +438,7 @@ def test_what_it_cannot_average_is_refused(eager):
             again()
     networks = [line(), line()]
     several = Accumulator([nn.WithLossCell(each, nn.MSELoss()) for each in networks], [sgd(each) for each in networks])
-    with pytest.raises(ValueError, match="must be one for an Accumulator of one network, but got 2 networks."):
+    with pytest.raises(ValueError, match="must be one for an Accumulator of one network, but got several."):
         several.add_callback(EMA())
     network = line()
     network.weight.requires_grad = False
@@ -474,7 +472,7 @@ def test_another_network_is_not_evaluated_in_its_place(eager):
     model.train(1, batches(8), callbacks=ema)
     with pytest.raises(ValueError, match="'eval_network' must be the one whose weights are averaged"):
         other.eval(batches(8), callbacks=ema)
-    with pytest.raises(RuntimeError, match="must have it before there are averages"):
+    with pytest.raises(ValueError, match="'eval_network' must be the one whose weights are averaged"):
         other.eval(batches(8), callbacks=EMA())
 
 
