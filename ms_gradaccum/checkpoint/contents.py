@@ -1,9 +1,9 @@
 """The state of a training step: its tensors by name, and the numbers of its objects as JSON."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mindspore as ms
 from mindspore import Parameter, Tensor
@@ -15,14 +15,11 @@ from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.parallel.world import gather_values
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 # The remedies for an invalid folder, and an invalid number of states to keep.
 STATES = "Give a folder for the states of this training."
 KEPT = "It counts the states that are left after one is saved."
-# The types of errors that are the same on all ranks; any other becomes a RuntimeError on the other ranks.
-_ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
 
 
 class SavedState(NamedTuple):
@@ -70,18 +67,35 @@ class Contents:
         self.has_shards = any(reducer.has_shards for reducer in self.reducers)
         # By their names in MindSpore's checkpoints; those of a second or later network or optimizer get a prefix.
         self.held: dict[str, Held] = {}
-        seen: set[int] = set()
-        for prefix, parameters, reducer, window in _groups(step):
-            for parameter in parameters:
-                target = parameter if reducer is None else reducer.saved(parameter)
-                if target is None or id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                name = f"{prefix}{parameter.name}"
-                rule, remedy = "one whose parameters have names of their own", "Rename one: parameter.name = '...'."
-                require(name not in self.held, "save_state", "step", rule, f"two {name!r}", remedy)
-                gather = None if reducer is None else reducer.gathers.get(parameter.name)
-                self.held[name] = Held(target, parameter, gather, window)
+        self._seen: set[int] = set()
+        for i, window in enumerate(step.windows):
+            prefix = f"network{i}." if i else ""
+            for cell in (window.network, *window.optimizers):
+                cell.init_parameters_data()
+            self._hold(prefix, window.network.get_parameters())
+            for j, (optimizer, reducer) in enumerate(zip_longest(window.optimizers, window.reducers)):
+                own = f"{prefix}optimizer{j}." if j else prefix
+                self._hold(own, all_parameters(optimizer), reducer)
+                if reducer is not None:
+                    self._hold(own, reducer.buffer.all_totals(), reducer, i)
+            self._hold(prefix, window.loss_scale.get_parameters())
+        if hasattr(step, "ema_averages"):
+            self._hold("", step.ema_averages.get_parameters())
+
+    def _hold(
+        self, prefix: str, items: Iterable[Parameter], reducer: GradientReducer | None = None, window: int | None = None
+    ) -> None:
+        """Hold parameters by a prefix and their names; ``reducer`` may shard them, ``window`` is that of sums."""
+        for parameter in items:
+            target = parameter if reducer is None else reducer.saved(parameter)
+            if target is None or id(parameter) in self._seen:
+                continue
+            self._seen.add(id(parameter))
+            name = f"{prefix}{parameter.name}"
+            rule, remedy = "one whose parameters have names of their own", "Rename one: parameter.name = '...'."
+            require(name not in self.held, "save_state", "step", rule, f"two {name!r}", remedy)
+            gather = None if reducer is None else reducer.gathers.get(parameter.name)
+            self.held[name] = Held(target, parameter, gather, window)
 
     def state_dict(self) -> State:
         """Return the state of the step outside of tensors, as JSON."""
@@ -106,25 +120,6 @@ class Contents:
         return SavedState(path, self.step.events.batches, self.step.events.updates, epoch, extra)
 
 
-def _groups(
-    step: TrainOneStepCell | Accumulator,
-) -> Iterator[tuple[str, Iterable[Parameter], GradientReducer | None, int | None]]:
-    """Yield parameters with the prefix of their names, the reducer that may shard them, and the window of sums."""
-    for i, window in enumerate(step.windows):
-        prefix = f"network{i}." if i else ""
-        for cell in (window.network, *window.optimizers):
-            cell.init_parameters_data()
-        yield prefix, window.network.get_parameters(), None, None
-        for j, (optimizer, reducer) in enumerate(zip_longest(window.optimizers, window.reducers)):
-            own = f"{prefix}optimizer{j}." if j else prefix
-            yield own, all_parameters(optimizer), reducer, None
-            if reducer is not None:
-                yield own, reducer.buffer.all_totals(), reducer, i
-        yield prefix, window.loss_scale.get_parameters(), None, None
-    if hasattr(step, "ema_averages"):
-        yield "", step.ema_averages.get_parameters(), None, None
-
-
 def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainOneStepCell | Accumulator, Path]:
     """Return the training step of an argument `step`, and the folder of the states as a path."""
     trained = step.train_network if isinstance(step, ms.Model) else step
@@ -136,20 +131,3 @@ def check_arguments(owner: str, step: object, directory: object) -> tuple[TrainO
     if isinstance(trained, Accumulator):
         trained.window.check_between_batches(owner)
     return trained, Path(check_path(owner, "directory", directory, STATES))
-
-
-def exchange(ranks: int, make: Callable[[], object]) -> list[Any]:
-    """Call ``make`` on each rank and return all results, as JSON. If one rank fails, raise on all. Collective."""
-    if ranks == 1:
-        return [make()]
-    try:
-        made = make()
-    except Exception as error:
-        kinds = [name for name, kind in _ERRORS.items() if isinstance(error, kind)]
-        gather_values([None, [*kinds, "RuntimeError"][0], f"{error}"])
-        raise
-    everyone = gather_values([made, None, ""])
-    for rank, (_, kind, text) in enumerate(everyone):
-        if kind is not None:
-            raise _ERRORS[kind](f"{text} (rank {rank})")
-    return [each[0] for each in everyone]

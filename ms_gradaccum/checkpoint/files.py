@@ -1,8 +1,4 @@
-"""The files of saved states, which are written atomically and checked before use.
-
-A state is a folder with tensors in safetensors files and a ``manifest.json`` with all other values, the sizes and
-checksums of these files, and a checksum of its own content. It is renamed once all files are on the disk.
-"""
+"""The files of states: safetensors files of tensors, and a ``manifest.json`` with all other values and checksums."""
 
 import errno
 import hashlib
@@ -11,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -67,17 +64,12 @@ def _is_ours(manifest: Path) -> bool:
     return manifest.is_file() and f'"format": "{FORMAT}"' in manifest.read_text(errors="replace")[:100]
 
 
-def partial_of(directory: Path, name: str) -> Path:
-    """Return the temporary folder into which a state is written."""
-    return directory / f"{_PARTIAL}{name}"
-
-
 def begin(directory: Path) -> str:
-    """Create the temporary folder of a new state and return the name of the state."""
+    """Create the temporary folder into which a new state is written and return its name."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_partial(directory)
-    name = f"state-{max(map(number_of, states_in(directory)), default=0) + 1:06d}"
-    partial_of(directory, name).mkdir()
+    name = f"{_PARTIAL}state-{max(map(number_of, states_in(directory)), default=0) + 1:06d}"
+    (directory / name).mkdir()
     return name
 
 
@@ -119,15 +111,15 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def commit(directory: Path, name: str, manifest: State) -> None:
-    """Write the manifest and give the state its name, atomically."""
-    partial = partial_of(directory, name)
+def commit(partial: Path, manifest: State) -> str:
+    """Write the manifest and give the state its name, atomically. Return the name."""
     text = json.dumps(signed({"format": FORMAT, "version": VERSION, **manifest}), indent=1)
     _write(partial / MANIFEST, text.encode())
     for folder in (*(path for path in partial.iterdir() if path.is_dir()), partial):
         _sync(folder)
-    partial.rename(directory / name)
-    _sync(directory)
+    state = partial.rename(partial.with_name(partial.name.removeprefix(_PARTIAL)))
+    _sync(state.parent)
+    return state.name
 
 
 def signed(manifest: State) -> State:
@@ -147,12 +139,11 @@ def _sync(folder: Path) -> None:
 
 
 def keep_last(directory: Path, number: int) -> None:
-    """Remove all states but the last ``number``."""
-    for state in states_in(directory)[:-number]:
-        doomed = partial_of(directory, state.name)
-        # It is renamed first, so that a kill in the middle leaves no incomplete state.
-        state.rename(doomed)
-        shutil.rmtree(doomed)
+    """Remove all states but the last ``number``. The next save removes what cannot be removed now."""
+    with suppress(OSError):
+        for state in states_in(directory)[:-number]:
+            # It is renamed first, so that a kill in the middle leaves no incomplete state.
+            shutil.rmtree(state.rename(directory / f"{_PARTIAL}{state.name}"))
 
 
 def read_manifest(state: Path) -> State:

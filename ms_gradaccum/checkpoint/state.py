@@ -23,16 +23,15 @@ from ms_gradaccum._checks import (
     is_count,
     listed,
     typed,
-    warn,
 )
 from ms_gradaccum.backend import random_state
 from ms_gradaccum.backend.plain_state import Json, assign_in_place
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.checkpoint import files
-from ms_gradaccum.checkpoint.contents import KEPT, Contents, SavedState, check_arguments, exchange
+from ms_gradaccum.checkpoint.contents import KEPT, Contents, SavedState, check_arguments
 from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.data_position import PassPlace
-from ms_gradaccum.parallel.world import World, current_world, digest
+from ms_gradaccum.parallel.world import World, current_world, digest, exchange
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _SAVE, _LOAD = "save_state", "load_state"
@@ -114,80 +113,73 @@ def save_state(
         place = getattr(step, "data_place", None)  # Of a Model.
         places = [] if place is None else [place]
     numbers = {**contents.state_dict(), "random": random_state.take(), "data": [place.as_json() for place in places]}
-    name = _Saving(contents, folder).run(numbers, checked, keep_checkpoint_max)
+    name = _save(contents, folder, numbers, checked)
+    if current_world(_SAVE).rank == 0:
+        files.keep_last(folder, keep_checkpoint_max)
     return contents.described(folder / name, places, checked)
 
 
-class _Saving:
-    def __init__(self, contents: Contents, directory: Path) -> None:
-        self.contents, self.directory, self.world = contents, directory, current_world(_SAVE)
-        self.is_first = self.world.rank == 0
+def _save(contents: Contents, directory: Path, numbers: State, extra: dict[str, Json]) -> str:
+    """Write a state on all ranks or on none, and return its name."""
+    world = current_world(_SAVE)
+    try:
+        partial, own_names = _begin(contents, directory, world)
+        written = exchange(lambda: (_write(contents, directory / partial, world.rank, own_names), numbers))
+        found = {file: facts for each, _ in written for file, facts in each.items()}
+        ranks = [each for _, each in written]
+        manifest = {"versions": {"mindspore": ms.__version__}, "extra": extra, "files": found, "ranks": ranks}
+        return str(exchange(lambda: files.commit(directory / partial, manifest) if world.rank == 0 else "")[0])
+    except BaseException as error:
+        if world.rank == 0:
+            files.remove_partial(directory)
+        if not isinstance(error, OSError):
+            raise
+        text = (
+            f"For '{_SAVE}', the state cannot be written to {directory}: {error.strerror or error}. The states before "
+            f"it are whole. Make room, or give a folder that all processes can write to"
+        )
+        raise OSError(error.errno or errno.EIO, text) from error
 
-    def run(self, numbers: State, extra: dict[str, Json], keep_checkpoint_max: int) -> str:
-        """Write a state on all ranks or on none, and return its name."""
-        try:
-            name, own_names = self._begin()
-            partial = files.partial_of(self.directory, name)
-            written = exchange(self.world.size, lambda: (self._write(partial, own_names), numbers))
-            found = {file: facts for each, _ in written for file, facts in each.items()}
-            ranks = [each for _, each in written]
-            manifest = {"versions": {"mindspore": ms.__version__}, "extra": extra, "files": found, "ranks": ranks}
-            exchange(self.world.size, lambda: files.commit(self.directory, name, manifest) if self.is_first else None)
-        except BaseException as error:
-            if self.is_first:
-                files.remove_partial(self.directory)
-            if not isinstance(error, OSError):
-                raise
-            text = (
-                f"For '{_SAVE}', the state cannot be written to {self.directory}: {error.strerror or error}. The "
-                f"states before it are whole. Make room, or give a folder that all processes can write to"
-            )
-            raise OSError(error.errno or errno.EIO, text) from error
-        try:
-            if self.is_first:
-                files.keep_last(self.directory, keep_checkpoint_max)
-        except OSError as error:
-            warn(f"For '{_SAVE}', the state is saved, but an old one cannot be removed ({error}).")
-        return name
 
-    def _begin(self) -> tuple[str, set[str]]:
-        """Agree on the name of the state, and return it with the names of the tensors that each rank writes."""
-        held, is_partitioned = self.contents.held, self.contents.is_partitioned
-        whole = [name for name, each in held.items() if not each.gather]
-        sums = {name for name in whole if held[name].window is not None}
-        compared = [] if self.world.size == 1 or is_partitioned else [name for name in whole if name not in sums]
+def _begin(contents: Contents, directory: Path, world: World) -> tuple[str, set[str]]:
+    """Agree on the temporary folder of the state. Return it with the names of the tensors that each rank writes."""
+    held = contents.held
+    whole = [name for name, each in held.items() if not each.gather]
+    sums = {name for name in whole if held[name].window is not None}
+    compared = [] if world.size == 1 or contents.is_partitioned else [name for name in whole if name not in sums]
 
-        def first_words() -> tuple[str, list[str]]:
-            state = files.begin(self.directory) if self.is_first else ""
-            return state, [digest([held[name].source]) for name in compared]
+    def first_words() -> tuple[str, list[str]]:
+        partial = files.begin(directory) if world.rank == 0 else ""
+        return partial, [digest([held[name].source]) for name in compared]
 
-        words = exchange(self.world.size, first_words)
-        digests = zip(*(each for _, each in words))
-        differing = {name for name, each in zip(compared, digests) if len(set(each)) > 1}
-        shared = {id(parameter) for reducer in self.contents.reducers for parameter in reducer.shared()}
-        strangers = sorted(name for name in differing if id(held[name].source) in shared)
-        if strangers:
-            raise RuntimeError(
-                f"For '{_SAVE}', the processes must have the same parameters, but got different ones of "
-                f"{strangers[0]!r}. Look for what changes parameters outside the optimizer, or load the last state."
-            )
-        return words[0][0], set(held) if is_partitioned else differing | sums
+    words = exchange(first_words)
+    digests = zip(*(each for _, each in words))
+    differing = {name for name, each in zip(compared, digests) if len(set(each)) > 1}
+    shared = {id(parameter) for reducer in contents.reducers for parameter in reducer.shared()}
+    strangers = sorted(name for name in differing if id(held[name].source) in shared)
+    if strangers:
+        raise RuntimeError(
+            f"For '{_SAVE}', the processes must have the same parameters, but got different ones of "
+            f"{strangers[0]!r}. Look for what changes parameters outside the optimizer, or load the last state."
+        )
+    return words[0][0], set(held) if contents.is_partitioned else differing | sums
 
-    def _write(self, partial: Path, own_names: set[str]) -> files.Files:
-        """Write the tensors that are this rank's own, and on rank 0 those that the ranks share."""
-        is_open = [window.count.read() > 0 for window in self.contents.windows]
-        present = [pair for pair in self.contents.held.items() if pair[1].window is None or is_open[pair[1].window]]
-        own = ((name, held.value()) for name, held in present if name in own_names)
-        shared = iter([(name, held) for name, held in present if name not in own_names])
-        try:
-            values = ((name, held.value()) for name, held in shared)
-            written = files.write_tensors(partial, "", values) if self.is_first else {}
-        finally:
-            # The gathers are collective: all ranks join them, and they go on if rank 0 fails to write.
-            for _, held in shared:
-                if held.gather:
-                    held.value()
-        return written | files.write_tensors(partial, f"rank_{self.world.rank}/", own)
+
+def _write(contents: Contents, partial: Path, rank: int, own_names: set[str]) -> files.Files:
+    """Write the tensors that are this rank's own, and on rank 0 those that the ranks share."""
+    is_open = [window.count.read() > 0 for window in contents.windows]
+    present = [pair for pair in contents.held.items() if pair[1].window is None or is_open[pair[1].window]]
+    own = ((name, held.value()) for name, held in present if name in own_names)
+    shared = iter([(name, held) for name, held in present if name not in own_names])
+    try:
+        values = ((name, held.value()) for name, held in shared)
+        written = files.write_tensors(partial, "", values) if rank == 0 else {}
+    finally:
+        # The gathers are collective: all ranks join them, and they go on if rank 0 fails to write.
+        for _, held in shared:
+            if held.gather:
+                held.value()
+    return written | files.write_tensors(partial, f"rank_{rank}/", own)
 
 
 def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str | os.PathLike[str]) -> SavedState:
@@ -224,16 +216,14 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
     """
     trained, folder = check_arguments(_LOAD, step, directory)
     if isinstance(trained, Accumulator) and trained.window.in_batch:
-        raise RuntimeError(
-            f"For '{_LOAD}', the state must be loaded between two batches, but got a call inside accumulate(). "
-            f"Call it before the loop."
-        )
+        text = "the state must be loaded between two batches, but got a call inside accumulate(). Load it before."
+        raise RuntimeError(f"For '{_LOAD}', {text}")
     contents, world = Contents(trained), current_world(_LOAD)
-    state = Path(exchange(world.size, lambda: f"{_choose(folder)}" if world.rank == 0 else "")[0])
+    state = Path(exchange(lambda: f"{_choose(folder)}" if world.rank == 0 else "")[0])
     found: list[_Found] = []
     # Numbers are restored if this or another rank refuses one. Tensors are too large, so they are checked first.
     with all_or_nothing(contents):
-        exchange(world.size, lambda: found.append(_load_numbers(contents, world, state)))
+        exchange(lambda: found.append(_load_numbers(contents, world, state)))
     plan, random, places, extra = found[0]
     for parameter, value in plan:
         assign_in_place(parameter, Tensor(value, parameter.dtype))
@@ -248,9 +238,9 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
 def _choose(directory: Path) -> Path:
     state = files.find_state(directory)
     if state is None:
-        has = [f"which has {each.name!r}" for each in files.renamed_states(directory)] or ["which has none"]
+        has = [*(repr(each.name) for each in files.renamed_states(directory)), "none"][0]
         remedy = "Give the one that save_state() has written to, or the folder of one state."
-        got = f"{directory.absolute()}, {has[0]}"
+        got = f"{directory.absolute()}, which has {has}"
         raise ValueError(argument_error(_LOAD, "directory", "a folder with states", got, remedy))
     return state
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from mindspore.train import Callback, RunContext
 
 from ms_gradaccum._checks import Settled, check_bool, check_path, check_positive_float, check_positive_int, require
-from ms_gradaccum.checkpoint.contents import KEPT, STATES, exchange
+from ms_gradaccum.checkpoint.contents import KEPT, STATES
 from ms_gradaccum.checkpoint.files import find_state, renamed_states
 from ms_gradaccum.checkpoint.state import load_state, save_state
 from ms_gradaccum.loops.model import Model
-from ms_gradaccum.parallel.world import current_world, gather_counts
+from ms_gradaccum.parallel.world import current_world, exchange, gather_counts
 
 _OWNER = "StateCheckpoint"
 
@@ -105,9 +105,9 @@ class StateCheckpoint(Settled, Callback):
 
     def resume_into(self, model: Model) -> None:
         """Load the last state in the folder, if there is one, into ``model``. Rank 0 looks for it. Collective."""
-        world, folder = current_world(_OWNER), self.directory
+        folder, is_first = self.directory, current_world(_OWNER).rank == 0
         # States under other names alone are an error of `load_state`: a training would begin anew in silence.
-        if exchange(world.size, lambda: world.rank == 0 and bool(find_state(folder) or renamed_states(folder)))[0]:
+        if exchange(lambda: is_first and bool(find_state(folder) or renamed_states(folder)))[0]:
             load_state(model, folder)
 
     def on_train_begin(self, run_context: RunContext) -> None:

@@ -21,8 +21,6 @@ from ms_gradaccum.backend import random_state
 # The seed that MindSpore takes for "not set".
 _UNSET = 5489
 _PYTHON_INSIDE = (ds.NumpySlicesDataset, ds.PaddedDataset)
-
-
 # The rules for the counts of a `PassPlace` in a state.
 _COUNTS: dict[str, Callable[[object], bool]] = {"epoch": lambda epoch: is_count(epoch, -1), "first_epoch": is_count}
 _COUNTS |= dict.fromkeys(("batches", "length"), lambda count: count is None or is_count(count))

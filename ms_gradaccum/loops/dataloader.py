@@ -149,11 +149,8 @@ class PreparedIterator:
         return self
 
     def __next__(self) -> object:
-        if self.current is not None and self.dataset.number in self.dataset.window.places:
-            # A state was loaded, so the next batch is another one.
-            self.current.close()
-            self.current = None
-        if self.current is None:
+        # Once a state was loaded, the next batch is another one.
+        if self.current is None or self.dataset.number in self.dataset.window.places:
             self.current = self.dataset.passed(self.iterate)
         try:
             return next(self.current)

@@ -79,18 +79,10 @@ class HandedBatches:
     def __init__(self) -> None:
         self.waiting: list[Handed] = []  # Batches of which nothing was trained yet, in order.
 
-    def begin(self) -> None:
-        """Begin a pass. If the loop fetches ahead, it still trains the rest of the last one."""
-        if self.depth or not self.is_ahead:
-            self.waiting.clear()
-        self.is_ahead = self.is_ahead and not self.depth
-        self.is_open, self.is_shuffled, self.newest, self.depth = True, False, None, 0
-
     @property
     def are_fetched(self) -> bool:
         """True if all batches of the epoch were handed out and some are not trained yet."""
-        seen = self.current is not None and self.newest is not None and self.current.epoch == self.newest.epoch
-        return bool(self.waiting) and (self.is_ahead or self.depth > 0 or not seen)
+        return bool(self.waiting) and (self.is_ahead or self.depth > 0 or self._is_first)
 
     def pieces_before_that_of(self, batch: Handed) -> int:
         """Return the pieces of the batch that was trained before this one; 0 if there was none."""
@@ -163,7 +155,11 @@ class ActivePasses:
 
     def begin(self, handed: HandedBatches) -> bool:
         """Begin a pass. Return whether it begins inside one over another dataset that is trained with it."""
-        handed.begin()
+        # If the loop fetches ahead, it still trains the rest of the last pass.
+        if handed.depth or not handed.is_ahead:
+            handed.waiting.clear()
+        handed.is_ahead = handed.is_ahead and not handed.depth
+        handed.is_open, handed.is_shuffled, handed.newest, handed.depth = True, False, None, 0
         self._recent = [each for each in self._recent if each is not handed and (each.is_open or each.waiting)]
         self._recent = [*self._recent[-7:], handed]
         is_inside = handed in self.trained and any(each.is_open for each in self.trained if each is not handed)

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,8 @@ from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.tensors import Array
 
+# The types of errors that are the same on all ranks; any other becomes a RuntimeError on the other ranks.
+_ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
 _LOG = re.compile(r"worker_\d+\.log")  # The name that msrun gives to the log of a worker.
 
 
@@ -59,6 +61,21 @@ def gather_values(value: object) -> list[Any]:
     """Return each rank's ``value``, of types of JSON, in the order of the ranks. Collective."""
     data = json.dumps(value).encode()
     return [json.loads(each) for each in _gather_bytes(data, gather_counts(len(data)))]
+
+
+def exchange(make: Callable[[], object]) -> list[Any]:
+    """Call ``make`` on each rank and return all results, as JSON. If one rank fails, raise on all. Collective."""
+    try:
+        made = make()
+    except Exception as error:
+        kinds = [name for name, kind in _ERRORS.items() if isinstance(error, kind)]
+        gather_values([None, [*kinds, "RuntimeError"][0], f"{error}"])
+        raise
+    everyone = gather_values([made, None, ""])
+    for rank, (_, kind, text) in enumerate(everyone):
+        if kind is not None:
+            raise _ERRORS[kind](f"{text} (rank {rank})")
+    return [each[0] for each in everyone]
 
 
 def _gather_bytes(data: bytes, lengths: Sequence[int]) -> list[bytes]:

@@ -417,7 +417,7 @@ def test_a_manifest_of_another_program_hides_no_state(tmp_path):
 
 def test_a_state_that_was_never_finished_is_none(tmp_path):
     state = save_state(new_step(), tmp_path).path
-    partial = state.rename(files.partial_of(state.parent, state.name))
+    partial = state.rename(state.with_name(f".partial-{state.name}"))
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path}, which has none")):
         load_state(new_step(), tmp_path)
     assert partial.is_dir()
