@@ -277,7 +277,7 @@ def test_a_model_that_computes_its_loss_is_refused_with_the_way_out(mode, kind, 
     assert np.array_equal(network.head.weight.asnumpy(), START)
 
 
-def test_the_way_out_of_a_model_that_computes_its_loss_is_the_token_mean(mode):
+def test_the_way_out_of_a_model_that_computes_its_loss_is_the_token_mean(network_mode):
     network = OwnLoss(weighted=True)
     step = TrainOneStepCell(GradAccumulation(network, 4, weighted=True), sgd_of(network))
     assert number(step(*tensors(IDS, LABELS)).weight) == 36

@@ -127,7 +127,7 @@ def test_the_program_of_the_tutorial_trains_parameters_that_are_initialized_late
     assert close(values(network), stock_weights())
 
 
-def test_data_sink_mode_falls_back_and_trains_on_cpu(mode):
+def test_data_sink_mode_falls_back_and_trains_on_cpu(network_mode):
     network = Classifier()
     loss_given(network).train(EPOCHS, samples(ROWS, LABELS), dataset_sink_mode=True)
     assert close(values(network), stock_weights())
@@ -150,7 +150,7 @@ def test_the_last_window_is_applied_or_dropped(last_window, weight):
     assert model.train_network.open_batches() == 0
 
 
-def test_a_carried_window_goes_on_in_the_next_epoch_and_the_next_call_of_train(mode):
+def test_a_carried_window_goes_on_in_the_next_epoch_and_the_next_call_of_train(network_mode):
     network, model = toy(accumulation_steps=3, last_window="carry")
     recorder = Recorder()
     model.train(2, batches(2), recorder)
@@ -228,14 +228,14 @@ def test_the_step_counter_and_the_schedule_move_once_per_update():
     assert rates == pytest.approx([np.nan, 0.02, np.nan, 0.01], nan_ok=True)
 
 
-def test_evaluation_gives_the_metrics_of_stock_model(mode):
+def test_evaluation_gives_the_metrics_of_stock_model(network_mode):
     stock = ms.Model(Classifier(), LOSS(), metrics={"loss", "accuracy"})
     model = Model(GradAccumulation(Classifier(), MICRO_SIZE), LOSS(), metrics={"loss", "accuracy"})
     assert model.eval(samples(ROWS, LABELS)) == pytest.approx(stock.eval(samples(ROWS, LABELS)))
 
 
 @pytest.mark.parametrize("wrap", [lambda cell: cell, hsdp], ids=["alone", "AutoParallel"])
-def test_a_classifier_with_its_loss_inside_is_evaluated_too(wrap, mode):
+def test_a_classifier_with_its_loss_inside_is_evaluated_too(wrap, network_mode):
     network, metrics = Classifier(), {"loss", "accuracy"}
     stock = ms.Model(Classifier(), LOSS(), metrics=metrics)
     model = Model(wrap(GradAccumulation(nn.WithLossCell(network, LOSS()), MICRO_SIZE)), metrics=metrics)
@@ -265,7 +265,7 @@ def test_a_loss_cell_of_the_users_needs_a_cell_that_evaluates_it():
 
 @pytest.mark.parametrize("rows", [10, 2])  # More rows than micro batches, and fewer.
 @pytest.mark.parametrize("wrap", [lambda cell: cell, hsdp], ids=["alone", "AutoParallel"])
-def test_prediction_neither_sums_nor_splits(wrap, rows, mode):
+def test_prediction_neither_sums_nor_splits(wrap, rows, network_mode):
     network = Classifier()
     inputs = Tensor(ROWS[:rows])
     expected = ms.Model(network).predict(inputs).asnumpy()
@@ -300,7 +300,7 @@ class TrainingFlags(nn.Cell):
         return 2 * x if self.training else x
 
 
-def test_training_after_evaluation_is_in_training_mode_again(mode):
+def test_training_after_evaluation_is_in_training_mode_again(network_mode):
     line_ = line()
     network = nn.SequentialCell(TrainingFlags(), line_)
     model = Model(network, nn.MSELoss(), sgd(line_), metrics={"mse"})

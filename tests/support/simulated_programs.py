@@ -73,10 +73,6 @@ def alone():
     return TrainOneStepCell(cell, nn.SGD(network.trainable_params(), 0.1), parallel="auto"), batch()
 
 
-def hangs():
-    time.sleep(600)
-
-
 def says_where_it_is():
     """Tell the test that a process has come so far."""
     with open(os.environ["SIMULATION_TEST_FILE"], "a") as file:

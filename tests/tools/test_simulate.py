@@ -10,12 +10,13 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import mindspore
 import pytest
 import simulated_programs as programs
-from simulated_programs import HIDDEN, INSIDE, OUTSIDE, fails, halves, hangs, sharded
+from simulated_programs import HIDDEN, INSIDE, OUTSIDE, fails, halves, sharded
 from started_processes import processes_with
 
 from ms_gradaccum import simulate
@@ -139,10 +140,18 @@ def job_of(folder, count):
         job.process.kill()
 
 
-@compiles
-def test_a_process_that_hangs_is_ended():
-    with pytest.raises(TimeoutError, match="'timeout' must be more than what it takes, but got 10 s"):
-        simulate(hangs, 2, timeout=10)
+def test_a_process_that_hangs_is_told(tmp_path, monkeypatch):
+    """It is ended with its job, as after a Ctrl-C."""
+    clock = SimpleNamespace(monotonic=iter((0.0, 11.0)).__next__)
+    monkeypatch.setattr("ms_gradaccum.tools.processes.time", clock)
+    with job_of(tmp_path, 1) as job:
+        meeting = Meeting(str(tmp_path))
+        meeting.join(0, 1)
+        meeting.phase("building")
+        with pytest.raises(
+            TimeoutError, match="'timeout' must be more than what it takes, but got 10 s: .* 'building'"
+        ):
+            wait_for_reports(job, 10.0, str)
 
 
 @pytest.mark.parametrize("is_reaped", [False, True])
