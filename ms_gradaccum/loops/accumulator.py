@@ -12,7 +12,17 @@ import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum._checks import Settled, Uncopied, argument_error, check_bool, check_choice, refuse_unknown, require
+from ms_gradaccum._checks import (
+    Settled,
+    Uncopied,
+    argument_error,
+    check_bool,
+    check_cell,
+    check_choice,
+    refuse_unknown,
+    require,
+    typed,
+)
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.optimizers import check_claims, claim_optimizers
 from ms_gradaccum.backend.tensors import scalar
@@ -229,9 +239,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         Args:
             networks (Cell): Accepted as Accelerate does, and ignored: all networks share the window.
         """
-        remedy = "Write 'with accumulator.accumulate():'."
         for each in networks:
-            require(isinstance(each, nn.Cell), _OWNER, "networks", "an nn.Cell", type(each).__name__, remedy, TypeError)
+            check_cell(_OWNER, "networks", each, "Write 'with accumulator.accumulate():'.")
         return self.window.batch()
 
     @contextmanager
@@ -251,8 +260,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             network (Cell, optional): The network, of several. Default: ``None``, the only one.
         """
         if not isinstance(loss, Tensor):
-            got, remedy = type(loss).__name__, "Give what is differentiated."
-            raise TypeError(argument_error(_OWNER, "loss", "a tensor", got, remedy))
+            raise TypeError(argument_error(_OWNER, "loss", "a tensor", typed(loss), "Give what is differentiated."))
         return loss * only_of(self.windows, network).loss_scale.value()
 
     def backward(
@@ -326,7 +334,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
     ) -> Tensor | None:
         """Clip as :meth:`clip_grad_norm` does, with Accelerate's arguments; `parameters` are all trained ones."""
         self._check_all(parameters)
-        require(norm_type == 2.0, _OWNER, "norm_type", "2, the only norm", norm_type, "Leave it out.")
+        require(norm_type == 2.0, _OWNER, "norm_type", "2, the only norm", typed(norm_type), "Leave it out.")
         return self.clip_grad_norm(max_norm)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> Tensor | None:

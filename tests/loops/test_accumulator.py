@@ -45,7 +45,7 @@ def test_four_batches_of_a_window_are_the_whole_batch(mode):
     assert one_batch_early() == pytest.approx(1.99025, rel=1e-5)
 
 
-def test_the_weights_keep_their_bits_until_the_last_batch_of_the_window(network_mode):
+def test_the_weights_keep_their_bits_until_the_last_batch_of_the_window(mode):
     network, accumulator = toy_loop(4)
     initial = network.weight.asnumpy().tobytes()
     kept = [network.weight.asnumpy().tobytes() == initial for _ in train(accumulator, FOUR)]
@@ -169,7 +169,7 @@ def gradient_function(network, optimizer):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_called_where_the_optimizer_was_called(reduction, network_mode):
+def test_called_where_the_optimizer_was_called(reduction, mode):
     network, accumulator = toy_loop(3)
     gradients_of = gradient_function(network, optimizer_of(accumulator))
     outputs = []
@@ -197,7 +197,7 @@ def test_a_weight_of_zero_counts_nothing_not_even_nan(weight):
     assert weight_of(network) == pytest.approx(2.04, rel=1e-6)
 
 
-def test_gradients_without_a_loss_give_a_report_without_one(network_mode):
+def test_gradients_without_a_loss_give_a_report_without_one(mode):
     """From Python and in a compiled function, inside a window and at its end; such a report is no number."""
     network = line()
     accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), sgd(network), 2)
@@ -316,7 +316,7 @@ def test_windows_of_all_lengths_share_the_same_four_graphs():
     assert len(compiled) == 4 and ms.get_context("mode") == ms.PYNATIVE_MODE
 
 
-def test_a_checkpoint_of_mindspore_in_mid_window_goes_on(network_mode, tmp_path):
+def test_a_checkpoint_of_mindspore_in_mid_window_goes_on(mode, tmp_path):
     network, accumulator = toy_loop(4)
     list(train(accumulator, FOUR[:2]))
     ms.save_checkpoint(accumulator, str(tmp_path / "middle.ckpt"))

@@ -17,8 +17,8 @@ def loop_of(network, optimizer, steps):
 
 
 @pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["GRAPH", "PYNATIVE"])
-def test_a_loop_in_the_words_of_accelerate_makes_one_update_per_window(network_mode):
-    ms.set_context(mode=network_mode)
+def test_a_loop_in_the_words_of_accelerate_makes_one_update_per_window(mode):
+    ms.set_context(mode=mode)
     network = line()
     optimizer = optim.SGD(network.trainable_params(), 0.02)
     accumulator = loop_of(network, optimizer, 2)

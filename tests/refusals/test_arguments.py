@@ -280,7 +280,7 @@ WRONG = {
         TypeError,
         lambda: toy_loop()[1].scale("x"),
         ("Accumulator", "loss"),
-        "a tensor, but got str. Give what is differentiated.",
+        f"a tensor, but got {typed('x')}. Give what is differentiated.",
     ),
     "prepare": (
         TypeError,
