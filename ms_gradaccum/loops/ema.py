@@ -108,7 +108,8 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
         self.count = zeros("ema.updates", (), ms.int32)
         self.init_parameters_data()
         self.tensor_chunks = chunks_of([value.size for value in self.values])
-        self.weights, self.run = weights, Compiled(lambda: self, _OWNER, "the averages")
+        self.__dict__["weights"] = ParameterTuple(weights)  # Past the Cell, which would have them as its own, by name.
+        self.run = Compiled(lambda: self, _OWNER, "the averages")
         self.start()
         step.ema_averages = self
 
