@@ -1,19 +1,23 @@
-"""Build the gradient reducers for the argument ``parallel`` and the processes of the job."""
+"""Build the gradient reducers for the argument ``parallel``, once the processes of the job have compared settings."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 
 import mindspore as ms
-from mindspore import Parameter, nn
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from mindspore.experimental.optim import Optimizer as ExperimentalOptimizer
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from mindspore.ops import Primitive
 from mindspore.parallel.auto_parallel import AutoParallel
 
 from ms_gradaccum._checks import is_a, listed, require, warn
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
+from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
 from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel import reduced
-from ms_gradaccum.parallel.agreement import settings_of, structure_of
 from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
 from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
@@ -23,12 +27,20 @@ from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, c
 
 _ALIKE = "one with the same parameters on all processes"
 _EXPERTS = "Experts that only some processes have take the compiler's partition or HyperParallel."
+# Parameters of an optimizer that hold settings. All others hold its state, which is broadcast.
+_TUNED = frozenset(("learning_rate", "group_lr", "momentum", "lr", "lrs", "weight_decay"))
+# Attributes of every cell, attributes that may differ by rank, and duplicates.
+_SKIPPED = frozenset(
+    (*vars(nn.Cell()), "optim_filter", "claim_number")
+    + ("init_params", "init_args", "init_learning_rate", "exec_weight_decay", "decay_flags", "parameters", "params")
+)
+_WITH_SETTINGS = (LearningRateSchedule, nn.Optimizer, ExperimentalOptimizer)
+_MANY = 16  # Longer arrays are described by their hash.
 
 
 def check_parallel(owner: str, parallel: ParallelChoice, network: nn.Cell) -> Kind | SemiAuto | None:
     """Return the kind of parallelism, or None for a single process. Raise if it is not possible here."""
     cells = network.cells_and_names() if isinstance(network, nn.Cell) else ()
-    # Checked by name, because MindSpore before 2.6 has no such class.
     is_wrapped = any(type(cell).__name__ == "DistributedDataParallel" for _, cell in cells)
     rule, got = "one whose gradients nothing else adds up over the processes", "a DistributedDataParallel in it"
     require(not is_wrapped, owner, "network", rule, got, "Give the network in it: parallel='auto' adds them up.")
@@ -94,13 +106,59 @@ def build_reducers(
 def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]) -> None:
     """Raise on all ranks if their settings differ, before one waits for the others. Collective."""
     mode = "GRAPH_MODE" if ms.get_context("mode") == ms.GRAPH_MODE else "PYNATIVE_MODE"
-    settings = {"the training cell": owner, "mode": mode, **agreed}
+    settings: dict[str, object] = {"the training cell": owner, "mode": mode, **agreed}
     settings |= {"batch_axis": repr(network.batch_axis), "weighted": network.weighted}
     for number, optimizer in enumerate(optimizers):
-        settings |= settings_of("optimizer" if len(optimizers) == 1 else f"optimizer[{number}]", optimizer)
+        name = "optimizer" if len(optimizers) == 1 else f"optimizer[{number}]"
+        settings[name] = type(optimizer).__name__
+        settings |= {f"{name}.parameters[{i}]": each.name for i, each in enumerate(optimizer.parameters)}
+        _describe_cell(name, optimizer, settings)
+    for name, cell in network.cells_and_names():
+        place = f"network.{name}" if name else "network"
+        settings[place] = type(cell).__name__
+        if isinstance(cell, nn.LossBase):
+            _describe_cell(place, cell, settings)
     parameters = (parameter for cell in (network, *optimizers) for parameter in cell.get_parameters())
     shapes = {f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}" for each in parameters}
-    check_agreement(owner, settings | structure_of(network) | shapes)
+    check_agreement(owner, settings | shapes)
+
+
+def _describe_cell(place: str, cell: nn.Cell, found: dict[str, object]) -> None:
+    """Note the class of a cell and the numbers in it as plain values."""
+    found[place] = type(cell).__name__
+    attributes = {**vars(cell).get("_params", {}), **vars(cell).get("_cells", {}), **vars(cell)}
+    for name, value in attributes.items():
+        # A cell may store its rank.
+        if not name.startswith("_") and name not in _SKIPPED and "rank" not in name:
+            is_table = isinstance(cell, LearningRateSchedule)
+            _describe(f"{place}.{name}", value, is_table or name in _TUNED, found)
+
+
+def _describe(place: str, value: object, tuned: bool, found: dict[str, object]) -> None:
+    """Note the numbers in ``value``. Of parameters and cells only those that are ``tuned`` hold settings."""
+    if isinstance(value, (bool, int, float, str)):
+        found[place] = value
+    elif isinstance(value, (Tensor, np.ndarray, np.generic)):
+        if tuned or not isinstance(value, Parameter):
+            found[place] = _numbers(value.asnumpy() if isinstance(value, Tensor) else np.asarray(value))
+    elif isinstance(value, (list, tuple)) and all(isinstance(item, (bool, int, float)) for item in value):
+        found[place] = _numbers(np.array(value))
+    elif isinstance(value, (list, tuple)) and not isinstance(value, nn.Cell):
+        for index, item in enumerate(value):
+            _describe(f"{place}[{index}]", item, tuned, found)
+    elif isinstance(value, dict):
+        for key in filter(lambda key: isinstance(key, str), value):
+            _describe(f"{place}.{key}", value[key], key in _TUNED, found)
+    elif isinstance(value, _WITH_SETTINGS) or (tuned and isinstance(value, nn.Cell)):
+        _describe_cell(place, value, found)
+
+
+def _numbers(array: Array) -> object:
+    if array.size > _MANY:
+        return f"{array.size} values with the hash {hashlib.sha256(array.tobytes()).hexdigest()[:8]}"
+    # The digits are compared, because a float32 has other digits as a double.
+    numbers = [float(str(number)) if array.dtype.kind == "f" else number.item() for number in array.ravel()]
+    return numbers[0] if array.ndim == 0 else numbers
 
 
 def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtype: ms.Type) -> None:
