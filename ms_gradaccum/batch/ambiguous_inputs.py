@@ -61,7 +61,10 @@ def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is
         if got:
             is_whole = item.place.count("[") == 1
             name = accumulation.name_of_input(int(item.place[6:-1])) if is_whole else item.place
-            warn(f"For '{_OWNER}', the input {name} should be a tensor if it has something of each row, but got {got}.")
+            warn(
+                f"For '{_OWNER}', the input {name} should be a tensor if it has something of each row, but got {got}. "
+                f"Make it one, or else give batch_axis an entry per input, None for what goes whole."
+            )
             return True
     if isinstance(batch_axis, int):
         _warn_of_equal_lengths(accumulation, inputs, parts, rows)
@@ -69,22 +72,18 @@ def warn_of_split(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, is
 
 
 def _each_row(item: Item, rows: int, is_default: bool) -> str:
-    """Describe the treatment of an input whose items may belong to one row each, and a remedy; "" for all others."""
+    """Describe the treatment of an input whose items may belong to one row each; "" for all others."""
     values = item.value
     if item.axis is None or not isinstance(values, (list, tuple)) or len(values) != rows:
         return ""
     with_rows = [any(axis is not None for axis in Flattened(each, 0).axes) for each in values]
-    whole = f"a {type(values).__name__} of {rows}, which goes whole into each micro batch"
-    if not any(with_rows) and all(isinstance(each, TENSORS) for each in values):
-        return f"{whole}. Stack it, or else give it None in batch_axis"
-    if not isinstance(values, list):
-        return ""
-    if not any(with_rows) and all(isinstance(each, _VALUES) for each in values):
-        return f"{whole}. Give a tensor, or else a tuple"
-    if all(with_rows) and is_default:
-        each = f"each of which is cut along its axis {item.axis}"
-        return f"a list of {rows}, {each}. Pad it to one tensor, or else give batch_axis an entry per input"
-    return ""
+    # A tuple of Python values mostly belongs to the whole batch.
+    is_list = isinstance(values, list)
+    kinds = (*TENSORS, *_VALUES) if is_list else TENSORS
+    if not any(with_rows) and all(isinstance(each, kinds) for each in values):
+        return f"a {type(values).__name__} of {rows}, which goes whole into each micro batch"
+    is_cut = is_list and is_default and all(with_rows)
+    return f"a list of {rows}, each of which is cut along its axis {item.axis}" if is_cut else ""
 
 
 def _warn_of_equal_lengths(accumulation: nn.Cell, inputs: tuple[Any, ...], parts: int, rows: int) -> None:

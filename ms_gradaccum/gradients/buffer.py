@@ -1,6 +1,8 @@
 """Sums of gradients and losses in float32, or float64 for float64 parameters, and their weight."""
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -122,6 +124,63 @@ class GradientBuffer(nn.Cell):
         for scalar in self.scalars:
             done = done, ops.assign(scalar, ops.zeros_like(scalar))
         return done
+
+
+class BatchCount:
+    """The number of batches in an open window: the host counts, and a parameter keeps it for checkpoints and graphs."""
+
+    known = 0  # The number as the host knows it.
+    is_ahead = False  # True if the host has not written it yet.
+    is_stale = False  # True if others have written the parameter since the host has read it.
+    is_changed = False  # True if others have changed the number since the host set it.
+
+    def __init__(self, buffer: GradientBuffer) -> None:
+        self.buffer, self.parameter = buffer, buffer.batches
+        for name in ("set_data", "assign_value"):
+            # Weak, since it is an attribute of the parameter.
+            vars(self.parameter)[name] = partial(_write, weakref.ref(self), weakref.ref(self.parameter), name)
+
+    def get(self) -> int:
+        """Return the number, without a read of the device unless others may have written it."""
+        return self.read() if self.is_stale or self.buffer.counts_in_graph else self.known
+
+    def read(self) -> int:
+        """Return the number that the parameter has, once the host has written what it knows."""
+        if self.is_ahead:
+            self.set(self.known)
+        found = int(self.parameter.asnumpy())
+        self.is_changed = self.is_changed or found != self.known
+        self.known, self.is_stale = found, False
+        return found
+
+    def set(self, batches: int, writes: bool = True) -> None:
+        """Set the number. It need not be written at once if the update of a full window may clear it before."""
+        if batches != self.known or self.is_stale or self.buffer.counts_in_graph:
+            self.known, self.is_ahead = batches, True
+        if writes and self.is_ahead:
+            Parameter.set_data(self.parameter, Tensor(batches, ms.int32))
+            self.is_ahead = False
+        self.is_stale = self.is_changed = False
+
+    def was_cleared(self) -> None:
+        """Note that the parameter is 0, since the buffer was cleared."""
+        self.known, self.is_ahead, self.is_stale, self.is_changed = 0, False, False, False
+
+    def was_changed(self) -> bool:
+        """Return whether others have changed the number since the host set it or asked this."""
+        self.get()
+        changed, self.is_changed = self.is_changed, False
+        return changed
+
+
+def _write(
+    its_count: "weakref.ref[BatchCount]", itself: "weakref.ref[Parameter]", method: str, *args: object, **kwargs: object
+) -> object:
+    """Call a method that writes a parameter, after which the number that its `BatchCount` knows is stale."""
+    count, parameter = its_count(), itself()
+    if count is not None:
+        count.is_ahead, count.is_stale = False, True
+    return getattr(type(parameter), method)(parameter, *args, **kwargs)
 
 
 @_primexpr

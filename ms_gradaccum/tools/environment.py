@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import mindspore as ms
 
 from ms_gradaccum._checks import first_line
-from ms_gradaccum.backend.cpu import REMEDY, VARIABLE, are_slow
-from ms_gradaccum.backend.device import multiply
+from ms_gradaccum.backend.device import REMEDY, VARIABLE, are_slow, multiply
 from ms_gradaccum.backend.kernels import cores, has_kernels
 
 _PACKAGES = ("ms_gradaccum", "mindspore", "numpy", "tqdm", "matplotlib")

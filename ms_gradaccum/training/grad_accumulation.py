@@ -27,8 +27,7 @@ from ms_gradaccum.batch.nested_inputs import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes, spread_axes
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.gradients.convert_network import in_precision
-from ms_gradaccum.gradients.mixed_precision import Precision
+from ms_gradaccum.gradients.mixed_precision import Precision, in_precision
 
 _OWNER = "GradAccumulation"
 # Cells of MindSpore that split a batch themselves, and what to do with each.

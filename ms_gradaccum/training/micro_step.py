@@ -13,7 +13,7 @@ from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
 from ms_gradaccum._checks import is_a
 from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op
-from ms_gradaccum.backend.cpu import with_condition
+from ms_gradaccum.backend.device import with_condition
 from ms_gradaccum.backend.kernels import ONE, scale_wide
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import Done, chunk_of, map_tensors
@@ -180,7 +180,7 @@ class StepParts(NamedTuple):
 class MicroStep(nn.Cell):
     """Forward and backward of one micro batch, added into the buffers, as one graph."""
 
-    in_thread_pool = False  # True if MindSpore's thread pool runs it, see cpu.py.
+    in_thread_pool = False  # True if MindSpore's thread pool runs it, see device.py.
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(auto_prefix=False)

@@ -9,7 +9,7 @@ from mindspore import nn
 
 from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, like_mode, runs_eagerly
-from ms_gradaccum.backend.cpu import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
+from ms_gradaccum.backend.device import has_convolutions, pixels, thread_pool_is_faster, warn_of_slow_convolutions
 from ms_gradaccum.batch.ambiguous_inputs import warn_of_split
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs, why_no_graph
 from ms_gradaccum.batch.split import MicroBatch, SplitBatch

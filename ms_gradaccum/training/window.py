@@ -12,12 +12,12 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import hash_of
+from ms_gradaccum.gradients.buffer import BatchCount
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.non_finite import why_not_finite
 from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import warn_of_same_data
-from ms_gradaccum.training.batch_count import BatchCount
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings

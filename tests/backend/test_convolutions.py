@@ -10,7 +10,7 @@ import pytest
 from mindspore import nn
 
 from ms_gradaccum import Accumulator, GradAccumulation, TrainOneStepCell
-from ms_gradaccum.backend import cpu
+from ms_gradaccum.backend import device
 
 WARNING = (
     "For '{}', MindSpore's convolutions take 10 to 40 times as long as they could on this CPU. "
@@ -29,7 +29,7 @@ def build(kind, cell):
 @pytest.fixture
 def slow(monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr(cpu, "are_slow", lambda: True)
+    monkeypatch.setattr(device, "are_slow", lambda: True)
 
 
 @pytest.mark.parametrize("kind", [TrainOneStepCell, Accumulator])
@@ -44,22 +44,22 @@ def test_slow_convolutions_are_warned_of(kind, cell, slow):
 @pytest.mark.parametrize("why", ["no convolution", "fast", "set", "another device"])
 def test_without_a_reason_there_is_no_warning(why, slow, monkeypatch):
     if why == "fast":
-        monkeypatch.setattr(cpu, "are_slow", lambda: False)
+        monkeypatch.setattr(device, "are_slow", lambda: False)
     elif why == "set":
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     elif why == "another device":
-        monkeypatch.setattr(cpu.ms, "get_context", lambda name: "GPU")
+        monkeypatch.setattr(device.ms, "get_context", lambda name: "GPU")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         network = nn.Dense(1, 1) if why == "no convolution" else nn.Conv2d(1, 1, 1)
-        cpu.warn_of_slow_convolutions("TrainOneStepCell", network)
+        device.warn_of_slow_convolutions("TrainOneStepCell", network)
 
 
 CONVOLUTION = """
 import numpy as np
 from mindspore import Tensor, ops
 
-from ms_gradaccum.backend.cpu import are_slow
+from ms_gradaccum.backend.device import are_slow
 
 images, filters = (Tensor(np.ones(shape, np.float32)) for shape in ((8, 16, 16, 16), (16, 16, 3, 3)))
 ops.Conv2D(16, 3, pad_mode="same")(images, filters).asnumpy()

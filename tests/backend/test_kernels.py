@@ -15,7 +15,7 @@ from step_probe import Weights, operators
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend import kernels
-from ms_gradaccum.backend.cpu import with_condition
+from ms_gradaccum.backend.device import with_condition
 from ms_gradaccum.backend.kernels import add_in_place, fill_in_place, scale_in_place, sum_of_squares
 
 ODD = np.array([0.0, -0.0, 1e-37, -1e-30, 3.4e38, np.inf, -np.inf, np.nan, 1.0], np.float32)

@@ -11,8 +11,8 @@ from quick_mindspore import compiling
 from step_probe import Around, Weights, compilations, operators, values_of
 
 from ms_gradaccum import GradAccumulation, TrainOneStepCell
-from ms_gradaccum.backend import cpu
-from ms_gradaccum.backend.cpu import thread_pool_is_faster
+from ms_gradaccum.backend import device
+from ms_gradaccum.backend.device import thread_pool_is_faster
 from ms_gradaccum.training import micro_steps
 
 
@@ -57,7 +57,7 @@ def test_each_core_must_have_enough(monkeypatch):
 
 
 def test_only_on_cpu(monkeypatch):
-    monkeypatch.setattr(cpu.ms, "get_context", lambda name: "GPU")
+    monkeypatch.setattr(device.ms, "get_context", lambda name: "GPU")
     assert not thread_pool_is_faster(dense_layers(6, 1024), 64, {})
 
 
@@ -69,7 +69,7 @@ def test_fused_kernels_must_not_spin(how, policy, faster, monkeypatch):
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     if how == "context":
         values = {"device_target": "CPU", "enable_graph_kernel": True}
-        monkeypatch.setattr(cpu.ms, "get_context", values.get)
+        monkeypatch.setattr(device.ms, "get_context", values.get)
     settings = JitConfig(jit_level="O1").jit_config_dict if how == "jit_config" else {}
     assert thread_pool_is_faster(dense_layers(6, 1024), 64, settings) == faster
 

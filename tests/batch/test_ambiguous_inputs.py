@@ -169,41 +169,34 @@ def warnings_of(*inputs, micro_size=4, cell=None, **settings):
     return said[0]
 
 
-IF_OF_ROWS = "For 'GradAccumulation', the input {} should be a tensor if it has something of each row, but got "
-WHOLE = "which goes whole into each micro batch. "
-STACK = "Stack it, or else give it None in batch_axis."
+IF_OF_ROWS = (
+    "For 'GradAccumulation', the input {} should be a tensor if it has something of each row, but got {}. Make it one, "
+    "or else give batch_axis an entry per input, None for what goes whole."
+)
+WHOLE = "a list of 8, which goes whole into each micro batch"
+CUT = "a list of 8, each of which is cut along its axis 0"
 EIGHT = np.ones((8, 3), np.float32)
 OF_ROWS = {
-    "numbers": ((EIGHT, [1.0] * 8), "'targets'", f"a list of 8, {WHOLE}Give a tensor, or else a tuple."),
-    "in a dict": (
-        ({"x": EIGHT, "y": [1.0] * 8},),
-        "input[0]['y']",
-        f"a list of 8, {WHOLE}Give a tensor, or else a tuple.",
-    ),
-    "of NumPy": ((EIGHT, list(EIGHT[:, 0])), "'targets'", f"a list of 8, {WHOLE}Give a tensor, or else a tuple."),
-    "dicts": ((EIGHT, [{"class": 1}] * 8), "'targets'", f"a list of 8, {WHOLE}Give a tensor, or else a tuple."),
-    "tokens": ((EIGHT, [[1, 2]] * 8), "'targets'", f"a list of 8, {WHOLE}Give a tensor, or else a tuple."),
-    "tensors without axes": ((EIGHT, [Tensor(1.0)] * 8), "'targets'", f"a list of 8, {WHOLE}{STACK}"),
-    "the same in a tuple": ((EIGHT, (Tensor(1.0),) * 8), "'targets'", f"a tuple of 8, {WHOLE}{STACK}"),
-    "boxes": (
-        (EIGHT, [np.ones((8, 4), np.float32)] * 8),
-        "'targets'",
-        "a list of 8, each of which is cut along its axis 0. Pad it to one tensor, or else give batch_axis an entry "
-        "per input.",
-    ),
+    "numbers": ((EIGHT, [1.0] * 8), "'targets'", WHOLE),
+    "in a dict": (({"x": EIGHT, "y": [1.0] * 8},), "input[0]['y']", WHOLE),
+    "of NumPy": ((EIGHT, list(EIGHT[:, 0])), "'targets'", WHOLE),
+    "dicts": ((EIGHT, [{"class": 1}] * 8), "'targets'", WHOLE),
+    "tokens": ((EIGHT, [[1, 2]] * 8), "'targets'", WHOLE),
+    "tensors without axes": ((EIGHT, [Tensor(1.0)] * 8), "'targets'", WHOLE),
+    "the same in a tuple": ((EIGHT, (Tensor(1.0),) * 8), "'targets'", WHOLE.replace("list", "tuple")),
+    "boxes": ((EIGHT, [np.ones((8, 4), np.float32)] * 8), "'targets'", CUT),
     "boxes in dicts": (
         (EIGHT, [{"boxes": np.ones((8, 4), np.float32), "classes": np.ones(8, np.int32)}] * 8),
         "'targets'",
-        "a list of 8, each of which is cut along its axis 0. Pad it to one tensor, or else give batch_axis an entry "
-        "per input.",
+        CUT,
     ),
 }
 
 
 @pytest.mark.parametrize("case", OF_ROWS)
 def test_lists_with_an_item_per_row_are_named(case, eager):
-    inputs, place, rest = OF_ROWS[case]
-    assert warnings_of(*inputs) == [IF_OF_ROWS.format(place) + rest]
+    inputs, place, got = OF_ROWS[case]
+    assert warnings_of(*inputs) == [IF_OF_ROWS.format(place, got)]
 
 
 @pytest.mark.parametrize(

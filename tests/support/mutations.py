@@ -256,10 +256,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a loop goes on with its own count after a checkpoint was loaded",
-        "training/batch_count.py",
-        "            count.is_ahead, count.is_stale = False, True\n",
-        "            count.is_ahead = False\n",
-        ("training/test_batch_count.py", "loops/test_accumulator.py"),
+        "gradients/buffer.py",
+        "        count.is_ahead, count.is_stale = False, True\n",
+        "        count.is_ahead = False\n",
+        ("gradients/test_batch_count.py", "loops/test_accumulator.py"),
     ),
     Mutation(
         "a gradient is divided by the rows of an earlier batch",

@@ -53,7 +53,7 @@ def _import_once(name, fromlist):
 
 def install():
     """Speed up this process, and those that it starts."""
-    # See ms_gradaccum/backend/cpu.py.
+    # See ms_gradaccum/backend/device.py.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     # Otherwise threads hand each operator on to one another and spin meanwhile: an eager step takes 7 times as long.
     ms.runtime.launch_blocking()

@@ -6,8 +6,7 @@ from linear_toy import line
 from mindspore import Parameter, ParameterTuple, Tensor
 from step_probe import number
 
-from ms_gradaccum.gradients.buffer import GradientBuffer
-from ms_gradaccum.training.batch_count import BatchCount
+from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
 
 
 @pytest.fixture
