@@ -9,11 +9,11 @@ from mindspore.train import Metric
 
 from ms_gradaccum._checks import LastWindow, check_bool, check_choice, check_positive_float32, require
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm
-from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.integrations.scale_sense import scale_taken_out
 from ms_gradaccum.loops.model import Model
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.training.grad_accumulation import GradAccumulation
+from ms_gradaccum.training.settings import BadMicroBatch
 
 _OWNER = "create_trainer"
 

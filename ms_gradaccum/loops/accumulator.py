@@ -28,7 +28,6 @@ from ms_gradaccum.backend.optimizers import check_claims, claim_optimizers
 from ms_gradaccum.backend.tensors import scalar
 from ms_gradaccum.gradients.clipping import Clip, ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice, check_scale_of_each
-from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.loops.dataloader import PreparedDataset, prepare
 from ms_gradaccum.loops.loop_window import LoopWindow
 from ms_gradaccum.loops.network_trainer import TrainedNetwork, chosen_of, only_of, pair_networks
@@ -36,7 +35,7 @@ from ms_gradaccum.loops.schedule import AccumulationConfig, merge_config
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.reduced import UNKNOWN_LAST
 from ms_gradaccum.training.events import Events, Observed
-from ms_gradaccum.training.settings import StepSettings
+from ms_gradaccum.training.settings import BadMicroBatch, StepSettings
 from ms_gradaccum.training.step_output import StepOutput
 
 _OWNER = "Accumulator"

@@ -30,7 +30,6 @@ from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
-from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.loops.epoch import PassSteps, ResumingCallback
 from ms_gradaccum.parallel.factory import check_parallel
@@ -39,7 +38,7 @@ from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
 from ms_gradaccum.parallel.world import check_agreement
 from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted, as_grad_accumulation
 from ms_gradaccum.training.network_modes import FREEZE, frozen_cell
-from ms_gradaccum.training.settings import StepSettings
+from ms_gradaccum.training.settings import BadMicroBatch, StepSettings
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "Model"

@@ -132,11 +132,6 @@ class AddGrads(AddMicroBatch):
             grads = map_tensors(ops.partial(_none_of, empty), grads)
         return self.added(value, weight, factor, grads, ())
 
-    def is_finite(self, number: Tensor, grads: tuple[object, ...]) -> Tensor:
-        """Return whether the gradients are finite. The loss is NaN where the caller does not say it."""
-        finite: Tensor = self.keep.is_finite(grads)
-        return finite
-
 
 class BatchMeanLoss(nn.Cell):
     """The mean loss of a batch from the loss sums of its micro batches and their weights, without a read."""

@@ -16,7 +16,6 @@ from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
-from ms_gradaccum.gradients.non_finite import check_can_drop
 from ms_gradaccum.parallel import reduced
 from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
 from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
@@ -81,7 +80,7 @@ def build_reducers(
     if kind is not None and world.size > 1:
         _agree(owner, network, optimizers, agreed | {"parallel": repr(kind)})
     if drop_non_finite:
-        check_can_drop(owner, network)
+        _check_can_drop(owner, network)
     totals = WindowTotals(drop_non_finite, network.other_losses)
     ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
     reducers: list[GradientReducer] = []
@@ -101,6 +100,16 @@ def build_reducers(
             reducer = DataParallelReducer if layout.group.size == 1 else ShardedReducer
             reducers.append(reducer(optimizer, buffer, layout, world.rank, kind))
     return reducers
+
+
+def _check_can_drop(owner: str, network: nn.Cell) -> None:
+    """Raise if micro batches of a GradAccumulation cannot be left out."""
+    remedy = "Its loss has seen all micro batches before one can be left out."
+    require(not network.is_cached, owner, "bad_micro_batch", "'skip_window' for a GradCacheLoss", "'drop'", remedy)
+    # The compiler cannot use a sparse gradient twice.
+    lookup = sparse_lookup(network)
+    rule, got = "'skip_window' where a gradient is sparse", f"'drop' with a sparse lookup in {lookup}"
+    require(lookup is None, owner, "bad_micro_batch", rule, got, "Use nn.Embedding.")
 
 
 def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: dict[str, object]) -> None:

@@ -16,11 +16,11 @@ from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op
 from ms_gradaccum.backend.device import with_condition
 from ms_gradaccum.backend.kernels import ONE, scale_wide
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.backend.tensors import Done, chunk_of, map_tensors
+from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
 from ms_gradaccum.batch.nested_inputs import unflatten
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
+from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bits
-from ms_gradaccum.gradients.non_finite import KeepFinite
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 
@@ -100,7 +100,9 @@ class AddMicroBatch(nn.Cell):
         parameters = [reducer.replicas() for reducer in reducers]
         ends = [*accumulate(map(len, parameters), initial=0)]
         self.bounds = tuple(zip(ends, ends[1:]))
-        self.keep: nn.Cell = KeepFinite(sum(parameters, ())) if drop_non_finite else None
+        self.drops, self.chunks = drop_non_finite, chunks_of([each.size for each in sum(parameters, ())])
+        # False for gradients of the caller, who need not give a loss: it is NaN then.
+        self.checks_loss = loss is not None
         # True if the ranks reduce the sums with the last micro batch of a window, which this is.
         self.reduces = reduces
         # True if gradients are reduced before they are added, so that they need this rank's factor first.
@@ -122,10 +124,13 @@ class AddMicroBatch(nn.Cell):
     def added(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Outputs, others: Outputs) -> Outputs:
         """Add a loss sum, its weight, the gradients times a factor, and the values to report. Return `Outputs`."""
         done: Done = ()
-        if self.keep is not None:
-            finite = self.is_finite(loss_sum + weight, grads)
-            loss_sum, weight = self.keep.kept(finite, (loss_sum, weight))
-            grads = self.keep.kept(finite, grads)
+        if self.drops:
+            # The squares must be finite in float32, as those of a window must be.
+            finite = ops.isfinite(ops.sum(squares_of(grads, self.chunks)))
+            if self.checks_loss:
+                finite = ops.logical_and(finite, ops.isfinite(loss_sum + weight))
+            loss_sum, weight = map_tensors(ops.partial(_keep, finite), (loss_sum, weight))
+            grads = map_tensors(ops.partial(_keep, finite), grads)
             for reducer in self.reducers:
                 done = reducer.buffer.count_dropped(ops.depend(finite, done))
         if len(others) > 0 and not self.has_notes:
@@ -150,8 +155,9 @@ class AddMicroBatch(nn.Cell):
         # For the compiler's sake, the token depends on no value of this micro batch.
         return (loss_sum, weight, ops.depend(self.buffer.weight + 0.0, done), *notes)
 
-    def is_finite(self, number: Tensor, grads: tuple[object, ...]) -> Tensor:
-        return ops.logical_and(ops.isfinite(number), self.keep.is_finite(grads))
+
+def _keep(finite: Tensor, value: Tensor) -> Tensor:
+    return ops.select(finite, value, ops.zeros_like(value))  # A product with 0 would keep NaN and Inf.
 
 
 class StepParts(NamedTuple):

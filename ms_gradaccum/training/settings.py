@@ -1,15 +1,15 @@
 """The options of a training step."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-from ms_gradaccum._checks import argument_error, check_accumulation_steps, check_bool, require, typed
+from ms_gradaccum._checks import argument_error, check_accumulation_steps, check_bool, check_choice, require, typed
 from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.gradients.clipping import Clip, ClipCell, check_clip
 from ms_gradaccum.gradients.mixed_precision import Precision, PrecisionChoice, check_precision
-from ms_gradaccum.gradients.non_finite import BadMicroBatch, check_bad_micro_batch
 from ms_gradaccum.parallel.kinds import ParallelChoice, check_kind
 
+BadMicroBatch = Literal["skip_window", "drop"]  # The type of the argument `bad_micro_batch`.
 # For those who have overridden `construct` of MindSpore's cell.
 STEP_REMEDY = (
     "Clip with clip=ClipByGlobalNorm(1.0), put a moving average of the weights into a callback's on_update_end(), or "
@@ -41,6 +41,10 @@ class StepSettings:
         compile: bool | None = None,
         check_loss: bool = True,
     ) -> "StepSettings":
+        remedy = (
+            "'skip_window' makes no update in a window with an Inf or a NaN, 'drop' leaves out its micro batch alone."
+        )
+        check_choice(owner, "bad_micro_batch", bad_micro_batch, get_args(BadMicroBatch), remedy)
         remedy = "False trains without measuring the loss of the first batches."
         return StepSettings(
             owner,
@@ -48,7 +52,7 @@ class StepSettings:
             check_clip(owner, clip),
             check_precision(owner, mixed_precision),
             check_kind(owner, parallel),
-            check_bad_micro_batch(owner, bad_micro_batch),
+            bad_micro_batch == "drop",
             check_compile(owner, compile),
             check_bool(owner, "check_loss", check_loss, remedy),
         )

@@ -13,7 +13,6 @@ from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
-from ms_gradaccum.gradients.non_finite import BadMicroBatch
 from ms_gradaccum.parallel.factory import build_reducers, check_parallel
 from ms_gradaccum.parallel.kinds import Kind, ParallelChoice
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling
@@ -22,7 +21,7 @@ from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.loss_check import warn_of_larger_graph
 from ms_gradaccum.training.micro_step import share_and_factor
 from ms_gradaccum.training.partitioned_step import PartitionedStep
-from ms_gradaccum.training.settings import STEP_REMEDY, StepSettings, check_stock_arguments
+from ms_gradaccum.training.settings import STEP_REMEDY, BadMicroBatch, StepSettings, check_stock_arguments
 from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window

@@ -144,13 +144,12 @@ class EagerUpdate:
         self.phase = ""
         if type(self.optimizer).__module__.startswith("mindspore.mint.") and on_cpu():
             name = type(self.optimizer).__name__
-            has_none = name == "AdamW"
-            does = "has no kernel on CPU" if has_none else "changes nothing on CPU in PYNATIVE mode"
-            why = "" if has_none else ": its in-place operators do nothing there"
-            compiled = "" if has_none else ", or give compile=True, with which it trains"
+            does, way = "changes nothing on CPU in PYNATIVE mode", ", or give compile=True, with which it trains"
+            if name == "AdamW":
+                does, way = "has no kernel on CPU", ""
             warn(
-                f"For '{owner}', {name} of mindspore.mint {does}, also in MindSpore's own step{why}. Take one of "
-                f"mindspore.nn or mindspore.experimental{compiled}."
+                f"For '{owner}', {name} of mindspore.mint {does}, also in MindSpore's own step. Take one of "
+                f"mindspore.nn or mindspore.experimental{way}."
             )
 
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:

@@ -5,16 +5,16 @@ import threading
 from collections.abc import Sequence
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, warn, warn_of_dropped
+from ms_gradaccum._checks import MAX_INT, State, check_saved, counted, is_count, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import hash_of
-from ms_gradaccum.gradients.buffer import BatchCount
+from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
-from ms_gradaccum.gradients.non_finite import why_not_finite
 from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.world import warn_of_same_data
@@ -116,7 +116,9 @@ class Window:
         if self.micro_steps.has_added and not (self.is_reduced and self.goes_on(error)):
             batches = self.count.read()
             self.discard(for_all=True)
-            warn_of_dropped(self.owner, batches)
+            if batches:
+                before = f"{counted(batches, 'batch')} before it"
+                warn(f"For '{self.owner}', the batch failed in mid-window, which also drops {before}.")
         if self.goes_on(error):
             self.micro_steps.join(self.micro_steps.rounds)
 
@@ -162,8 +164,10 @@ class Window:
         try:
             if not updated:
                 measured = self._skipped(measured)
+                for reducer in self.reducers:
+                    reducer.buffer.clear()
             for end, output in zip(self.ends, measured):
-                outputs.append(end.finish(output, clip) if updated else end.skip(output))
+                outputs.append(end.finish(output, clip) if updated else output)
             if self.loss_scale.searches:
                 self.ends[0].adjust(outputs[0], several=len(outputs) > 1)
             self.overflows_in_a_row = 0 if updated else self.overflows_in_a_row + outputs[0].has_overflow
@@ -225,7 +229,7 @@ class Window:
         scale = float(outputs[0].loss_scale.asnumpy())
         if not (self.loss_scale.searches and scale > 1.0):
             self.has_told = True
-            why = why_not_finite([reducer.buffer for reducer in self.reducers], weight, scale)
+            why = _why_not_finite([reducer.buffer for reducer in self.reducers], weight, scale)
             remedy = "lower the loss scale or the learning rate" if scale > 1.0 else "lower the learning rate"
             warn(
                 f"For '{self.owner}', the gradient of a window must have a finite norm, but got {why}: this window "
@@ -243,3 +247,21 @@ class Window:
         # Not in windows of one batch, which nobody counts.
         if self.count.known or self.count.is_stale:
             self.count.was_cleared()
+
+
+def _why_not_finite(buffers: Sequence[GradientBuffer], weight: float, scale: float) -> str:
+    """Return the cause of a non-finite norm of the sums, ``weight`` times ``scale`` times the gradient."""
+    if weight == 0.0:
+        return "an Inf or a NaN in each micro batch"
+    if not math.isfinite(weight):
+        return f"the weight {weight}"
+    largest, largest_name = 0.0, ""
+    for name, total in ((name, total) for buffer in buffers for name, total in zip(buffer.names, buffer.sums)):
+        size = float(np.abs(total.asnumpy()).max(initial=0.0))
+        if not math.isfinite(size):
+            return f"an Inf or a NaN for the parameter {name!r}"
+        largest, largest_name = max((largest, largest_name), (size, name))
+    if largest < 1e12:
+        return "an Inf or a NaN in another rank's shard"
+    size = largest / weight / scale
+    return f"up to {size:.3g} for the parameter {largest_name!r}, whose squares are Inf in float32"

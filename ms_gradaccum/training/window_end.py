@@ -144,11 +144,6 @@ class WindowEnd(nn.Cell):
             self.reducer.check_replicas()
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
 
-    def skip(self, output: StepOutput) -> StepOutput:
-        """End a window without an update, and return its report."""
-        self.buffer.clear()
-        return output
-
     def adjust(self, output: StepOutput, several: bool = False) -> None:
         """Choose the loss scale of the next window from the ``output`` of this one, of one optimizer or ``several``."""
         bad = self.is_bad

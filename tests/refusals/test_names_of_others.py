@@ -1,5 +1,7 @@
 """Cells and arguments of other libraries in the place of those of this package: taken as meant, or named."""
 
+import re
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -155,27 +157,25 @@ def test_arguments_of_a_model_are_headed_by_its_name(eager):
         Model(cell, optimizer=sgd(line()))
 
 
-FIT = "For 'GradAccumulation', the inputs must fit the network's construct(data, label), but got {}. {}"
+FIT = (
+    "For 'GradAccumulation', the inputs must fit the network's construct(data, label), but got {}. Give them as the "
+    "network takes them, for example after dataset.rename()."
+)
 MISSING = "missing a required argument: '{}'"
 COLUMNS = [
-    ({"image": X, "label": X}, MISSING.format("data"), "Rename 'image' to 'data', for example with dataset.rename()."),
-    (
-        {"image": X, "target": X},
-        MISSING.format("data"),
-        "Rename 'image', 'target' to 'data', 'label', for example with dataset.rename().",
-    ),
-    ({"data": X, "label": X, "index": X}, "got an unexpected keyword argument 'index'", "Leave out 'index'."),
-    ({"data": X}, MISSING.format("label"), "Give them as the network takes them."),
+    ({"image": X, "label": X}, MISSING.format("data")),
+    ({"data": X, "label": X, "index": X}, "got an unexpected keyword argument 'index'"),
+    ({"data": X}, MISSING.format("label")),
 ]
 
 
-@pytest.mark.parametrize("batch, got, remedy", COLUMNS)
-def test_columns_of_other_names_are_named(batch, got, remedy, eager):
+@pytest.mark.parametrize("batch, got", COLUMNS)
+def test_columns_of_other_names_are_named(batch, got, eager):
     cell = loss_cell()
     step, accumulator = TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell)), None
-    with raises(TypeError, FIT.format(got, remedy)):
+    with raises(TypeError, FIT.format(got)):
         step(**{name: Tensor(value) for name, value in batch.items()})
     cell = loss_cell()
     accumulator = Accumulator(GradAccumulation(cell, 2), sgd(cell))
-    with pytest.raises(TypeError, match=remedy.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(TypeError, match=re.escape(got)):
         accumulator.backward(**{name: Tensor(np.array(value)) for name, value in batch.items()})
