@@ -146,7 +146,9 @@ class Compiled:
         """Return a cell and the name of its graph for these shapes."""
         if shapes in self.fixed:
             return self.cell, self._compile(self.cell, tensors, shapes)
-        general = _widen(self.general or _opened(shapes, self.open_axes), shapes)
+        # -1 for each axis that has had two lengths.
+        pairs = zip(self.general or _opened(shapes, self.open_axes), shapes)
+        general = tuple(tuple(a if a == b else -1 for a, b in zip(*pair)) for pair in pairs)
         is_due = (len(self.fixed) >= MAX_FIXED_SHAPES or self.open_axes is not None) and not self.needs_fixed
         if self.general_cell is None or general != self.general:
             self.general_cell = self._general_cell_for(tensors, general) if is_due else None
@@ -281,11 +283,6 @@ def return_memory() -> None:
     """Return freed memory to the operating system: after a compilation about 10 MB that tensors cannot use."""
     if _malloc_trim is not None:
         _malloc_trim(0)
-
-
-def _widen(general: Shapes, shapes: Shapes) -> Shapes:
-    """Return the shapes with -1 for each axis on which the two differ."""
-    return tuple(tuple(a if a == b else -1 for a, b in zip(*pair)) for pair in zip(general, shapes))
 
 
 def _opened(shapes: Shapes, axes: Sequence[int | None] | None) -> Shapes:

@@ -92,10 +92,6 @@ class ClipByGlobalNorm(Settled, nn.Cell):
         self.max_norm = check_positive_float32("ClipByGlobalNorm", "max_norm", max_norm, remedy)
         self._is_built = True
 
-    def as_tensor(self) -> Tensor:
-        """Return the limit as an input of `construct`."""
-        return Tensor(self.max_norm, ms.float32)
-
     def extend_repr(self) -> str:
         """Return the argument, for ``repr``."""
         return f"max_norm={self.max_norm}"
@@ -148,10 +144,6 @@ class ClipByValue(Settled, nn.Cell):
         super().__init__()
         self.limit = check_positive_float32("ClipByValue", "limit", limit, "Typical limits are 0.1 to 10.")
         self._is_built = True
-
-    def as_tensor(self) -> Tensor:
-        """Return the limit as an input of `construct`."""
-        return Tensor(self.limit, ms.float32)
 
     def extend_repr(self) -> str:
         """Return the argument, for ``repr``."""

@@ -37,9 +37,8 @@ UNSAVED = (
 
 def schedulers_of(network: nn.Cell) -> list[Any]:
     """Return what reduces the gradients of a network's cells, if it has HyperParallel's protocol."""
-    cells = [cell for _, cell in network.cells_and_names()] if isinstance(network, nn.Cell) else []
-    found = [getattr(cell, "hsdp_scheduler", None) for cell in cells]
-    return [each for each in found if each is not None]
+    cells = network.cells_and_names() if isinstance(network, nn.Cell) else ()
+    return [each for _, cell in cells if (each := getattr(cell, "hsdp_scheduler", None)) is not None]
 
 
 def check_hooks_run(owner: str, eager: bool) -> None:

@@ -133,10 +133,9 @@ class GradAccumulation(Settled, nn.Cell):
         self.micro_size = check_micro_size(micro_size)
         remedy = "True means that network returns (loss_sum, weight)."
         self.weighted = check_bool(_OWNER, "weighted", weighted, remedy) or getattr(network, "returns_weight", False)
-        self.losses = _check_losses(losses, self.weighted)
         # True if the loss looks at all rows together, so that a first pass comes before its micro batches.
         self.is_cached = isinstance(network, GradCacheLoss)
-        _check_cached(network, self.weighted, losses)
+        self.losses = _check_losses(losses, self.weighted, self.is_cached)
         self.batch_axis = check_batch_axis(batch_axis)
         self._signature = inspect.signature(network.construct)
         self.weighted_loss = self.loss_of()
@@ -304,9 +303,17 @@ def _check_inside(network: nn.Cell) -> None:
         require(not isinstance(cell, nn.TrainOneStepCell), _OWNER, "network", "a loss cell", got, remedy)
         rule, remedy = "a network without GradAccumulation", "Use one, with the product of the two micro_size."
         require(not isinstance(cell, GradAccumulation), _OWNER, "network", rule, "one inside", remedy)
+        is_inside = isinstance(cell, GradCacheLoss) and not isinstance(network, GradCacheLoss)
+        got = f"{type(network).__name__} with one inside, whose loss would be that of each micro batch"
+        remedy = "Put what is around it into its backbone or its loss_fn."
+        require(not is_inside, _OWNER, "network", "the GradCacheLoss itself", got, remedy)
 
 
-def _check_losses(losses: _Losses | None, weighted: bool) -> _Losses | None:
+def _check_losses(losses: _Losses | None, weighted: bool, is_cached: bool) -> _Losses | None:
+    if is_cached:
+        remedy = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
+        require(not weighted, _OWNER, "weighted", "False for a GradCacheLoss", weighted, remedy)
+        require(losses is None, _OWNER, "losses", "None for a GradCacheLoss", repr(losses), remedy)
     if losses is not None:
         remedy = "'sum' trains the sum of all losses that network returns, 'first' the first alone."
         check_choice(_OWNER, "losses", losses, get_args(_Losses), remedy)
@@ -314,19 +321,6 @@ def _check_losses(losses: _Losses | None, weighted: bool) -> _Losses | None:
         remedy = "A sum needs one weight: return (sum_1 + factor * sum_2, weight)."
         require(losses == "first" or not weighted, _OWNER, "losses", rule, "'sum'", remedy)
     return losses
-
-
-def _check_cached(network: nn.Cell, weighted: bool, losses: object) -> None:
-    """Raise for what a GradCacheLoss cannot be trained with."""
-    if isinstance(network, GradCacheLoss):
-        remedy = "Its loss_fn returns one number, the loss of the batch, which counts by its rows."
-        require(not weighted, _OWNER, "weighted", "False for a GradCacheLoss", weighted, remedy)
-        require(losses is None, _OWNER, "losses", "None for a GradCacheLoss", repr(losses), remedy)
-    else:
-        has_one = any(isinstance(cell, GradCacheLoss) for _, cell in network.cells_and_names())
-        got = f"{type(network).__name__} with one inside, whose loss would be that of each micro batch"
-        remedy = "Put what is around it into its backbone or its loss_fn."
-        require(not has_one, _OWNER, "network", "the GradCacheLoss itself", got, remedy)
 
 
 _split_shapes = _primexpr(split_shapes)

@@ -165,7 +165,9 @@ class LossCheck:
         if len(cuts[0]) > 3:
             three, *cuts = cuts
             split = self._split(*map(loss, three)) if self.eager else None
-            found = None if split is None else judge(split, 1)
+            found = None
+            if split is not None:
+                found, known[three[0].places] = judge(split, 1), split.whole
             if split is not None and split.shows() and found is None:
                 cuts, doubtful = [], [(cuts[0], True)] if gradient else []
             elif found is None or math.isfinite(found.miss):

@@ -1,4 +1,4 @@
-"""The body of a training step in semi-auto-parallel, on Ascend and GPU: the compiler partitions it over the devices.
+"""The body of a training step, and the one in semi-auto-parallel, on Ascend and GPU, which the compiler partitions.
 
 The compiler recognises accumulation by three things: the attribute ``grad_accu_num`` of the slice that cuts a micro
 batch; a parameter ``accu_grads.<name>``, cloned from each weight, which takes its sums; and one gradient of the whole
@@ -7,7 +7,7 @@ activations alive. `construct` is written for the whole batch of all devices.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -15,7 +15,7 @@ from mindspore.common.initializer import initializer
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import warn
-from ms_gradaccum.backend.compiled import graph_mode
+from ms_gradaccum.backend.compiled import Compiled, graph_mode
 from ms_gradaccum.backend.kernels import scale
 from ms_gradaccum.backend.optimizers import LearningRate, scale_for
 from ms_gradaccum.backend.tensors import map_tensors
@@ -25,13 +25,64 @@ from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByValue
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, check_compiling, gradient_is_returned
+from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.loss_check import not_measured
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window_end import MAX_OVERFLOWS, broken_gradient, decide, warn_of_no_end
 
 _NO_NORM = Tensor(0.0, ms.float32)
+
+
+class Step(nn.Cell):
+    """The body of a `TrainOneStepCell`, which need not ask which one it has. Here each call ends its window."""
+
+    accumulation_steps = 1
+    is_carried = False  # True if a Model leaves windows open at the end of its data.
+    has_claims = True  # True if the optimizer belongs to no step that was built later.
+    is_unmeasured = False  # True as long as a loss that should be measured has not been.
+
+    def __init__(self, network: nn.Cell, settings: StepSettings) -> None:
+        super().__init__(auto_prefix=False)
+        self.owner, self.network = settings.owner, network
+        self.events = Events(settings.owner)
+        self.loss_scale = settings.precision.loss_scale
+
+    def attach_to(self, step: nn.Cell) -> None:
+        """Prepare ``step``, the TrainOneStepCell around this one."""
+        raise NotImplementedError
+
+    def saved(self, parameter: Parameter) -> Parameter | None:
+        """Return the parameter that a checkpoint holds in place of ``parameter``, or None."""
+        return parameter
+
+    def compiled_cells(self) -> list[nn.Cell | Compiled]:
+        """Return the compiled cells, which have a mode and settings of their own."""
+        return []
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Enclose the compilation of the whole step as one graph."""
+        return nullcontext()
+
+    def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
+        """Train one batch. ``as_graph`` runs the step as one graph, from its outermost cell on."""
+        raise NotImplementedError
+
+    def join(self) -> StepOutput:
+        """Count a batch of the window to which this process adds nothing."""
+        raise NotImplementedError
+
+    def measure_loss(self, batch: tuple[object, ...]) -> None:
+        """Measure the loss of a batch that a larger graph will train."""
+
+    def open_batches(self) -> int:
+        return 0
+
+    def flush(self) -> StepOutput | None:
+        return None
+
+    def drop(self) -> int:
+        return 0
 
 
 class PartitionedStep(Step):

@@ -20,9 +20,8 @@ from ms_gradaccum.training.events import Observed
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.loss_check import warn_of_larger_graph
 from ms_gradaccum.training.micro_step import share_and_factor
-from ms_gradaccum.training.partitioned_step import PartitionedStep
+from ms_gradaccum.training.partitioned_step import PartitionedStep, Step
 from ms_gradaccum.training.settings import STEP_REMEDY, BadMicroBatch, StepSettings, check_stock_arguments
-from ms_gradaccum.training.step import Step
 from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.window import Window
 

@@ -129,7 +129,9 @@ class WindowEnd(nn.Cell):
     def finish(self, output: StepOutput, clip: ClipByGlobalNorm | ClipByValue | None = None) -> StepOutput:
         """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
         # The limit of a clip is an input, so that a new one needs no new graph.
-        limit = () if clip is None else (clip.as_tensor(),)
+        limit: tuple[Tensor, ...] = ()
+        if clip is not None:
+            limit = (Tensor(clip.limit if isinstance(clip, ClipByValue) else clip.max_norm, ms.float32),)
         key = None if clip is None else type(clip), self.eager
         if key not in self.updates:
             self.updates[key] = self._build_update(clip)

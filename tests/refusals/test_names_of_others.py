@@ -2,7 +2,6 @@
 
 import re
 
-import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, batches, line, sgd, weight_of
@@ -136,16 +135,6 @@ def test_each_of_several_arguments_is_answered(eager):
         TypeError, f"For 'GradAccumulation', the arguments must be those that it has, but got 'x'. It has {names}."
     ):
         GradAccumulation(cell, 4, x=1)
-
-
-@pytest.mark.parametrize(
-    "value, meant",
-    [("float16", "'fp16'"), ("bf16-mixed", "'bf16'"), ("no", "None"), (ms.float16, "'fp16'"), (True, "'fp16'")],
-)
-def test_mixed_precision_by_other_names(value, meant, eager):
-    cell = loss_cell()
-    with pytest.raises((TypeError, ValueError), match=rf"^For 'Model', .*'mixed_precision'.* Did you mean {meant}\?$"):
-        Model(cell, optimizer=sgd(cell), mixed_precision=value)
 
 
 def test_arguments_of_a_model_are_headed_by_its_name(eager):
