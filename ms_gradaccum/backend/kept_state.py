@@ -1,5 +1,6 @@
 """Snapshot of all state that running a network may change, to be restored afterwards."""
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.seed import _KERNEL_SEED
 
-from ms_gradaccum.backend import random_state
+from ms_gradaccum._checks import DamagedState, State, is_count
 from ms_gradaccum.backend.compiled import op_by_op
 from ms_gradaccum.backend.network_code import is_user
 from ms_gradaccum.backend.tensors import Array as Array
@@ -112,7 +113,7 @@ class KeptState:
         held += [value for attributes in self.attributes for value in attributes["_buffers"].values()]
         self.contents = [(value, _content(value)) for value in held if _content(value) is not None]
         self.tensors = KeptTensors((tensor for each in networks for tensor in tensors_of(each)), copied)
-        self.random, self.kernel_seeds = random_state.take(), dict(_KERNEL_SEED)
+        self.random, self.kernel_seeds = random_states(), dict(_KERNEL_SEED)
 
     def evaluate(self, words: tuple[str, ...] = ("",)) -> None:
         """Set cells whose class name contains one of these words, and the cells inside, to evaluation mode."""
@@ -123,7 +124,7 @@ class KeptState:
 
     def put_back_random(self) -> None:
         """Give the generators the state that they had."""
-        random_state.put(self.random)
+        put_random_states(self.random)
         _KERNEL_SEED.clear()
         _KERNEL_SEED.update(self.kernel_seeds)
 
@@ -186,3 +187,51 @@ def _fill(value: Any, content: Any) -> None:
     if len(now) != len(before) or any(a is not c or b is not d for (a, b), (c, d) in zip(now, before)):
         value.clear()
         (value.extend if isinstance(value, (list, deque)) else value.update)(content)
+
+
+def random_states() -> State:
+    """Return the states of the generators of Python, NumPy and MindSpore, as JSON."""
+    # Those inside kernels, such as that of `nn.Dropout` on CPU, can be neither read nor set.
+    return {**host_random_states(), "mindspore": ms.get_rng_state().asnumpy().tolist()}
+
+
+def host_random_states() -> State:
+    """Return the states of Python's and NumPy's generators only."""
+    version, words, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    return {"python": [version, list(words), gauss], "numpy": [kind, np.asarray(keys).tolist(), *rest]}
+
+
+def checked_random_states(saved: Any, what: str, has_device: bool = True) -> State:
+    """Return ``saved`` as states for `put_random_states`. Raise if it is invalid; nothing is changed in either case."""
+    try:
+        _set_random(saved, random.Random(), np.random.RandomState())
+        words = list(bytes(list(saved["mindspore"]))) if has_device else []
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError):
+        raise DamagedState(f"{what} has no states of random generators") from None
+    if has_device and len(words) != ms.get_rng_state().size:
+        raise DamagedState(f"{what} has the state of another version's random generator")
+    return {"python": saved["python"], "numpy": saved["numpy"]} | ({"mindspore": words} if has_device else {})
+
+
+def _set_random(state: Any, python: Any, numpy: Any) -> None:
+    version, words, gauss = state["python"]
+    python.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    known = kind == "MT19937" and len(keys) == 624 and all(is_count(key) and key < 2**32 for key in keys)
+    # NumPy does not check this and would read past the end.
+    if not (known and is_count(position) and position <= 624 and has_gauss in (0, 1)):
+        raise ValueError
+    numpy.set_state((kind, np.array(keys, np.uint32), position, has_gauss, gauss))
+
+
+def put_random_states(state: State) -> None:
+    """Restore the states that `random_states` or `host_random_states` has returned."""
+    _set_random(state, random, np.random)
+    if "mindspore" in state:
+        put_device_random_state(state)
+
+
+def put_device_random_state(state: State) -> None:
+    """Restore the state of MindSpore's generator only."""
+    ms.set_rng_state(Tensor(np.array(state["mindspore"], np.uint8)))

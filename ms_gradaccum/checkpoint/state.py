@@ -24,7 +24,7 @@ from ms_gradaccum._checks import (
     listed,
     typed,
 )
-from ms_gradaccum.backend import random_state
+from ms_gradaccum.backend.kept_state import checked_random_states, put_random_states, random_states
 from ms_gradaccum.backend.plain_state import Json, assign_in_place
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.checkpoint import files
@@ -112,7 +112,7 @@ def save_state(
     else:
         place = getattr(step, "data_place", None)  # Of a Model.
         places = [] if place is None else [place]
-    numbers = {**contents.state_dict(), "random": random_state.take(), "data": [place.as_json() for place in places]}
+    numbers = {**contents.state_dict(), "random": random_states(), "data": [place.as_json() for place in places]}
     name = _save(contents, folder, numbers, checked)
     if current_world(_SAVE).rank == 0:
         files.keep_last(folder, keep_checkpoint_max)
@@ -231,7 +231,7 @@ def load_state(step: TrainOneStepCell | Accumulator | ms.Model, directory: str |
         trained.window.places = dict(enumerate(places))
     elif isinstance(step, ms.Model) and places:
         step.resumed_place = places[0]
-    random_state.put(random)
+    put_random_states(random)
     return contents.described(state, places, extra)
 
 
@@ -254,10 +254,10 @@ def _load_numbers(contents: Contents, world: World, state: Path) -> _Found:
         plan = _plan(contents, world, batches, state, manifest["files"])
         # This rank takes the values of the saving rank with the same number, modulo the number of saving ranks.
         numbers = everyone[world.rank % len(everyone)]
-        random = random_state.checked(numbers.get("random"), "the state")
+        random = checked_random_states(numbers.get("random"), "the state")
         if world.rank >= len(everyone):
             # With the random state of another rank, both would draw the same numbers.
-            random = random_state.take()
+            random = random_states()
         data = check_saved(numbers, "where in its data it was saved", {"data": lambda data: isinstance(data, list)})
         places = [PassPlace.of_json(place, len(everyone), random) for place in data["data"]]
         # An open window continues on all ranks, also on those that did not save.

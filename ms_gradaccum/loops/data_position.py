@@ -16,7 +16,7 @@ from mindspore.dataset.engine.datasets import ShuffleDataset
 from mindspore.dataset.transforms.py_transforms_util import Implementation
 
 from ms_gradaccum._checks import DamagedState, State, check_saved, is_count, warn
-from ms_gradaccum.backend import random_state
+from ms_gradaccum.backend.kept_state import checked_random_states, host_random_states, put_random_states
 
 # The seed that MindSpore takes for "not set".
 _UNSET = 5489
@@ -39,7 +39,7 @@ class Sources(NamedTuple):
         if seed == _UNSET and ranks == 1:
             # A seed from the system leaves the program's own random numbers alone.
             seed = secrets.randbelow(2**31)
-        return Sources(seed, random_state.hosts())
+        return Sources(seed, host_random_states())
 
     def check_known(self, data: object, ranks: int) -> None:
         """Warn if a resumed pass will have another order."""
@@ -54,7 +54,7 @@ class Sources(NamedTuple):
         """Take the first batch of a pass over ``data`` inside this context, after which ``random_now`` is restored."""
         before = ds.config.get_seed()
         if random_now is not None:
-            random_state.put(self.random)
+            put_random_states(self.random)
         # `ds.config.set_seed` would seed Python and NumPy, too.
         _config.set_seed(self.seed)
         try:
@@ -63,7 +63,7 @@ class Sources(NamedTuple):
             _config.set_seed(before)
         # Data that draws from Python's and NumPy's generators in threads is ahead by then, and keeps them.
         if random_now is not None and not _draws_in_python(data):
-            random_state.put(random_now)
+            put_random_states(random_now)
 
 
 def _is_repeated(dataset: Dataset) -> bool:
@@ -142,7 +142,7 @@ class PassPlace(NamedTuple):
         if sources is not None or counts["batches"] is not None:
             rules = {"seed": lambda seed: is_count(seed) and int(seed) < 2**32, "random": lambda states: True}
             seed, states = check_saved(sources, "the seed of its data", rules).values()
-            sources = Sources(seed, random_state.checked(states, "the state", has_device=False))
+            sources = Sources(seed, checked_random_states(states, "the state", has_device=False))
         return PassPlace(**counts, sources=sources, ranks=ranks, random_now=random_now)
 
     @property

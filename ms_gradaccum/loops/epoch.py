@@ -10,7 +10,7 @@ from mindspore.dataset import Dataset
 from mindspore.train.callback import Callback, LossMonitor, RunContext, _CallbackManager, _InternalCallbackParam
 
 from ms_gradaccum._checks import require
-from ms_gradaccum.backend import random_state
+from ms_gradaccum.backend.kept_state import put_device_random_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
 from ms_gradaccum.training.step_output import StepOutput
@@ -132,7 +132,7 @@ class PassSteps(Callback):
         # The first batch is there.
         self._until_first_batch.close()
         if self.resumed is not None and self.resumed.random_now is not None:
-            random_state.put_device(self.resumed.random_now)
+            put_device_random_state(self.resumed.random_now)
             self.resumed = None
 
     def on_train_step_end(self, run_context: RunContext) -> None:

@@ -134,7 +134,7 @@ class DataParallelReducer(GradientReducer):
         """Add the scalars, and the sums that are whole on each rank, over all ranks in place."""
         last = self.reduce_first(self._sent(0, added), ONE, ())
         done = self.assign_kept(0, last)
-        weight = self.weight_after(done)
+        weight = ops.depend(self.buffer.weight + 0.0, done)
         for number in range(1, len(self.kept)):
             # A message waits for the last one, but not for the assignment of its result.
             last = self.reduce_other(self._sent(number, added), weight, last)
@@ -146,10 +146,6 @@ class DataParallelReducer(GradientReducer):
         if len(added) == 0:
             return tuple(self.kept_sums[number])
         return pick((*added[0], added[1], added[2], *self.further), self.kept[number])
-
-    def weight_after(self, done: Done) -> Tensor:
-        """Return the weight of all ranks after ``done``."""
-        return ops.depend(self.buffer.weight + 0.0, done)
 
     def check_replicas(self) -> None:
         if self.check_weights:

@@ -94,7 +94,7 @@ class ShardedReducer(DataParallelReducer):
         done = self.reduce_kept(added)
         if self.every_batch:
             return done
-        last, weight = done, self.weight_after(done)
+        last, weight = done, ops.depend(self.buffer.weight + 0.0, done)
         for number, bucket in enumerate(self.sums_in_buckets):
             last = self.reduce_shards(tuple(bucket), weight, last)
             done += self.assign_shards(number, last)

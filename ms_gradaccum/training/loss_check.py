@@ -13,8 +13,7 @@ from ms_gradaccum._checks import first_line, listed, warn
 from ms_gradaccum.backend.compiled import Compiled, Eager, op_by_op, runs_eagerly
 from ms_gradaccum.backend.kept_state import Array, Changes, KeptState, as_array, kept
 from ms_gradaccum.backend.network_code import NetworkCode
-from ms_gradaccum.batch.loss_parts import Finding, Loss, Split, judge, other_attributes, other_gradient
-from ms_gradaccum.batch.rows import Cut, Rows
+from ms_gradaccum.batch.loss_parts import Cut, Finding, Loss, Rows, Split, judge, other_attributes, other_gradient
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal, sparse_lookup
 from ms_gradaccum.training.settings import StepSettings

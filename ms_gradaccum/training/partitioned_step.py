@@ -6,7 +6,7 @@ unrolled forward. Then it reduces once per parameter and window; without them, o
 activations alive. `construct` is written for the whole batch of all devices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import mindspore as ms
@@ -41,6 +41,7 @@ class Step(nn.Cell):
     is_carried = False  # True if a Model leaves windows open at the end of its data.
     has_claims = True  # True if the optimizer belongs to no step that was built later.
     is_unmeasured = False  # True as long as a loss that should be measured has not been.
+    reducers: Sequence[GradientReducer] = ()
 
     def __init__(self, network: nn.Cell, settings: StepSettings) -> None:
         super().__init__(auto_prefix=False)
@@ -51,10 +52,6 @@ class Step(nn.Cell):
     def attach_to(self, step: nn.Cell) -> None:
         """Prepare ``step``, the TrainOneStepCell around this one."""
         raise NotImplementedError
-
-    def saved(self, parameter: Parameter) -> Parameter | None:
-        """Return the parameter that a checkpoint holds in place of ``parameter``, or None."""
-        return parameter
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         """Return the compiled cells, which have a mode and settings of their own."""
@@ -98,7 +95,6 @@ class PartitionedStep(Step):
         kind.check(network, optimizer, accumulation_steps=steps, clip=clip, **settings.of_sums())
         self.is_unmeasured = settings.check_loss and network.micro_size > 1
         self.optimizer, self.optimizers = optimizer, [optimizer]
-        self.reducers: list[GradientReducer] = []
         self.semi_auto, self.micro_size = kind, network.micro_size
         self.sums = BatchSums(network)
         self.parameters = optimizer.parameters

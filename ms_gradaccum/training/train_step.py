@@ -8,7 +8,6 @@ import mindspore as ms
 from mindspore import JitConfig, Parameter, Tensor, nn, ops
 
 from ms_gradaccum._checks import Settled, Uncopied, check_construct, refuse_unknown, warn_of_open
-from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_claims, check_optimizer, claim_optimizers
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.gradients.clipping import Clip
@@ -52,12 +51,6 @@ class HostDrivenStep(Step):
         step.parameter_layout_dict = dict.fromkeys(self.reducer.gathers, _ANY_LAYOUT)
         step.parallel_parameter_merge_net_dict = self.reducer.gathers
         weakref.finalize(step, self.warn_if_open)
-
-    def saved(self, parameter: Parameter) -> Parameter | None:
-        return self.reducer.saved(parameter)
-
-    def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        return self.window.compiled_cells()
 
     def run(self, args: Args, kwargs: Kwargs, as_graph: Callable[..., tuple[Tensor, ...]]) -> StepOutput:
         batches = self.window.count.get() if self.accumulation_steps > 1 else 0
@@ -273,20 +266,22 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
         """Set the mode of this cell and all cells in it, see ``nn.Cell.set_train``. Nothing else does so."""
         super().set_train(mode)
         # A compiled cell has a phase of its own.
-        for cell in self.body.compiled_cells():
+        for cell in self.windows[0].compiled_cells():
             cell.set_train(mode)
         return self
 
     def set_jit_config(self, jit_config: JitConfig) -> None:
         """Set how the cells inside are compiled, see ``nn.Cell.set_jit_config``."""
         super().set_jit_config(jit_config)
-        for cell in self.body.compiled_cells():
+        for cell in self.windows[0].compiled_cells():
             cell.set_jit_config(jit_config)
 
     def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Parameter]]:
         """Iterate over the parameters, see ``nn.Cell.parameters_and_names``: the whole ones of shards."""
         for name, parameter in super().parameters_and_names(name_prefix, expand):
-            saved = self.body.saved(parameter) if self._shows_whole else parameter
+            saved: Parameter | None = parameter
+            for reducer in self.windows[0].reducers if self._shows_whole else ():
+                saved = reducer.saved(parameter)
             if saved is not None:
                 yield name, saved
 

@@ -12,7 +12,7 @@ from mindspore.experimental import optim
 from state_probe import BATCHES, Net, bits_of, compare, new_loop, new_step, train_loop, train_step
 
 from ms_gradaccum import HSDP, Accumulator, ClipByGlobalNorm, MixedPrecision, TrainOneStepCell, load_state, save_state
-from ms_gradaccum.backend import random_state
+from ms_gradaccum.backend.kept_state import random_states
 from ms_gradaccum.checkpoint import state
 from ms_gradaccum.checkpoint.contents import Contents
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
@@ -234,10 +234,10 @@ def test_python_data_goes_on_where_it_was(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_has_not_saved_keeps_its_random_generators(rank, tmp_path):
     train_loop(*new_loop(), 1, save_after=2, directory=tmp_path)
-    saved = random_state.take()
+    saved = random_states()
     accumulator, *_ = new_loop()
     ms.set_seed(7)
-    own = random_state.take()
+    own = random_states()
     contents, world = Contents(accumulator), World(rank, 2)
     _, found, (place,), _ = state._load_numbers(contents, world, state._choose(tmp_path))
     # At once, and after the first batch of the resumed pass, whose order is that of the saved one.

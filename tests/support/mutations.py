@@ -236,7 +236,7 @@ MUTATIONS = (
     Mutation(
         "the measurement of a loss does not put the random states back",
         "backend/kept_state.py",
-        "        random_state.put(self.random)\n",
+        "        put_random_states(self.random)\n",
         "",
         ("training/test_loss_check.py",),
     ),

@@ -16,7 +16,7 @@ from step_probe import Around
 
 from ms_gradaccum import Accumulator, GradAccumulation, Model, TokenMeanLoss, TrainOneStepCell
 from ms_gradaccum.backend.kept_state import KeptTensors, kept
-from ms_gradaccum.batch.rows import Rows
+from ms_gradaccum.batch.loss_parts import Rows
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.training import loss_check
 from ms_gradaccum.training.loss_check import LossCheck

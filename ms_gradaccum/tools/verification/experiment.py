@@ -11,8 +11,7 @@ from mindspore import Parameter, ParameterTuple, nn
 
 from ms_gradaccum.backend.compiled import Compiled, Eager, runs_eagerly
 from ms_gradaccum.backend.kept_state import STATISTICS, Array, KeptState, as_array, set_mode
-from ms_gradaccum.batch.loss_parts import Finding
-from ms_gradaccum.batch.rows import Cut, Rows
+from ms_gradaccum.batch.loss_parts import Cut, Finding, Rows
 from ms_gradaccum.batch.split import split_batch
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals
