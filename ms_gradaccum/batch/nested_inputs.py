@@ -4,7 +4,7 @@ A graph treats a tuple or a dict as a constant and is compiled anew for each new
 tensors and rebuilds from them the inputs that the network expects.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,6 @@ def unflatten(structure: Any, leaves: tuple[Tensor, ...]) -> Any:
     if kind == "dict":
         return dict(zip(structure[1], children))
     return structure[1](*children) if hasattr(structure[1], "_fields") else structure[1](children)
-
-
-def first_inputs(structure: Any, count: int) -> Hashable:
-    kind, container, children = structure
-    return kind, container, children[:count]
 
 
 def is_flat(structure: Any) -> bool:

@@ -14,7 +14,7 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, 
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
-from ms_gradaccum.batch.nested_inputs import first_inputs, unflatten, unflattener
+from ms_gradaccum.batch.nested_inputs import unflatten, unflattener
 from ms_gradaccum.batch.split import Flattened, MicroBatch, SplitBatch, cut
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -58,7 +58,8 @@ class FirstPass:
             self.network(*inputs)  # It says so.
         labels, axes = Flattened(inputs[end:]), Flattened(inputs, self.batch_axis).axes
         axes = axes[len(axes) - len(labels.leaves) :]
-        structure = first_inputs(batch.structure, end)
+        whole_structure: Any = batch.structure
+        structure = (*whole_structure[:2], whole_structure[2][:end])
         firsts = self._outputs(structure, batch.micro_batches, eager)
         outputs = [parts[0] if len(parts) == 1 else ops.concat(list(parts)) for parts in zip(*firsts)]
         floats = tuple(i for i, output in enumerate(outputs) if output.dtype in mstype.float_type)

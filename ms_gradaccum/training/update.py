@@ -154,29 +154,22 @@ class EagerUpdate:
 
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
         clipped_norm, grads = self.mean_gradients(*norm_and_limit)
-        places = self._follow_memory()
-        # Without the hook that sees calls by others.
-        run = self.optimizer if needs_call(self.optimizer) else self.optimizer.construct
-        with op_by_op():
-            run(grads or self._sums())
-        # A user's optimizer may have moved them itself.
-        self.places = self._places() if self.is_users else places
-        self.end(NOTHING)
-        return clipped_norm
-
-    def _follow_memory(self) -> list[int]:
-        """Make MindSpore recompile its parts of the optimizer if parameters or states have moved in memory."""
-        # Those of `mindspore.experimental` are looked up by the phase, and would keep using the old memory.
+        # If parameters or states have moved in memory, MindSpore must recompile its parts of the optimizer. Those of
+        # `mindspore.experimental` are looked up by the phase, and would keep using the old memory.
         places = self._places()
         if places != self.places:
             self.phase = f"update {next(_phases)}"
         for optimizer in self.optimizers:
             optimizer.phase = self.phase  # Also after `set_train`, which gives it another one.
-        return places
+        # Without the hook that sees calls by others.
+        run = self.optimizer if needs_call(self.optimizer) else self.optimizer.construct
+        with op_by_op():
+            # A user's optimizer may keep its inputs: it gets copies of the sums.
+            run(grads or tuple(total.value() if self.is_users else total for total in self.sums))
+        # A user's optimizer may have moved them itself.
+        self.places = self._places() if self.is_users else places
+        self.end(NOTHING)
+        return clipped_norm
 
     def _places(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.all_parameters]
-
-    def _sums(self) -> tuple[Tensor, ...]:
-        """Return the sums, or copies of them for a user's optimizer, which may keep its inputs."""
-        return tuple(total.value() for total in self.sums) if self.is_users else tuple(self.sums)

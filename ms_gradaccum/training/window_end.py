@@ -134,7 +134,16 @@ class WindowEnd(nn.Cell):
             limit = (Tensor(clip.limit if isinstance(clip, ClipByValue) else clip.max_norm, ms.float32),)
         key = None if clip is None else type(clip), self.eager
         if key not in self.updates:
-            self.updates[key] = self._build_update(clip)
+            update = self.update
+            if clip is not None:
+                settings = replace(self.settings, clip=clip)
+                update = Update(update.optimizer, self.reducer, settings, update.handed_scale)
+                like_mode(update, self.update)
+            update.needs_call = needs_call(update.optimizer)
+            if self.eager:
+                self.updates[key] = EagerUpdate(self.owner, update)
+            else:
+                self.updates[key] = Compiled(lambda: update, self.owner, "the optimizer")
         run, rate = self.updates[key], output.learning_rate
         if self.eager and self.learning_rate.is_recorded:
             with self.learning_rate.recording() as recorded:
@@ -153,16 +162,6 @@ class WindowEnd(nn.Cell):
             # One of the others can have overflowed.
             bad = Tensor(output.has_overflow or bool(bad.asnumpy()))
         self.loss_scale.adjust(output.is_updated, bad)
-
-    def _build_update(self, clip: ClipByGlobalNorm | ClipByValue | None) -> Compiled | EagerUpdate:
-        """Return what runs the update with another clip, or with the window's own, op by op or compiled."""
-        update = self.update
-        if clip is not None:
-            settings = replace(self.settings, clip=clip)
-            update = Update(update.optimizer, self.reducer, settings, update.handed_scale)
-            like_mode(update, self.update)
-        update.needs_call = needs_call(update.optimizer)
-        return EagerUpdate(self.owner, update) if self.eager else Compiled(lambda: update, self.owner, "the optimizer")
 
 
 def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, Tensor]:
