@@ -199,10 +199,3 @@ def with_all_rates(outputs: list[StepOutput], has_own_norms: bool) -> StepOutput
 
 def _total_norm(norms: list[Tensor]) -> Tensor:
     return Tensor(math.hypot(*(float(norm.asnumpy()) for norm in norms)), ms.float32)
-
-
-def check_output(owner: str, output: object) -> None:
-    """Raise unless ``output`` is that of a training step, or None."""
-    if output is not None and not isinstance(output, StepOutput):
-        got, remedy = type(output).__name__, "With several networks, give the output of one of them."
-        raise TypeError(argument_error(owner, "output", "a StepOutput or None", got, remedy))

@@ -16,7 +16,7 @@ from ms_gradaccum.loops.accumulator import Accumulator
 from ms_gradaccum.loops.network_trainer import only_of
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.partitioned_step import Step
-from ms_gradaccum.training.step_output import StepOutput, check_output
+from ms_gradaccum.training.step_output import StepOutput
 from ms_gradaccum.training.train_step import TrainOneStepCell
 from ms_gradaccum.training.window import Window
 
@@ -134,7 +134,9 @@ class StepReporter(Settled):
         Raises:
             TypeError: If `output` is something else.
         """
-        check_output(self._owner, output)
+        if output is not None and not isinstance(output, StepOutput):
+            got, remedy = type(output).__name__, "With several networks, give the output of one of them."
+            raise TypeError(argument_error(self._owner, "output", "a StepOutput or None", got, remedy))
         if output is None or not output.ends_window:
             return None
         self._updates += output.is_updated
