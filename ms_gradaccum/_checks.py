@@ -272,6 +272,12 @@ def listed(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + more
 
 
+def warn_of_dropped(owner: str, batches: int) -> None:
+    """Warn if the failure of a batch drops earlier batches of its window."""
+    if batches:
+        warn(f"For '{owner}', the batch failed in mid-window, which also drops {counted(batches, 'batch')} before it.")
+
+
 def warn_of_open(owner: str, batches: int, when: str) -> None:
     """Warn of a window that nobody has finished."""
     warn(

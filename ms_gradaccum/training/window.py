@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import MAX_INT, State, check_saved, counted, is_count, warn
+from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import NOTHING, Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
@@ -116,9 +116,7 @@ class Window:
         if self.micro_steps.has_added and not (self.is_reduced and self.goes_on(error)):
             batches = self.count.read()
             self.discard(for_all=True)
-            if batches:
-                before = f"{counted(batches, 'batch')} before it"
-                warn(f"For '{self.owner}', the batch failed in mid-window, which also drops {before}.")
+            warn_of_dropped(self.owner, batches)
         if self.goes_on(error):
             self.micro_steps.join(self.micro_steps.rounds)
 
