@@ -73,8 +73,7 @@ def _plan_inside(current: Any, saved: Any, what: str) -> _Steps:
 
 def assign_in_place(parameter: Parameter, value: Tensor) -> None:
     """Assign a value of the same shape and dtype to a parameter in place, from the host."""
-    # After `set_data`, the parts of an optimizer that MindSpore compiles in PYNATIVE mode would keep using the old
-    # memory, also in MindSpore's own step.
+    # After `set_data`, parts of an optimizer that MindSpore compiles in PYNATIVE mode would keep using the old memory.
     if parameter.has_init:
         parameter.set_data(value)
     else:

@@ -25,20 +25,17 @@ class ContrastiveLoss(Settled, nn.Cell):
     .. math::
         -\frac{1}{N} \sum_i \frac{1}{|P_i|} \sum_{j \in P_i} \log \frac{\exp s_{ij}}{\sum_k \exp s_{ik}}
 
-    For pairs without labels this is the loss of CLIP (Radford et al., 2021). With one tower, :math:`b = a`, each row is
-    excluded from its own comparisons, and rows without a positive are ignored: supervised contrastive learning
-    (Khosla et al., 2020).
+    For pairs without labels this is the loss of CLIP (Radford et al., 2021). With one tower, :math:`b = a`, no row is
+    compared with itself, and rows without a positive are ignored: supervised contrast (Khosla et al., 2020).
 
     The similarities of `block_rows` rows with all others are computed at a time, and again in the backward pass, so
-    that no :math:`N \times N` matrix is stored. Inside a :class:`GradCacheLoss` the rows are those of the whole batch,
-    over all processes.
+    no :math:`N \times N` matrix is stored. In a :class:`GradCacheLoss` the rows are those of all processes' batches.
 
     Args:
         temperature (float): :math:`\tau`, or its initial value if it is learnable. Default: ``0.07``.
 
     Keyword Args:
-        learnable (bool): Whether the temperature is trained: as the parameter `logit_scale`, which is
-            :math:`\log 1/\tau`. Default: ``True``.
+        learnable (bool): Whether the temperature is trained, as `logit_scale`, :math:`\log 1/\tau`. Default: ``True``.
         normalize (bool): Whether the representations are divided by their lengths. Default: ``True``.
         towers (int): 1 or 2. Default: ``2``.
         block_rows (int): Rows of a block, at least a 32nd of all. Default: ``256``.

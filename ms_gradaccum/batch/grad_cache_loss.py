@@ -48,8 +48,7 @@ class GradCacheLoss(Settled, nn.Cell):
         The loss that `loss_fn` returns.
 
     Raises:
-        TypeError: If `backbone` or `loss_fn` is not a Cell, `labels` not an int, a subclass has its own `construct`, or
-            `backbone` returns anything but tensors.
+        TypeError: If an argument has the wrong type, a subclass its own `construct`, or a backbone returns no tensors.
         ValueError: If `labels` is negative, or all of the inputs; later, if an output has not the rows on axis 0.
 
     Supported Platforms:

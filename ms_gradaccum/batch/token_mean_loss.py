@@ -44,8 +44,7 @@ class TokenMeanLoss(Settled, nn.Cell):
         Both are 0 if no label is valid. The cross-entropy of half-precision logits is computed in float32.
 
     Raises:
-        TypeError: If `backbone` is not a Cell or takes the labels itself, `ignore_index` is not an int, or the labels
-            are not integers.
+        TypeError: If an argument has the wrong type, `backbone` takes the labels itself, or they are not integers.
         ValueError: If `ignore_index` is not an int32, or the shapes of logits and labels do not fit.
 
     Supported Platforms:

@@ -41,14 +41,12 @@ class MixedPrecision:
     before each backward pass, and the window's mean gradient is divided by it once. A window whose gradient has an Inf
     or a NaN makes no update: parameters, optimizer state, learning rate and update count stay, and the scale is
     multiplied by `backoff_factor`. After `growth_interval` clean windows it is multiplied by `growth_factor`. It never
-    changes inside a window. The rule and the argument names are those of PyTorch's ``GradScaler`` and of Colossal-AI's
-    ``FP16TorchMixedPrecision``.
+    changes inside a window. Rule and names: PyTorch's ``GradScaler``, Colossal-AI's ``FP16TorchMixedPrecision``.
 
     Level O1 rewrites the network when the training step is built, with the training mode that its cells have then: for
     a network with BatchNorm or Dropout, call ``network.set_train()`` before.
 
-    The names ``fp16``, ``fp16_apex`` and ``fp16_naive`` stand for float16 at level O1, O2 and O3, ``bf16`` for bfloat16
-    at O1.
+    The names ``fp16``, ``fp16_apex`` and ``fp16_naive`` are float16 at level O1, O2 and O3, ``bf16`` is bfloat16 at O1.
 
     Args:
         dtype (Union[mindspore.dtype, str]): ``float16`` or ``bfloat16``. With bfloat16, which has the range of float32,

@@ -13,8 +13,7 @@ _Level = Literal["level1", "level2", "level3"]
 class DataParallel:
     """Data parallelism over all processes. ``parallel="auto"`` chooses it when there are several.
 
-    The sums of a window and its weight are added over the ranks in a few fused messages, once per update; micro
-    batches in between communicate nothing.
+    The sums of a window and its weight are added over the ranks in a few fused messages per update, none in between.
 
     Args:
         sync_each_batch (bool): Whether to add up the gradients of each micro batch over the ranks instead, and to shard
@@ -70,8 +69,7 @@ class HSDP:
     warning: sharding the weights takes the compiler's HSDP, inside ``AutoParallel`` on Ascend or GPU.
 
     Args:
-        shard_size (int): Number of ranks that share one copy. It divides the number of ranks. ``-1``: all ranks.
-            Default: ``-1``.
+        shard_size (int): Number of ranks that share one copy, a divisor of all; ``-1``: all. Default: ``-1``.
         threshold (int): Parameters smaller than this stay whole on each rank. Unit: KB. Default: ``64``.
         optimizer_level (str): ``"level1"``, ``"level2"`` or ``"level3"``. Default: ``"level1"``.
         check_weights (bool): Whether to compare a hash of the weights over the ranks after each update and raise a

@@ -60,8 +60,7 @@ class GradAccumulation(Settled, nn.Cell):
 
     Args:
         network (Cell): Loss cell. It takes the inputs of this cell and returns a scalar floating-point mean loss over
-            its rows, or a tuple that starts with one. `losses` says what becomes of further scalars; other outputs
-            (e.g. logits) are ignored.
+            its rows, or a tuple that starts with one. Outputs that are no scalars (e.g. logits) are ignored.
         micro_size (int): The number of micro batches that one batch is split into (a count, not rows). If
             `micro_size` does not divide the rows, the first micro batches have one row more, and each counts
             by its rows. A batch of fewer rows is split into single rows.
@@ -71,17 +70,15 @@ class GradAccumulation(Settled, nn.Cell):
             by its weight (for example its number of tokens; not negative). If ``False``, by its rows.
             :class:`TokenMeanLoss` says so itself. Default: ``False``.
         losses (Union[str, None]): What becomes of further floating-point scalars that `network` returns, at most 64:
-            ``"sum"`` trains the sum of them all, ``"first"`` the first alone, and ``None`` refuses them.
-            ``StepOutput.other_losses`` reports the mean of each over the window, weighted as the loss.
-            Default: ``None``.
+            ``"sum"`` trains the sum of them all, ``"first"`` the first alone, and ``None`` refuses them. The mean of
+            each over the window, weighted as the loss, is in ``StepOutput.other_losses``. Default: ``None``.
         batch_axis (Union[int, None, tuple, dict]): Axis of the rows: one for all inputs, or one entry per argument of
             the network, ``None`` for an input that goes whole into each micro batch. For an input that is a tuple or a
             dict, one entry for all its tensors, or a tuple or dict of entries. Tensors without axes and values that
             are no tensors are never split. Default: ``0``.
 
     Inputs:
-        - **\*inputs** - Inputs of `network`: tensors of any dtype and shape, tuples, lists and dicts of
-          them, Python values.
+        - **\*inputs** - Inputs of `network`: tensors, tuples, lists and dicts of them, Python values.
 
     Outputs:
         In training, the weighted mean loss over all micro batches, a float32 scalar, differentiable as one graph.

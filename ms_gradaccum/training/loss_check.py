@@ -130,8 +130,7 @@ class LossCheck:
 
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
         """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it."""
-        # What is right op by op is right in a graph, too. Several processes measure once, as they train: an error of
-        # one would leave the others alone.
+        # What is right op by op is right in a graph. Several processes measure once: an error would leave others alone.
         trains_eagerly = runs_eagerly(self.settings.compiles)
         finding: Finding | None = None
         for eager in [True] if trains_eagerly else [False] if self.several else [True, False]:

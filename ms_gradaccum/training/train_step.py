@@ -157,8 +157,7 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
     before the first batch. :class:`Model` does so by itself.
 
     Args:
-        network (Cell): A :class:`GradAccumulation`, alone or inside ``AutoParallel``, or any loss cell, which is then
-            fed whole batches.
+        network (Cell): A :class:`GradAccumulation`, alone or in ``AutoParallel``, or a loss cell for whole batches.
         optimizer (Cell): Optimizer of ``mindspore.nn``, ``mindspore.mint.optim`` or
             ``mindspore.experimental.optim`` over parameters of `network`.
         sens (Union[float, None]): Of MindSpore's cell: ``None`` or 1, else see `mixed_precision`. Default: ``None``.
@@ -176,9 +175,8 @@ class TrainOneStepCell(Settled, Uncopied, nn.TrainOneStepCell, Observed):
             makes no update. ``"drop"``: its micro batch is left out with its weight, on whichever rank, which costs a
             pass over the gradients of each micro batch. Default: ``"skip_window"``.
         compile (Union[bool, None]): ``None``: network, loss and optimizer run as a compiled graph in GRAPH mode, op by
-            op in PYNATIVE mode. ``True``: as a compiled graph in PYNATIVE mode too, which is often several times as
-            fast, and in which Python control flow in `construct` runs once; :func:`verify` tells whether that trains
-            the same. Default: ``None``.
+            op in PYNATIVE mode. ``True``: as a graph there too, which is often several times as fast, and in which
+            Python control flow runs once; :func:`verify` tells whether it trains the same. Default: ``None``.
         check_loss (bool): Whether forward passes of some rows of the first batches tell if the loss can be trained in
             micro batches, with a warning if not. Nothing of the training changes. Default: ``True``.
 
