@@ -167,7 +167,10 @@ class Window:
             for end, output in zip(self.ends, measured):
                 outputs.append(end.finish(output, clip) if updated else output)
             if self.loss_scale.searches:
-                self.ends[0].adjust(outputs[0], several=len(outputs) > 1)
+                bad = self.ends[0].is_bad
+                if len(outputs) > 1:  # One of the other optimizers can have overflowed.
+                    bad = Tensor(outputs[0].has_overflow or bool(bad.asnumpy()))
+                self.loss_scale.adjust(outputs[0].is_updated, bad)
             self.overflows_in_a_row = 0 if updated else self.overflows_in_a_row + outputs[0].has_overflow
             if self.overflows_in_a_row >= MAX_OVERFLOWS:
                 # No loss scale helps against a broken gradient.

@@ -27,7 +27,7 @@ class WindowEnd(nn.Cell):
 
     reduce over ranks, divide by the weight, unscale, finite?, norm, clip, optimizer, clear, adjust the scale, report.
 
-    Called by the host, each half is a graph and Python reads the decision in between: `reduce`, `finish`, `adjust`.
+    Called by the host, each half is a graph and Python reads the decision in between: `reduce`, `finish`.
     In a larger graph the decision is a branch: `construct`.
     """
 
@@ -154,14 +154,6 @@ class WindowEnd(nn.Cell):
         if self.reducer.several:
             self.reducer.check_replicas()
         return output._replace(clipped_grad_norm=clipped_norm, learning_rate=rate)
-
-    def adjust(self, output: StepOutput, several: bool = False) -> None:
-        """Choose the loss scale of the next window from the ``output`` of this one, of one optimizer or ``several``."""
-        bad = self.is_bad
-        if several and self.loss_scale.scales:
-            # One of the others can have overflowed.
-            bad = Tensor(output.has_overflow or bool(bad.asnumpy()))
-        self.loss_scale.adjust(output.is_updated, bad)
 
 
 def decide(norm: Tensor, weight: Tensor, skips_overflow: bool) -> tuple[Tensor, Tensor]:
