@@ -134,9 +134,9 @@ MUTATIONS = (
     ),
     Mutation(
         "the buffer is not cleared after an overflow",
-        "training/window_end.py",
-        "        self.buffer.clear()\n        return output\n",
-        "        return output\n",
+        "training/window.py",
+        "                for reducer in self.reducers:\n                    reducer.buffer.clear()\n",
+        "",
         CLIPS,
     ),
     Mutation(
