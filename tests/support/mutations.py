@@ -155,19 +155,18 @@ MUTATIONS = (
     ),
     Mutation(
         "the schedule moves on when an update is skipped",
-        "training/window_end.py",
-        "        self.buffer.clear()\n        return output\n",
-        "        self.buffer.clear()\n"
-        "        count = self.update.optimizer.global_step\n"
-        "        count.set_data(count + 1)\n"
-        "        return output\n",
+        "training/window.py",
+        "                for reducer in self.reducers:\n                    reducer.buffer.clear()\n",
+        "                for reducer, optimizer in zip(self.reducers, self.optimizers):\n"
+        "                    reducer.buffer.clear()\n"
+        "                    optimizer.global_step.set_data(optimizer.global_step + 1)\n",
         CLIPS,
     ),
     Mutation(
         "the loss scale stays as it is after an overflow",
-        "training/window_end.py",
-        "        self.loss_scale.adjust(output.is_updated, bad)\n",
-        "        pass\n",
+        "training/window.py",
+        "                self.loss_scale.adjust(outputs[0].is_updated, bad)\n",
+        "                pass\n",
         CLIPS,
     ),
     Mutation(
@@ -215,8 +214,8 @@ MUTATIONS = (
     Mutation(
         "an optimizer that keeps its gradients is given the sums themselves",
         "training/update.py",
-        "return tuple(total.value() for total in self.sums) if self.is_users else tuple(self.sums)",
-        "return tuple(self.sums)",
+        "tuple(total.value() if self.is_users else total for total in self.sums)",
+        "tuple(self.sums)",
         ("programs/test_optimizers_and_schedules.py",),
     ),
     Mutation(
