@@ -150,7 +150,7 @@ def test_the_last_window_is_applied_or_dropped(last_window, weight):
     assert model.train_network.open_batches() == 0
 
 
-def test_a_carried_window_goes_on_in_the_next_epoch_and_the_next_call_of_train(network_mode):
+def test_a_carried_window_goes_on_in_the_next_epoch_and_the_next_call_of_train(mode):
     network, model = toy(accumulation_steps=3, last_window="carry")
     recorder = Recorder()
     model.train(2, batches(2), recorder)

@@ -39,7 +39,7 @@ def loss_of(weight, *rows):
     return np.mean([(2 * x - weight * x) ** 2 for x in rows])
 
 
-def test_a_callback_finds_the_report_the_optimizer_and_the_training_cell(network_mode):
+def test_a_callback_finds_the_report_the_optimizer_and_the_training_cell(mode):
     found = []
 
     class Own(ms.train.Callback):
@@ -69,7 +69,7 @@ def test_a_callback_sees_the_update_of_an_applied_last_window():
     assert recorder.weights[-1] == weight_of(network) == pytest.approx(2.9912)
 
 
-def test_loss_monitor_prints_the_mean_over_the_rows_of_the_window(network_mode, capsys):
+def test_loss_monitor_prints_the_mean_over_the_rows_of_the_window(mode, capsys):
     network, model = toy(micro_size=2, accumulation_steps=2)
     model.train(1, batches(3), [LossMonitor(), TimeMonitor()])
     printed = capsys.readouterr().out
@@ -110,7 +110,7 @@ def test_history_and_lambda_callback_follow_the_epochs():
     assert history.history["mse"] == pytest.approx([loss_of(w, *ALL) for w in (after_first, after_second)], rel=1e-4)
 
 
-def test_learning_rate_scheduler_sets_the_rate_of_the_next_update(network_mode):
+def test_learning_rate_scheduler_sets_the_rate_of_the_next_update(mode):
     network, model = toy(accumulation_steps=2)
     # Its step counter counts batches: two to a window.
     model.train(1, batches(2), LearningRateScheduler(lambda rate, step: 0.02 if step < 2 else 0.01))
