@@ -12,10 +12,10 @@ import quick_mindspore
 quick_mindspore.install()
 
 # The files that take longest, or the job that some of them share.
-LONGEST = ["ranks", "test_self_test", "test_simulate", "test_faults"]
-LONGEST += ["test_micro_size_finder", "test_failures", "test_sample", "test_optimizers"]
-LONGEST += ["test_optimizers_and_schedules", "test_grad_cache_windows", "test_tutorial", "test_docs"]
-LONGEST += ["test_packaging", "test_frozen", "test_python_decides"]
+LONGEST = ["ranks", "test_faults", "test_self_test", "test_simulate", "test_micro_size_finder", "test_sample"]
+LONGEST += ["test_failures", "test_optimizers_and_schedules", "test_python_decides", "test_optimizers"]
+LONGEST += ["test_loss_check", "test_frozen", "test_vision", "test_losses", "test_losses_as_written", "test_docs"]
+LONGEST += ["test_sequences", "test_grad_cache_windows", "test_tutorial", "test_packaging", "test_generative"]
 
 
 # Folders of small tests, of which measuring the loss would take most of the time, and what is about that in them.
