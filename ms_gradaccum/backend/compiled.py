@@ -322,11 +322,24 @@ def compile_error(error: Exception, owner: str, what: str, code: nn.Cell | None)
         return type(error)(first)  # Without the compiler's call stack below it.
     kind = type(error) if type(error).__module__ == "builtins" else RuntimeError
     remedy = "Rewrite the code so that it compiles in GRAPH mode, or use PYNATIVE mode without compile=True."
+    cells = () if code is None else [cell for _, cell in code.cells_and_names()]
+    other = next((place for cell in cells if (place := _other_self(cell))), "")
+    if other:
+        first, remedy = f"{other}.", "Call it 'self', the only name for it that the compiler knows."
     missing = _NO_KERNEL.search(text)
     if missing is not None:
         first, remedy = f"{missing[0]}.", "Use another device, or operators that have a kernel on this one."
-    got = f"{_place_of(text, code)}{first} No parameter was changed."
+    got = f"{'' if other else _place_of(text, code)}{first} No parameter was changed."
     return kind(f"For '{owner}', MindSpore must be able to compile {what}, but got {got} {remedy}\n{text}")
+
+
+def _other_self(cell: nn.Cell) -> str:
+    """Return the first argument of a cell's `construct` and its line, if it has another name than `self`."""
+    code = getattr(inspect.unwrap(type(cell).construct), "__code__", None)
+    if code is None or code.co_argcount == 0 or code.co_varnames[0] == "self":
+        return ""
+    place = f"{code.co_filename}:{code.co_firstlineno}"
+    return f"a construct of {type(cell).__name__} at {place} with {code.co_varnames[0]!r} first"
 
 
 def _place_of(text: str, code: nn.Cell | None) -> str:

@@ -5,6 +5,7 @@ tensors and rebuilds from them the inputs that the network expects.
 """
 
 from collections.abc import Mapping, Sequence
+from inspect import Signature
 from typing import Any
 
 import numpy as np
@@ -93,3 +94,16 @@ def as_call(owner: str, batch: object) -> tuple[Args, Kwargs]:
     got = f"{batch!r} of type {type(batch).__name__}"
     remedy = "Give the inputs of network in a tuple, or by name in a dict."
     raise TypeError(argument_error(owner, "batch", "a tensor, a tuple, a list or a dict", got, remedy))
+
+
+def how_to_name(signature: Signature, given: int, kwargs: Mapping[str, object]) -> str:
+    """Return a remedy for named inputs that a network does not take, after ``given`` positional ones."""
+    wrong = [name for name in kwargs if name not in signature.parameters]
+    arguments = list(signature.parameters.values())[given:]
+    free = [each.name for each in arguments if each.name not in kwargs and each.kind == each.POSITIONAL_OR_KEYWORD]
+    if not wrong:
+        return "Give them as the network takes them."
+    if len(wrong) > len(free):
+        return f"Leave out {', '.join(map(repr, wrong[len(free) :]))}."
+    names, own = (", ".join(map(repr, each)) for each in (wrong, free))
+    return f"Rename {names} to {own}, for example with dataset.rename()."

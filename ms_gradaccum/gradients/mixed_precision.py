@@ -131,6 +131,13 @@ NAMES: dict[str, MixedPrecision] = {
     "bf16": MixedPrecision(ms.bfloat16, "O1"),
     **{level: MixedPrecision(ms.float16, level) for level in LEVELS[1:]},
 }
+# The names in other libraries.
+_OTHER_NAMES = {
+    **dict.fromkeys(("float16", "half", "16", "16-mixed", "16-true", "amp", "true", "auto_mixed"), "'fp16'"),
+    **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "'bf16'"),
+    **dict.fromkeys(("no", "none", "false", "float32", "fp32", "32", "32-true", "o0"), "None"),
+    **{level.lower(): repr(level) for level in ("O1", "O2", "O3")},
+}
 
 
 class Precision(NamedTuple):
@@ -213,12 +220,13 @@ def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
         return mixed_precision
     if isinstance(mixed_precision, _CHOOSERS):
         return MixedPrecision(level="O0", loss_scale=mixed_precision)
+    meant = _OTHER_NAMES.get(str(mixed_precision).lower())
     if isinstance(mixed_precision, str):
-        remedy = "MixedPrecision(...) takes single settings."
+        remedy = f"Did you mean {meant}?" if meant else "MixedPrecision(...) takes single settings."
         return NAMES[check_choice(owner, "mixed_precision", mixed_precision, tuple(NAMES), remedy)]
     rule = "a name, a MixedPrecision, a LossScaler, a LossScaleManager or None"
-    got, remedy = repr(mixed_precision), "For example mixed_precision='fp16'."
-    raise TypeError(argument_error(owner, "mixed_precision", rule, got, remedy))
+    remedy = f"Did you mean {meant}?" if meant else "For example mixed_precision='fp16'."
+    raise TypeError(argument_error(owner, "mixed_precision", rule, repr(mixed_precision), remedy))
 
 
 @functools.cache

@@ -348,7 +348,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         got, remedy = f"none of {''.join(missing[:1])}", "The norm is that of the whole gradient: see ClipByGroupNorm."
         require(not missing, _OWNER, "parameters", "all that are trained", got, remedy)
 
-    def clip_grad_norm(self, max_norm: float, *, network: nn.Cell | None = None) -> Tensor | None:
+    def clip_grad_norm(self, max_norm: float, *more: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
         """Clip the window's mean gradient to a global norm in the coming `step`.
 
         Args:
@@ -359,10 +359,12 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             The norm before clipping, a float32 scalar (of the first network, if there are several); None inside
             a window.
         """
+        _refuse_more("max_norm", more, "clip_grad_norm")
         return self._clip(ClipByGlobalNorm(max_norm), network)
 
-    def clip_grad_value(self, limit: float, *, network: nn.Cell | None = None) -> Tensor | None:
+    def clip_grad_value(self, limit: float, *more: NoReturn, network: nn.Cell | None = None) -> Tensor | None:
         """Clip each element of the window's mean gradient in the coming `step`, see :class:`ClipByValue`."""
+        _refuse_more("limit", more, "clip_grad_value")
         return self._clip(ClipByValue(limit), network)
 
     def _clip(self, clip: nn.Cell, network: nn.Cell | None) -> Tensor | None:
@@ -433,6 +435,13 @@ def _refuse_graph() -> None:
         f"For '{_OWNER}', a call inside a compiled function must be one of a single network and optimizer without a "
         f"schedule, but got more. Call it from Python."
     )
+
+
+def _refuse_more(name: str, more: Sequence[object], method: str) -> None:
+    """Raise for Accelerate's arguments of a method that takes one."""
+    if more:
+        remedy = f"Call {method}(1.0), or {method}_(parameters, 1.0)."
+        raise TypeError(argument_error(_OWNER, name, "given alone", f"{1 + len(more)} arguments", remedy))
 
 
 def _one_or_all(outputs: tuple[StepOutput, ...]) -> StepOutput | tuple[StepOutput, ...]:

@@ -60,11 +60,7 @@ class SemiAuto:
             rule, got = "one of all trainable parameters", f"one that leaves out {len(left_out)}, first {left_out[0]!r}"
             remedy = "Set requires_grad = False on those that are not to be trained, before the step is built."
             raise ValueError(argument_error(_OWNER, "optimizer", f"{rule} in semi-auto-parallel", got, remedy))
-        if NetworkCode(network.network).has_own_backward():
-            warn(
-                "For 'TrainOneStepCell', what the network does in the backward pass (a bprop, a hook) must be linear "
-                "in the gradient in semi-auto-parallel: it gets the gradient of a sum over rows, not that of a mean."
-            )
+        _warn_of_differences(network)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -87,6 +83,22 @@ class SemiAuto:
             if outside:
                 _utils._clear_auto_parallel_context(self.auto_parallel)
             forget_accumulation()
+
+
+def _warn_of_differences(network: nn.Cell) -> None:
+    """Warn of losses that are not reported, and of a backward pass that need not be linear."""
+    if network.losses is not None:
+        # The compiler follows one output of the forward pass, which is the loss.
+        warn(
+            f"For 'GradAccumulation', losses={network.losses!r} trains in semi-auto-parallel as elsewhere, but "
+            f"StepOutput.other_losses stays empty there. To see the further losses, evaluate the network on a "
+            f"batch, or let it print them with ops.Print."
+        )
+    if NetworkCode(network.network).has_own_backward():
+        warn(
+            "For 'TrainOneStepCell', what the network does in the backward pass (a bprop, a hook) must be linear "
+            "in the gradient in semi-auto-parallel: it gets the gradient of a sum over rows, not that of a mean."
+        )
 
 
 def in_semi_auto() -> bool:

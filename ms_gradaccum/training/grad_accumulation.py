@@ -23,7 +23,7 @@ from ms_gradaccum._checks import (
 )
 from ms_gradaccum.batch.ambiguous_inputs import hint_of_split
 from ms_gradaccum.batch.grad_cache_loss import CachedLoss, GradCacheLoss
-from ms_gradaccum.batch.nested_inputs import Args, Kwargs
+from ms_gradaccum.batch.nested_inputs import Args, Kwargs, how_to_name
 from ms_gradaccum.batch.split import BatchAxis, SplitBatch, check_batch_axis, split_batch, split_shapes, spread_axes
 from ms_gradaccum.batch.weighted_loss import MOST_OTHER_LOSSES, OwnWeight, RowWeight, WeightedLoss
 from ms_gradaccum.gradients.buffer import reciprocal
@@ -218,7 +218,7 @@ class GradAccumulation(Settled, nn.Cell):
         except TypeError as error:
             raise TypeError(
                 f"For '{_OWNER}', the inputs must fit the network's construct{self._signature}, but got {error}. "
-                f"Give them as the network takes them, for example after dataset.rename()."
+                f"{how_to_name(self._signature, len(args), kwargs)}"
             ) from None
 
     def positional(self, args: Args, kwargs: Kwargs) -> Args:

@@ -197,6 +197,30 @@ def call_with_shapes(compiled_cell, shapes):
     return len(compiled)
 
 
+class Unnamed(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Dense(1, 1)
+
+    def construct(this, x, y):  # noqa: N805
+        return ops.square(this.net(x) - y).mean()
+
+
+def test_a_construct_without_self_is_named_with_its_line():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    cell = nn.SequentialCell(Unnamed())[0]
+    step = TrainOneStepCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+    line = Unnamed.construct.__code__.co_firstlineno
+    sentence = (
+        f"For 'TrainOneStepCell', MindSpore must be able to compile the network, but got a construct of Unnamed at "
+        f"{__file__}:{line} with 'this' first. No parameter was changed. Call it 'self', the only name for it that the "
+        f"compiler knows."
+    )
+    with pytest.raises(TypeError) as error:
+        step(*BATCH)
+    assert str(error.value).partition("\n")[0] == sentence
+
+
 def test_lengths_that_begin_to_change_later_take_one_more_graph():
     cell = Compiled(Scores, "Test", "the cell")
     assert call_with_shapes(cell, [(rows, 5) for rows in range(1, 12)]) == MAX_FIXED_SHAPES + 1

@@ -228,9 +228,10 @@ def test_a_network_is_converted_once(eager):
 ONE_OF = "one of 'fp16', 'fp16_apex', 'fp16_naive', 'bf16', 'O1', 'O2', 'O3', 'auto'"
 
 
-@pytest.mark.parametrize("name", ["fp8", "half"])
-def test_unknown_names_are_refused_in_a_sentence(name):
-    remedy = "MixedPrecision(...) takes single settings."
+@pytest.mark.parametrize(
+    "name, remedy", [("fp8", "MixedPrecision(...) takes single settings."), ("half", "Did you mean 'fp16'?")]
+)
+def test_unknown_names_are_refused_in_a_sentence(name, remedy):
     for owner, build in (("TrainOneStepCell", TrainOneStepCell), ("Accumulator", Accumulator)):
         network = line()
         text = f"For '{owner}', the argument 'mixed_precision' must be {ONE_OF}, but got '{name}'. {remedy}"
@@ -278,7 +279,7 @@ MANAGER = amp.FixedLossScaleManager(8.0)
             {"mixed_precision": 16},
             TypeError,
             "For 'Model', the argument 'mixed_precision' must be a name, a MixedPrecision, a LossScaler, a "
-            "LossScaleManager or None, but got 16. For example mixed_precision='fp16'.",
+            "LossScaleManager or None, but got 16. Did you mean 'fp16'?",
         ),
     ],
 )

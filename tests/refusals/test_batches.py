@@ -229,7 +229,7 @@ def test_inputs_that_no_network_has(case):
     inputs, error, sentence = INPUTS[case]
     if case.startswith("too"):
         sentence = sentence.replace("a missing argument", "missing a required argument: 'label'")
-        sentence += "Give them as the network takes them, for example after dataset.rename()."
+        sentence += "Give them as the network takes them."
     step = new_step()
     before = values_of(step)
     with raises(error, sentence.replace("GradAccumulation", "TrainOneStepCell")):

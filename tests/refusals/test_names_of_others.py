@@ -1,7 +1,6 @@
 """Cells and arguments of other libraries in the place of those of this package: taken as meant, or named."""
 
-import re
-
+import mindspore as ms
 import numpy as np
 import pytest
 from linear_toy import X, batches, line, sgd, weight_of
@@ -137,6 +136,16 @@ def test_each_of_several_arguments_is_answered(eager):
         GradAccumulation(cell, 4, x=1)
 
 
+@pytest.mark.parametrize(
+    "value, meant",
+    [("float16", "'fp16'"), ("bf16-mixed", "'bf16'"), ("no", "None"), (ms.float16, "'fp16'"), (True, "'fp16'")],
+)
+def test_mixed_precision_by_other_names(value, meant, eager):
+    cell = loss_cell()
+    with pytest.raises((TypeError, ValueError), match=rf"^For 'Model', .*'mixed_precision'.* Did you mean {meant}\?$"):
+        Model(cell, optimizer=sgd(cell), mixed_precision=value)
+
+
 def test_arguments_of_a_model_are_headed_by_its_name(eager):
     cell = loss_cell()
     for wrong in ({"accumulation_steps": 0}, {"clip": 1.0}, {"bad_micro_batch": "x"}, {"compile": 1}):
@@ -146,25 +155,27 @@ def test_arguments_of_a_model_are_headed_by_its_name(eager):
         Model(cell, optimizer=sgd(line()))
 
 
-FIT = (
-    "For 'GradAccumulation', the inputs must fit the network's construct(data, label), but got {}. Give them as the "
-    "network takes them, for example after dataset.rename()."
-)
+FIT = "For 'GradAccumulation', the inputs must fit the network's construct(data, label), but got {}. {}"
 MISSING = "missing a required argument: '{}'"
 COLUMNS = [
-    ({"image": X, "label": X}, MISSING.format("data")),
-    ({"data": X, "label": X, "index": X}, "got an unexpected keyword argument 'index'"),
-    ({"data": X}, MISSING.format("label")),
+    ({"image": X, "label": X}, MISSING.format("data"), "Rename 'image' to 'data', for example with dataset.rename()."),
+    (
+        {"image": X, "target": X},
+        MISSING.format("data"),
+        "Rename 'image', 'target' to 'data', 'label', for example with dataset.rename().",
+    ),
+    ({"data": X, "label": X, "index": X}, "got an unexpected keyword argument 'index'", "Leave out 'index'."),
+    ({"data": X}, MISSING.format("label"), "Give them as the network takes them."),
 ]
 
 
-@pytest.mark.parametrize("batch, got", COLUMNS)
-def test_columns_of_other_names_are_named(batch, got, eager):
+@pytest.mark.parametrize("batch, got, remedy", COLUMNS)
+def test_columns_of_other_names_are_named(batch, got, remedy, eager):
     cell = loss_cell()
     step, accumulator = TrainOneStepCell(GradAccumulation(cell, 2), sgd(cell)), None
-    with raises(TypeError, FIT.format(got)):
+    with raises(TypeError, FIT.format(got, remedy)):
         step(**{name: Tensor(value) for name, value in batch.items()})
     cell = loss_cell()
     accumulator = Accumulator(GradAccumulation(cell, 2), sgd(cell))
-    with pytest.raises(TypeError, match=re.escape(got)):
+    with pytest.raises(TypeError, match=remedy.replace("(", r"\(").replace(")", r"\)")):
         accumulator.backward(**{name: Tensor(np.array(value)) for name, value in batch.items()})

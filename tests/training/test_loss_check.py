@@ -705,9 +705,8 @@ def alarm(seed, batches=4):
 
 
 def test_right_losses_are_not_named(eager):
-    # All kinds in float32 and, every fifth seed, in 16 bits; from the second batch on gradients are compared, too.
-    seeds = {*range(2 * len(KINDS)), *range(4, 5 * len(KINDS), 5)}
-    assert {seed: said for seed in seeds if (said := alarm(seed, batches=2))} == {}
+    # All kinds in float32 and in 16 bits; from the second batch on gradients are compared, too.
+    assert {seed: said for seed in range(5 * len(KINDS)) if (said := alarm(seed, batches=2))} == {}
 
 
 def test_compiled_right_losses_are_not_named(monkeypatch):
