@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ms_gradaccum._checks import argument_error, check_saved, is_count, typed
 from ms_gradaccum.training.step_output import StepOutput
@@ -45,6 +45,26 @@ class StepEvent(NamedTuple):
     updates: int
     skipped_updates: int
     output: StepOutput | None = None
+
+
+class _HearsMicroBatchBegin(Protocol):
+    def on_micro_batch_begin(self, event: StepEvent, /) -> object: ...
+
+
+class _HearsMicroBatchEnd(Protocol):
+    def on_micro_batch_end(self, event: StepEvent, /) -> object: ...
+
+
+class _HearsUpdateBegin(Protocol):
+    def on_update_begin(self, event: StepEvent, /) -> object: ...
+
+
+class _HearsUpdateEnd(Protocol):
+    def on_update_end(self, event: StepEvent, /) -> object: ...
+
+
+# A listener has at least one of the four methods.
+StepCallback = _HearsMicroBatchBegin | _HearsMicroBatchEnd | _HearsUpdateBegin | _HearsUpdateEnd
 
 
 class Events:
@@ -133,7 +153,7 @@ class Observed:
             if isinstance(callback, StatefulCallback):
                 callback.attach(self)
 
-    def add_callback(self, callback: object) -> None:
+    def add_callback(self, callback: StepCallback) -> None:
         """Call those methods of the callback that have the names of events, each with a :class:`StepEvent`.
 
         The events are `on_micro_batch_begin`, `on_micro_batch_end`, `on_update_begin` and `on_update_end` of each
