@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import mindspore as ms
 import numpy as np
@@ -58,15 +58,9 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
     """
 
     _fields = tuple("loss overflow loss_scale updated grad_norm clipped_grad_norm learning_rate weight".split())
-    loss: Tensor | None
-    overflow: Tensor
-    loss_scale: Tensor
-    updated: Tensor
-    grad_norm: Tensor
-    clipped_grad_norm: Tensor
-    learning_rate: Tensor
-    weight: Tensor
-    # A step gives a tensor in place of a tuple: a row of sums and below it one of weights, 0 where there is none.
+    # The values of all fields. Each has a property: nobody assigns one, and type checkers show its type.
+    _values: tuple[Tensor, ...]
+    # As they were given: read when they are asked for, since that waits for the device.
     _others: Tensor | Sequence[Tensor]
 
     def __new__(
@@ -81,32 +75,61 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
         weight: Tensor,
         other_losses: Tensor | Sequence[Tensor] = (),
     ) -> "StepOutput":
+        # A step gives a tensor in place of a tuple: a row of sums and below it one of weights, 0 where there is none.
         items = (cast(Tensor, loss), overflow, loss_scale)
-        values = (*items, updated, grad_norm, clipped_grad_norm, learning_rate, weight)
         output = super().__new__(cls, items)
-        vars(output).update(zip(cls._fields, values), _others=other_losses)
+        output._values = (*items, updated, grad_norm, clipped_grad_norm, learning_rate, weight)
+        output._others = other_losses
         return output
 
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"'{name}' of a StepOutput cannot be assigned")
+    @property
+    def loss(self) -> Tensor | None:
+        return self[0]
 
-    @cached_property
+    @property
+    def overflow(self) -> Tensor:
+        return self._values[1]
+
+    @property
+    def loss_scale(self) -> Tensor:
+        return self._values[2]
+
+    @property
+    def updated(self) -> Tensor:
+        return self._values[3]
+
+    @property
+    def grad_norm(self) -> Tensor:
+        return self._values[4]
+
+    @property
+    def clipped_grad_norm(self) -> Tensor:
+        return self._values[5]
+
+    @property
+    def learning_rate(self) -> Tensor:
+        return self._values[6]
+
+    @property
+    def weight(self) -> Tensor:
+        return self._values[7]
+
+    @property
     def other_losses(self) -> tuple[Tensor, ...]:
-        if not isinstance(self._others, Tensor):
-            return tuple(self._others)
-        # Read when they are asked for, since that waits for the device.
-        pairs = self._others.asnumpy().T
-        return tuple(Tensor(total / weight, ms.float32) for total, weight in pairs if weight > 0)
+        if isinstance(self._others, Tensor):
+            pairs = self._others.asnumpy().T
+            self._others = [Tensor(total / weight, ms.float32) for total, weight in pairs if weight > 0]
+        return tuple(self._others)
 
     @cached_property
     def is_updated(self) -> bool:
         """True if this call ran the optimizer: `updated`, read once."""
-        return bool(self.updated.asnumpy())
+        return bool(self._values[3].asnumpy())
 
     @cached_property
     def has_overflow(self) -> bool:
         """True if the window's gradient had an Inf or a NaN: `overflow`, read once."""
-        return bool(self.overflow.asnumpy())
+        return bool(self[1].asnumpy())
 
     @property
     def ends_window(self) -> bool:
@@ -116,7 +139,7 @@ class StepOutput(NDArrayOperatorsMixin, tuple[Tensor, ...]):
 
     def _asdict(self) -> dict[str, Tensor | None]:
         """Return all fields by name, as of a NamedTuple; not `other_losses`, which are no scalar."""
-        return {name: vars(self)[name] for name in self._fields}
+        return dict(zip(self._fields, self._values))
 
     def _replace(self, **fields: object) -> "StepOutput":
         """Return a copy with other values for some fields, as of a NamedTuple."""
