@@ -282,8 +282,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 0 and not kwargs.keys() - {"weight"}:
             weight = self.window.checked_weight(kwargs.get("weight", 1.0))
         with self.window.batch_of(trained, same_batch):
-            if not same_batch:
-                self.window.recognise((args, kwargs), None if weight == 1.0 else weight)
+            self.window.recognise((args, kwargs), None if weight == 1.0 else weight)
             if weight is not None:
                 return trained.backward_of(args[0], weight, same_batch)
             return trained.backward(args, kwargs, self.window.ends, same_batch)

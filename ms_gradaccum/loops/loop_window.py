@@ -20,7 +20,7 @@ from ms_gradaccum._checks import (
 from ms_gradaccum.backend.optimizers import check_claims
 from ms_gradaccum.loops.data_position import PassPlace
 from ms_gradaccum.loops.handed_batches import ActivePasses, Handed, HandedBatches, arrays_in, rows_of
-from ms_gradaccum.loops.network_trainer import TrainedNetwork
+from ms_gradaccum.loops.network_trainer import TrainedNetwork, disorder
 from ms_gradaccum.loops.schedule import AccumulationConfig, PreparedScheduler
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.step_output import StepOutput
@@ -38,6 +38,7 @@ class LoopWindow:
     batches = 0  # Number of batches in the window, the current one included. The buffers have the number, too.
     steps = 0  # Number of batches that the window shall have; 0 if the next one decides it.
     updates = 0  # Number of updates made.
+    is_saved = False  # True if a state was saved in the current batch, which then has no further loss.
     _has_warned_of_rows = _has_warned_of_open = False
     # The open contexts of no_sync(), and whether the current batch has begun inside one.
     withheld, _is_withheld = 0, False
@@ -73,7 +74,7 @@ class LoopWindow:
         ``join`` describes a batch that only other processes have: whether it is the last one, and its epoch.
         """
         if self.in_batch:
-            raise _disorder("accumulate() must not be entered twice", "it inside itself", "Write one 'with' per batch.")
+            raise disorder("accumulate() must not be entered twice", "it inside itself", "Write one 'with' per batch.")
         self._begin(join)
         self.in_batch, was_open = True, self.is_open
         error: BaseException | None = None
@@ -114,7 +115,7 @@ class LoopWindow:
         self._follow_others()
         if self.ends and self.is_open:
             remedy = "Call step(), or zero_grad() to throw the window away; a batch in no_sync() ends none."
-            raise _disorder("a full window must be followed by step()", "the next batch", remedy)
+            raise disorder("a full window must be followed by step()", "the next batch", remedy)
         if self.ends:
             self.batches = 0
         # First: a schedule can refuse, and then nothing has begun.
@@ -122,7 +123,7 @@ class LoopWindow:
         for trained in self.networks:
             trained.has_batch = False
             trained.reducers[0].begin_micro_batch(self.ends)
-        self.updated = False
+        self.updated = self.is_saved = False
         self.events.batches += 1
 
     def _count_batch(self, batches: list[Handed], join: tuple[bool, int] | None = None) -> None:
@@ -174,30 +175,30 @@ class LoopWindow:
         """Context in which one network adds its batch, or another loss of it. Outside `batch` it begins one."""
         if not self.in_batch and len(self.networks) > 1:
             remedy = "They share their batches: write 'with accumulator.accumulate():' around what belongs to one."
-            raise _disorder("several networks must be trained in accumulate()", "a call outside it", remedy)
+            raise disorder("several networks must be trained in accumulate()", "a call outside it", remedy)
         with nullcontext() if self.in_batch else self.batch():
-            if trained.has_batch and not same_batch:
-                remedy = "Give same_batch=True for another loss of the same rows, or write one 'with' per micro batch."
-                raise _disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
-            if same_batch and not trained.has_batch:
-                remedy = "Leave it out for the first loss in accumulate()."
-                raise _disorder("same_batch=True must follow another loss of its batch", "it before", remedy)
-            if trained.outputs is not None:
-                remedy = "The norm is that of the whole window, this batch included."
-                raise _disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
+            trained.check_order(same_batch, self.is_saved)
+            trained.is_counted = same_batch
             try:
                 yield
             except BaseException as error:
-                if same_batch and trained.is_open:
-                    # One loss of a batch without the other would be another training.
-                    trained.discard(for_all=True)
-                    warn_of_dropped(_OWNER, self.batches - 1)
-                    trained.has_batch = trained.goes_on(error)
+                if same_batch:
+                    self._drop_half(trained, trained.goes_on(error))
                 raise
             finally:
                 if trained.has_batch:
                     # It is written at the end of the batch, which may have updated and cleared by then.
                     trained.count.set(self.batches, writes=False)
+
+    def _drop_half(self, trained: TrainedNetwork, goes_on: bool) -> None:
+        """Discard a window after a failed loss: one loss of a batch without the other would be another training."""
+        if trained.is_open:
+            trained.discard(for_all=True)
+            warn_of_dropped(_OWNER, self.batches - 1)
+        is_empty = not (self.is_open or goes_on)
+        trained.has_batch = is_empty or goes_on
+        if is_empty:
+            self.batches = 0
 
     def checked_weight(self, weight: object) -> float:
         """Return the weight of a batch; warn if it has none and the batch before in its window had other rows."""
@@ -251,9 +252,10 @@ class LoopWindow:
     def check_between_batches(self, owner: str) -> None:
         """Raise unless the program is between two batches, where a state can be saved."""
         if self._awaits_batch:
-            raise _disorder(f"{owner}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
+            raise disorder(f"{owner}() must come before accumulate() or after backward()", "it in between", _BETWEEN)
         if any(trained.outputs is not None or trained.clip is not None for trained in self.networks):
-            raise _disorder(f"{owner}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
+            raise disorder(f"{owner}() must come before clip_grad_norm() or after step()", "it in between", _BETWEEN)
+        self.is_saved = self.in_batch
 
     def step(self, trained: TrainedNetwork) -> StepOutput:
         """End the window of one network."""
@@ -313,7 +315,3 @@ class LoopWindow:
         for scheduler in self.schedulers:
             if scheduler.follows_updates:
                 scheduler.step()
-
-
-def _disorder(rule: str, got: str, remedy: str) -> Exception:
-    return RuntimeError(f"For '{_OWNER}', {rule}, but got {got}. {remedy}")

@@ -62,16 +62,33 @@ class TrainedNetwork(Window):
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
 
+    def check_order(self, same_batch: bool, is_saved: bool) -> None:
+        """Raise for a backward pass at a wrong moment. ``is_saved``: the current batch is in a saved state."""
+        if self.has_batch and not same_batch:
+            remedy = "Give same_batch=True for another loss of the same rows, or write one 'with' per micro batch."
+            raise disorder("a network must have one backward pass in accumulate()", "a second one", remedy)
+        if same_batch and (is_saved or not (self.has_batch and self.is_open)):
+            got = "a saved state in between" if is_saved else "none in the open window"
+            remedy = "Leave it out for the first loss in accumulate(); step, drop and save after the last one."
+            raise disorder("same_batch=True must follow another loss of its batch", got, remedy)
+        if self.outputs is not None:
+            remedy = "The norm is that of the whole window, this batch included."
+            raise disorder("backward() must come before the clipping of its window", "it afterwards", remedy)
+
+    def _check_same(self, same_batch: bool) -> None:
+        """Raise for another loss of a batch where the rows of the first one do not count, or where ranks wait."""
+        loss, first = self.network.weighted_loss, self.reducers[0]
+        at_once = first.every_batch or self.comes_reduced or self.settings.drop_non_finite
+        fits = loss.counts_rows and not (loss.is_cached or at_once or first.buffer.other_losses is not None)
+        rule = "False for a loss with a weight of its own, several losses, GradCacheLoss, bad_micro_batch='drop', and "
+        rule += "gradients that are reduced in each batch"
+        require(fits or not same_batch, _OWNER, "same_batch", rule, True, "Put both losses into one cell.")
+
     def backward(
         self, args: tuple[object, ...], kwargs: dict[str, object], is_last: bool = False, same_batch: bool = False
     ) -> Tensor:
         """Add one batch, or another loss of the ``same_batch``, and return its mean loss."""
-        loss_of, first = self.network.weighted_loss, self.reducers[0]
-        once = first.every_batch or self.comes_reduced or self.settings.drop_non_finite
-        fits = loss_of.counts_rows and not (loss_of.is_cached or once or first.buffer.other_losses is not None)
-        rule = "False for a loss with a weight of its own, several losses, GradCacheLoss, bad_micro_batch='drop', and "
-        rule += "gradients that are reduced in each batch"
-        require(fits or not same_batch, _OWNER, "same_batch", rule, True, "Put both losses into one cell.")
+        self._check_same(same_batch)
         buffers, rows = [each.buffer for each in self.reducers], self.micro_steps.rows
         weights = [buffer.weight + 0.0 for buffer in buffers] if same_batch else []
         try:
@@ -93,18 +110,19 @@ class TrainedNetwork(Window):
         self.micro_steps.rows = weight
         numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, 0.0 if same_batch else weight)]
         added = () if self.reducers[0].keeps_grads else _check_grads(grads, [*self.micro_steps.parameters])
-        self.reducers[0].end_micro_batch(factor)
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
+        self.reducers[0].end_micro_batch(factor)
         self.run_add_grads(*numbers, *added)
         self.has_batch = True
-        self.micro_steps.events.micro_batch_end(0)
         self.has_loss = self.has_loss and loss is not None
+        self.micro_steps.events.micro_batch_end(0)
 
     def backward_of(self, loss: Any, weight: float, same_batch: bool) -> Tensor:
         """Run the backward pass that a tensor has, and add the gradients that it gives to the parameters."""
         if not hasattr(loss, "backward"):
             remedy = "Call backward(*batch), which computes the loss and returns it."
             raise TypeError(argument_error(_OWNER, "args", "a batch, as the network takes it", "one number", remedy))
+        self._check_same(same_batch)
         parameters = self.micro_steps.parameters
         for parameter in parameters:
             parameter.grad = None
@@ -140,6 +158,11 @@ class BatchMeanLoss(nn.Cell):
         count = len(parts) // 2
         total, weight = ops.addn(parts[:count]), ops.addn(parts[count:])
         return ops.cast(total * reciprocal(weight), ms.float32)
+
+
+def disorder(rule: str, got: str, remedy: str) -> Exception:
+    """Return the error of calls in a wrong order."""
+    return RuntimeError(f"For '{_OWNER}', {rule}, but got {got}. {remedy}")
 
 
 def _check_rows(same_batch: bool, before: float, rows: float) -> None:

@@ -36,6 +36,7 @@ class Window:
     is_reduced = False  # True if the sums are those of all ranks already.
     # The report of each optimizer on the full window, before the update.
     outputs: list[StepOutput] | None = None
+    is_counted = False  # True if the batch under way is another loss of one that is counted.
     has_loss = True  # False if gradients of the window came without a loss.
     clip: ClipByGlobalNorm | ClipByValue | None = None  # For this window alone.
     _watched = 0  # The number of windows in which the learning rate was checked.
@@ -116,7 +117,7 @@ class Window:
         if self.micro_steps.has_added and not (self.is_reduced and self.goes_on(error)):
             batches = self.count.read()
             self.discard(for_all=True)
-            warn_of_dropped(self.owner, batches)
+            warn_of_dropped(self.owner, batches - self.is_counted)
         if self.goes_on(error):
             self.micro_steps.join(self.micro_steps.rounds)
 

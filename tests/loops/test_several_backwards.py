@@ -1,5 +1,9 @@
 """Several losses of one batch by a backward pass each, and losses of tensors that have a `backward` of their own."""
 
+import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -7,7 +11,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.amp import StaticLossScaler
 from step_probe import number
 
-from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss
+from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, save_state
 
 RANDOM = np.random.default_rng(7)
 REAL, FAKE = (RANDOM.normal(size=(12, 3)).astype(np.float32) for _ in range(2))
@@ -102,7 +106,7 @@ def test_without_the_argument_a_second_pass_is_refused(eager):
 def test_the_first_loss_of_a_batch_is_not_another_one(eager):
     critic = Critic()
     accumulator = Accumulator(critic, momentum(critic), 2)
-    sentence = r"same_batch=True must follow another loss of its batch, but got it before\. Leave it out for the first"
+    sentence = r"same_batch=True must follow another loss of its batch, but got none in the open window\. Leave it out"
     for context in (accumulator.accumulate(), accumulator.no_sync()):
         with pytest.raises(RuntimeError, match=sentence), context:
             accumulator.backward(Tensor(REAL[:2]), 1.0, same_batch=True)
@@ -111,23 +115,103 @@ def test_the_first_loss_of_a_batch_is_not_another_one(eager):
         accumulator.backward(Tensor(REAL[:2]), 1.0, same_batch=1)
 
 
-def test_a_failed_second_loss_drops_its_window(eager):
-    """Other rows or another shape: no half of a batch is trained."""
-    critic = Critic()
+FAILURES = {
+    "other rows": (FAKE[:3], "as many rows as the loss before, but got 3 after 2"),
+    "a shape": (FAKE[:2, :2], ""),
+}
+
+
+@pytest.mark.parametrize("caught_inside", [True, False])
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_failed_second_loss_drops_its_window(failure, before, caught_inside, eager):
+    """No half of a batch is trained, and the next window is a whole one."""
+    critic, (rows, error) = Critic(), FAILURES[failure]
     start = values_of(critic)
     accumulator = Accumulator(critic, momentum(critic), 2)
-    for rows, error in ((Tensor(FAKE[:3]), "as many rows as the loss before, but got 3 after 2"), (FAKE[:2, :2], "")):
+    for _ in range(before):
         accumulator.backward(Tensor(REAL[:2]), 1.0)
-        with pytest.warns(UserWarning, match="also drops 1 batch before it"), pytest.raises(Exception, match=error):
-            with accumulator.accumulate():
-                accumulator.backward(Tensor(REAL[:2]), 1.0)
+    caught = warnings.catch_warnings(record=True)
+    with caught as said, nullcontext() if caught_inside else pytest.raises(Exception, match=error):
+        warnings.simplefilter("always")
+        with accumulator.accumulate():
+            accumulator.backward(Tensor(REAL[:2]), 1.0)
+            with pytest.raises(Exception, match=error) if caught_inside else nullcontext():
                 accumulator.backward(Tensor(rows), 0.0, same_batch=True)
-        assert not accumulator.window.is_open
-        np.testing.assert_array_equal(values_of(critic)[0], start[0])
-    reports, values = train(critic, critic, {"same_batch": True})
-    np.testing.assert_allclose(number(reports[-1].weight), 6)
-    for value, exact in zip(values, whole_windows()[1]):
+    dropped = [str(each.message) for each in said if "failed in mid-window" in str(each.message)]
+    assert ["1 batch before it" in text for text in dropped] == [True] * before
+    assert not accumulator.window.is_open and accumulator.window.batches == 0
+    np.testing.assert_array_equal(values_of(critic)[0], start[0])
+    losses, expected = whole_windows()
+    for window in (BATCHES[:2], BATCHES[2:]):
+        for part in window:
+            with accumulator.accumulate():
+                accumulator.backward(Tensor(REAL[part]), 1.0)
+                accumulator.backward(Tensor(FAKE[part]), 0.0, same_batch=True)
+                report = accumulator.step()
+        assert number(report.loss) == pytest.approx(losses.pop(0), rel=2e-6)
+    for value, exact in zip(values_of(critic), expected):
         np.testing.assert_allclose(value, exact, rtol=2e-6, atol=2e-7)
+
+
+def fails_in_the_second(event):
+    if event.micro_batch == 1:
+        raise ValueError
+
+
+def test_a_micro_batch_of_a_second_loss_that_fails_is_no_batch_before_it(eager):
+    critic = Critic()
+    accumulator = Accumulator(GradAccumulation(critic, 2), momentum(critic), 2)
+    with warnings.catch_warnings(), pytest.raises(ValueError):
+        warnings.filterwarnings("error", ".*failed in mid-window")
+        with accumulator.accumulate():
+            accumulator.backward(Tensor(REAL[:2]), 1.0)
+            accumulator.add_callback(SimpleNamespace(on_micro_batch_begin=fails_in_the_second))
+            accumulator.backward(Tensor(FAKE[:2]), 0.0, same_batch=True)
+    assert not accumulator.window.is_open
+
+
+ENDS = {
+    "step": lambda accumulator: accumulator.step(),
+    "flush": lambda accumulator: accumulator.flush(),
+    "drop": lambda accumulator: accumulator.drop(),
+    "zero_grad": lambda accumulator: accumulator.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_second_loss_after_the_end_of_the_window_is_refused(end, eager):
+    """Its rows are gone: the gradient would train with those of the next window."""
+    critic = Critic()
+    accumulator = Accumulator(critic, momentum(critic))
+    with pytest.raises(RuntimeError, match="must follow another loss of its batch, but got none in the open window"):
+        with accumulator.accumulate():
+            accumulator.backward(Tensor(REAL[:2]), 1.0)
+            ENDS[end](accumulator)
+            accumulator.backward(Tensor(FAKE[:2]), 0.0, same_batch=True)
+    assert not accumulator.window.is_open
+
+
+def test_a_state_is_saved_after_the_last_loss_of_a_batch(tmp_path, eager):
+    critic = Critic()
+    accumulator = Accumulator(critic, momentum(critic), 2)
+    with pytest.raises(RuntimeError, match="got a saved state in between"), accumulator.accumulate():
+        accumulator.backward(Tensor(REAL[:2]), 1.0)
+        save_state(accumulator, tmp_path)
+        accumulator.backward(Tensor(FAKE[:2]), 0.0, same_batch=True)
+
+
+def test_the_end_of_the_data_of_a_second_loss_ends_the_window(eager):
+    critic = Critic()
+    accumulator, ends = Accumulator(critic, momentum(critic), 2), []
+    parts = [(Tensor(REAL[i : i + 2]), Tensor(FAKE[i : i + 2])) for i in range(0, 8, 2)]
+    for real, fake in zip(*accumulator.prepare([real for real, _ in parts], [fake for _, fake in parts[:3]])):
+        with accumulator.accumulate():
+            accumulator.backward(real, 1.0)
+            accumulator.backward(fake, 0.0, same_batch=True)
+            ends.append(accumulator.sync_gradients)
+            accumulator.step()
+    assert ends == [False, True, True]
 
 
 def test_it_is_refused_where_the_rows_are_not_what_counts(eager):
@@ -188,6 +272,11 @@ def test_losses_that_have_a_backward_pass_of_their_own(eager, options):
         with accumulator.accumulate():
             accumulator.backward(tape(critic, REAL[:2], 1.0), weight=2)
             accumulator.backward(tape(critic, REAL[:3], 1.0), weight=3, same_batch=True)
+    accumulator = Accumulator(critic, momentum(critic), 2, bad_micro_batch="drop")
+    with pytest.raises(ValueError, match="argument 'same_batch' must be False for a loss with a weight of its own"):
+        with accumulator.accumulate():
+            accumulator.backward(tape(critic, REAL[:2], 1.0), weight=2)
+            accumulator.backward(tape(critic, REAL[:2], 1.0), weight=2, same_batch=True)
 
 
 def test_a_tensor_without_a_backward_pass_is_refused(eager):
