@@ -126,8 +126,7 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
     def start(self) -> None:
         """Before the first update, start from the weights, which may have been loaded since."""
         if not self.weights:
-            text = "a training step must have it, but got none. Give it to Model.train() or a step's add_callback()."
-            raise RuntimeError(f"For '{_OWNER}', {text}")
+            raise RuntimeError("For 'EMA', a training step must have it, but got none. Give it to its add_callback().")
         self.check_weights(_OWNER)
         if self.updates == 0:
             _assign(self.values, self.weights)
@@ -181,10 +180,11 @@ class EMA(Settled, nn.Cell, Callback, StatefulCallback):
     def on_eval_begin(self, run_context: RunContext) -> None:
         if not self.evaluate:
             return
-        evaluated = map(id, run_context.original_args().eval_network.get_parameters())
-        is_own = not set(evaluated).isdisjoint(map(id, self.weights))
+        if not self.weights:
+            self.start()
+        own = {*map(id, self.weights)} & {*map(id, run_context.original_args().eval_network.get_parameters())}
         rule, remedy = "the one whose weights are averaged", "Evaluate the Model that trains it, or without its EMA."
-        require(is_own, _OWNER, "eval_network", rule, "another", remedy)
+        require(own, _OWNER, "eval_network", rule, "another", remedy)
         if not self.kept:
             self._evaluation.enter_context(self.swapped())
 

@@ -11,6 +11,7 @@ from mindspore.common import dtype as mstype
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_optimizer
+from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
@@ -99,7 +100,7 @@ class TrainedNetwork(Window):
         self.has_batch = True
         _check_rows(same_batch, rows, self.micro_steps.rows)
         for buffer, weight in zip(buffers, weights):
-            buffer.weight.set_data(weight)
+            assign_in_place(buffer.weight, weight)  # A compiled loop would go on with the old memory.
         loss: Tensor = self.run_mean_loss(*(output[i] for i in (0, 1) for output in outputs))
         return loss
 

@@ -192,6 +192,42 @@ def test_a_second_loss_after_the_end_of_the_window_is_refused(end, eager):
     assert not accumulator.window.is_open
 
 
+def compiled_windows(x, y, between):
+    """Loss and weight of a window of a compiled function, after one of it and so many batches of two losses.
+
+    The learning rate is 0, so that all windows have the same loss.
+    """
+    network, loss_fn = nn.Dense(1, 1, weight_init="zeros", has_bias=False), nn.MSELoss()
+    optimizer = nn.SGD(network.trainable_params(), 0.0)
+    accumulator = Accumulator(nn.WithLossCell(network, loss_fn), optimizer, 2, check_loss=False)
+
+    def forward(x, y):
+        return loss_fn(network(x), y)
+
+    gradient = ms.value_and_grad(forward, None, optimizer.parameters)
+
+    @ms.jit
+    def add(x, y):
+        loss, grads = gradient(x, y)
+        return accumulator(grads, 2.0, loss)
+
+    add(x, y), add(x, y)
+    for _ in range(between):
+        with accumulator.accumulate():
+            accumulator.backward(x, y)
+            accumulator.backward(x, -y, same_batch=True)
+            accumulator.step()
+    add(x, y)
+    report = add(x, y)
+    return number(report[0]), number(report[-1])
+
+
+def test_a_compiled_loop_goes_on_after_a_second_loss(mode):
+    """Its graph adds to the same memory as before."""
+    x, y = Tensor(REAL[:2, :1]), Tensor(FAKE[:2, :1])
+    np.testing.assert_allclose(compiled_windows(x, y, 2), compiled_windows(x, y, 0), rtol=1e-6)
+
+
 def test_a_state_is_saved_after_the_last_loss_of_a_batch(tmp_path, eager):
     critic = Critic()
     accumulator = Accumulator(critic, momentum(critic), 2)

@@ -220,8 +220,9 @@ def test_a_bar_that_the_environment_disables_is_not_drawn_and_lines_are(live, op
     assert terminal.getvalue().startswith("" if live else "epoch 2/2: 8/8 [") and bool(terminal.getvalue()) != live
 
 
-def test_live_true_draws_the_bar_in_a_log(capsys):
-    train(ProgressBar(live=True))
+def test_the_environment_asks_for_the_bar_in_a_log(monkeypatch, capsys):
+    monkeypatch.setenv("MS_GRADACCUM_LIVE_BAR", "1")
+    train(ProgressBar())
     output = capsys.readouterr()
     assert "epoch 2/2: 100%|" in output.err and output.out == ""
 

@@ -329,6 +329,8 @@ def test_env_says_what_fails_and_why(monkeypatch):
 
     monkeypatch.setattr(environment, "multiply", fail)
     monkeypatch.setattr(environment, "_PACKAGES", ("no-such-package",))
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     facts = environment.describe()
+    assert facts["several processes"] == "no: msrun is not found"
     assert facts["float16 products"] == "no: the reason"
     assert facts["no-such-package"] == "not installed"

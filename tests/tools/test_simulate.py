@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -138,6 +138,16 @@ def job_of(folder, count):
     with subprocess.Popen(["sleep", "60"]) as job.process:
         yield job
         job.process.kill()
+
+
+def test_the_time_that_is_given_is_that_of_the_job(tmp_path, monkeypatch):
+    times = []
+    monkeypatch.setattr(simulate_module, "why_not", lambda: None)
+    monkeypatch.setattr(simulate_module, "Job", lambda *args: nullcontext())
+    monkeypatch.setattr(simulate_module, "wait_for_reports", lambda job, timeout, tell: times.append(timeout) or [])
+    monkeypatch.setattr(simulate_module, "simulation_of", lambda devices, reports: None)
+    simulate(sharded, 2, timeout=7.0)
+    assert times == [7.0]
 
 
 def test_a_process_that_hangs_is_told(tmp_path, monkeypatch):

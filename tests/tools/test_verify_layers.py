@@ -53,6 +53,10 @@ def test_batch_norm_and_its_moving_averages(mode):
     assert entry.max_difference == pytest.approx(np.abs(twice - 0.1 * outputs.mean(0)).max(), rel=1e-4)
 
 
+def test_batch_norm_whose_averages_stay_is_told_by_its_gradient(eager):
+    assert_causes(verify(Network(nn.BatchNorm1d(2, momentum=1.0)), batch(X, Y), 2), BATCH_NORM)
+
+
 def test_frozen_batch_norm_is_equal(monkeypatch):
     network = Network(nn.BatchNorm1d(2)).set_train()
     network.norm.set_train(False)

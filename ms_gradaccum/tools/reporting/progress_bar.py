@@ -1,5 +1,6 @@
 """A callback that shows the progress of a training."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
@@ -29,7 +30,8 @@ class ProgressBar(Settled, Callback):
 
     Args:
         live (bool, optional): ``True`` draws the bar, ``False`` prints the lines. ``None`` draws the bar if the
-            standard error stream is a terminal. Default: ``None``.
+            standard error stream is a terminal, or if the environment variable `MS_GRADACCUM_LIVE_BAR` is ``1`` (for a
+            log that is shown on a terminal while it is written). Default: ``None``.
 
     Raises:
         TypeError: If `live` has the wrong type.
@@ -66,7 +68,7 @@ class ProgressBar(Settled, Callback):
         self._last_update: StepOutput | None = None
         if current_world(_OWNER).rank != 0:
             return
-        live = sys.stderr.isatty() if self.live is None else self.live
+        live = os.getenv("MS_GRADACCUM_LIVE_BAR") == "1" or sys.stderr.isatty() if self.live is None else self.live
         lines = {"file": _Lines(), "bar_format": _LINE, "mininterval": _SECONDS, "delay": _SECONDS, "leave": False}
         lines["disable"] = False  # $TQDM_DISABLE is about bars.
         total = params.epoch_num * params.batch_num
