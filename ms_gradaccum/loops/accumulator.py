@@ -278,12 +278,11 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """
         trained = only_of(self.windows, network)
         check_bool(_OWNER, "same_batch", same_batch, "True adds another loss of the same rows.")
-        weight = None
-        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 0 and not kwargs.keys() - {"weight"}:
-            weight = self.window.checked_weight(kwargs.get("weight", 1.0))
+        is_loss = len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 0 and kwargs.keys() <= {"weight"}
+        weight = self.window.checked_weight(kwargs.get("weight", 1.0)) if is_loss else 1.0
         with self.window.batch_of(trained, same_batch):
-            self.window.recognise((args, kwargs), None if weight == 1.0 else weight)
-            if weight is not None:
+            self.window.recognise((args, kwargs), weight)
+            if is_loss:
                 return trained.backward_of(args[0], weight, same_batch)
             return trained.backward(args, kwargs, self.window.ends, same_batch)
 
@@ -302,7 +301,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         if trained.reducers[0].accumulates and not self.window.in_batch:
             raise RuntimeError(UNKNOWN_LAST.format(owner=_OWNER, got="gradients that were taken outside accumulate()"))
         with self.window.batch_of(trained):
-            self.window.recognise((), None if weight == 1.0 else weight)
+            self.window.recognise((), weight)
             trained.add_grads(grads, weight, loss, weight if reduction == "mean" else 1.0)
         return self.window.step(trained) if self.sync_gradients else trained.partial_output()
 

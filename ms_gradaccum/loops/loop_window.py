@@ -142,8 +142,8 @@ class LoopWindow:
         is_full = self.batches >= self.steps or (end_of_data and self.config.sync_with_dataloader)
         self.ends = is_full and not self._is_withheld
 
-    def recognise(self, inputs: object, rows: float | None = None) -> None:
-        """Find out which batch of a prepared dataset ``inputs`` are, all of it or a piece with so many rows."""
+    def recognise(self, inputs: object, weight: float = 1.0) -> None:
+        """Find out which batch of a prepared dataset ``inputs`` are, all of it or a piece with this weight."""
         arrays = list(arrays_in(inputs))
         found = self.passes.find(arrays)
         if found:
@@ -151,9 +151,9 @@ class LoopWindow:
             self.passes.trained = [each.source for each in self._batches]
             self._is_known, self._piece_rows = True, None
         elif not self._is_known:
-            # A weight counts tokens, too: it tells of pieces where there were some before.
+            # A weight counts tokens, too, and 1 is none given: it tells of pieces where there were some before.
             cuts = any(each.source.pieces_before_that_of(each) > 1 for each in self._batches)
-            self._piece_rows = rows if cuts and rows is not None else rows_of(arrays)
+            self._piece_rows = weight if cuts and weight != 1.0 else rows_of(arrays)
         if self._batches:
             self._find_end(any(each.ends_with(self._piece_rows) for each in self._batches))
 

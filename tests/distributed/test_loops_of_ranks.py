@@ -90,21 +90,16 @@ def test_a_rank_that_runs_out_of_data_joins_with_its_clip_and_its_scheduler(end,
         assert made == updates and rate == pytest.approx(expected[2]) and expected[2] < 0.1
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_gradients_that_the_caller_took_are_added_over_the_ranks(name, two):
-    expected, output = train_functionally([tuple(Tensor(array) for array in batch(number)) for number in (0, 1)])
-    for report in two:
-        weights, loss, updated, rows = report[f"functional {name}"]
-        np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
-        np.testing.assert_allclose(loss, output.loss.asnumpy(), rtol=1e-5)
-        assert (updated, rows) == (1, 24)
+# Gradients that the caller took, and two losses of uneven ranks, which train the sum of their means.
+LOOPS = [("functional", train_functionally, name) for name in KINDS]
+LOOPS += [("two losses", train_two_losses, name) for name in ("data parallel", "level1")]
 
 
-@pytest.mark.parametrize("name", ["data parallel", "level1"])
-def test_two_losses_of_uneven_ranks_train_the_sum_of_their_means(name, two):
-    expected, output = train_two_losses([tuple(Tensor(array) for array in batch(number)) for number in (0, 1)])
+@pytest.mark.parametrize("loop, train, name", LOOPS)
+def test_gradients_of_a_loop_are_added_over_the_ranks(loop, train, name, two):
+    expected, output = train([tuple(Tensor(array) for array in batch(number)) for number in (0, 1)])
     for report in two:
-        weights, loss, updated, rows = report[f"two losses {name}"]
+        weights, loss, updated, rows = report[f"{loop} {name}"]
         np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-6)
         np.testing.assert_allclose(loss, output.loss.asnumpy(), rtol=1e-5)
         assert (updated, rows) == (1, 24)
