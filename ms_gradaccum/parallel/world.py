@@ -195,12 +195,17 @@ def gather_rows(owner: str, arrays: list[Array]) -> tuple[int, int, list[Array]]
 @cache
 def tell_peers(owner: str, world: World) -> None:
     """Let an error that ends this process be named in the logs of the other ranks, where msrun has written them."""
-    before = sys.excepthook
+    before, own = sys.excepthook, Path(os.path.realpath("/proc/self/fd/2"))
+    if not _LOG.fullmatch(own.name):
+        return
+    import fcntl  # It is missing on Windows, where no such log is.
+
+    # msrun opens the logs without this flag: what this rank writes next would cover what another one has appended.
+    fcntl.fcntl(2, fcntl.F_SETFL, fcntl.fcntl(2, fcntl.F_GETFL) | os.O_APPEND)
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         before(kind, error, traceback)
-        own = Path(os.path.realpath("/proc/self/fd/2"))
-        if not issubclass(kind, Exception) or not _LOG.fullmatch(own.name):
+        if not issubclass(kind, Exception):
             return
         text = next(iter(str(error).strip().splitlines()), "")
         for log in set(own.parent.glob("worker_*.log")) - {own}:
