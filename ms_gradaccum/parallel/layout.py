@@ -185,10 +185,14 @@ def layout_of(
     sharded = fill_buckets((i for i in backwards if parts[i] != shapes[i]), sizes, BUCKET_SIZE)
     # With 16 bits, the first message has the scalars alone.
     first, others = (kept[0], kept[1:]) if kept and dtype == ms.float32 else ((), kept)
-    first += tuple(range(len(sizes), len(sizes) + len(scalars)))
+    behind = tuple(range(len(sizes), len(sizes) + len(scalars)))
+    messages = (first + behind, *others)
+    if dtype == ms.float32 and isinstance(kind, DataParallel) and kind.overlap:
+        # The gradients go out during a backward pass, and the scalars after it: they can tell that it has failed.
+        messages = (*kept, behind)
     # Sums are float32, or float64 for float64 weights.
     itemsizes = tuple(max(_FLOAT, tensor.itemsize) for tensor in tensors)
-    buckets = _buckets((first, *others), [*sizes, *scalars]), _buckets(sharded, [math.prod(part) for part in parts])
+    buckets = _buckets(messages, [*sizes, *scalars]), _buckets(sharded, [math.prod(part) for part in parts])
     group, every_batch = world._replace(size=shard_size), kind.sync_each_batch and shard_size > 1
     return Layout(world, group, shapes, parts, itemsizes, *buckets, dtype, every_batch, shares)
 

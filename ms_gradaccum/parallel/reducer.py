@@ -121,7 +121,10 @@ class DataParallelReducer(GradientReducer):
         self.kept_sums, self.assign_kept = in_buckets(sent, layout.kept), AssignParts(sent, layout.kept)
         self.further = ParameterTuple(buffer.totals()[2:])  # Behind the loss and the weight.
         self.check_weights = settings.check_weights
-        self.overlaps = isinstance(settings, DataParallel) and settings.overlap
+        self.overlaps, self.in_float32 = (
+            isinstance(settings, DataParallel) and settings.overlap,
+            layout.dtype == ms.float32,
+        )
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         begin, total, arrays = gather_rows("GradCacheLoss", [tensor.asnumpy() for tensor in tensors])
@@ -130,15 +133,23 @@ class DataParallelReducer(GradientReducer):
     def reduce(self, added: Done = ()) -> Done:
         return self.reduce_kept(added)
 
-    def reduce_kept(self, added: Done) -> Done:
-        """Add the scalars, and the sums that are whole on each rank, over all ranks in place."""
-        last = self.reduce_first(self._sent(0, added), ONE, ())
-        done = self.assign_kept(0, last)
-        weight = ops.depend(self.buffer.weight + 0.0, done)
-        for number in range(1, len(self.kept)):
+    def reduce_kept(self, added: Done, early: tuple[Tensor, ...] = ()) -> Done:
+        """Add the scalars, and the sums that are whole on each rank, over all ranks in place.
+
+        The messages ``early``, the first ones, have been reduced already.
+        """
+        last, done, weight = (), (), ONE
+        for number in range(len(self.kept)):
             # A message waits for the last one, but not for the assignment of its result.
-            last = self.reduce_other(self._sent(number, added), weight, last)
+            if number < len(early):
+                last = early[number].reshape(1, -1)
+            elif number == 0:
+                last = self.reduce_first(self._sent(0, added), ONE, ())
+            else:
+                last = self.reduce_other(self._sent(number, added), weight, last)
             done += self.assign_kept(number, last)
+            if number == 0 and not self.in_float32:
+                weight = ops.depend(self.buffer.weight + 0.0, done)
         return done
 
     def _sent(self, number: int, added: Done) -> tuple[Tensor, ...]:

@@ -4,7 +4,9 @@ The backward pass starts from a share of the micro batch's mean loss, and the gr
 times factor is the number of rows, so the sums are the same for each choice of the two.
 """
 
+import math
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -21,11 +23,13 @@ from ms_gradaccum.batch.nested_inputs import unflatten
 from ms_gradaccum.batch.weighted_loss import WeightedLoss
 from ms_gradaccum.gradients.clipping import squares_of
 from ms_gradaccum.gradients.mixed_precision import Precision, computes_in_16_bits
+from ms_gradaccum.parallel.backward_messages import BackwardMessages
 from ms_gradaccum.parallel.reducer import GradientReducer
 from ms_gradaccum.training.settings import StepSettings
 
 # The outputs of a micro step: the loss sum, the weight, an ordering token, and any notes.
 Outputs = tuple[Tensor, ...]
+_SENDS_NOTHING = nullcontext()
 _LOGITS_LOSSES = (nn.BCEWithLogitsLoss, mint.nn.BCEWithLogitsLoss, ops.BCEWithLogitsLoss)
 
 
@@ -88,6 +92,8 @@ class MicroLoss(nn.Cell):
 class AddMicroBatch(nn.Cell):
     """Add the outputs of a `MicroLoss` and its gradients to the buffers of the optimizers. No code of the user's."""
 
+    sends_early = False  # True if it gets reduced messages in place of gradients, see `BackwardMessages`.
+
     def __init__(
         self, reducers: Sequence[GradientReducer], loss: MicroLoss | None, drop_non_finite: bool, reduces: bool = False
     ) -> None:
@@ -119,7 +125,13 @@ class AddMicroBatch(nn.Cell):
         """Return the loss sum, the weight and the factor of the gradients, from that of the backward start."""
         if self.counts_rows:
             return value * factor, weight * factor, factor
-        return value, weight, ops.maximum(weight, ONE) if self.divides else ONE
+        return value, weight, self.grad_factor(weight, factor)
+
+    def grad_factor(self, weight: Tensor, factor: Tensor) -> Tensor:
+        """Return the factor of the gradients, from the weight that the loss returns and from the backward start's."""
+        if self.counts_rows:
+            return factor
+        return ops.maximum(weight, ONE) if self.divides else ONE
 
     def added(self, loss_sum: Tensor, weight: Tensor, factor: Tensor, grads: Outputs, others: Outputs) -> Outputs:
         """Add a loss sum, its weight, the gradients times a factor, and the values to report. Return `Outputs`."""
@@ -140,7 +152,7 @@ class AddMicroBatch(nn.Cell):
         for i in range(len(self.bounds)):
             begin, end = self.bounds[i]
             reducer = self.reducers[i]
-            if len(grads) == 0:
+            if len(grads) == 0 or self.sends_early:
                 done = reducer.buffer.add_totals(loss_sum, weight)
             else:
                 # One after the other: all ranks must send their messages in the same order.
@@ -149,7 +161,9 @@ class AddMicroBatch(nn.Cell):
                     own = map_tensors(ops.partial(scale_wide, factor), own)
                 own = reducer.reduce_scatter_micro_batch(own)
                 done = reducer.buffer.add(loss_sum, weight, own, ONE if self.scales_first else factor)
-        if self.reduces:
+        if self.sends_early:
+            done = self.reducers[0].reduce_kept((), ops.depend(grads, done))
+        elif self.reduces:
             done = self.reducers[0].reduce(done)
         notes: tuple[Tensor, ...] = others if self.has_notes else ()
         # For the compiler's sake, the token depends on no value of this micro batch.
@@ -212,12 +226,16 @@ class EagerMicroStep:
 
     structure: Hashable = None  # That of the inputs of the current batch.
     has_run = False  # True once the last call has started to add gradients.
+    has_failed_for_all = False  # True if the last call has told the other ranks that its backward pass has failed.
+    values: Sequence[Tensor] = ()  # Those of the forward pass, until the backward pass has sent its messages.
 
     def __init__(self, owner: str, parts: StepParts, is_last: bool) -> None:
         self.micro_loss, self.parameters, adding, self.backward_start = parts
-        self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
         self.forgets_passes = divides_by_earlier_rows(self.micro_loss.weighted_loss.network)
         self.reducer, self.is_last = adding.reducers[0], is_last
+        self.messages = BackwardMessages.of(self.reducer) if adding.reduces and not adding.drops else None
+        self.grad_factor, adding.sends_early = adding.grad_factor, self.messages is not None
+        self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
         # A network that adds its gradients up itself hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates
 
@@ -226,9 +244,10 @@ class EagerMicroStep:
         if self.forgets_passes:
             forget_passes()
         self.reducer.begin_micro_batch(self.is_last)
-        with op_by_op():
-            # On a GPU, convolutions of a function without arguments take 3 to 7 times as long (MindSpore 2.10, H200).
-            (_, *values), grads = ops.value_and_grad(self._loss, None, self.parameters, has_aux=True)(share, *tensors)
+        if self.messages is not None:
+            values, grads = self._values_and_messages(self.messages, share, factor, tensors)
+        else:
+            values, grads = self._values_and_grads(share, tensors)
         self.reducer.end_micro_batch()
         try:
             outputs: tuple[Tensor, ...] = self.adding(factor, *values, *(grads if self.adds_grads else ()))
@@ -236,8 +255,38 @@ class EagerMicroStep:
         finally:
             self.has_run = self.adding.has_run
 
+    def _values_and_grads(
+        self, share: Tensor, tensors: Outputs, sending: AbstractContextManager[None] = _SENDS_NOTHING
+    ) -> tuple[Sequence[Tensor], Outputs]:
+        """Return the outputs of `WeightedLoss` and the gradients."""
+        with op_by_op(), sending:
+            # On a GPU, convolutions of a function without arguments take 3 to 7 times as long (MindSpore 2.10, H200).
+            (_, *values), grads = ops.value_and_grad(self._loss, None, self.parameters, has_aux=True)(share, *tensors)
+        return values, grads
+
+    def _values_and_messages(
+        self, messages: BackwardMessages, share: Tensor, factor: Tensor, tensors: Outputs
+    ) -> tuple[Sequence[Tensor], Outputs]:
+        """Return the outputs of `WeightedLoss` and the messages that have gone out, reduced over the ranks."""
+        self.has_failed_for_all = False
+        try:
+            sending = messages.sending(self.parameters, lambda: self.grad_factor(self.values[1], factor))
+            values, grads = self._values_and_grads(share, tensors, sending)
+            return values, messages.finish(grads)
+        except Exception:
+            if messages.sent:
+                # A weight of -Inf tells the other ranks to drop the window.
+                value, _, *others = self.values
+                self.adding(ONE, value, Tensor(-math.inf, ms.float32), *others, *messages.fail())
+                self.has_failed_for_all = True
+            raise
+        finally:
+            self.values = ()
+
     def _loss(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.micro_loss(share, *unflatten(self.structure, tensors))
+        if self.messages is not None:
+            self.values = outputs[1:]
         return outputs
 
 

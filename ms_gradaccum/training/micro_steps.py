@@ -119,6 +119,8 @@ class MicroSteps:
                 self.loss_check.after_batch(len(steps), inputs)
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
+            if isinstance(steps[-1], EagerMicroStep) and steps[-1].has_failed_for_all:
+                self.rounds = 0
             self.events.micro_batches = done
             if isinstance(error, Exception):
                 self.network.explain_split(error, inputs)
