@@ -1,6 +1,6 @@
 """Gradient clipping, once per window, of the reduced and unscaled mean gradient."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -33,6 +33,17 @@ def global_norm(tensors: Grads, chunks: Chunks) -> Tensor:
 
 def _limit(limit: Tensor, grad: Tensor) -> Tensor:
     return as_dtype(ops.minimum(ops.maximum(grad, -limit), limit), grad.dtype)
+
+
+def groups_of(owner: str, argument: str, patterns: Iterable[str], names: Sequence[str]) -> tuple[int, ...]:
+    """Return the index of the first pattern that each name fits, -1 for none. Raise for a pattern that none fits."""
+    known = list(enumerate(patterns))
+    groups = tuple(next((i for i, pattern in known if fnmatchcase(name, pattern)), -1) for name in names)
+    rule, remedy = "patterns of parameter names", "The first pattern that fits counts: put wide ones last."
+    for i, pattern in known:
+        got = f"{pattern!r}, which fits none that is left of {len(names)}, first {names[0]!r}"
+        require(i in groups, owner, argument, rule, got, remedy)
+    return groups
 
 
 class NoClip(nn.Cell):
@@ -202,13 +213,7 @@ class ClipByGroupNorm:
 
     def groups_of(self, names: Sequence[str]) -> tuple[int, ...]:
         """Return the index of each parameter's group, -1 for none."""
-        patterns = list(enumerate(self.limits))
-        groups = tuple(next((i for i, pattern in patterns if fnmatchcase(name, pattern)), -1) for name in names)
-        rule, remedy = "patterns of parameter names", "The first pattern that fits counts: put wide ones last."
-        for i, pattern in patterns:
-            got = f"{pattern!r}, which fits none that is left of {len(names)}, first {names[0]!r}"
-            require(i in groups, "ClipByGroupNorm", "limits", rule, got, remedy)
-        return groups
+        return groups_of("ClipByGroupNorm", "limits", self.limits, names)
 
 
 Clip = ClipByGlobalNorm | ClipByGroupNorm | ClipByValue | None  # The type of the argument `clip`.

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -19,6 +19,7 @@ from ms_gradaccum._checks import argument_error, check_choice, check_positive_fl
 from ms_gradaccum.backend.device import device_target, multiply
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss
 from ms_gradaccum.batch.token_mean_loss import TokenMeanLoss
+from ms_gradaccum.gradients.clipping import groups_of
 from ms_gradaccum.gradients.loss_scaler import FixedLossScale, NoLossScale, dynamic_loss_scale, loss_scale_of
 
 _OWNER = "MixedPrecision"
@@ -58,9 +59,10 @@ class MixedPrecision:
         growth_factor (float): Factor of a growth, at least 1. Default: ``2.0``.
         backoff_factor (float): Factor after an overflow, below 1. The scale does not fall below 1. Default: ``0.5``.
         growth_interval (int): Clean windows until the scale grows. Default: ``2000``.
-        reduce_dtype (Union[mindspore.dtype, str]): The dtype in which several processes reduce their gradients:
+        reduce_dtype (Union[mindspore.dtype, str, dict]): The dtype in which several processes reduce their gradients:
             ``float32``, ``float16`` or ``bfloat16``. 16 bits halve the messages and round each process's part of the
-            scaled mean gradient. Keyword only. Default: ``mindspore.float32``.
+            scaled mean gradient. A dict has the dtype of each group of parameters, by a pattern of their names as in
+            :class:`ClipByGroupNorm`; others have float32. Keyword only. Default: ``mindspore.float32``.
         loss_scale (Union[LossScaler, LossScaleManager, None]): An object of ``mindspore.amp`` that chooses the scale
             instead of the four arguments above. It is asked once per window. With
             ``FixedLossScaleManager(scale, drop_overflow_update=False)`` no window is skipped, and an optimizer with a
@@ -95,13 +97,19 @@ class MixedPrecision:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     loss_scale: amp.LossScaler | amp.LossScaleManager | None = field(default=None, repr=False)
-    reduce_dtype: Dtype = field(default=ms.float32, kw_only=True)
+    reduce_dtype: Dtype | Mapping[str, Dtype] = field(default=ms.float32, kw_only=True, hash=False)
 
     def __post_init__(self) -> None:
         half = (ms.float16, ms.bfloat16)
-        self._set_dtype("dtype", half, "float16 or bfloat16", "MindSpore trains in these two.")
-        remedy = "It is the dtype of messages between processes."
-        self._set_dtype("reduce_dtype", (ms.float32, *half), "float32, float16 or bfloat16", remedy)
+        dtype = _dtype_of("dtype", self.dtype, half, "float16 or bfloat16", "MindSpore trains in these two.")
+        object.__setattr__(self, "dtype", dtype)
+        given, remedy = self.reduce_dtype, "It is the dtype of messages between processes."
+        asked = (ms.float32, *half), "float32, float16 or bfloat16", remedy
+        if isinstance(given, Mapping):
+            dtypes: Any = {name: _dtype_of(f"reduce_dtype[{name!r}]", each, *asked) for name, each in given.items()}
+        else:
+            dtypes = _dtype_of("reduce_dtype", given, *asked)
+        object.__setattr__(self, "reduce_dtype", dtypes)
         check_choice(_OWNER, "level", self.level, LEVELS, "Higher levels compute more in half precision.")
         for name, remedy in (("init_scale", "The default is 65536."), ("growth_factor", "The default is 2.0.")):
             value = check_positive_float32(_OWNER, name, getattr(self, name), remedy)
@@ -114,11 +122,19 @@ class MixedPrecision:
         rule, remedy = "a LossScaler, a LossScaleManager or None", "For a number, give init_scale."
         require(is_chooser, _OWNER, "loss_scale", rule, repr(self.loss_scale), remedy, TypeError)
 
-    def _set_dtype(self, name: str, choices: Sequence[object], rule: str, remedy: str) -> None:
-        value = getattr(self, name)
-        dtype = _DTYPES.get(value, value) if isinstance(value, str) else value
-        require(dtype in choices, _OWNER, name, rule, repr(value), remedy)
-        object.__setattr__(self, name, dtype)
+
+def _dtype_of(name: str, value: object, choices: Sequence[object], rule: str, remedy: str) -> ms.Type:
+    dtype = _DTYPES.get(value, value) if isinstance(value, str) else value
+    require(dtype in choices, _OWNER, name, rule, repr(value), remedy)
+    return dtype
+
+
+def reduce_dtypes(reduce_dtype: ms.Type | Mapping[str, ms.Type], names: Sequence[str]) -> tuple[ms.Type, ...]:
+    """Return the dtype in which the gradient of each parameter is reduced, float32 if none is given for it."""
+    if not isinstance(reduce_dtype, Mapping):
+        return (reduce_dtype,) * len(names)
+    dtypes = (*reduce_dtype.values(), ms.float32)
+    return tuple(dtypes[group] for group in groups_of(_OWNER, "reduce_dtype", reduce_dtype, names))
 
 
 # The type of the argument `mixed_precision`.
@@ -147,7 +163,7 @@ class Precision(NamedTuple):
     dtype: ms.Type  # The dtype to which it is converted.
     loss_scale: NoLossScale
     text: str  # The settings, which the ranks compare.
-    reduce_dtype: ms.Type
+    reduce_dtype: ms.Type | Mapping[str, ms.Type]
 
     @property
     def is_full(self) -> bool:

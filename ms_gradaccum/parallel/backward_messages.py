@@ -34,9 +34,10 @@ class BackwardMessages:
         """Return the messages of a reducer, or None if this device or this reducer sends all after the pass."""
         can_wait = device_target() in _ASYNC and hasattr(mint, "distributed")
         # In 16 bits the sums are divided by the weight of all ranks, which is known last.
-        if not (can_wait and reducer.overlaps and isinstance(reducer, DataParallelReducer) and reducer.in_float32):
+        if not (can_wait and reducer.overlaps and isinstance(reducer, DataParallelReducer)):
             return None
-        return BackwardMessages(reducer) if len(reducer.kept) > 2 else None
+        is_worth_it = len(reducer.kept) > 2 and set(reducer.layout.kept.dtypes) == {ms.float32}
+        return BackwardMessages(reducer) if is_worth_it else None
 
     @contextmanager
     def sending(self, parameters: Sequence[Parameter], factor: Callable[[], Tensor]) -> Iterator[None]:

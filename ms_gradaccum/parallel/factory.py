@@ -1,7 +1,7 @@
 """Build the gradient reducers for the argument ``parallel``, once the processes of the job have compared settings."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import mindspore as ms
 import numpy as np
@@ -16,6 +16,7 @@ from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.optimizers import keeps_absent_rows
 from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
+from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
 from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
 from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
@@ -73,7 +74,7 @@ def build_reducers(
     optimizers: Sequence[nn.Cell],
     agreed: dict[str, object],
     drop_non_finite: bool = False,
-    dtype: ms.Type = ms.float32,
+    dtype: ms.Type | Mapping[str, ms.Type] = ms.float32,
 ) -> list[GradientReducer]:
     """Return the reducer of each optimizer, with its buffer, after all ranks have agreed on settings. Collective."""
     world = current_world(owner)
@@ -89,10 +90,11 @@ def build_reducers(
         if kind is None:
             reducers.append(GradientReducer(parameters, GradientBuffer(parameters, dense_only, None, totals)))
             continue
-        _check_sent(owner, kind, network, optimizer, dtype)
+        dtypes = reduce_dtypes(dtype, [parameter.name for parameter in parameters])
+        _check_sent(owner, kind, network, optimizer, dtypes)
         if world.size > 1:
             _start_alike(owner, kind, network, optimizer)
-        layout = layout_of(kind, parameters, ranks, totals.sizes, dtype)
+        layout = layout_of(kind, parameters, ranks, totals.sizes, dtypes)
         buffer = GradientBuffer(parameters, dense_only, layout.buffer_shapes, totals)
         if isinstance(kind, Reduced):
             reducers.append(reduced.ReducedReducer(optimizer, buffer, layout, world.rank, kind, network))
@@ -170,9 +172,9 @@ def _numbers(array: Array) -> object:
     return numbers[0] if array.ndim == 0 else numbers
 
 
-def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtype: ms.Type) -> None:
+def _check_sent(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell, dtypes: Sequence[ms.Type]) -> None:
     """Raise if the ranks cannot reduce these gradients."""
-    can_send = dtype != ms.bfloat16 or ms.get_context("device_target") != "CPU"
+    can_send = ms.bfloat16 not in dtypes or ms.get_context("device_target") != "CPU"
     rule, remedy = "one whose reduce_dtype the device can send", "Use float32, or float16 to halve the messages."
     require(can_send, owner, "mixed_precision", rule, "bfloat16 on CPU", remedy)
     check_parameters_sent(owner, optimizer.parameters)

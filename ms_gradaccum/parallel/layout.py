@@ -4,7 +4,7 @@ The cells that communicate are built of a `Layout`, and its `messages()` tells w
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -21,6 +21,7 @@ BUCKET_SIZE = 4 * 1024 * 1024
 _FLOAT = 4  # Bytes of a float32 number.
 
 Shapes = tuple[tuple[int, ...], ...]
+_Message = tuple[tuple[int, ...], ms.Type]  # The indices of its tensors, and the dtype in which they are sent.
 
 
 class Message(NamedTuple):
@@ -92,8 +93,14 @@ class Buckets(NamedTuple):
     """Tensors that are sent together, in messages."""
 
     indices: tuple[tuple[int, ...], ...]  # Those of the tensors of each message, in the order of sending.
+    dtypes: tuple[ms.Type, ...]  # In which each message is sent.
     cuts: tuple[Cuts, ...]
     ends: tuple[int, ...]  # Elements of each message.
+
+    @property
+    def nbytes(self) -> list[int]:
+        """The bytes of each message."""
+        return [end * (_FLOAT if dtype == ms.float32 else 2) for end, dtype in zip(self.ends, self.dtypes)]
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,6 @@ class Layout:
     itemsizes: tuple[int, ...]  # Of the sums.
     kept: Buckets  # The scalars and the tensors that are whole on each rank.
     sharded: Buckets  # This rank's parts of the others.
-    dtype: ms.Type  # In which gradients are added up.
     every_batch: bool = False  # True if each micro batch is reduced to shards, and not the sums of a window.
     # The share of each gradient's squares that a rank contributes to the norm, if gradients come reduced: none is sent.
     shares: tuple[float, ...] = ()
@@ -140,17 +146,15 @@ class Layout:
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         """Return the messages of a window for a number of passes over the gradients for norms."""
-        itemsize = _FLOAT if self.dtype == ms.float32 else 2
-        first, *others = self.kept.ends
-        reduced = sum(map(self.world.all_reduce, [_FLOAT * first, *(itemsize * end for end in others)]), _NONE)
+        reduced = sum(map(self.world.all_reduce, self.kept.nbytes), _NONE)
         squares = norm_passes * self.world.all_reduce(_FLOAT * len(self.shapes))
         if self.shares:
             has_shards = any(share * self.world.size > 1 for share in self.shares)
             return Traffic(per_batch=self.world.all_gather(_FLOAT), per_update=reduced + has_shards * squares)
         if self.group.size == 1:
             return Traffic(per_update=reduced)
-        own = [itemsize * end for end in self.sharded.ends]
-        scattered = sum((self.group.reduce_scatter(each) + self.replicas.all_reduce(each) for each in own), _NONE)
+        own = ((self.group.reduce_scatter(each), self.replicas.all_reduce(each)) for each in self.sharded.nbytes)
+        scattered = sum((scatter + reduce for scatter, reduce in own), _NONE)
         later = sum((self.group.all_gather(_FLOAT * end) for end in self.sharded.ends), squares)
         if self.every_batch:
             return Traffic(scattered, self.world.all_gather(_FLOAT), reduced + later)
@@ -163,11 +167,11 @@ def shard_size_of(parameter: Parameter) -> int:
 
 
 def layout_of(
-    kind: Kind | None, tensors: Sequence[Tensor], world: Ranks, scalars: Sequence[int], dtype: ms.Type = ms.float32
+    kind: Kind | None, tensors: Sequence[Tensor], world: Ranks, scalars: Sequence[int], dtypes: Sequence[ms.Type] = ()
 ) -> Layout:
     """Return the layout of gradients like ``tensors``, of which `shape` and `itemsize` are read, and of scalars."""
     # The `scalars` have these sizes. `kind` is None for one process. A tensor is sharded if the ranks of a group
-    # can divide its first axis and it is not below the threshold.
+    # can divide its first axis and it is not below the threshold. Gradients are sent in these `dtypes`, or in float32.
     kind = DataParallel() if kind is None else kind
     shares = tuple(shard_size_of(each) / world.size for each in tensors) if isinstance(kind, Reduced) else ()
     shard_size = world.size if kind.shard_size == -1 else kind.shard_size
@@ -180,28 +184,35 @@ def layout_of(
     )
     backwards = range(len(shapes))[::-1]  # A backward pass makes the last gradient first.
     sizes = [math.prod(shape) for shape in shapes]
-    whole = [i for i in backwards if parts[i] == shapes[i] and not shares]
-    kept = fill_buckets(whole, sizes, BUCKET_SIZE)
-    sharded = fill_buckets((i for i in backwards if parts[i] != shapes[i]), sizes, BUCKET_SIZE)
-    # With 16 bits, the first message has the scalars alone.
-    first, others = (kept[0], kept[1:]) if kept and dtype == ms.float32 else ((), kept)
+    kept: list[_Message] = []
+    sharded: list[_Message] = []
+    for dtype in sorted(set(dtypes) or {ms.float32}, key=lambda each: each != ms.float32):
+        own = [i for i in backwards if not dtypes or dtypes[i] == dtype]
+        whole = [i for i in own if parts[i] == shapes[i] and not shares]
+        kept += [(bucket, dtype) for bucket in fill_buckets(whole, sizes, BUCKET_SIZE)]
+        cut = [i for i in own if parts[i] != shapes[i]]
+        sharded += [(bucket, dtype) for bucket in fill_buckets(cut, sizes, BUCKET_SIZE)]
     behind = tuple(range(len(sizes), len(sizes) + len(scalars)))
-    messages = (first + behind, *others)
-    if dtype == ms.float32 and isinstance(kind, DataParallel) and kind.overlap:
+    in_float32 = all(dtype == ms.float32 for _, dtype in kept)
+    if isinstance(kind, DataParallel) and kind.overlap and in_float32:
         # The gradients go out during a backward pass, and the scalars after it: they can tell that it has failed.
-        messages = (*kept, behind)
+        kept.append((behind, ms.float32))
+    elif kept and kept[0][1] == ms.float32:
+        kept[0] = kept[0][0] + behind, ms.float32
+    else:
+        kept.insert(0, (behind, ms.float32))
     # Sums are float32, or float64 for float64 weights.
     itemsizes = tuple(max(_FLOAT, tensor.itemsize) for tensor in tensors)
-    buckets = _buckets(messages, [*sizes, *scalars]), _buckets(sharded, [math.prod(part) for part in parts])
+    buckets = _buckets(kept, [*sizes, *scalars]), _buckets(sharded, [math.prod(part) for part in parts])
     group, every_batch = world._replace(size=shard_size), kind.sync_each_batch and shard_size > 1
-    return Layout(world, group, shapes, parts, itemsizes, *buckets, dtype, every_batch, shares)
+    return Layout(world, group, shapes, parts, itemsizes, *buckets, every_batch, shares)
 
 
-def _buckets(messages: Iterable[tuple[int, ...]], sizes: Sequence[int]) -> Buckets:
+def _buckets(messages: Sequence[_Message], sizes: Sequence[int]) -> Buckets:
     """Return the messages with tensors of one size side by side, and where they are cut."""
-    indices = tuple(tuple(sorted(bucket, key=lambda i: sizes[i])) for bucket in messages)
+    indices = tuple(tuple(sorted(bucket, key=lambda i: sizes[i])) for bucket, _ in messages)
     runs = [[(size, len(list(run))) for size, run in groupby(sizes[i] for i in bucket)] for bucket in indices]
     lengths = [tuple(size * count for size, count in run) for run in runs]
     ends = [tuple(accumulate(each, initial=0)) for each in lengths]
     cuts = ((end[:-1], length, tuple(count for _, count in run)) for end, length, run in zip(ends, lengths, runs))
-    return Buckets(indices, tuple(cuts), tuple(end[-1] for end in ends))
+    return Buckets(indices, tuple(dtype for _, dtype in messages), tuple(cuts), tuple(end[-1] for end in ends))

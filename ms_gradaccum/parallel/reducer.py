@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_gradaccum.backend.kernels import ONE
@@ -114,17 +113,15 @@ class DataParallelReducer(GradientReducer):
         self.layout = layout
         world, alone = Group(layout.world, rank), Group(layout.world._replace(size=1), rank, rank)
         self.all_reduce_world = AllReduce(world)
-        self.reduce_first = ReduceTogether(alone, world, ms.float32)
-        self.reduce_other = ReduceTogether(alone, world, layout.dtype)
+        # For each message.
+        reduce = [ReduceTogether(alone, world, dtype) for dtype in layout.kept.dtypes]
+        self.reduce_message = nn.CellList(reduce, auto_prefix=False)
         sent = (*buffer.sums, *buffer.totals())
         self.kept = layout.kept.indices  # Copied because a graph can only read attributes of a cell.
         self.kept_sums, self.assign_kept = in_buckets(sent, layout.kept), AssignParts(sent, layout.kept)
         self.further = ParameterTuple(buffer.totals()[2:])  # Behind the loss and the weight.
         self.check_weights = settings.check_weights
-        self.overlaps, self.in_float32 = (
-            isinstance(settings, DataParallel) and settings.overlap,
-            layout.dtype == ms.float32,
-        )
+        self.overlaps = isinstance(settings, DataParallel) and settings.overlap
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         begin, total, arrays = gather_rows("GradCacheLoss", [tensor.asnumpy() for tensor in tensors])
@@ -143,13 +140,11 @@ class DataParallelReducer(GradientReducer):
             # A message waits for the last one, but not for the assignment of its result.
             if number < len(early):
                 last = early[number].reshape(1, -1)
-            elif number == 0:
-                last = self.reduce_first(self._sent(0, added), ONE, ())
             else:
-                last = self.reduce_other(self._sent(number, added), weight, last)
+                last = self.reduce_message[number](self._sent(number, added), weight, last)
             done += self.assign_kept(number, last)
-            if number == 0 and not self.in_float32:
-                weight = ops.depend(self.buffer.weight + 0.0, done)
+            if number == 0:
+                weight = ops.depend(self.buffer.weight + 0.0, done)  # For messages of 16 bits, which come later.
         return done
 
     def _sent(self, number: int, added: Done) -> tuple[Tensor, ...]:

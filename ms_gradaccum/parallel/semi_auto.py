@@ -1,6 +1,6 @@
 """Settings of semi-auto-parallel, in which the compiler partitions a step, and their checks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import mindspore as ms
@@ -34,7 +34,7 @@ class SemiAuto:
         accumulation_steps: int = 1,
         clip: object = None,
         drop_non_finite: bool = False,
-        dtype: ms.Type = ms.float32,
+        dtype: ms.Type | Mapping[str, ms.Type] = ms.float32,
     ) -> None:
         """Raise for settings that are not supported or would give a wrong mean over rows."""
         _check_settings(self.auto_parallel)

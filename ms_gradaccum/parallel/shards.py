@@ -47,7 +47,8 @@ class ShardedReducer(DataParallelReducer):
         self.sharded, self.cuts = layout.sharded.indices, layout.sharded.cuts
         self.all_gather_rows = AllGather(group)
         replicas = Group(layout.replicas, rank, group.index, size)
-        self.reduce_shards = ReduceTogether(group, replicas, layout.dtype)
+        reduce = [ReduceTogether(group, replicas, dtype) for dtype in layout.sharded.dtypes]
+        self.reduce_shards = nn.CellList(reduce, auto_prefix=False)  # For each message.
         self.whole = ParameterTuple(whole)
         self.own = ParameterTuple(self.parameters[i] for i in sharded)
         self.wholes = ParameterTuple(whole[i] for i in sharded)
@@ -84,7 +85,7 @@ class ShardedReducer(DataParallelReducer):
         runs: tuple[tuple[Tensor, ...], ...] = ()
         for number, bucket in enumerate(self.sharded):
             # The weight here is 1: a micro batch has another weight on each rank, so its sums are sent undivided.
-            last = self.reduce_shards(pick(grads, bucket), ONE, last)
+            last = self.reduce_shards[number](pick(grads, bucket), ONE, last)
             runs += cut(last, self.cuts[number])
         parts = map_tensors(ops.partial(_pick_part, (*runs, grads)), *self.runs_and_places)
         # Computing shapes in a graph would dominate the compile time.
@@ -96,7 +97,7 @@ class ShardedReducer(DataParallelReducer):
             return done
         last, weight = done, ops.depend(self.buffer.weight + 0.0, done)
         for number, bucket in enumerate(self.sums_in_buckets):
-            last = self.reduce_shards(tuple(bucket), weight, last)
+            last = self.reduce_shards[number](tuple(bucket), weight, last)
             done += self.assign_shards(number, last)
         return done
 

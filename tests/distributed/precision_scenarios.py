@@ -73,6 +73,19 @@ BAD += [("two shards", "skip_window", 0), ("data parallel", "drop", 1), ("two sh
 BAD += [("two shards, level2", "drop", 2)]
 
 
+def trained_by_group(rank, size, **settings):
+    """One window; the weights and the biases by themselves."""
+    network, step = build_step("Momentum", **settings)
+    train_batches(step, [0], rank, size)
+    ends = ("weight", "bias")
+    parts = [[item.asnumpy().ravel() for item in network.trainable_params() if item.name.endswith(end)] for end in ends]
+    found = {end: np.concatenate(part).tolist() for end, part in zip(ends, parts)}
+    if size == 1:
+        return found
+    layout = step.body.reducer.layout
+    return found | {"dtypes": [str(dtype) for dtype in (*layout.kept.dtypes, *layout.sharded.dtypes)]}
+
+
 def eager_trainings(rank, size):
     """The scenarios that need no compiler, by name."""
     found = {}
@@ -81,6 +94,8 @@ def eager_trainings(rank, size):
     for name in KINDS:
         precision = scaled(reduce_dtype=ms.float16)
         found[f"sent {name}"] = partial(trained, rank, size, mixed_precision=precision, parallel=KINDS[name])
+        groups = {"mixed_precision": scaled(reduce_dtype={"*weight": "fp16"}), "parallel": KINDS[name]}
+        found[f"sent in groups {name}"] = partial(trained_by_group, rank, size, **groups)
     found["groups two shards"] = partial(trained, rank, size, clip=GROUPS, parallel=KINDS["two shards"])
     found["refused"] = partial(refusal, rank, size, DataParallel())
     return found

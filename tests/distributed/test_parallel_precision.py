@@ -8,7 +8,7 @@ import pytest
 from mindspore import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from precision_scenarios import BAD, GROUPS, KINDS, good_rows, trained  # noqa: E402
+from precision_scenarios import BAD, GROUPS, KINDS, good_rows, trained, trained_by_group  # noqa: E402
 from scenarios import CLIPS, batch, build_step, weights_of  # noqa: E402
 
 PART, SIZES = "precision_worker", (2,)
@@ -79,6 +79,16 @@ def test_16_bit_messages_round_the_gradient_and_nothing_else(name, two, eager):
     assert got[0].tolist() == got[1].tolist()
     # Of the learning rate 0.1, gradients of about 1 and 11 bits.
     assert 1e-5 < np.abs(got[0] - expected).max() < 1e-3
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_messages_of_a_group_of_parameters_have_16_bits_and_the_others_float32(name, two, eager):
+    expected = trained_by_group(0, 1)
+    for report in two:
+        got = report[f"sent in groups {name}"]
+        assert {"Float16", "Float32"} == set(got["dtypes"])
+        assert 1e-5 < np.abs(np.subtract(got["weight"], expected["weight"])).max() < 1e-3
+        np.testing.assert_allclose(got["bias"], expected["bias"], rtol=2e-6, atol=2e-7)
 
 
 def test_half_precision_on_several_processes_trains_like_one(two, eager):

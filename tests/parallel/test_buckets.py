@@ -1,5 +1,6 @@
 """Messages of many tensors are put together and cut, in one process: those of one size together, each in its place."""
 
+import mindspore as ms
 import numpy as np
 import pytest
 from hypothesis import given
@@ -55,7 +56,7 @@ def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
         patch.setattr("ms_gradaccum.parallel.layout.BUCKET_SIZE", limit)
         kept = layout_of(None, [Parameter(np.zeros(size, np.float32)) for size in sizes], ONE, ()).kept
     assert sorted(i for bucket in kept.indices for i in bucket) == list(range(len(sizes)))
-    for bucket, cuts, end in zip(*kept):
+    for bucket, _, cuts, end in zip(*kept):
         begins = np.cumsum([0, *(sizes[i] for i in bucket)])
         assert end == begins[-1] and (end <= limit or len(bucket) == 1)
         # NumPy cuts the message where the tensors begin, as the runs do.
@@ -65,6 +66,17 @@ def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
         parts = [part for run, count in zip(runs, counts) for part in np.split(run, count)]
         assert [list(part) for part in parts] == [list(part) for part in expected]
         assert len({length // count for length, count in zip(lengths, counts)}) == len(counts)
+
+
+def test_a_message_has_gradients_of_one_dtype_and_float32_goes_first_with_the_scalars():
+    tensors, half = parameters_of([(2, 3), (3,), (3, 3), (3,)]), ms.float16
+    dtypes = (half, ms.float32, half, ms.float32)
+    kept = layout_of(None, tensors, Ranks(2, 2, "CPU"), (1, 1), dtypes).kept
+    assert kept.indices == ((4, 5, 3, 1), (0, 2)) and kept.dtypes == (ms.float32, half)
+    assert kept.nbytes == [4 * 8, 2 * 15]
+    assert layout_of(None, tensors, ONE, (1, 1), (half,) * 4).kept.dtypes == (ms.float32, half)
+    layout = layout_of(HSDP(2, threshold=0), tensors, Ranks(2, 2, "CPU"), (1, 1), dtypes)
+    assert layout.sharded.dtypes == (half,) and layout.kept.dtypes == (ms.float32, half)
 
 
 def test_parts_of_one_size_are_side_by_side_whatever_the_whole_sizes():

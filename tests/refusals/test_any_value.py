@@ -153,7 +153,7 @@ CALLS = [
             "backoff_factor": st.floats(1e-30, 1, exclude_max=True),
             "growth_interval": COUNTS,
             "loss_scale": st.just(None),
-            "reduce_dtype": st.sampled_from([ms.float32, "float16", ms.bfloat16]),
+            "reduce_dtype": st.sampled_from([ms.float32, "float16", ms.bfloat16, {"*": "fp16"}]),
         },
         use=scale_stays_a_number,
     ),
