@@ -101,6 +101,11 @@ def _rounded(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
     return ops.cast(total * factor, like.dtype)
 
 
+def reduce_each(buckets: Buckets, group: Group, replicas: Group) -> nn.CellList:
+    """Return what reduces each message."""
+    return nn.CellList([ReduceTogether(group, replicas, dtype) for dtype in buckets.dtypes], auto_prefix=False)
+
+
 def in_buckets(parameters: Sequence[Parameter], buckets: Buckets) -> tuple[ParameterTuple, ...]:
     """Return the parameters of each message. Looking them up one by one in a graph would take compile time."""
     return tuple(ParameterTuple(parameters[i] for i in bucket) for bucket in buckets.indices)

@@ -8,7 +8,7 @@ from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.tensors import Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
-from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, ReduceTogether, in_buckets
+from ms_gradaccum.parallel.collectives import AllReduce, AssignParts, Group, in_buckets, reduce_each
 from ms_gradaccum.parallel.kinds import DataParallel, Kind
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.world import check_equal, gather_counts, gather_rows
@@ -113,9 +113,7 @@ class DataParallelReducer(GradientReducer):
         self.layout = layout
         world, alone = Group(layout.world, rank), Group(layout.world._replace(size=1), rank, rank)
         self.all_reduce_world = AllReduce(world)
-        # For each message.
-        reduce = [ReduceTogether(alone, world, dtype) for dtype in layout.kept.dtypes]
-        self.reduce_message = nn.CellList(reduce, auto_prefix=False)
+        self.reduce_message = reduce_each(layout.kept, alone, world)
         sent = (*buffer.sums, *buffer.totals())
         self.kept = layout.kept.indices  # Copied because a graph can only read attributes of a cell.
         self.kept_sums, self.assign_kept = in_buckets(sent, layout.kept), AssignParts(sent, layout.kept)

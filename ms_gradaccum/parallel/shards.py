@@ -17,7 +17,7 @@ from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import Array, Done, map_tensors, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
-from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, ReduceTogether, cut, in_buckets, in_runs
+from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, cut, in_buckets, in_runs, reduce_each
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
@@ -47,8 +47,7 @@ class ShardedReducer(DataParallelReducer):
         self.sharded, self.cuts = layout.sharded.indices, layout.sharded.cuts
         self.all_gather_rows = AllGather(group)
         replicas = Group(layout.replicas, rank, group.index, size)
-        reduce = [ReduceTogether(group, replicas, dtype) for dtype in layout.sharded.dtypes]
-        self.reduce_shards = nn.CellList(reduce, auto_prefix=False)  # For each message.
+        self.reduce_shards = reduce_each(layout.sharded, group, replicas)
         self.whole = ParameterTuple(whole)
         self.own = ParameterTuple(self.parameters[i] for i in sharded)
         self.wholes = ParameterTuple(whole[i] for i in sharded)
