@@ -190,13 +190,11 @@ def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
 
 
 def check_bool(owner: str, name: str, value: object, remedy: str) -> bool:
-    """Return ``value`` if it is a bool."""
     require(isinstance(value, bool), owner, name, "a bool", typed(value), remedy, TypeError)
     return bool(value)
 
 
 def check_choice(owner: str, name: str, value: object, choices: Sequence[str], remedy: str) -> str:
-    """Return ``value`` if it is one of the strings in ``choices``."""
     rule = "one of " + ", ".join(map(repr, choices))
     require(isinstance(value, str), owner, name, rule, typed(value), remedy, TypeError)
     require(value in choices, owner, name, rule, repr(value), remedy)
@@ -216,7 +214,6 @@ def check_path(owner: str, name: str, value: object, remedy: str) -> str:
 
 
 def check_cell(owner: str, name: str, value: object, remedy: str) -> nn.Cell:
-    """Return ``value`` if it is an ``nn.Cell``."""
     if not isinstance(value, nn.Cell):
         raise TypeError(argument_error(owner, name, "an nn.Cell", typed(value), remedy))
     return value
@@ -229,13 +226,11 @@ def check_accumulation_steps(owner: str, value: object) -> int:
 
 
 def check_micro_size(value: object) -> int:
-    """Return ``value`` if it is a valid number of micro batches per batch."""
     remedy = "It counts the micro batches of one batch; 1 means no split."
     return check_positive_int("GradAccumulation", "micro_size", value, remedy)
 
 
 def check_last_window(owner: str, value: object) -> str:
-    """Return ``value`` if it is a valid treatment of a window that is unfinished at the end of the data."""
     remedy = "'apply' makes one more update, 'drop' none, and 'carry' goes on with the next pass."
     return check_choice(owner, "last_window", value, get_args(LastWindow), remedy)
 
@@ -296,7 +291,6 @@ def is_count(value: object, least: int = 0) -> bool:
 
 
 def is_flag(value: object) -> bool:
-    """Return whether a value from a manifest is a bool."""
     return isinstance(value, bool)
 
 

@@ -88,12 +88,10 @@ class Compiled:
         self.needs_fixed = needs_fixed
 
     def set_train(self, mode: bool) -> None:
-        """Set the mode of the cells, see ``nn.Cell.set_train``."""
         for cell in self._cells():
             cell.set_train(mode)
 
     def set_jit_config(self, jit_config: object) -> None:
-        """Set how the cells are compiled from now on, see ``nn.Cell.set_jit_config``."""
         for cell in self._cells():
             cell.set_jit_config(jit_config)
 
@@ -195,7 +193,6 @@ def number_of(cell: nn.Cell) -> int:
 
 
 def numbered(number: int) -> nn.Cell | None:
-    """Return the cell with this number."""
     return _numbered.get(number)
 
 

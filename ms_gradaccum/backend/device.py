@@ -87,7 +87,6 @@ def warn_of_slow_convolutions(owner: str, network: nn.Cell) -> None:
 
 
 def has_convolutions(network: nn.Cell) -> bool:
-    """Return whether the network has convolutions."""
     return any(isinstance(cell, _CELLS) for _, cell in network.cells_and_names())
 
 

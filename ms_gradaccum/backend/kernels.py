@@ -30,7 +30,6 @@ ONE = Tensor(1.0, ms.float32)  # The neutral factor. Without a custom kernel, th
 
 
 def on_cpu() -> bool:
-    """Return whether MindSpore computes on CPU."""
     return bool(ms.get_context("device_target") == "CPU")
 
 
@@ -60,7 +59,6 @@ _scaled_add_in_place, _scaled_in_place, _filled_in_place, _sum_of_squares, _repl
 
 
 def has_kernels() -> bool:
-    """Return whether the kernels of this package are used."""
     return _scaled_add_in_place is not None
 
 

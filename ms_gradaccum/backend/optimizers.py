@@ -136,7 +136,6 @@ def all_parameters(optimizer: nn.Cell) -> ParameterTuple:
 
 
 def optimizers_in(optimizer: nn.Cell) -> list[nn.Cell]:
-    """Return the optimizer and all optimizers inside it."""
     return [each for each in NetworkCode(optimizer).reached if is_a(each, (nn.Optimizer, ExperimentalOptimizer))]
 
 

@@ -64,7 +64,6 @@ map_tensors: Callable[..., tuple[Tensor, ...]] = ops.HyperMap()
 
 
 def pick(items: tuple[Tensor, ...], indices: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return the items of a tuple that have these indices."""
     return map_tensors(ops.partial(_pick, items), indices) if len(indices) > 0 else ()
 
 

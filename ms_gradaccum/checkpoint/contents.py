@@ -49,7 +49,6 @@ class Held(NamedTuple):
     window: int | None  # Index of the window if it is one of its sums, which each rank has for itself.
 
     def value(self) -> Array:
-        """Return the whole tensor as an array."""
         array: Array = (self.source if self.gather is None else self.gather(self.source)).asnumpy()
         return array
 

@@ -110,11 +110,9 @@ class GradientBuffer(nn.Cell):
         return () if self.other_losses is None else (ops.depend(self.other_losses + 0.0, done),)
 
     def mean_loss(self) -> Tensor:
-        """Return the mean loss of the window so far."""
         return self.loss * reciprocal(self.weight)
 
     def reciprocal_weight(self) -> Tensor:
-        """Return 1 / weight, or 0 for a window without weight."""
         return reciprocal(self.weight)
 
     def clear(self, done: Done = ()) -> Done:

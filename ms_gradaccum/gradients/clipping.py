@@ -55,11 +55,9 @@ class NoClip(nn.Cell):
         return grads
 
     def factor(self, norm: Tensor) -> Tensor:
-        """Return the factor for all gradients of this norm."""
         return ONE
 
     def norm_after(self, norm: Tensor) -> Tensor:
-        """Return the norm after clipping."""
         return norm
 
 

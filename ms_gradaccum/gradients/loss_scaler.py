@@ -156,7 +156,6 @@ def new_scale(value: float) -> Parameter:
 
 
 def dynamic_loss_scale(initial: float, growth: float, backoff: float, interval: int) -> LossScale:
-    """Return a dynamic scale with new parameters."""
     clean_windows = Parameter(Tensor(0, ms.int32), _CLEAN_WINDOWS, requires_grad=False)
     return LossScale(new_scale(initial), clean_windows, growth, backoff, interval)
 

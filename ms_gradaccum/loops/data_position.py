@@ -130,7 +130,6 @@ class PassPlace(NamedTuple):
     first_epoch: int = 0  # Number of the pass with which the sources began.
 
     def as_json(self) -> State:
-        """Return the place as JSON."""
         sources = self.sources and self.sources._asdict()
         return {name: getattr(self, name) for name in _COUNTS} | {"sources": sources}
 

@@ -271,7 +271,6 @@ class LoopWindow:
         return output
 
     def flush(self) -> tuple[StepOutput, ...]:
-        """End the window here."""
         self.ends, self.updated = True, False
         outputs = tuple(self.step(trained) for trained in self.networks)
         if self._awaits_batch:
@@ -279,7 +278,6 @@ class LoopWindow:
         return outputs
 
     def drop(self) -> int:
-        """Discard the window and return the number of its batches."""
         batches = self.batches_added
         for trained in self.networks:
             trained.discard()

@@ -162,7 +162,6 @@ class BatchMeanLoss(nn.Cell):
 
 
 def disorder(rule: str, got: str, remedy: str) -> Exception:
-    """Return the error of calls in a wrong order."""
     return RuntimeError(f"For '{_OWNER}', {rule}, but got {got}. {remedy}")
 
 

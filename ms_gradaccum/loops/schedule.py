@@ -143,7 +143,6 @@ class PreparedScheduler:
         return {"is_due": self.is_due, "follows_updates": self.follows_updates, "scheduler": state}
 
     def load_state_dict(self, saved: State) -> None:
-        """Load the result of `state_dict`."""
         rules = dict.fromkeys(("is_due", "follows_updates"), is_flag)
         flags = check_saved(saved, "where its schedulers stand", rules)
         plain_state.put(self.scheduler, saved.get("scheduler"))

@@ -152,7 +152,6 @@ ParallelChoice = Literal["auto"] | Kind
 
 
 def check_kind(owner: str, parallel: ParallelChoice) -> ParallelChoice:
-    """Return the argument ``parallel`` if it is valid."""
     # For a tensor or an array, '==' would not return a bool.
     is_kind = parallel == "auto" if isinstance(parallel, str) else isinstance(parallel, (DataParallel, HSDP, Reduced))
     rule, remedy = "'auto', DataParallel(), HSDP() or Reduced()", "'auto' looks at the number of processes."

@@ -70,7 +70,6 @@ def refuse_inside(owner: str, variable: str) -> None:
 
 
 def free_port() -> int:
-    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -219,7 +218,6 @@ class Meeting:
         self.write(f"process_{rank}", str(os.getpid()))
 
     def phase(self, text: str) -> None:
-        """Report the current phase of this rank."""
         self.write(f"phase_{self.rank}", text)
 
     def report(self, values: Mapping[str, object]) -> None:
@@ -228,7 +226,6 @@ class Meeting:
         self.write(f"report_{self.rank}", pickle.dumps(values))
 
     def error(self, error: BaseException) -> None:
-        """Report an error of this rank."""
         facts = {"rank": self.rank, "kind": type(error).__name__, "text": str(error), "line": first_line(error)}
         self.write(f"error_{self.rank}.json", json.dumps({**facts, "traceback": traceback.format_exc()}))
 

@@ -88,7 +88,6 @@ class Events:
         vars(self).update(check_saved(saved, "how many batches and updates there were", rules))
 
     def hears(self, callback: object) -> bool:
-        """Return whether ``callback`` listens."""
         return any(getattr(callback, name, None) in listeners for name, listeners in self._listeners.items())
 
     def add(self, callback: object) -> None:
@@ -148,7 +147,6 @@ class Observed:
     events: Events
 
     def adopt(self, callbacks: Sequence[object]) -> None:
-        """Attach those of ``callbacks`` that have tensors."""
         for callback in callbacks:
             if isinstance(callback, StatefulCallback):
                 callback.attach(self)

@@ -78,7 +78,6 @@ class Cell:
         return 6 * self.workers + (not self.partitioned)
 
     def share(self, arrays: Arrays) -> list[Tensor]:
-        """Return the rows of this process."""
         return [Tensor(np.ascontiguousarray(np.array_split(array, self.size)[self.rank])) for array in arrays]
 
 

@@ -51,7 +51,6 @@ class CpuProgram:
         return self.cell(*inputs)
 
     def values(self) -> Values:
-        """Return this rank's parts of the parameters."""
         return {plain_name(parameter.name): parameter.asnumpy() for parameter in self.cell.get_parameters()}
 
 
@@ -75,7 +74,6 @@ def own_part(value: np.ndarray[Any, Any], layout: Any, rank: int) -> np.ndarray[
 
 
 def own_parts(values: Values, layouts: dict[str, Any], rank: int) -> Values:
-    """Return the parts of parameters that ``rank`` holds, by name."""
     return {name: own_part(value, layouts.get(name), rank) for name, value in values.items()}
 
 
@@ -99,7 +97,6 @@ class _Rewriter:
         self.made, self.constants = list[Any](), 0
 
     def rewrite(self) -> None:
-        """Replace the collective operators that CPU lacks, in all graphs of the model."""
         collectives = {f"REF::{each.name}": each for each in self.model.primitives if each.op_type in COLLECTIVES}
         for graph in [self.model.graph, *self.model.functions]:
             nodes = list(graph.node)

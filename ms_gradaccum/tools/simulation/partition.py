@@ -88,7 +88,6 @@ def _inline(model: Any) -> None:
 
 
 def operator_names(model: Any) -> dict[str, str]:
-    """Return the name of the operator of each type of node."""
     return {f"{_CALL}{primitive.name}": primitive.op_type for primitive in model.primitives}
 
 

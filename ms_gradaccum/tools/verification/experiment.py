@@ -52,12 +52,10 @@ def norm(run: Run) -> float:
 
 
 def norm_of(array: Array) -> float:
-    """Return the L2 norm of an array."""
     return float(np.linalg.norm(array.astype(np.float64).reshape(-1)))
 
 
 def is_finite(run: Run) -> bool:
-    """Return whether the loss and the gradient have no Inf or NaN."""
     return math.isfinite(run.loss) and all(np.isfinite(grad).all() for grad in run.grads)
 
 
@@ -97,7 +95,6 @@ class Start(KeptState):
         self.is_16_bit = computes_in_16_bits(self.parameters(), self.cells)
 
     def parameters(self) -> list[Parameter]:
-        """Return the parameters of both."""
         return [tensor for tensor in self.tensors.tensors if isinstance(tensor, Parameter)]
 
     def changed(self) -> dict[int, Array]:
@@ -171,7 +168,6 @@ class Experiment:
         return Run(float(loss), float(weight), arrays, self.start.changed())
 
     def micro_batch(self, index: int) -> Run:
-        """Run the rows of one of the micro batches in one piece."""
         return self.whole(range(*self.bounds[index : index + 2]))
 
     def measure(self) -> Finding | None:
