@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ms_gradaccum.parallel.kinds import HSDP as HSDP
     from ms_gradaccum.parallel.kinds import DataParallel as DataParallel
     from ms_gradaccum.parallel.kinds import Reduced as Reduced
-    from ms_gradaccum.tools.planning.plan import TrainingPlan as TrainingPlan
-    from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size as find_micro_size
+    from ms_gradaccum.tools.micro_size_finder import find_micro_size as find_micro_size
+    from ms_gradaccum.tools.plan import TrainingPlan as TrainingPlan
     from ms_gradaccum.tools.reporting.metrics_logger import MetricsLogger as MetricsLogger
     from ms_gradaccum.tools.reporting.progress_bar import ProgressBar as ProgressBar
     from ms_gradaccum.tools.reporting.step_report import StepReport as StepReport
@@ -63,8 +63,8 @@ _MODULES = {
     "HSDP": "parallel.kinds",
     "DataParallel": "parallel.kinds",
     "Reduced": "parallel.kinds",
-    "TrainingPlan": "tools.planning.plan",
-    "find_micro_size": "tools.probing.micro_size_finder",
+    "TrainingPlan": "tools.plan",
+    "find_micro_size": "tools.micro_size_finder",
     "MetricsLogger": "tools.reporting.metrics_logger",
     "ProgressBar": "tools.reporting.progress_bar",
     "StepReport": "tools.reporting.step_report",

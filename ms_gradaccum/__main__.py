@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     commands = {
         "test": (_test, "self_test.self_test"),
-        "micro-size": (_micro_size, "probing.micro_size_finder"),
+        "micro-size": (_micro_size, "micro_size_finder"),
         "simulate": (_simulate, "simulation.simulate"),
         "plot": (_plot, "reporting.run_plot"),
         "env": (_env, "environment"),
@@ -102,7 +102,7 @@ def _env(args: argparse.Namespace) -> int:
 
 def _micro_size(args: argparse.Namespace) -> int:
     """Print the measurements as they come, and the answer alone on the standard output."""
-    from ms_gradaccum.tools.probing.micro_size_finder import find_micro_size
+    from ms_gradaccum.tools.micro_size_finder import find_micro_size
 
     def report(probe: object) -> None:
         print(probe, file=sys.stderr)

@@ -264,7 +264,7 @@ def test_wrong_arguments_do_not_wait_for_mindspore():
     "arguments, function",
     [
         (["simulate", "numpy:array"], "simulation.simulate.simulate"),
-        (["micro-size", "numpy:array", "--memory-limit", "1GiB"], "probing.micro_size_finder.find_micro_size"),
+        (["micro-size", "numpy:array", "--memory-limit", "1GiB"], "micro_size_finder.find_micro_size"),
         (["test"], "self_test.self_test.self_test"),
         (["plot", "run.jsonl"], "reporting.run_plot.draw"),
         (["env"], "environment.describe"),

@@ -1,1 +1,0 @@
-"""Planning of a training: TrainingPlan and its computations."""
