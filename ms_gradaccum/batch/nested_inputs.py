@@ -47,21 +47,16 @@ def is_flat(structure: Any) -> bool:
     return bool(structure[:2] == ("sequence", tuple) and all(child[0] == "leaf" for child in structure[2]))
 
 
-def unflattener(structure: Any) -> nn.Cell:
-    """Return the cell that rebuilds the inputs of ``structure`` from its tensors."""
-    return _Rebuilt(*structure[:3])
+class Unflatten(nn.Cell):
+    """The cell that rebuilds an input of this ``structure``, or all of them, from its tensors."""
 
-
-class _Rebuilt(nn.Cell):
-    """An input: a tensor or a Python value of this ``content``, or a container of inputs that are rebuilt inside."""
-
-    def __init__(self, kind: str, container: Any, content: Any) -> None:
+    def __init__(self, structure: Any) -> None:
         super().__init__(auto_prefix=False)
-        self.kind, self.named = kind, hasattr(container, "_fields")
-        # The place of a tensor, the type of a sequence, or the keys of a dict.
-        self.container, self.is_list = container, container is list
-        self.value = content.value if kind == "value" else None
-        children = [unflattener(child) for child in content] if kind in ("sequence", "dict") else []
+        # The container is the place of a tensor, the type of a sequence, or the keys of a dict.
+        self.kind, self.container, content, *_ = structure
+        self.named, self.is_list = hasattr(self.container, "_fields"), self.container is list
+        self.value = content.value if self.kind == "value" else None
+        children = [Unflatten(child) for child in content] if self.kind in ("sequence", "dict") else []
         self.children = nn.CellList(children, auto_prefix=False)
 
     def construct(self, leaves: tuple[Tensor, ...]) -> Any:

@@ -12,7 +12,7 @@ from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum.backend.kernels import as_dtype
 from ms_gradaccum.backend.tensors import map_tensors, scalar
-from ms_gradaccum.batch.nested_inputs import is_flat, unflattener
+from ms_gradaccum.batch.nested_inputs import Unflatten, is_flat
 
 _MEAN_REMEDY = "Reduce it to its mean, as with reduction='mean', or return (loss_sum, weight) with weighted=True."
 _PAIR_REMEDY = "Return (loss_sum, weight), two scalars, or use weighted=False for a mean loss."
@@ -95,7 +95,7 @@ class WeightedLoss(nn.Cell):
         super().__init__(auto_prefix=False)
         self.network, self.losses = network, losses
         self.reports = losses is not None  # True if further losses are reported.
-        self.structure = None if structure is None or is_flat(structure) else unflattener(structure)
+        self.structure = None if structure is None or is_flat(structure) else Unflatten(structure)
 
     def outputs(self, tensors: tuple[object, ...]) -> Any:
         if self.structure is None:

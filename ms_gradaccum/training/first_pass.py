@@ -14,7 +14,7 @@ from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, 
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
-from ms_gradaccum.batch.nested_inputs import unflatten, unflattener
+from ms_gradaccum.batch.nested_inputs import Unflatten, unflatten
 from ms_gradaccum.batch.split import Flattened, MicroBatch, SplitBatch, cut
 from ms_gradaccum.batch.weighted_loss import RowWeight
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -142,7 +142,7 @@ class Forward(nn.Cell):
     def __init__(self, network: GradCacheLoss, structure: Hashable) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
-        self.rebuild = unflattener(structure)
+        self.rebuild = Unflatten(structure)
 
     def construct(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self.network.outputs(self.rebuild(tensors))
@@ -167,7 +167,7 @@ class _WholeLoss(RowWeight):
     def __init__(self, loss_fn: nn.Cell, count: int, labels: Hashable) -> None:
         super().__init__(loss_fn)
         self.count = count
-        self.rebuild = unflattener(labels)
+        self.rebuild = Unflatten(labels)
 
     def construct(self, *tensors: Tensor) -> Tensor:
         returned = self.network(*tensors[: self.count], *self.rebuild(tensors[self.count :]))
