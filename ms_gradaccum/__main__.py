@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from tqdm import tqdm
 
 from ms_gradaccum.tools.builder import check_build
 
-# Each command imports what it needs itself: MindSpore takes seconds to import, and a wrong argument is told before.
+# Each command has a module of its own: MindSpore takes seconds to import, and a wrong argument is told before.
 _PROGRAM = "python -m ms_gradaccum"
 _FOUND = "ms_gradaccum_test.json"
 _ERRORS = (ImportError, OSError, RuntimeError, TypeError, ValueError)
@@ -73,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if "build" in args:
             check_build(args.command.replace("micro-size", "find_micro_size"), args.build)
-        _import_uninterrupted(f"ms_gradaccum.tools.{module}")
-        return command(args)
+        return command(args, _import_uninterrupted(f"ms_gradaccum.tools.{module}"))
     except KeyboardInterrupt:
         said, status = "it was interrupted, and its processes have ended.", 130
     except _ERRORS as error:
@@ -83,43 +83,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _import_uninterrupted(module: str) -> None:
+def _import_uninterrupted(module: str) -> ModuleType:
     """Hold Ctrl-C back while MindSpore is imported: in the midst of it, Python would crash."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        importlib.import_module(module)
+        return importlib.import_module(module)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-def _env(args: argparse.Namespace) -> int:
-    from ms_gradaccum.tools.environment import describe
-
-    for name, value in describe().items():
+def _env(args: argparse.Namespace, environment: ModuleType) -> int:
+    for name, value in environment.describe().items():
         print(f"{name:28}{value}")
     return 0
 
 
-def _micro_size(args: argparse.Namespace) -> int:
+def _micro_size(args: argparse.Namespace, finder: ModuleType) -> int:
     """Print the measurements as they come, and the answer alone on the standard output."""
-    from ms_gradaccum.tools.micro_size_finder import find_micro_size
 
     def report(probe: object) -> None:
         print(probe, file=sys.stderr)
 
     try:
-        print(find_micro_size(args.build, args.memory_limit, timeout=args.timeout, report=report))
+        print(finder.find_micro_size(args.build, args.memory_limit, timeout=args.timeout, report=report))
     except MemoryError as error:
         print(f"{_PROGRAM} micro-size: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _simulate(args: argparse.Namespace) -> int:
+def _simulate(args: argparse.Namespace, simulation: ModuleType) -> int:
     """Print the table, or JSON in its place, and a line of progress beside it."""
-    from ms_gradaccum.tools.simulation.simulate import simulate
-
-    found = simulate(args.build, args.devices, run=args.run, timeout=args.timeout)
+    found = simulation.simulate(args.build, args.devices, run=args.run, timeout=args.timeout)
     text = json.dumps(found.to_dict(), indent=2)
     # This is printed before it is written, since it has taken its time and a file may fail.
     print(text if args.json == "-" else found)
@@ -128,10 +123,8 @@ def _simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _test(args: argparse.Namespace) -> int:
+def _test(args: argparse.Namespace, self_test: ModuleType) -> int:
     """Print the table as it grows, and the current cell in a line below it. Return 1 if a cell has failed."""
-    from ms_gradaccum.tools.self_test.self_test import self_test, summary
-
     output = Path(args.output).absolute()
     is_new = not output.exists()
     try:
@@ -139,8 +132,8 @@ def _test(args: argparse.Namespace) -> int:
         output.open("a").close()
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             settings = {"timeout": args.timeout, "show": _show, "tell": line.set_description_str}
-            found = self_test(args.device, args.workers, **settings)
-        print(summary(found))
+            found = self_test.self_test(args.device, args.workers, **settings)
+        print(self_test.summary(found))
         output.write_text(json.dumps(found, indent=2) + "\n")
         print(f"Written to {output}")
     finally:
@@ -155,11 +148,9 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _plot(args: argparse.Namespace) -> int:
-    from ms_gradaccum.tools.reporting.run_plot import draw
-
+def _plot(args: argparse.Namespace, run_plot: ModuleType) -> int:
     output = args.output or Path(args.runs[0]).with_suffix(".png")
-    draw(args.runs, output)
+    run_plot.draw(args.runs, output)
     print(output)
     return 0
 
