@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import setitem
 from typing import Any
 
 from mindspore import Parameter, Tensor, ops
@@ -60,9 +61,15 @@ def _plan_inside(current: Any, saved: Any, what: str) -> _Steps:
         return _plan(current, saved, what)
     if isinstance(current, (list, tuple)):
         _check(isinstance(saved, list) and len(saved) == len(current), what)
-        return [step for own, its in zip(current, saved) for step in _plan_inside(own, its, what)]
-    if not isinstance(current, Parameter):
-        return []
+        steps: _Steps = []
+        for index, (own, its) in enumerate(zip(current, saved)):
+            if not _is_plain(own):
+                steps += _plan_inside(own, its, what)
+            elif its != _as_json(own):
+                # Other items of a tuple could not be put back.
+                _check(isinstance(current, list) and _is_plain(its) and _kind(its) == _kind(own), what)
+                steps.append(partial(setitem, current, index, type(own)(its) if isinstance(own, tuple) else its))
+        return steps
     try:
         tensor = Tensor(saved, current.dtype)
     except (OverflowError, TypeError, ValueError, RuntimeError):

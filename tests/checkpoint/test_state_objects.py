@@ -208,6 +208,30 @@ def test_parameters_inside_an_object_are_changed_in_place():
     assert (chooser.scales, chooser.name) == ([2.0], "other")
 
 
+class Mixed:
+    """Numbers beside parameters in one list, and in a tuple, whose numbers nobody can set."""
+
+    def __init__(self, number, value):
+        self.own = [Parameter(Tensor([value], ms.float32)), number, [Parameter(Tensor([value], ms.float32)), "a", (1,)]]
+        self.fixed = (Parameter(Tensor([value], ms.float32)), 3)
+
+
+def test_numbers_in_a_list_of_parameters_come_back():
+    used, fresh = Mixed(0.5, 2.0), Mixed(0.1, 1.0)
+    used.own[2][1:] = "b", (2,)
+    first = fresh.own[0]
+    saved = json.loads(json.dumps(plain_state.take(used)))
+    plain_state.put(fresh, saved)
+    assert fresh.own[0] is first and fresh.own[1] == 0.5 and fresh.own[2][1:] == ["b", (2,)]
+    assert first.asnumpy() == fresh.own[2][0].asnumpy() == fresh.fixed[0].asnumpy() == 2.0
+    for damage in (lambda: saved["fixed"].__setitem__(1, 4), lambda: saved["own"].__setitem__(1, "x")):
+        damage()
+        other = Mixed(0.1, 1.0)
+        with pytest.raises(DamagedState):
+            plain_state.put(other, saved)
+        assert other.own[0].asnumpy() == 1.0 and other.own[1] == 0.1
+
+
 def test_a_failure_of_any_kind_leaves_everything():
     events = Events("it")
     used_events(events)
