@@ -46,15 +46,34 @@ KERNEL(scaled_add_in_place, ONE_NUMBER) {
   return 0;
 }
 
-// Change a total by a number, which comes first.
-template <typename Change>
-static int change_in_place(int count, void **tensors, int *dimensions, int64_t **shapes, Change change) {
-  if (count != 3 || elements_of(dimensions[0], shapes[0]) != 1) {
+// In place of each of many totals, which come before their parts: total + part * factor
+KERNEL(add_all_in_place, ONE_NUMBER) {
+  const int totals = count / 2 - 1;
+  if (count % 2 != 0 || totals < 1) {
     return 1;
   }
-  float *total = static_cast<float *>(tensors[1]);
-  change(total, total + elements_of(dimensions[1], shapes[1]), *static_cast<const float *>(tensors[0]));
-  *static_cast<float *>(tensors[2]) = 0;
+  for (int i = 1; i <= totals; i++) {
+    void *each[] = {tensors[0], tensors[i], tensors[i + totals], tensors[count - 1]};
+    int its_dimensions[] = {dimensions[0], dimensions[i], dimensions[i + totals]};
+    int64_t *its_shapes[] = {shapes[0], shapes[i], shapes[i + totals]};
+    if (scaled_add_in_place(4, each, its_dimensions, its_shapes, dtypes, stream, extra) != 0) {
+      return 1;
+    }
+  }
+  return 0;
+}
+
+// Change a total, or many, by a number, which comes first.
+template <typename Change>
+static int change_in_place(int count, void **tensors, int *dimensions, int64_t **shapes, Change change) {
+  if (count < 3 || elements_of(dimensions[0], shapes[0]) != 1) {
+    return 1;
+  }
+  for (int i = 1; i < count - 1; i++) {
+    float *total = static_cast<float *>(tensors[i]);
+    change(total, total + elements_of(dimensions[i], shapes[i]), *static_cast<const float *>(tensors[0]));
+  }
+  *static_cast<float *>(tensors[count - 1]) = 0;
   return 0;
 }
 
@@ -99,12 +118,13 @@ static double squares_of(const float *values, int64_t elements) {
   return total;
 }
 
+// Of one tensor or of many.
 KERNEL(sum_of_squares, ONE_NUMBER) {
-  if (count != 2) {
-    return 1;
+  double total = 0;
+  for (int i = 0; i < count - 1; i++) {
+    total += squares_of(static_cast<const float *>(tensors[i]), elements_of(dimensions[i], shapes[i]));
   }
-  const float *values = static_cast<const float *>(tensors[0]);
-  *static_cast<float *>(tensors[1]) = static_cast<float>(squares_of(values, elements_of(dimensions[0], shapes[0])));
+  *static_cast<float *>(tensors[count - 1]) = static_cast<float>(total);
   return 0;
 }
 

@@ -11,6 +11,8 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops.primitive import Primitive, _primexpr
 
+from ms_gradaccum.backend.compiled import op_by_op
+
 # Built from kernels.cc if a C++ compiler was available. It is a library of functions, not a module.
 LIBRARY = Path(__file__).with_name(f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
 # These kernels are single-threaded. With more cores, MindSpore's own kernels use more threads and catch up.
@@ -54,8 +56,10 @@ def _make_kernels() -> tuple[ops.Primitive, ...]:
     return tuple(kernels)
 
 
-_NAMES = "scaled_add_in_place scaled_in_place filled_in_place sum_of_squares replay_mask".split()
-_scaled_add_in_place, _scaled_in_place, _filled_in_place, _sum_of_squares, _replay_mask = _make_kernels()
+_NAMES = "scaled_add_in_place scaled_in_place filled_in_place sum_of_squares replay_mask add_all_in_place".split()
+_scaled_add_in_place, _scaled_in_place, _filled_in_place, _sum_of_squares, _replay_mask, _add_all_in_place = (
+    _make_kernels()
+)
 
 
 def has_kernels() -> bool:
@@ -116,6 +120,13 @@ def spread(number: Tensor, like: Parameter) -> Tensor:
     # On CPU, BroadcastTo needs memory for another result; on Ascend, FillV2 runs on the slow AI CPU.
     # ops.broadcast_to would take much longer to compile.
     return ops.FillV2()(like.shape, number) if _on_cpu() else ops.BroadcastTo(like.shape)(number)
+
+
+def at_once(kernel: str, *tensors: Tensor) -> Tensor:
+    """Run one of these kernels op by op on many float32 tensors, which takes hardly longer than on one."""
+    with op_by_op():
+        result: Tensor = globals()[f"_{kernel}"](*tensors)
+    return result
 
 
 # The functions below do the same for many tensors. The compiler specializes a mapped function for each shape, which

@@ -147,7 +147,6 @@ def may_have_branches(optimizer: nn.Cell) -> bool:
 
 def compiles_itself(optimizer: nn.Cell) -> bool:
     """Return whether MindSpore compiles the update in PYNATIVE mode too, as it does with most of ``mindspore.nn``."""
-    # Called op by op, such a graph would keep using the old weights after a checkpoint was loaded.
     construct = type(optimizer).construct
     return hasattr(construct, "__wrapped__") and construct.__code__.co_filename.startswith(LIBRARIES)
 

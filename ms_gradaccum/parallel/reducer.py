@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.kernels import ONE, fits_kernels
 from ms_gradaccum.backend.tensors import Done, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.gradients.clipping import squares_of
@@ -33,6 +33,11 @@ class GradientReducer(nn.Cell):
         self.overlaps = False  # True if the ranks reduce the sums during the backward pass of the last micro batch.
         # For each sharded parameter, by name, the function that gathers its whole value.
         self.gathers: dict[str, Callable[[object], Tensor]] = {}
+
+    def fits_kernels(self) -> bool:
+        """Return whether one kernel takes all sums, so that a network that runs op by op needs no graph of them."""
+        alone = not (self.several or self.comes_reduced)
+        return alone and fits_kernels(*(each.dtype for each in (*self.buffer.all_totals(), *self.parameters)))
 
     def most(self, count: int) -> int:
         """Return the maximum of ``count`` over the ranks. Called by the host."""

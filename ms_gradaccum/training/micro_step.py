@@ -14,9 +14,9 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, mint, nn, ops
 
 from ms_gradaccum._checks import is_a
-from ms_gradaccum.backend.compiled import Compiled, forget_passes, op_by_op
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, forget_passes, op_by_op
 from ms_gradaccum.backend.device import with_condition
-from ms_gradaccum.backend.kernels import ONE, scale_wide
+from ms_gradaccum.backend.kernels import ONE, at_once, fits_kernels, scale_wide
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.tensors import Done, chunk_of, chunks_of, map_tensors
 from ms_gradaccum.batch.nested_inputs import unflatten
@@ -120,6 +120,20 @@ class AddMicroBatch(nn.Cell):
         """Add gradients that were computed outside of this graph, after other losses or notes. Return as `added`."""
         loss_sum, weight, factor = self.totals(value, weight, factor)
         return self.added(loss_sum, weight, factor, grads[self.others :], grads[: self.others])
+
+    def fits_kernels(self) -> bool:
+        """Return whether `add_at_once` can do it."""
+        plain = not (self.drops or self.others or self.reduces or self.scales_first or self.divides)
+        return plain and all(reducer.fits_kernels() for reducer in self.reducers)
+
+    def add_at_once(self, factor: Tensor, value: Tensor, weight: Tensor, *grads: Tensor) -> None:
+        """Add the same op by op, as one operator."""
+        totals: list[Tensor] = []
+        parts: list[Tensor] = []
+        for (begin, end), reducer in zip(self.bounds, self.reducers):
+            totals += [*reducer.buffer.totals(), *reducer.sums]
+            parts += [value, weight, *grads[begin:end]]
+        at_once("add_all_in_place", factor if self.counts_rows else ONE, *totals, *parts)
 
     def totals(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss sum, the weight and the factor of the gradients, from that of the backward start."""
@@ -236,6 +250,8 @@ class EagerMicroStep:
         self.messages = BackwardMessages.of(self.reducer) if adding.reduces and not adding.drops else None
         self.grad_factor, adding.sends_early = adding.grad_factor, self.messages is not None
         self.adding = Compiled(lambda: adding, owner, "the sum of the gradients")
+        # A graph of it would take 5 to 10 MB more.
+        self.at_once = not self.micro_loss.half and adding.fits_kernels()
         # A network that adds its gradients up itself hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates
 
@@ -249,6 +265,11 @@ class EagerMicroStep:
         else:
             values, grads = self._values_and_grads(share, tensors)
         self.reducer.end_micro_batch()
+        if self.at_once and fits_kernels(values[0].dtype, values[1].dtype):
+            self.has_run = True
+            self.adding.cell.add_at_once(factor, *values, *grads)
+            # All micro batches of a batch have one factor, without which their mean is the same.
+            return (*values, NOTHING)
         try:
             outputs: tuple[Tensor, ...] = self.adding(factor, *values, *(grads if self.adds_grads else ()))
             return outputs

@@ -4,6 +4,8 @@ The sums are processed in place and chunk by chunk, so that no copy of all gradi
 """
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -11,9 +13,15 @@ from mindspore import Tensor, nn, ops
 
 from ms_gradaccum._checks import warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, op_by_op
-from ms_gradaccum.backend.kernels import cast_each_like, on_cpu, scale, scale_each_in_place
+from ms_gradaccum.backend.kernels import at_once, cast_each_like, on_cpu, scale, scale_each_in_place
 from ms_gradaccum.backend.network_code import is_user
-from ms_gradaccum.backend.optimizers import all_parameters, may_have_branches, needs_call, optimizers_in
+from ms_gradaccum.backend.optimizers import (
+    all_parameters,
+    compiles_itself,
+    may_have_branches,
+    needs_call,
+    optimizers_in,
+)
 from ms_gradaccum.backend.tensors import Done, chunk_of, copy_after, map_tensors
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByGroupNorm, ClipByValue, Grads, NoClip
 from ms_gradaccum.parallel.reducer import GradientReducer
@@ -119,6 +127,31 @@ class Update(nn.Cell):
         """Distribute the parameters and clear the buffer after ``updated``."""
         return self.buffer.clear(self.reducer.after_update(updated))
 
+    def fits_kernels(self) -> bool:
+        """Return whether the means need no graph where the user's code runs op by op."""
+        plain = self.by_norm is not None and self.handed_scale == 1.0 and not self.loss_scale.scales
+        return plain and self.reducer.fits_kernels()
+
+    def means_at_once(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
+        """Return as `mean_gradients`, op by op, with one operator for all sums."""
+        inverse = Tensor(np.float32(1) / self.buffer.weight.asnumpy(), ms.float32)
+        clip: Any = self.by_norm
+        with op_by_op():
+            factor, clipped_norm = inverse * clip.factor(norm, *limit), clip.norm_after(norm, *limit)
+        at_once("scaled_in_place", factor, *self.reducer.sums)
+        return clipped_norm, ()
+
+    def end_at_once(self, nothing: Tensor) -> None:
+        """Clear the buffer op by op, with one operator. The zero of a float is that of an int."""
+        at_once("filled_in_place", NOTHING, *self.buffer.sums, *self.buffer.scalars)
+
+    def optimize(self, done: Done) -> Done:
+        """Run the optimizer alone, on the sums, as part of a graph."""
+        grads = tuple(self.reducer.sums)
+        updated = self.optimizer(grads) if self.needs_call else self.optimizer.construct(grads)
+        done = copy_after(done, updated)
+        return self.keep_storage(done) if self.has_branches else done
+
     def keep_storage(self, value: Tensor) -> Tensor:
         """Return ``value`` after reading all parameters of the optimizer, so that the graph follows their storage."""
         # One that is used only in a branch would keep its old storage when a checkpoint is loaded. The reads come after
@@ -128,14 +161,20 @@ class Update(nn.Cell):
 
 
 class EagerUpdate:
-    """Update with an optimizer that runs op by op, as in MindSpore's own step in PYNATIVE mode."""
+    """Update with an optimizer that runs op by op, or as a graph, as in MindSpore's own step in PYNATIVE mode."""
 
     def __init__(self, owner: str, update: Update) -> None:
         self.optimizer, self.sums = update.optimizer, update.reducer.sums
         self.optimizer.init_parameters_data()
         self.is_users = is_user(type(self.optimizer))
-        self.mean_gradients = Compiled(lambda: Method(update, "mean_gradients"), owner, "the mean gradient")
-        self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
+        self.mean_gradients: Callable[..., tuple[Tensor, Grads]] = update.means_at_once
+        self.end: Callable[[Tensor], object] = update.end_at_once
+        if not update.fits_kernels():
+            self.mean_gradients = Compiled(lambda: Method(update, "mean_gradients"), owner, "the mean gradient")
+            self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
+        # Called op by op, the graph of MindSpore would keep using the old weights after a checkpoint was loaded.
+        compiles = update.fits_kernels() and compiles_itself(self.optimizer)
+        self.graph = Compiled(lambda: Method(update, "optimize"), owner, "the optimizer") if compiles else None
         # The optimizer and optimizers inside it, each of which may have parts that MindSpore compiles.
         self.optimizers = optimizers_in(self.optimizer)
         self.all_parameters = [each for optimizer in self.optimizers for each in all_parameters(optimizer)]
@@ -154,6 +193,14 @@ class EagerUpdate:
 
     def __call__(self, *norm_and_limit: Tensor) -> Tensor:
         clipped_norm, grads = self.mean_gradients(*norm_and_limit)
+        if self.graph is None:
+            self._run_op_by_op(grads)
+        else:
+            self.graph(NOTHING)
+        self.end(NOTHING)
+        return clipped_norm
+
+    def _run_op_by_op(self, grads: Grads) -> None:
         # If parameters or states have moved in memory, MindSpore must recompile its parts of the optimizer. Those of
         # `mindspore.experimental` are looked up by the phase, and would keep using the old memory.
         places = self._places()
@@ -168,8 +215,6 @@ class EagerUpdate:
             run(grads or tuple(total.value() if self.is_users else total for total in self.sums))
         # A user's optimizer may have moved them itself.
         self.places = self._places() if self.is_users else places
-        self.end(NOTHING)
-        return clipped_norm
 
     def _places(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.all_parameters]

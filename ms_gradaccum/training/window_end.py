@@ -4,12 +4,14 @@ import math
 from dataclasses import replace
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import argument_error, warn
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
 from ms_gradaccum.backend.device import device_target
+from ms_gradaccum.backend.kernels import at_once
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, scale_for
 from ms_gradaccum.backend.tensors import Done
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
@@ -45,6 +47,8 @@ class WindowEnd(nn.Cell):
         self.reports: dict[tuple[bool, bool], Compiled] = {}
         # The keys are the kind of clip of the caller (None: the window's own), and whether the optimizer runs op by op.
         self.updates: dict[tuple[type | None, bool], Compiled | EagerUpdate] = {}
+        # True if the host can compute the report where the user's code runs op by op. A graph of it takes 7 MB.
+        self.fits_host = reducer.fits_kernels() and len(self.buffer.totals()) == 2 and not self.loss_scale.scales
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
@@ -108,8 +112,8 @@ class WindowEnd(nn.Cell):
         return output + report[9:]
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
-        compiled = [each for each in self.updates.values() if isinstance(each, Compiled)]
-        return [self, self.update, self.run_partial_report, *self.reports.values(), *compiled]
+        compiled = [each.graph if isinstance(each, EagerUpdate) else each for each in self.updates.values()]
+        return [self, self.update, self.run_partial_report, *self.reports.values(), *filter(None, compiled)]
 
     def reduce(self, is_reduced: bool = False) -> StepOutput:
         """Run the first half from the host. ``is_reduced`` is True if the ranks have reduced the sums already."""
@@ -118,6 +122,9 @@ class WindowEnd(nn.Cell):
             got, remedy = f"{count} where it had {known}", "Build a new step after add_param_group()."
             raise ValueError(argument_error(self.owner, "optimizer", "one whose parameters stay the same", got, remedy))
         self.eager = runs_eagerly(self.compiles)
+        knows_rate = self.eager or not self.learning_rate.is_recorded
+        if runs_eagerly(self.settings.compiles) and self.fits_host and knows_rate:
+            return self._report_on_host()
         key = not is_reduced, not self.eager
         if key not in self.reports:
             self.reports[key] = Compiled(lambda: Method(self, "report", *key), self.owner, "the report")
@@ -126,13 +133,27 @@ class WindowEnd(nn.Cell):
             items[6] = self.learning_rate.before_update()
         return StepOutput(*items)
 
+    def _report_on_host(self) -> StepOutput:
+        """Return what `report` does, of one process and in float32."""
+        loss, weight = (np.float32(each.asnumpy()) for each in self.buffer.totals())
+        inverse = np.float32(1) / weight if weight else weight
+        norm = np.sqrt(at_once("sum_of_squares", *self.reducer.sums).asnumpy()[0]) * inverse
+        overflow = not np.isfinite(norm)
+        updated = bool(weight > 0.0) and not (overflow and self.loss_scale.skips_overflow)
+        self.is_bad, scale, norm = Tensor(overflow), self.loss_scale.value(), Tensor(norm)
+        rate, items = self.learning_rate.before_update(), (self.is_bad, scale, Tensor(updated), norm, norm)
+        output = StepOutput(Tensor(loss * inverse), *items, rate, Tensor(weight))
+        output.is_updated, output.has_overflow = updated, overflow
+        return output
+
     def finish(self, output: StepOutput, clip: ClipByGlobalNorm | ClipByValue | None = None) -> StepOutput:
         """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
         # The limit of a clip is an input, so that a new one needs no new graph.
         limit: tuple[Tensor, ...] = ()
         if clip is not None:
             limit = (Tensor(clip.limit if isinstance(clip, ClipByValue) else clip.max_norm, ms.float32),)
-        key = None if clip is None else type(clip), self.eager
+        host = self.eager or runs_eagerly(self.settings.compiles)
+        key = None if clip is None else type(clip), host
         if key not in self.updates:
             update = self.update
             if clip is not None:
@@ -140,7 +161,7 @@ class WindowEnd(nn.Cell):
                 update = Update(update.optimizer, self.reducer, settings, update.handed_scale)
                 like_mode(update, self.update)
             update.needs_call = needs_call(update.optimizer)
-            if self.eager:
+            if self.eager or (host and update.fits_kernels()):
                 self.updates[key] = EagerUpdate(self.owner, update)
             else:
                 self.updates[key] = Compiled(lambda: update, self.owner, "the optimizer")

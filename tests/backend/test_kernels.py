@@ -10,13 +10,14 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.experimental import optim
 from quick_mindspore import compiling
 from step_probe import Weights, operators
 
-from ms_gradaccum import GradAccumulation, TrainOneStepCell
+from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend import kernels
 from ms_gradaccum.backend.device import with_condition
-from ms_gradaccum.backend.kernels import add_in_place, fill_in_place, scale_in_place, sum_of_squares
+from ms_gradaccum.backend.kernels import add_in_place, at_once, fill_in_place, scale_in_place, sum_of_squares
 
 ODD = np.array([0.0, -0.0, 1e-37, -1e-30, 3.4e38, np.inf, -np.inf, np.nan, 1.0], np.float32)
 
@@ -285,4 +286,50 @@ def test_each_gradient_is_added_by_it_however_rows_change(columns, operator, mod
     np.testing.assert_allclose(network.weight.asnumpy(), expected, rtol=1e-5)
     steps = step.body.window.micro_steps
     (compiled,) = [each.adding for each in steps.eager.values()] or steps.by_structure.values()
-    assert operators(compiled.cell, compiled.cell.current_phase).count(operator) >= 1
+    # Op by op the kernel adds all gradients without a graph.
+    if mode == ms.GRAPH_MODE or not kernels.has_kernels():
+        assert operators(compiled.cell, compiled.cell.current_phase).count(operator) >= 1
+
+
+@needs_kernels
+def test_one_call_of_a_kernel_takes_many_tensors(eager):
+    shapes = [(), (3,), (2, 5), (1, 1, 4)]
+    starts, parts = ([numbers(shape, seed) for shape in shapes] for seed in (0, 1))
+    totals = [Parameter(Tensor(start), f"total {i}") for i, start in enumerate(starts)]
+    at_once("add_all_in_place", Tensor(3.0, ms.float32), *totals, *map(Tensor, parts))
+    sums = [start + 3 * part for start, part in zip(starts, parts)]
+    squares = at_once("sum_of_squares", *totals).asnumpy()
+    np.testing.assert_allclose(squares, [sum((total**2).sum() for total in sums)], rtol=1e-6)
+    at_once("scaled_in_place", Tensor(0.5, ms.float32), *totals)
+    for total, expected in zip(totals, sums):
+        np.testing.assert_allclose(total.asnumpy(), expected / 2, rtol=1e-6)
+    count = Parameter(Tensor(7, ms.int32), "count")
+    at_once("filled_in_place", Tensor(0.0, ms.float32), *totals, count)
+    assert [np.abs(each.asnumpy()).max() for each in (*totals, count)] == [0] * 5
+
+
+@needs_kernels
+def test_parts_of_other_shapes_are_refused_among_many():
+    one, totals = np.ones(()), [np.zeros(2), np.zeros(3)]
+    assert answer("add_all_in_place", one, *totals, np.ones(2), np.ones(3)) == 0
+    assert answer("add_all_in_place", one, *totals, np.ones(3), np.ones(2)) == 1
+    assert answer("add_all_in_place", one, *totals, np.ones(2)) == 1
+
+
+@needs_kernels
+@pytest.mark.parametrize("clip", [None, ClipByGlobalNorm(0.5)], ids=["no clip", "clip"])
+@pytest.mark.parametrize("optimizer", [nn.Momentum, optim.SGD], ids=["compiled", "op by op"])
+def test_a_window_without_graphs_is_that_of_graphs(optimizer, clip, monkeypatch):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    found = []
+    for _ in range(2):
+        network = Weights(3)
+        made = optimizer([network.weight], 0.5, 0.9)
+        step = TrainOneStepCell(GradAccumulation(network, 3), made, clip=clip, check_loss=False)
+        outputs = [step(Tensor(numbers((rows, 3), rows) + 1)) for rows in (8, 6)]
+        reports = [float(each.asnumpy()) for output in outputs for each in output._asdict().values()]
+        found.append([*reports, *network.weight.asnumpy()])
+        assert {str(each.dtype) for each in outputs[0]._asdict().values()} == {"Float32", "Bool"}
+        monkeypatch.setattr(kernels, "_scaled_add_in_place", None)
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    assert network.weight.asnumpy().any()
