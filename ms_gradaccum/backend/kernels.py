@@ -11,8 +11,6 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops.primitive import Primitive, _primexpr
 
-from ms_gradaccum.backend.compiled import op_by_op
-
 # Built from kernels.cc if a C++ compiler was available. It is a library of functions, not a module.
 LIBRARY = Path(__file__).with_name(f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
 # These kernels are single-threaded. With more cores, MindSpore's own kernels use more threads and catch up.
@@ -124,8 +122,7 @@ def spread(number: Tensor, like: Parameter) -> Tensor:
 
 def at_once(kernel: str, *tensors: Tensor) -> Tensor:
     """Run one of these kernels op by op on many float32 tensors, which takes hardly longer than on one."""
-    with op_by_op():
-        result: Tensor = globals()[f"_{kernel}"](*tensors)
+    result: Tensor = globals()[f"_{kernel}"](*tensors)
     return result
 
 

@@ -133,7 +133,8 @@ class AddMicroBatch(nn.Cell):
         for (begin, end), reducer in zip(self.bounds, self.reducers):
             totals += [*reducer.buffer.totals(), *reducer.sums]
             parts += [value, weight, *grads[begin:end]]
-        at_once("add_all_in_place", factor if self.counts_rows else ONE, *totals, *parts)
+        with op_by_op():
+            at_once("add_all_in_place", factor if self.counts_rows else ONE, *totals, *parts)
 
     def totals(self, value: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss sum, the weight and the factor of the gradients, from that of the backward start."""
@@ -265,7 +266,8 @@ class EagerMicroStep:
         else:
             values, grads = self._values_and_grads(share, tensors)
         self.reducer.end_micro_batch()
-        if self.at_once and fits_kernels(values[0].dtype, values[1].dtype):
+        # A hook of the user's may return a gradient of another dtype.
+        if self.at_once and fits_kernels(*(each.dtype for each in (*values, *grads))):
             self.has_run = True
             self.adding.cell.add_at_once(factor, *values, *grads)
             # All micro batches of a batch have one factor, without which their mean is the same.

@@ -138,12 +138,13 @@ class Update(nn.Cell):
         clip: Any = self.by_norm
         with op_by_op():
             factor, clipped_norm = inverse * clip.factor(norm, *limit), clip.norm_after(norm, *limit)
-        at_once("scaled_in_place", factor, *self.reducer.sums)
+            at_once("scaled_in_place", factor, *self.reducer.sums)
         return clipped_norm, ()
 
     def end_at_once(self, nothing: Tensor) -> None:
         """Clear the buffer op by op, with one operator. The zero of a float is that of an int."""
-        at_once("filled_in_place", NOTHING, *self.buffer.sums, *self.buffer.scalars)
+        with op_by_op():
+            at_once("filled_in_place", NOTHING, *self.buffer.sums, *self.buffer.scalars)
 
     def optimize(self, done: Done) -> Done:
         """Run the optimizer alone, on the sums, as part of a graph."""

@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
 from ms_gradaccum._checks import argument_error, warn
-from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, runs_eagerly
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op, runs_eagerly
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.kernels import at_once
 from ms_gradaccum.backend.optimizers import LearningRate, compiles_itself, needs_call, scale_for
@@ -137,7 +137,8 @@ class WindowEnd(nn.Cell):
         """Return what `report` does, of one process and in float32."""
         loss, weight = (np.float32(each.asnumpy()) for each in self.buffer.totals())
         inverse = np.float32(1) / weight if weight else weight
-        norm = np.sqrt(at_once("sum_of_squares", *self.reducer.sums).asnumpy()[0]) * inverse
+        with op_by_op():
+            norm = np.sqrt(at_once("sum_of_squares", *self.reducer.sums).asnumpy()[0]) * inverse
         overflow = not np.isfinite(norm)
         updated = bool(weight > 0.0) and not (overflow and self.loss_scale.skips_overflow)
         self.is_bad, scale, norm = Tensor(overflow), self.loss_scale.value(), Tensor(norm)

@@ -333,3 +333,16 @@ def test_a_window_without_graphs_is_that_of_graphs(optimizer, clip, monkeypatch)
         monkeypatch.setattr(kernels, "_scaled_add_in_place", None)
     np.testing.assert_allclose(*found, rtol=1e-6)
     assert network.weight.asnumpy().any()
+
+
+def test_a_gradient_that_a_hook_has_rounded_is_not_read_as_float32():
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    found = []
+    for dtype in (ms.float32, ms.float16):
+        network = Weights(3)
+        network.weight.register_hook(lambda grad, dtype=dtype: ops.cast(grad, dtype))
+        step = TrainOneStepCell(GradAccumulation(network, 3), nn.SGD([network.weight], 0.5), check_loss=False)
+        step(Tensor(numbers((6, 3), 0)))
+        found.append(network.weight.asnumpy())
+    np.testing.assert_allclose(*found, rtol=1e-2)
+    assert np.abs(found[0]).max() > 0.1
