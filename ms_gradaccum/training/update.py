@@ -129,17 +129,15 @@ class Update(nn.Cell):
 
     def fits_kernels(self) -> bool:
         """Return whether the means need no graph where the user's code runs op by op."""
-        plain = self.by_norm is not None and self.handed_scale == 1.0 and not self.loss_scale.scales
-        return plain and self.reducer.fits_kernels()
+        return self.by_norm is not None and self.handed_scale == 1.0 and self.reducer.fits_kernels()
 
     def means_at_once(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
         """Return as `mean_gradients`, op by op, with one operator for all sums."""
-        inverse = Tensor(np.float32(1) / self.buffer.weight.asnumpy(), ms.float32)
         clip: Any = self.by_norm
         with op_by_op():
-            factor, clipped_norm = inverse * clip.factor(norm, *limit), clip.norm_after(norm, *limit)
+            factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight()) * clip.factor(norm, *limit)
             at_once("scaled_in_place", factor, *self.reducer.sums)
-        return clipped_norm, ()
+            return clip.norm_after(norm, *limit), ()
 
     def end_at_once(self, nothing: Tensor) -> None:
         """Clear the buffer op by op, with one operator. The zero of a float is that of an int."""

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import mindspore as ms
-import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.primitive import _primexpr
 
@@ -47,8 +46,8 @@ class WindowEnd(nn.Cell):
         self.reports: dict[tuple[bool, bool], Compiled] = {}
         # The keys are the kind of clip of the caller (None: the window's own), and whether the optimizer runs op by op.
         self.updates: dict[tuple[type | None, bool], Compiled | EagerUpdate] = {}
-        # True if the host can compute the report where the user's code runs op by op. A graph of it takes 7 MB.
-        self.fits_host = reducer.fits_kernels() and len(self.buffer.totals()) == 2 and not self.loss_scale.scales
+        # True if the report needs no graph, which takes 7 MB, where the user's code runs op by op.
+        self.fits_kernels = reducer.fits_kernels()
         # The number of windows in a row that a graph has skipped.
         name = f"accu_grads.{reducer.buffer.names[0]}.window_skipped"
         self.skipped = Parameter(Tensor(0, ms.int32), name, requires_grad=False)
@@ -60,10 +59,15 @@ class WindowEnd(nn.Cell):
     def report(self, reduces: bool, has_rate: bool, done: Done) -> tuple[Tensor, ...]:
         """Run the first half in a graph. Return True for a loss scale that was too large, and a StepOutput's items."""
         reduced = ops.depend(self.reducer.reduce(), done) if reduces else done
-        loss = ops.depend(self.buffer.mean_loss(), (reduced, done))
+        norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
+        rate = self.learning_rate() if has_rate else Tensor(math.nan, ms.float32)
+        return self.report_items(norm, rate, (reduced, done))
+
+    def report_items(self, norm: Tensor, rate: Tensor, reduced: Done) -> tuple[Tensor, ...]:
+        """Return as `report`, from the norm of the sums, after ``reduced``."""
+        loss = ops.depend(self.buffer.mean_loss(), reduced)
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
         # The norm of the sums is divided, which saves a pass over the gradient.
-        norm = ops.depend(self.reducer.norm(tuple(self.reducer.sums)), reduced)
         norm = norm * self.loss_scale.unscaled(self.buffer.reciprocal_weight())
         overflow, updated = decide(norm, weight, self.loss_scale.skips_overflow)
         bad = overflow
@@ -71,7 +75,6 @@ class WindowEnd(nn.Cell):
             bad = ops.logical_or(bad, ops.greater(ops.depend(self.buffer.dropped + 0.0, reduced), 0.0))
             # All of it was left out.
             overflow = ops.logical_or(overflow, ops.logical_and(bad, ops.logical_not(ops.greater(weight, 0.0))))
-        rate = self.learning_rate() if has_rate else Tensor(math.nan, ms.float32)
         others = self.buffer.other_losses_after(reduced)
         return (bad, loss, overflow, self.loss_scale.value(), updated, norm, norm, rate, weight, *others)
 
@@ -123,8 +126,11 @@ class WindowEnd(nn.Cell):
             raise ValueError(argument_error(self.owner, "optimizer", "one whose parameters stay the same", got, remedy))
         self.eager = runs_eagerly(self.compiles)
         knows_rate = self.eager or not self.learning_rate.is_recorded
-        if runs_eagerly(self.settings.compiles) and self.fits_host and knows_rate:
-            return self._report_on_host()
+        if runs_eagerly(self.settings.compiles) and self.fits_kernels and knows_rate:
+            with op_by_op():
+                norm = ops.sqrt(at_once("sum_of_squares", *self.reducer.sums).reshape(()))
+                self.is_bad, *items = self.report_items(norm, self.learning_rate.before_update(), ())
+            return StepOutput(*items)
         key = not is_reduced, not self.eager
         if key not in self.reports:
             self.reports[key] = Compiled(lambda: Method(self, "report", *key), self.owner, "the report")
@@ -132,20 +138,6 @@ class WindowEnd(nn.Cell):
         if self.eager:
             items[6] = self.learning_rate.before_update()
         return StepOutput(*items)
-
-    def _report_on_host(self) -> StepOutput:
-        """Return what `report` does, of one process and in float32."""
-        loss, weight = (np.float32(each.asnumpy()) for each in self.buffer.totals())
-        inverse = np.float32(1) / weight if weight else weight
-        with op_by_op():
-            norm = np.sqrt(at_once("sum_of_squares", *self.reducer.sums).asnumpy()[0]) * inverse
-        overflow = not np.isfinite(norm)
-        updated = bool(weight > 0.0) and not (overflow and self.loss_scale.skips_overflow)
-        self.is_bad, scale, norm = Tensor(overflow), self.loss_scale.value(), Tensor(norm)
-        rate, items = self.learning_rate.before_update(), (self.is_bad, scale, Tensor(updated), norm, norm)
-        output = StepOutput(Tensor(loss * inverse), *items, rate, Tensor(weight))
-        output.is_updated, output.has_overflow = updated, overflow
-        return output
 
     def finish(self, output: StepOutput, clip: ClipByGlobalNorm | ClipByValue | None = None) -> StepOutput:
         """Run the second half of an update, with the norm in ``output``. A ``clip`` replaces the window's own."""
