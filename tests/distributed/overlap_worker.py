@@ -16,7 +16,7 @@ from quick_mindspore import eagerly  # noqa: E402
 from scenarios import batch, share, weights_of  # noqa: E402
 
 from ms_gradaccum import ClipByGlobalNorm, DataParallel, GradAccumulation, MixedPrecision, TrainOneStepCell  # noqa: E402
-from ms_gradaccum.parallel import layout  # noqa: E402
+from ms_gradaccum.parallel import backward_messages, layout  # noqa: E402
 
 BUCKET = 70  # Elements of a message here, so that a small network has several.
 SETTINGS = {
@@ -143,7 +143,8 @@ def fail(place, settings, rank, results):
 
 def main():
     rank, results = get_rank(), {}
-    with eagerly(), mock.patch.object(layout, "BUCKET_SIZE", BUCKET):
+    on_cpu = mock.patch.object(backward_messages, "_ASYNC", ("CPU",))
+    with eagerly(), on_cpu, mock.patch.object(layout, "BUCKET_SIZE", BUCKET):
         for name in SETTINGS:
             train(name, rank, results)
         run_out_of_data(rank, results)
