@@ -49,7 +49,7 @@ def _plan(item: object, saved: object, what: str) -> _Steps:
         current, new, place = vars(item)[name], saved[name], f"{what}.{name}"
         if _is_plain(current):
             _check(_is_plain(new) and _kind(new) == _kind(current), place)
-            steps.append(partial(setattr, item, name, type(current)(new) if isinstance(current, tuple) else new))
+            steps.append(partial(setattr, item, name, _like(current, new)))
         else:
             steps += _plan_inside(current, new, place)
     return steps
@@ -65,10 +65,9 @@ def _plan_inside(current: Any, saved: Any, what: str) -> _Steps:
         for index, (own, its) in enumerate(zip(current, saved)):
             if not _is_plain(own):
                 steps += _plan_inside(own, its, what)
-            elif its != _as_json(own):
-                # Other items of a tuple could not be put back.
-                _check(isinstance(current, list) and _is_plain(its) and _kind(its) == _kind(own), what)
-                steps.append(partial(setitem, current, index, type(own)(its) if isinstance(own, tuple) else its))
+            elif isinstance(current, list):  # The numbers of a tuple are constants.
+                _check(_is_plain(its) and _kind(its) == _kind(own), what)
+                steps.append(partial(setitem, current, index, _like(own, its)))
         return steps
     try:
         tensor = Tensor(saved, current.dtype)
@@ -89,6 +88,13 @@ def assign_in_place(parameter: Parameter, value: Tensor) -> None:
 
 def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _PLAIN)
+
+
+def _like(current: Any, new: Any) -> Any:
+    """Return a list of JSON as the kind of tuple that ``current`` is."""
+    if not isinstance(current, tuple):
+        return new
+    return current._make(new) if hasattr(current, "_make") else type(current)(new)
 
 
 def _kind(value: object) -> type:

@@ -106,6 +106,9 @@ class MixedPrecision:
         given, remedy = self.reduce_dtype, "It is the dtype of messages between processes."
         asked = (ms.float32, *half), "float32, float16 or bfloat16", remedy
         if isinstance(given, Mapping):
+            is_named = bool(given) and all(isinstance(pattern, str) for pattern in given)
+            rule, way = "a dtype, or a dict of a dtype per pattern", "For example {'*weight': 'fp16'}."
+            require(is_named, _OWNER, "reduce_dtype", rule, given, way)
             dtypes: Any = {name: _dtype_of(f"reduce_dtype[{name!r}]", each, *asked) for name, each in given.items()}
         else:
             dtypes = _dtype_of("reduce_dtype", given, *asked)

@@ -14,14 +14,19 @@ from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 # MindSpore has no asynchronous collectives op by op for GPUs. On CPU the cores that send are those that compute: two
 # processes on 2 cores took 1.6 times the time.
 _ASYNC = ("Ascend",)
+_CHANGED = (
+    "For 'DataParallel', with overlap a gradient must be complete when the backward pass has made it, but that of "
+    "{name!r} has changed later (by a gradient inside construct, or a hook that it registers). Leave overlap out."
+)
 
 
 class BackwardMessages:
     """All-reduce the sums and the last gradients of a window, message by message, as these gradients arrive.
 
-    A hook of a parameter gets its gradient as soon as it is complete. The messages are those of `reduce_kept` in the
-    same order, so that ranks without rows, which call that, take part in them. The caller sends the last one, with the
-    loss and the weight.
+    A hook of a parameter gets its gradient as soon as it is complete. Where `construct` takes gradients of its own, or
+    registers hooks, that is another one than the pass returns: `finish` raises. The messages are those of `reduce_kept`
+    in the same order, so that ranks without rows, which call that, take part in them. The caller sends the last one,
+    with the loss and the weight.
     """
 
     def __init__(self, reducer: DataParallelReducer) -> None:
@@ -52,13 +57,15 @@ class BackwardMessages:
         finally:
             for handle in handles:
                 handle.remove()
-            self.grads = {**self.grads}
+            # MindSpore 2.10 keeps removed hooks after an error in a backward pass, and goes on to call them.
+            kept = {**self.grads}
+            self.grads.clear()
+            self.grads = kept
 
     def _hook(self, index: int, grads: dict[int, Tensor]) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
-            # After an error in a backward pass, MindSpore 2.10 goes on to call hooks that have been removed.
             if self.grads is grads:
-                grads[index] = grad
+                grads.setdefault(index, grad)
                 self._send_complete()
 
         return hook
@@ -67,7 +74,7 @@ class BackwardMessages:
         """Send the messages that are complete, in their order, which is the same on all ranks."""
         while len(self.sent) < len(self.buckets) and all(i in self.grads for i in self.buckets[len(self.sent)]):
             factor = self.factor()
-            self._send([self.sums[i] + self.grads.pop(i) * factor for i in self.buckets[len(self.sent)]])
+            self._send([self.sums[i] + self.grads[i] * factor for i in self.buckets[len(self.sent)]])
 
     def _send(self, totals: Sequence[Tensor]) -> None:
         message = ops.concat([ops.cast(total, ms.float32).reshape(-1) for total in totals])
@@ -75,8 +82,9 @@ class BackwardMessages:
 
     def finish(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Send what no hook has seen of the gradients of the parameters, and return the reduced messages."""
-        missing = (i for bucket in self.buckets[len(self.sent) :] for i in bucket)
-        self.grads |= {i: grads[i] for i in missing if i not in self.grads}
+        for i in (i for bucket in self.buckets for i in bucket):
+            if self.grads.setdefault(i, grads[i]).data_ptr() != grads[i].data_ptr():
+                raise RuntimeError(_CHANGED.format(name=self.sums[i].name.removeprefix("accu_grads.")))
         self._send_complete()
         return self._waited()
 

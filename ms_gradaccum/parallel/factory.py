@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 import mindspore as ms
 import numpy as np
@@ -84,13 +85,15 @@ def build_reducers(
         _check_can_drop(owner, network)
     totals = WindowTotals(drop_non_finite, network.other_losses)
     ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
+    names = [parameter.name for optimizer in optimizers for parameter in optimizer.parameters]
+    each_dtype = iter(reduce_dtypes(dtype, names))
     reducers: list[GradientReducer] = []
     for optimizer in optimizers:
         parameters, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
+        dtypes = list(islice(each_dtype, len(parameters)))
         if kind is None:
             reducers.append(GradientReducer(parameters, GradientBuffer(parameters, dense_only, None, totals)))
             continue
-        dtypes = reduce_dtypes(dtype, [parameter.name for parameter in parameters])
         _check_sent(owner, kind, network, optimizer, dtypes)
         if world.size > 1:
             _start_alike(owner, kind, network, optimizer)

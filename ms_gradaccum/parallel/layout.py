@@ -194,7 +194,7 @@ def layout_of(
         sharded += [(bucket, dtype) for bucket in fill_buckets(cut, sizes, BUCKET_SIZE)]
     behind = tuple(range(len(sizes), len(sizes) + len(scalars)))
     in_float32 = all(dtype == ms.float32 for _, dtype in kept)
-    if isinstance(kind, DataParallel) and kind.overlap and in_float32:
+    if isinstance(kind, DataParallel) and kind.overlap and in_float32 and len(kept) > 1:
         # The gradients go out during a backward pass, and the scalars after it: they can tell that it has failed.
         kept.append((behind, ms.float32))
     elif kept and kept[0][1] == ms.float32:

@@ -237,7 +237,7 @@ class MicroStep(nn.Cell):
 
 
 class EagerMicroStep:
-    """Micro step op by op: the user's code runs in Python, hooks included, and a graph adds the gradients."""
+    """Micro step op by op: the user's code runs in Python, hooks included. A graph or a kernel adds the gradients."""
 
     structure: Hashable = None  # That of the inputs of the current batch.
     has_run = False  # True once the last call has started to add gradients.
@@ -266,15 +266,16 @@ class EagerMicroStep:
         else:
             values, grads = self._values_and_grads(share, tensors)
         self.reducer.end_micro_batch()
-        # A hook of the user's may return a gradient of another dtype.
-        if self.at_once and fits_kernels(*(each.dtype for each in (*values, *grads))):
-            self.has_run = True
-            self.adding.cell.add_at_once(factor, *values, *grads)
-            # All micro batches of a batch have one factor, without which their mean is the same.
-            return (*values, NOTHING)
         try:
-            outputs: tuple[Tensor, ...] = self.adding(factor, *values, *(grads if self.adds_grads else ()))
-            return outputs
+            # A hook of the user's may return a gradient of another dtype.
+            if self.at_once and fits_kernels(*(each.dtype for each in (*values, *grads))):
+                self.adding.has_run = True
+                self.adding.cell.add_at_once(factor, *values, *grads)
+                outputs: tuple[Tensor, ...] = (NOTHING,)
+            else:
+                outputs = self.adding(factor, *values, *(grads if self.adds_grads else ()))
+            # All micro batches of a batch have one factor, without which their mean is the same.
+            return (*values, NOTHING) if self.at_once else outputs
         finally:
             self.has_run = self.adding.has_run
 
@@ -291,12 +292,12 @@ class EagerMicroStep:
         self, messages: BackwardMessages, share: Tensor, factor: Tensor, tensors: Outputs
     ) -> tuple[Sequence[Tensor], Outputs]:
         """Return the outputs of `WeightedLoss` and the messages that have gone out, reduced over the ranks."""
-        self.has_failed_for_all = False
         try:
             sending = messages.sending(self.parameters, lambda: self.grad_factor(self.values[1], factor))
             values, grads = self._values_and_grads(share, tensors, sending)
             return values, messages.finish(grads)
         except Exception:
+            messages.grads = {}
             if messages.sent:
                 # A weight of -Inf tells the other ranks to drop the window.
                 value, _, *others = self.values

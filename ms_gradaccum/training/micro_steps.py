@@ -102,6 +102,8 @@ class MicroSteps:
             self.loss_check.before_batch()
         # A callback may raise before its first run.
         steps[0].has_run = False
+        if isinstance(steps[-1], EagerMicroStep):
+            steps[-1].has_failed_for_all = False
         try:
             for index, (step, (rows, tensors)) in enumerate(zip(steps, parts)):
                 if heard:

@@ -140,7 +140,7 @@ class Update(nn.Cell):
             return clip.norm_after(norm, *limit), ()
 
     def end_at_once(self, nothing: Tensor) -> None:
-        """Clear the buffer op by op, with one operator. The zero of a float is that of an int."""
+        """Clear the buffer op by op, with one operator. Zero has the same bytes as a float and as an int."""
         with op_by_op():
             at_once("filled_in_place", NOTHING, *self.buffer.sums, *self.buffer.scalars)
 

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, warn, warn_of_dropped
-from ms_gradaccum.backend.compiled import NOTHING, Compiled
+from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
 from ms_gradaccum.batch.split import hash_of
@@ -138,7 +138,7 @@ class Window:
         return can and isinstance(error, Exception) and not isinstance(error, StopIteration)
 
     def partial_output(self) -> StepOutput:
-        output = StepOutput(*self.ends[0].run_partial_report(NOTHING))
+        output = self.ends[0].run_partial_report()
         return output if self.has_loss else output._replace(loss=None)
 
     def reduce(self) -> StepOutput:

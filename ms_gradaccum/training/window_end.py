@@ -41,10 +41,10 @@ class WindowEnd(nn.Cell):
         self.learning_rate = LearningRate(optimizer)
         self.eager = False  # True if the optimizer runs op by op in the current window.
         self.update = Update(optimizer, reducer, settings, scale_for(self.owner, optimizer, self.loss_scale))
-        self.run_partial_report = Compiled(lambda: Method(self, "partial_report"), self.owner, "the report")
+        self.compiled_partial_report = Compiled(lambda: Method(self, "partial_report"), self.owner, "the report")
         # The keys say whether the ranks reduce the sums in it, and whether it has the learning rate, a user's code.
         self.reports: dict[tuple[bool, bool], Compiled] = {}
-        # The keys are the kind of clip of the caller (None: the window's own), and whether the optimizer runs op by op.
+        # The keys are the kind of clip of the caller (None: the window's own), and whether an `EagerUpdate` may run it.
         self.updates: dict[tuple[type | None, bool], Compiled | EagerUpdate] = {}
         # True if the report needs no graph, which takes 7 MB, where the user's code runs op by op.
         self.fits_kernels = reducer.fits_kernels()
@@ -86,6 +86,13 @@ class WindowEnd(nn.Cell):
         others = self.buffer.other_losses_after(done)
         return (loss, no, self.loss_scale.value(), no, unknown, unknown, unknown, weight, *others)
 
+    def run_partial_report(self) -> StepOutput:
+        """Return `partial_report` from the host."""
+        if self.fits_kernels and runs_eagerly(self.settings.compiles):
+            with op_by_op():
+                return StepOutput(*self.partial_report(NOTHING))
+        return StepOutput(*self.compiled_partial_report(NOTHING))
+
     def after_batch(self, done: Done, batches_of_window: int) -> tuple[Tensor, ...]:
         """Count a batch as part of a graph, after ``done``, and end a full window. Return the items of a StepOutput."""
         batches = ops.depend(self.buffer.count_batch(), done)
@@ -116,7 +123,7 @@ class WindowEnd(nn.Cell):
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
         compiled = [each.graph if isinstance(each, EagerUpdate) else each for each in self.updates.values()]
-        return [self, self.update, self.run_partial_report, *self.reports.values(), *filter(None, compiled)]
+        return [self, self.update, self.compiled_partial_report, *self.reports.values(), *filter(None, compiled)]
 
     def reduce(self, is_reduced: bool = False) -> StepOutput:
         """Run the first half from the host. ``is_reduced`` is True if the ranks have reduced the sums already."""

@@ -14,7 +14,7 @@ from mindspore.experimental import optim
 from quick_mindspore import compiling
 from step_probe import Weights, operators
 
-from ms_gradaccum import ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
+from ms_gradaccum import Accumulator, ClipByGlobalNorm, GradAccumulation, TrainOneStepCell
 from ms_gradaccum.backend import kernels
 from ms_gradaccum.backend.device import with_condition
 from ms_gradaccum.backend.kernels import add_in_place, at_once, fill_in_place, scale_in_place, sum_of_squares
@@ -346,3 +346,19 @@ def test_a_gradient_that_a_hook_has_rounded_is_not_read_as_float32():
         found.append(network.weight.asnumpy())
     np.testing.assert_allclose(*found, rtol=1e-2)
     assert np.abs(found[0]).max() > 0.1
+
+
+def test_micro_batches_with_and_without_the_kernel_have_one_mean_loss():
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    losses = []
+    for is_rounded in (False, True):
+        network, rounded = Weights(3), iter([False, is_rounded, False])
+        network.weight.set_data(Tensor(numbers((3,), 1)))
+        network.weight.register_hook(
+            lambda grad, rounded=rounded: ops.cast(grad, ms.float16) if next(rounded) else grad
+        )
+        accumulator = Accumulator(GradAccumulation(network, 3), nn.SGD([network.weight], 0.5), check_loss=False)
+        losses.append(float(accumulator.backward(Tensor(numbers((6, 3), 0))).asnumpy()))
+        accumulator.step()
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    assert abs(losses[0]) > 0.01

@@ -1,5 +1,6 @@
 """The objects of a training that have state: each gives it as JSON and takes it back, all of it or nothing."""
 
+import collections
 import copy
 import json
 import types
@@ -208,12 +209,16 @@ def test_parameters_inside_an_object_are_changed_in_place():
     assert (chooser.scales, chooser.name) == ([2.0], "other")
 
 
+Pair = collections.namedtuple("Pair", "a b")
+
+
 class Mixed:
     """Numbers beside parameters in one list, and in a tuple, whose numbers nobody can set."""
 
     def __init__(self, number, value):
         self.own = [Parameter(Tensor([value], ms.float32)), number, [Parameter(Tensor([value], ms.float32)), "a", (1,)]]
-        self.fixed = (Parameter(Tensor([value], ms.float32)), 3)
+        self.fixed = (Parameter(Tensor([value], ms.float32)), float("nan"))
+        self.own.append(Pair(number, 2))
 
 
 def test_numbers_in_a_list_of_parameters_come_back():
@@ -224,11 +229,12 @@ def test_numbers_in_a_list_of_parameters_come_back():
     plain_state.put(fresh, saved)
     assert fresh.own[0] is first and fresh.own[1] == 0.5 and fresh.own[2][1:] == ["b", (2,)]
     assert first.asnumpy() == fresh.own[2][0].asnumpy() == fresh.fixed[0].asnumpy() == 2.0
-    for damage in (lambda: saved["fixed"].__setitem__(1, 4), lambda: saved["own"].__setitem__(1, "x")):
-        damage()
-        other = Mixed(0.1, 1.0)
+    assert fresh.own[3] == Pair(0.5, 2) and fresh.own[3].b == 2
+    for place, value in ((1, "x"), (3, 2)):
+        other, damaged = Mixed(0.1, 1.0), copy.deepcopy(saved)
+        damaged["own"][place] = value
         with pytest.raises(DamagedState):
-            plain_state.put(other, saved)
+            plain_state.put(other, damaged)
         assert other.own[0].asnumpy() == 1.0 and other.own[1] == 0.1
 
 

@@ -45,12 +45,18 @@ class Network(nn.Cell):
                 parameter.requires_grad = name != "frozen"
                 parameter.set_data(Tensor(0.3 * numbers.normal(size=parameter.shape).astype(np.float32)))
         self.first.weight.register_hook(lambda grad: 2 * grad)
-        self.counts_rows, self.watched = loss != "tokens", ()
+        self.counts_rows, self.watched, self.handle = loss != "tokens", (), None
+        self.registers = False  # True if each pass registers a hook of a parameter anew.
 
     def construct(self, x, y):
-        hidden = ops.tanh(self.second(self.frozen(ops.tanh(self.first(ops.matmul(x, self.table))))))
+        hidden = ops.tanh(self.first(ops.matmul(x, self.table)))
         for hook in self.watched:
             hidden.register_hook(hook)
+        if self.registers:
+            if self.handle is not None:
+                self.handle.remove()
+            self.handle = self.second.weight.register_hook(lambda grad: 3 * grad)
+        hidden = ops.tanh(self.second(self.frozen(hidden)))
         errors = ops.square(ops.matmul(hidden, self.table.T)[:, :3] - y).sum(1)
         if self.counts_rows:
             return errors.mean()
@@ -110,15 +116,14 @@ def run_out_of_data(rank, results):
     results["no rows"] = weights_of(network)
 
 
-def fail(place, settings, rank, results):
-    """In the first window, the backward pass of the last micro batch of rank 1 raises, and the program goes on."""
-    network, step = build("mean", **settings)
-    passes, last = [], 3 * settings["accumulation_steps"]
-    errors = []
+def fail(place, steps, fails, rank, results):
+    """The backward passes with the numbers ``fails`` raise on rank 1, and the program goes on with further windows."""
+    network, step = build("mean", accumulation_steps=steps)
+    passes, errors, events = [], [], []
 
     def raises(grad):
         passes.append(place)
-        if rank and len(passes) == last:
+        if rank and len(passes) in fails:
             raise OverflowError("of this rank")
 
     if place == "in a layer":
@@ -127,18 +132,32 @@ def fail(place, settings, rank, results):
         network.table.register_hook(raises)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for number in range(2 * settings["accumulation_steps"]):
+        for number in range((len(fails) + 1) * steps):
             try:
-                output = step(*[Tensor(array) for array in share(batch(number), rank, 2)])
+                with noting(network, events if number < steps else []):
+                    output = step(*[Tensor(array) for array in share(batch(number), rank, 2)])
             except OverflowError as error:
                 errors.append(str(error))
-    results[f"fails {place}, {settings['accumulation_steps']}"] = {
+    results[f"fails {place}, {steps}, {len(fails)}"] = {
         "weights": weights_of(network),
         "errors": errors,
+        "sent": [events.count("message"), len(step.body.reducer.kept) - 1],
         "updates": [step.events.updates, step.events.skipped_updates, step.open_batches()],
         "warnings": [text for each in caught if "whole on all ranks" in (text := str(each.message))],
         "weight": float(output.weight.asnumpy()),
     }
+
+
+def change_a_gradient_late(rank, results):
+    """A hook that `construct` registers comes behind those that send."""
+    network, step = build("mean")
+    network.registers, start, errors = True, weights_of(network), []
+    for number in range(2):
+        try:
+            step(*[Tensor(array) for array in share(batch(number), rank, 2)])
+        except RuntimeError as error:
+            errors.append(str(error))
+    results["late"] = {"errors": errors, "is_still": weights_of(network) == start, "updates": step.events.updates}
 
 
 def main():
@@ -150,5 +169,7 @@ def main():
         run_out_of_data(rank, results)
         for place in ("in a layer", "at the table"):
             for steps in (1, 2):
-                fail(place, {"accumulation_steps": steps}, rank, results)
+                fail(place, steps, [3 * steps], rank, results)
+            fail(place, 1, [3, 4], rank, results)
+        change_a_gradient_late(rank, results)
     report(rank, results)

@@ -86,12 +86,25 @@ def test_a_rank_without_rows_takes_part(two):
 
 
 @pytest.mark.parametrize("place", ["in a layer", "at the table"])
-@pytest.mark.parametrize("steps,second", [(1, ((1,),)), (2, ((2, 3),))])
-def test_a_backward_pass_that_fails_on_one_rank_drops_the_window_on_all(place, steps, second, two):
-    expected = own_step("mean", second)
-    reports = [report[f"fails {place}, {steps}"] for report in two]
-    assert [report["errors"] for report in reports] == [[], ["of this rank"]]
+@pytest.mark.parametrize("steps,failures,rest", [(1, 1, ((1,),)), (2, 1, ((2, 3),)), (1, 2, (("rank 0 of 1",), (2,)))])
+def test_a_backward_pass_that_fails_on_one_rank_drops_the_window_on_all(place, steps, failures, rest, two):
+    """After a second failure, before anything of its batch was added, the window is that of the other rank."""
+    expected = own_step("mean", rest)
+    reports = [report[f"fails {place}, {steps}, {failures}"] for report in two]
+    assert [report["errors"] for report in reports] == [[], ["of this rank"] * failures]
     for report in reports:
-        assert report["updates"] == [1, 1, 0] and report["weight"] == 12 * steps
+        sent, most = report["sent"]
+        assert sent == most > 2
+        assert report["updates"] == [len(rest), 1, 0] and report["weight"] == 12 * steps
         assert len(report["warnings"]) >= 1
         np.testing.assert_allclose(report["weights"], expected, rtol=2e-5, atol=2e-6)
+
+
+def test_a_gradient_that_changes_after_it_was_sent_is_an_error_and_no_update(two):
+    for report in two:
+        (said,) = report["late"]["errors"]
+        assert said.startswith(
+            "For 'DataParallel', with overlap a gradient must be complete when the backward pass has "
+        )
+        assert "made it, but that of 'second.weight' has changed later" in said
+        assert report["late"]["is_still"] and report["late"]["updates"] == 0

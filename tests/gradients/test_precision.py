@@ -305,3 +305,31 @@ def test_a_level_beside_an_object_of_mindspore_says_what_is_converted():
     assert mixed_precision.combined("Model", MANAGER, "O0", None).level == "O0"
     assert mixed_precision.combined("Model", None, "auto", None) == MixedPrecision(level="auto")
     assert mixed_precision.combined("Model", None, "O0", None) is None
+
+
+@pytest.mark.parametrize("given", [{}, {1: "fp16"}, {ms.float16: "fp16"}])
+def test_a_dict_of_dtypes_has_patterns(given):
+    text = (
+        "For 'MixedPrecision', the argument 'reduce_dtype' must be a dtype, or a dict of a dtype per pattern, but got"
+    )
+    with pytest.raises(ValueError, match=text):
+        MixedPrecision(reduce_dtype=given)
+    with pytest.raises(ValueError, match=r"reduce_dtype\['\*'\]' must be float32, float16 or bfloat16, but got 'int8'"):
+        MixedPrecision(reduce_dtype={"*": "int8"})
+
+
+def test_a_pattern_that_no_parameter_fits_is_refused_in_one_process_too(eager):
+    network = line()
+    precision = MixedPrecision(level="O0", reduce_dtype={"*typo": "fp16"})
+    with pytest.raises(ValueError, match=r"patterns of parameter names, but got '\*typo', which fits none"):
+        TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), sgd(network), mixed_precision=precision)
+
+
+def test_a_pattern_may_fit_the_parameters_of_one_optimizer_alone(eager):
+    network = nn.SequentialCell(nn.Dense(1, 1), nn.Dense(1, 1))
+    optimizers = [nn.SGD(cell.trainable_params(), 0.1) for cell in network]
+    precision = MixedPrecision(level="O0", init_scale=1.0, reduce_dtype={"1.*": "fp16"})
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizers, mixed_precision=precision)
+    x = ops.ones((4, 1))
+    accumulator.backward(x, x)
+    assert accumulator.step().is_updated
