@@ -290,7 +290,8 @@ def test_changes_between_training_evaluation_and_prediction_compile_nothing_anew
         model.predict(Tensor(X))
         counts.append(len(compiled))
     assert weight_of(network) == pytest.approx(descend(ALL, ALL, ALL))
-    assert counts == [counts[0]] * 3 and counts[0] == len(set(map(id, compiled))) >= 2
+    # Op by op, a kernel may leave nothing to compile but the optimizer.
+    assert counts == [counts[0]] * 3 and counts[0] == len(set(map(id, compiled))) >= 1
 
 
 class TrainingFlags(nn.Cell):
