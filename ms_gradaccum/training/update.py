@@ -79,8 +79,7 @@ class Update(nn.Cell):
     def construct(self, norm: Tensor, *limit: Tensor) -> Tensor:
         """Update with the mean gradient, whose norm is ``norm``, and return the norm after clipping."""
         clipped_norm, grads = self.gradients(norm, *limit)
-        updated = self.optimizer(grads) if self.needs_call else self.optimizer.construct(grads)
-        clipped_norm = ops.depend(clipped_norm, self.end(updated))
+        clipped_norm = ops.depend(clipped_norm, self.end(self.optimized(grads)))
         return self.keep_storage(clipped_norm) if self.has_branches else clipped_norm
 
     def mean_gradients(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
@@ -146,10 +145,11 @@ class Update(nn.Cell):
 
     def optimize(self, done: Done) -> Done:
         """Run the optimizer alone, on the sums, as part of a graph."""
-        grads = tuple(self.reducer.sums)
-        updated = self.optimizer(grads) if self.needs_call else self.optimizer.construct(grads)
-        done = copy_after(done, updated)
+        done = copy_after(done, self.optimized(tuple(self.reducer.sums)))
         return self.keep_storage(done) if self.has_branches else done
+
+    def optimized(self, grads: Grads) -> Done:
+        return self.optimizer(grads) if self.needs_call else self.optimizer.construct(grads)
 
     def keep_storage(self, value: Tensor) -> Tensor:
         """Return ``value`` after reading all parameters of the optimizer, so that the graph follows their storage."""
@@ -168,11 +168,12 @@ class EagerUpdate:
         self.is_users = is_user(type(self.optimizer))
         self.mean_gradients: Callable[..., tuple[Tensor, Grads]] = update.means_at_once
         self.end: Callable[[Tensor], object] = update.end_at_once
-        if not update.fits_kernels():
+        needs_graphs = not update.fits_kernels()
+        if needs_graphs:
             self.mean_gradients = Compiled(lambda: Method(update, "mean_gradients"), owner, "the mean gradient")
             self.end = Compiled(lambda: Method(update, "end"), owner, "the end of the update")
         # Called op by op, the graph of MindSpore would keep using the old weights after a checkpoint was loaded.
-        compiles = update.fits_kernels() and compiles_itself(self.optimizer)
+        compiles = not needs_graphs and compiles_itself(self.optimizer)
         self.graph = Compiled(lambda: Method(update, "optimize"), owner, "the optimizer") if compiles else None
         # The optimizer and optimizers inside it, each of which may have parts that MindSpore compiles.
         self.optimizers = optimizers_in(self.optimizer)
