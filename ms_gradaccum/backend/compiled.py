@@ -253,6 +253,11 @@ def forget_passes() -> None:
     _pynative_executor.clear_res()
 
 
+def wait() -> None:
+    """Sleep until all operators under way in PYNATIVE mode are done. Before some operators MindSpore waits awake."""
+    _pynative_executor.sync()
+
+
 def graph_mode() -> AbstractContextManager[None]:
     """Switch to GRAPH mode and back."""
     return execution_mode(ms.GRAPH_MODE)

@@ -11,6 +11,8 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops.primitive import Primitive, _primexpr
 
+from ms_gradaccum.backend.compiled import wait
+
 # Built from kernels.cc if a C++ compiler was available. It is a library of functions, not a module.
 LIBRARY = Path(__file__).with_name(f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}")
 # These kernels are single-threaded. With more cores, MindSpore's own kernels use more threads and catch up.
@@ -122,6 +124,7 @@ def spread(number: Tensor, like: Parameter) -> Tensor:
 
 def at_once(kernel: str, *tensors: Tensor) -> Tensor:
     """Run one of these kernels op by op on many float32 tensors, which takes hardly longer than on one."""
+    wait()  # The kernel would wait for its inputs in a busy loop, on a core that computes them.
     result: Tensor = globals()[f"_{kernel}"](*tensors)
     return result
 

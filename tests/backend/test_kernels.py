@@ -309,6 +309,17 @@ def test_one_call_of_a_kernel_takes_many_tensors(eager):
 
 
 @needs_kernels
+def test_inputs_of_a_kernel_are_waited_for_asleep(monkeypatch, eager):
+    # A kernel that is called earlier waits in a busy loop: convolutions on one core took 1.5 times as long.
+    order = []
+    kernel = kernels._sum_of_squares
+    monkeypatch.setattr(kernels, "wait", lambda: order.append("wait"))
+    monkeypatch.setattr(kernels, "_sum_of_squares", lambda *tensors: order.append("kernel") or kernel(*tensors))
+    assert at_once("sum_of_squares", Tensor([3.0])).asnumpy().item() == 9
+    assert order == ["wait", "kernel"]
+
+
+@needs_kernels
 def test_parts_of_other_shapes_are_refused_among_many():
     one, totals = np.ones(()), [np.zeros(2), np.zeros(3)]
     assert answer("add_all_in_place", one, *totals, np.ones(2), np.ones(3)) == 0
