@@ -65,10 +65,11 @@ class WindowEnd(nn.Cell):
 
     def report_items(self, norm: Tensor, rate: Tensor, reduced: Done) -> tuple[Tensor, ...]:
         """Return as `report`, from the norm of the sums, after ``reduced``."""
-        loss = ops.depend(self.buffer.mean_loss(), reduced)
+        inverse = ops.depend(self.buffer.reciprocal_weight(), reduced)
+        loss = ops.depend(self.buffer.loss * inverse, reduced)
         weight = ops.depend(self.buffer.weight + 0.0, reduced)
         # The norm of the sums is divided, which saves a pass over the gradient.
-        norm = norm * self.loss_scale.unscaled(self.buffer.reciprocal_weight())
+        norm = norm * self.loss_scale.unscaled(inverse)
         overflow, updated = decide(norm, weight, self.loss_scale.skips_overflow)
         bad = overflow
         if self.buffer.dropped is not None:

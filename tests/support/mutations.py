@@ -79,14 +79,14 @@ MUTATIONS = (
     Mutation(
         "the clip sees gradients before they are unscaled",
         "training/window_end.py",
-        "norm = norm * self.loss_scale.unscaled(self.buffer.reciprocal_weight())",
-        "norm = norm * self.buffer.reciprocal_weight()",
+        "norm = norm * self.loss_scale.unscaled(inverse)",
+        "norm = norm * inverse",
         CLIPS,
     ),
     Mutation(
         "the norm is that of the sums, before the division",
         "training/window_end.py",
-        "norm = norm * self.loss_scale.unscaled(self.buffer.reciprocal_weight())",
+        "norm = norm * self.loss_scale.unscaled(inverse)",
         "norm = self.loss_scale.unscaled(norm)",
         CLIPS,
     ),
