@@ -118,7 +118,8 @@ class WeightedLoss(nn.Cell):
         if not isinstance(outputs, (tuple, list)):
             return found
         for i in range(begin, len(outputs)):
-            items = outputs[i] if isinstance(outputs[i], (tuple, list)) else (outputs[i],)
+            items = outputs[i].values() if isinstance(outputs[i], dict) else outputs[i]
+            items = items if isinstance(outputs[i], (tuple, list, dict)) else (items,)
             for item in items:
                 if isinstance(item, Tensor):
                     # A tensor of shape (1,) is an output for a single row, unless the first loss has that shape, too.
