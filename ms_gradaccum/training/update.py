@@ -100,6 +100,7 @@ class Update(nn.Cell):
     def factor(self, norm: Tensor, *limit: Tensor) -> Tensor:
         """Return the factor between the sums and the means, with that of a clip by the norm of all of them."""
         factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
+        # The limit is divided by the norm of the sums, whose squares are finite, so that it does not underflow.
         return factor if self.by_norm is None else factor * self.by_norm.factor(norm, *limit)
 
     def means(self, norm: Tensor, *limit: Tensor) -> Grads:
