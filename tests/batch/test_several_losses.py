@@ -57,7 +57,7 @@ def logits_between(lm, mtp, aux, logits):
 
 
 def in_a_dict(lm, mtp, aux, logits):
-    return lm, {"mtp": mtp, "logits": logits, "aux": aux}
+    return lm, {"mtp": mtp, "logits": logits}, {"all": ([aux], 3), "none": ()}
 
 
 def logits_alone(lm, mtp, aux, logits):
