@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -89,15 +88,21 @@ class Flattened:
             named = _named_axes(axis, value)
             found = [self._add(item, named[key], f"{place}[{key!r}]", in_list) for key, item in value.items()]
             return "dict", tuple(value), tuple(found)
-        return "value", type(value), _HashedByText(repr(value), value)
+        return "value", type(value), _HashedByValue(value)
 
 
-@dataclass(frozen=True)
-class _HashedByText:
-    """A Python value that is hashable as part of a structure. Its text is compared: a NaN is not equal to itself."""
+class _HashedByValue:
+    """Wrapper that makes any Python value hashable as part of a structure."""
 
-    text: str
-    value: object = field(compare=False)
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        # The text is compared because a NaN is not equal to itself.
+        return isinstance(other, _HashedByValue) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
 
 
 def _tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
