@@ -81,6 +81,18 @@ def _is_loss(shape: tuple[int, ...], dtype: ms.Type, most_axes: int = 1) -> bool
 _is_loss_in_graph = _primexpr(_is_loss)
 
 
+def _losses_in(outputs: Any, most_axes: int) -> tuple[Tensor, ...]:
+    """Return the floating-point scalars in outputs, which may be nested."""
+    items = tuple(outputs.values()) if isinstance(outputs, dict) else outputs
+    found: tuple[Tensor, ...] = ()
+    if isinstance(items, (tuple, list)):
+        for item in items:
+            found += _losses_in(item, most_axes)
+    elif isinstance(items, Tensor) and _is_loss_in_graph(items.shape, items.dtype, most_axes):
+        found += (items,)
+    return found
+
+
 def _as_number(item: Tensor) -> Tensor:
     return as_dtype(scalar(item), ms.float32)
 
@@ -114,16 +126,10 @@ class WeightedLoss(nn.Cell):
 
     def further(self, outputs: Any, begin: int, remedy: str) -> tuple[Tensor, ...]:
         """Return the floating-point scalars among ``outputs`` from the index ``begin`` on. Raise if none are wanted."""
-        found: tuple[Tensor, ...] = ()
         if not isinstance(outputs, (tuple, list)):
-            return found
-        for i in range(begin, len(outputs)):
-            items = outputs[i] if isinstance(outputs[i], (tuple, list)) else (outputs[i],)
-            for item in items:
-                if isinstance(item, Tensor):
-                    # A tensor of shape (1,) is an output for a single row, unless the first loss has that shape, too.
-                    if _is_loss_in_graph(item.shape, item.dtype, outputs[0].ndim):
-                        found += (item,)
+            return ()
+        # A tensor of shape (1,) is an output for a single row, unless the first loss has that shape, too.
+        found = _losses_in(outputs[begin:], outputs[0].ndim)
         if self.losses is None and len(found) > 0:
             _refuse_losses(len(found), remedy)
         return found

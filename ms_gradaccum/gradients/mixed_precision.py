@@ -168,11 +168,6 @@ class Precision(NamedTuple):
     text: str  # The settings, which the ranks compare.
     reduce_dtype: ms.Type | Mapping[str, ms.Type]
 
-    @property
-    def is_full(self) -> bool:
-        """True if the network is not converted and the loss is not scaled."""
-        return self.level == "O0" and type(self.loss_scale) is NoLossScale
-
 
 def levels_of(cells: Iterable[nn.Cell]) -> set[str]:
     """Return the levels of mixed precision that ``amp.auto_mixed_precision`` has converted cells to."""

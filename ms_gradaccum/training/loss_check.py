@@ -311,8 +311,7 @@ class LossLessMean(nn.Cell):
 class GradientOfRows(nn.Cell):
     def __init__(self, loss: WeightedLoss, parameters: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
-        inner = loss if loss.counts_rows else LossLessMean(loss)
-        self.gradient = ops.grad(inner, None, parameters, has_aux=True)
+        self.gradient = ops.grad(LossLessMean(loss), None, parameters, has_aux=True)
 
     def construct(self, share: Tensor, *tensors: object) -> tuple[Tensor, ...]:
         grads: tuple[Tensor, ...] = self.gradient(share, *tensors)[0]

@@ -76,7 +76,8 @@ class MicroLoss(nn.Cell):
         network, self.loss_scale, self.weighted_loss = weighted_loss.network, precision.loss_scale, weighted_loss
         cells = [cell for _, cell in network.cells_and_names()]
         # True if the network computes in 16 bits, or its loss is scaled.
-        self.half = computes_in_16_bits(network.trainable_params(), cells) or not precision.is_full
+        is_converted = precision.level != "O0" or computes_in_16_bits(network.trainable_params(), cells)
+        self.half = is_converted or precision.loss_scale.scales
         # If so, a loss with its own weight is divided by it before the backward pass.
         self.divides = divides and self.half and not weighted_loss.counts_rows
         self._get_attr_from_cell(network)

@@ -102,8 +102,6 @@ class MicroSteps:
             self.loss_check.before_batch()
         # A callback may raise before its first run.
         steps[0].has_run = False
-        if isinstance(steps[-1], EagerMicroStep):
-            steps[-1].has_failed_for_all = False
         try:
             for index, (step, (rows, tensors)) in enumerate(zip(steps, parts)):
                 if heard:
@@ -122,7 +120,7 @@ class MicroSteps:
         except BaseException as error:
             self.has_added = bool(outputs) or steps[0].has_run
             if isinstance(steps[-1], EagerMicroStep) and steps[-1].has_failed_for_all:
-                self.rounds = 0
+                self.rounds, steps[-1].has_failed_for_all = 0, False
             self.events.micro_batches = done
             if isinstance(error, Exception):
                 self.network.explain_split(error, inputs)

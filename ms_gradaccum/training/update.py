@@ -89,7 +89,7 @@ class Update(nn.Cell):
 
     def gradients(self, norm: Tensor, *limit: Tensor) -> tuple[Tensor, Grads]:
         """Return the norm after clipping and what the optimizer takes. A ``limit`` replaces that of the clip."""
-        means = self.means(self.loss_scale.unscaled(self.buffer.reciprocal_weight()), norm, *limit)
+        means = self.means(norm, *limit)
         clipped_norm = self.reducer.norm(means) if self.by_norm is None else self.by_norm.norm_after(norm, *limit)
         if self.handed_scale != 1.0:
             factor = ops.depend(Tensor(self.handed_scale, ms.float32), (clipped_norm, means))
@@ -97,12 +97,15 @@ class Update(nn.Cell):
         ready = cast_each_like(means, self.reducer.parameters)
         return clipped_norm, ops.depend(ready, self.reducer.before_update())
 
-    def means(self, factor: Tensor, norm: Tensor, *limit: Tensor) -> Grads:
-        """Replace the sums by the clipped means, chunk by chunk. The means are the sums times ``factor``."""
-        factors: Grads = ()
-        if self.by_norm is not None:
-            # The limit is divided by the norm of the sums, whose squares are finite, so that it does not underflow.
-            factor = factor * self.by_norm.factor(norm, *limit)
+    def factor(self, norm: Tensor, *limit: Tensor) -> Tensor:
+        """Return the factor between the sums and the means, with that of a clip by the norm of all of them."""
+        factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight())
+        # The limit is divided by the norm of the sums, whose squares are finite, so that it does not underflow.
+        return factor if self.by_norm is None else factor * self.by_norm.factor(norm, *limit)
+
+    def means(self, norm: Tensor, *limit: Tensor) -> Grads:
+        """Replace the sums by the clipped means, chunk by chunk."""
+        factor, factors = self.factor(norm, *limit), ()
         if self.by_group is not None:
             factors = self.by_group(factor)
             factor = ops.depend(factor, factors)
@@ -134,8 +137,7 @@ class Update(nn.Cell):
         """Return as `mean_gradients`, op by op, with one operator for all sums."""
         clip: Any = self.by_norm
         with op_by_op():
-            factor = self.loss_scale.unscaled(self.buffer.reciprocal_weight()) * clip.factor(norm, *limit)
-            at_once("scaled_in_place", factor, *self.reducer.sums)
+            at_once("scaled_in_place", self.factor(norm, *limit), *self.reducer.sums)
             return clip.norm_after(norm, *limit), ()
 
     def end_at_once(self, nothing: Tensor) -> None:

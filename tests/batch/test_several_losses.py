@@ -56,6 +56,10 @@ def logits_between(lm, mtp, aux, logits):
     return [lm, logits, mtp, 3, None, logits.argmax(), (logits, aux)]
 
 
+def in_a_dict(lm, mtp, aux, logits):
+    return lm, {"mtp": mtp, "logits": logits}, {"all": ([aux], 3), "none": ()}
+
+
 def logits_alone(lm, mtp, aux, logits):
     return lm, logits, None, 0.5, logits.argmax()
 
@@ -84,7 +88,7 @@ def check_trains(form, losses, expected, micro_size):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("form", [three, logits_between])
+@pytest.mark.parametrize("form", [three, logits_between, in_a_dict])
 def test_a_sum_trains_all_losses_and_first_the_first(form, network_mode):
     first, total = by_mindspore(three, 1), by_mindspore(three, 3)
     assert abs(first[0] - total[0]) > 1  # the first alone is another training
@@ -99,11 +103,11 @@ def test_further_outputs_that_are_no_losses_need_no_word(losses, network_mode):
     check_trains(number_per_row, losses, by_mindspore(three, 1), 5)
 
 
-@pytest.mark.parametrize(("form", "count"), [(three, "2 further scalars"), (logits_between, "2 further scalars")])
-def test_several_losses_without_a_word_are_refused(form, count, network_mode):
+@pytest.mark.parametrize("form", [three, logits_between, in_a_dict])
+def test_several_losses_without_a_word_are_refused(form, network_mode):
     text = whole(
         "For 'GradAccumulation', the argument 'losses' must say what becomes of all losses that 'network' returns, but "
-        f"got None with {count} after the first loss. {REMEDY}"
+        f"got None with 2 further scalars after the first loss. {REMEDY}"
     )
     step = keeping_step(Losses(form), 2)
     before = [parameter.asnumpy().copy() for parameter in step.get_parameters()]
