@@ -32,25 +32,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         return command.add_argument
 
     option = add("test", "train small networks here and compare with the whole batch", "--device CPU --workers 2")
-    devices, workers = ("CPU", "GPU", "Ascend"), "processes of the jobs, 1 for no job; default: %(default)s"
+    devices, workers = ("CPU", "GPU", "Ascend"), "processes of a job, 1 for no job; default: %(default)s"
     option("--device", choices=devices, help="the kind of device; default: the one that MindSpore takes here")
     option("--workers", type=int, default=2, metavar="N", help=workers)
-    option("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one of its cells; default: %(default)g")
+    option("--timeout", type=float, default=120.0, metavar="SECONDS", help="limit of one case; default: %(default)g")
     option("--output", default=_FOUND, metavar="FILE", help="where to write JSON; default: %(default)s, here")
 
     summary = "print the smallest micro_size that fits into a memory limit"
     option = add("micro-size", summary, "train.py:build --memory-limit 4GiB")
     build = "a function that returns (network, optimizer, batch); or module:build"
     option("build", metavar="train.py:build", help=build)
-    option("--memory-limit", required=True, metavar="SIZE", help="of a process on its device, such as 4GiB; required")
-    option("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one measurement; default: %(default)g")
+    option("--memory-limit", required=True, metavar="SIZE", help="limit of a training, such as 4GiB; required")
+    option("--timeout", type=float, default=600.0, metavar="SECONDS", help="limit of one process; default: %(default)g")
 
     option = add("simulate", "compile a step for several devices on this machine", "train.py:build --devices 8 --run")
     option("build", metavar="train.py:build", help="a function that returns (step, batch); or module:build")
     option("--devices", type=int, default=8, metavar="N", help="how many the job has; default: %(default)s")
     option("--run", action="store_true", help="train three updates on as many CPU processes; default: compile only")
     option("--json", metavar="FILE", help="a file for JSON, - for standard output; default: none, a table is printed")
-    option("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of all of it; default: %(default)g")
+    option("--timeout", type=float, default=3600.0, metavar="SECONDS", help="limit of all of it; default: %(default)g")
 
     option = add("plot", "draw the files of MetricsLogger into a PNG", "run.jsonl other.jsonl -o runs.png")
     option("runs", nargs="+", metavar="run.jsonl", help="files that MetricsLogger has written")

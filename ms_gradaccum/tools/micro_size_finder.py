@@ -27,8 +27,6 @@ from ms_gradaccum.training.grad_accumulation import GradAccumulation, as_grad_ac
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "find_micro_size"
-# The environment variable that marks the processes of a measurement, which must not measure in turn.
-IN_CHILD = "MS_GRADACCUM_PROBE"
 # The polling interval of a process's memory, of which it fills 1 to 3 GB in a second. Unit: seconds.
 _LOOK = 0.01
 # How far beyond the limit single rows may go, so that an error can say how much they take.
@@ -59,6 +57,10 @@ class Probe(NamedTuple):
         peak = "ended" if self.peak is None else size_text(self.peak)
         rows, verdict = counted(self.rows, "row"), "fits" if self.fits else "too much"
         return f"micro_size {self.micro_size:5}  {rows:>10}  {peak:>11}  {verdict:8}  {self.seconds:5.1f} s"
+
+
+class _OverCap(Exception):
+    """Raised where a measured process takes more memory than it may."""
 
 
 class Measured(NamedTuple):
@@ -122,7 +124,7 @@ def find_micro_size(
         >>> from ms_gradaccum import find_micro_size
         >>> micro_size = find_micro_size("train.py:build", "4GiB", report=print)  # doctest: +SKIP
     """
-    refuse_inside(_OWNER, IN_CHILD)
+    refuse_inside(_OWNER)
     if (size := current_world(_OWNER).size) > 1:
         raise RuntimeError(
             f"For '{_OWNER}', the search must run in one process, but got a job of {size}. Search before the job, for "
@@ -179,17 +181,17 @@ def measure(builder: Builder, micro_size: int, limit: int, timeout: float) -> Me
     must_run = f"For '{_OWNER}', the training must run, but with micro_size={micro_size}"
     task = {"builder": builder, "micro_size": micro_size, "limit": limit, "home": os.getcwd()}
     peak, is_killed = None, False
-    with Job(1, IN_CHILD, f"{__name__}:work", task) as job:
+    with Job(1, f"{__name__}:work", task) as job:
 
         def watch(phase: str) -> None:
             cap = begun(job.folder).cap
             if cap is not None and memory_of(job.process.pid, "VmHWM") > cap:
-                raise MemoryError
+                raise _OverCap
 
         try:
             (report,) = job.wait(timeout, watch, _LOOK)
             peak = report["peak"]
-        except MemoryError:
+        except _OverCap:
             is_killed = True
         except TimeoutError:
             rule, got = f"more than what two windows of micro_size={micro_size} take", f"{timeout:g} s"

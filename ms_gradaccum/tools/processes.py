@@ -28,6 +28,8 @@ from ms_gradaccum._checks import first_line
 _JOB_VARIABLES = frozenset(
     "MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT RANK_ID RANK_SIZE RANK_TABLE_FILE".split()
 )
+# The environment variable that marks the processes of a job, which must not start jobs in turn.
+IN_JOB = "MS_GRADACCUM_JOB"
 _PR_SET_PDEATHSIG = 1
 # It is loaded here because a process that has forked from several threads cannot load it.
 _LIBC = ctypes.CDLL(None)
@@ -60,9 +62,9 @@ class EndedError(Exception):
         self.rank = rank
 
 
-def refuse_inside(owner: str, variable: str) -> None:
-    """Raise in a process that ``owner`` itself has started, which has ``variable`` in its environment."""
-    if variable in os.environ:
+def refuse_inside(owner: str) -> None:
+    """Raise in a process of a job."""
+    if IN_JOB in os.environ:
         raise RuntimeError(
             f"For '{owner}', the program must not call it when a new process imports the program, but it does. Put the "
             f"call under: if __name__ == '__main__':"
@@ -83,19 +85,18 @@ def end_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
 class Job:
     """Processes, several by msrun, that call one function in a folder of their own. A context manager that ends them.
 
-    ``variable`` marks them in their environment, to which ``extra`` adds more, given the folder. ``function``, as
-    ``module:function``, takes a Meeting and the ``task``, and returns a report.
+    ``extra`` adds to their environment, given the folder. ``function``, as ``module:function``, takes a Meeting and the
+    ``task``, and returns a report.
     """
 
     def __init__(
         self,
         count: int,
-        variable: str,
         function: str,
         task: Mapping[str, object],
         extra: Callable[[Path], Mapping[str, str]] = lambda folder: {},
     ) -> None:
-        self.count, self.mark = count, {variable: uuid.uuid4().hex}
+        self.count, self.mark = count, {IN_JOB: uuid.uuid4().hex}
         self.folder = Path(tempfile.mkdtemp(prefix="ms_gradaccum_"))
         try:
             arguments = ", ".join(map(repr, (str(self.folder), function, json.dumps(task))))

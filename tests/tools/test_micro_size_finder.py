@@ -241,7 +241,7 @@ import signal
 from ms_gradaccum.tools.processes import Job
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # As in a script's background.
 for count in (1, 2):
-    print(Job(count, "A_TEST_OF_JOBS", "time:sleep", {}).process.pid, flush=True)
+    print(Job(count, "time:sleep", {}).process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -260,7 +260,7 @@ def test_a_job_ends_with_a_program_that_is_killed_before_its_processes_have_begu
 
 
 def test_what_a_process_of_a_job_has_started_ends_with_it_without_its_environment_too():
-    with Job(1, "A_TEST_OF_JOBS", "started_processes:start_another", {}) as job:
+    with Job(1, "started_processes:start_another", {}) as job:
         (report,) = job.wait(300, str)
         assert runs(report["started"])
     deadline = time.monotonic() + 30

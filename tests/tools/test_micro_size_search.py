@@ -24,6 +24,7 @@ from ms_gradaccum.backend.compiled import execution_mode
 from ms_gradaccum.tools import micro_size_finder
 from ms_gradaccum.tools.builder import Builder
 from ms_gradaccum.tools.micro_size_finder import Measured, Training, is_out_of_memory
+from ms_gradaccum.tools.processes import IN_JOB
 from ms_gradaccum.tools.text import size_text
 
 
@@ -157,8 +158,17 @@ def test_the_ranks_of_a_job_do_not_search(monkeypatch):
         find_micro_size(nothing, "1GiB")
 
 
+def test_memory_that_the_search_itself_lacks_is_no_measurement(monkeypatch):
+    def wait(job, *args):
+        raise MemoryError("of the search")
+
+    monkeypatch.setattr(micro_size_finder.Job, "wait", wait)
+    with raises(MemoryError, "of the search"):
+        find_micro_size(nothing, "1GiB")
+
+
 def test_a_child_measures_nothing_in_turn(monkeypatch):
-    monkeypatch.setenv(micro_size_finder.IN_CHILD, "1")
+    monkeypatch.setenv(IN_JOB, "1")
     with raises(
         RuntimeError,
         "For 'find_micro_size', the program must not call it when a new process imports the program, but it does. Put "

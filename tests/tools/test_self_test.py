@@ -18,8 +18,9 @@ from self_test_cells import IN_BUILD, FewJobs, going, run, tried
 from started_processes import processes_with
 
 import ms_gradaccum.__main__ as command
+from ms_gradaccum.tools.processes import IN_JOB
 from ms_gradaccum.tools.self_test import trials
-from ms_gradaccum.tools.self_test.self_test import IN_TEST, judge, self_test
+from ms_gradaccum.tools.self_test.self_test import judge, self_test
 from ms_gradaccum.tools.self_test.training import ALONE, Found, tolerance
 from ms_gradaccum.tools.self_test.trials import all_cells
 from ms_gradaccum.tools.simulation.cuda_stubs import why_not
@@ -33,12 +34,12 @@ REASON = "this CPU has no matrix product in bfloat16"
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_stays_behind():
-    before = set(processes_with(IN_TEST))
+    before = set(processes_with(IN_JOB))
     yield
     deadline = time.monotonic() + 20
-    while set(processes_with(IN_TEST)) - before and time.monotonic() < deadline:
+    while set(processes_with(IN_JOB)) - before and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert set(processes_with(IN_TEST)) <= before
+    assert set(processes_with(IN_JOB)) <= before
 
 
 def faults_of(cell):
@@ -159,18 +160,18 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     # What is started in the background would ignore a Ctrl-C.
     settings = {"stderr": subprocess.PIPE, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    before = set(processes_with(IN_TEST))
+    before = set(processes_with(IN_JOB))
     arguments = [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"]
     arguments[-1] += "import sys; from ms_gradaccum.__main__ import main; sys.exit(main(['test', '--workers', '1']))"
     settings |= {"stdout": subprocess.DEVNULL, "cwd": tmp_path}
     with subprocess.Popen(arguments, env=environment, text=True, **settings) as process:
-        while not set(processes_with(IN_TEST)) - before:
+        while not set(processes_with(IN_JOB)) - before:
             assert process.poll() is None
             time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "it was interrupted, and its processes have ended." in said
-    assert set(processes_with(IN_TEST)) <= before and list(tmp_path.iterdir()) == []
+    assert set(processes_with(IN_JOB)) <= before and list(tmp_path.iterdir()) == []
 
 
 def test_the_status_says_whether_something_failed(monkeypatch, capsys, tmp_path):

@@ -22,10 +22,10 @@ from started_processes import processes_with
 from ms_gradaccum import simulate
 from ms_gradaccum.__main__ import main
 from ms_gradaccum.tools.builder import Builder
-from ms_gradaccum.tools.processes import Job, Meeting
+from ms_gradaccum.tools.processes import IN_JOB, Job, Meeting
 from ms_gradaccum.tools.simulation import simulate as simulate_module
 from ms_gradaccum.tools.simulation.cuda_stubs import environment, why_not
-from ms_gradaccum.tools.simulation.simulate import IN_JOB, wait_for_reports
+from ms_gradaccum.tools.simulation.simulate import wait_for_reports
 from ms_gradaccum.tools.simulation.worker import build_step
 
 compiles = pytest.mark.skipif(why_not() is not None, reason=f"cannot compile for GPU here: {why_not()}")

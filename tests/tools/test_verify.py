@@ -227,6 +227,11 @@ def test_network_and_batch_have_the_right_types():
         verify(Line(), "x", 2)
 
 
+def test_a_grad_accumulation_of_mindspore_is_one_of_this_package():
+    found = verify(ms.parallel.nn.GradAccumulation(Line(), 2), batch(), None)
+    assert found.equal and found.micro_batches == verify(Line(), batch(), 2).micro_batches
+
+
 def test_micro_size_is_a_positive_int():
     sentence = "For 'verify', the argument 'micro_size' must be a positive int, but got {}. {}"
     remedy = "It counts the micro batches of one batch."

@@ -21,8 +21,6 @@ from ms_gradaccum.tools.simulation.cuda_stubs import stand_ins, why_not
 from ms_gradaccum.tools.simulation.partition import connect
 
 _OWNER = "test"
-# It is set in the environment of all processes of the test.
-IN_TEST = "MS_GRADACCUM_SELF_TEST"
 # The format of the results. It changes when programs that read the old format would misread the new one.
 _FORMAT = 2
 _OUTCOMES = ("passed", "skipped", "failed")
@@ -79,7 +77,7 @@ def _run(cell: Cell, timeout: float, facts: dict[str, Any]) -> dict[str, Any]:
         return _result("skipped", f"CPU compiles for GPUs that are not there, but {lacking}")
     task = {"cell": asdict(cell), "simulated": simulated, "describes": "devices" not in facts}
     extra = stand_ins if simulated else lambda folder: {}
-    with Job(cell.size, IN_TEST, f"{__name__}:try_cell", task, extra) as job:
+    with Job(cell.size, f"{__name__}:try_cell", task, extra) as job:
         try:
             reports = job.wait(timeout, lambda phase: None)
         except RankError as error:

@@ -1,7 +1,7 @@
 """Stand-ins for the CUDA libraries, with which MindSpore's GPU plugin loads on a machine without a GPU.
 
 The plugin is part of the CPU wheel. Its compiler front end, which partitions a graph over devices, needs no device, but
-the libraries that the plugin is linked with. The stand-ins are libraries whose functions all fail.
+the libraries that the plugin is linked with. One library, whose functions all fail, has the names of them all.
 """
 
 import shutil
@@ -16,8 +16,8 @@ _LIBRARIES = (
     "libcublas.so.11 libcublasLt.so.11 libcurand.so.10 libcudnn.so.8 libcudart.so.11.0 libcuda.so.1 libcusolver.so.11 "
     "libcufft.so.10 libcusparse.so.11 libnvrtc.so.11.2"
 ).split()
-# The functions of the driver, and a few others, are needed without a version.
-_UNVERSIONED = "libcuda.so.1"
+# The names of files from which MindSpore reads the versions of CUDA and cuDNN.
+_OF_VERSIONS = ("libcudart.so.11.6.55", "libcudnn.so.8.9.6")
 _NVCC = '#!/bin/sh\necho "Cuda compilation tools, release 11.6, V11.6.55"\n'
 
 
@@ -31,15 +31,18 @@ def why_not() -> str | None:
 def stand_ins(folder: Path) -> dict[str, str]:
     """Build a folder that MindSpore accepts as CUDA 11.6, and return the environment variables that lead to it."""
     home = folder / "cuda"
-    libraries, sources = home / "lib64", home / "src"
+    libraries, library = home / "lib64", home / "stand_ins.so"
     libraries.mkdir(parents=True)
-    sources.mkdir()  # Not beside the libraries, where MindSpore loads every file.
-    compilers = [_build_library(libraries, sources, name, functions) for name, functions in _needed_functions().items()]
-    if any(compiler.wait() for compiler in compilers):
+    needed = _needed_functions()
+    source, script = home / "stand_ins.c", home / "stand_ins.map"
+    names = sorted(set().union(*needed.values()))
+    source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in names))
+    script.write_text("".join(f"{name} {{ {'; '.join(needed[name])}; }};\n" for name in _LIBRARIES if needed[name]))
+    command = ["gcc", "-shared", "-fPIC", "-w", f"-Wl,--version-script={script}", "-o", str(library), str(source)]
+    if subprocess.run(command).returncode:
         raise RuntimeError("gcc could not build the stand-ins for CUDA")
-    # MindSpore reads the versions of CUDA and cuDNN from these file names.
-    (libraries / "libcudart.so.11.6.55").symlink_to("libcudart.so.11.0")
-    (libraries / "libcudnn.so.8.9.6").symlink_to("libcudnn.so.8")
+    for name in (*_LIBRARIES, *_OF_VERSIONS):
+        (libraries / name).symlink_to("../stand_ins.so")
     (home / "bin").mkdir()
     (home / "bin" / "nvcc").write_text(_NVCC)
     (home / "bin" / "nvcc").chmod(0o755)
@@ -57,25 +60,12 @@ def environment(cuda_home: Path) -> dict[str, str]:
 
 
 def _needed_functions() -> dict[str, set[str]]:
-    """Return the functions that the plugin needs of each library."""
-    needed: dict[str, set[str]] = {name: set() for name in _LIBRARIES}
+    """Return the functions that the plugin needs, by library; those of the driver and a few others need no version."""
+    needed: dict[str, set[str]] = {name: set() for name in ("", *_LIBRARIES)}
     for user in _USERS:
         command = ["nm", "-D", "--undefined-only", str(_PLUGIN / user)]
         for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
             name, _, version = line.split()[-1].partition("@")
-            if version in needed:
+            if version in needed and (version or name.startswith("cu")):
                 needed[version].add(name)
-            elif not version and name.startswith("cu"):
-                needed[_UNVERSIONED].add(name)
     return needed
-
-
-def _build_library(folder: Path, sources: Path, name: str, functions: set[str]) -> subprocess.Popen[bytes]:
-    source = sources / f"{name}.c"
-    source.write_text("".join(f"int {function}(void) {{ return 100; }}\n" for function in sorted(functions)))
-    command = ["gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{name}", "-o", str(folder / name), str(source)]
-    if name != _UNVERSIONED:
-        script = sources / f"{name}.map"
-        script.write_text(f"{name} {{ global: *; }};\n")
-        command.append(f"-Wl,--version-script={script}")
-    return subprocess.Popen(command)

@@ -1,7 +1,8 @@
 """Compile for several GPUs on processes that have none, and count the messages of the program.
 
 Functions that `lazy_inline` has left are inlined: the CPU back end cannot run calls of them, and messages inside a
-function must be counted once per call.
+function must be counted once per call. In a graph around the loaded one MindSpore inlines them itself, once their
+attributes cell_reuse, no_inline and defer_inline are gone, but Adam is then wrong from its second update on (2.10.0).
 """
 
 from collections import defaultdict

@@ -16,8 +16,6 @@ from ms_gradaccum.tools.simulation.report import Simulation, simulation_of
 from ms_gradaccum.training.train_step import TrainOneStepCell
 
 _OWNER = "simulate"
-# It is set in the environment of all processes of a job, which must not simulate in turn.
-IN_JOB = "MS_GRADACCUM_SIMULATION"
 
 
 def simulate(
@@ -61,7 +59,7 @@ def simulate(
         >>> from ms_gradaccum import simulate
         >>> print(simulate("train.py:build", devices=8, run=True))  # doctest: +SKIP
     """
-    refuse_inside(_OWNER, IN_JOB)
+    refuse_inside(_OWNER)
     check_positive_int(_OWNER, "devices", devices, "It is the number of devices of the job.")
     require(devices > 1, _OWNER, "devices", "at least 2", devices, "One device partitions nothing.")
     check_bool(_OWNER, "run", run, "It is a switch.")
@@ -73,7 +71,7 @@ def simulate(
             f"Install gcc and binutils with the system's package manager, and mindspore with pip."
         )
     task = {"builder": builder, "home": os.getcwd(), "updates": 3 if run else 0}
-    with Job(devices, IN_JOB, f"{__package__}.worker:work", task, stand_ins) as job:
+    with Job(devices, f"{__package__}.worker:work", task, stand_ins) as job:
         # A line with the current phase, only on a terminal.
         with tqdm(bar_format="{desc} {elapsed}", leave=False, disable=None) as line:
             reports = wait_for_reports(job, timeout, line.set_description_str)

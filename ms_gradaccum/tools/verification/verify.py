@@ -16,7 +16,7 @@ from ms_gradaccum.batch.split import BatchAxis, check_batch_axis
 from ms_gradaccum.tools.verification.diagnosis import Diagnosis
 from ms_gradaccum.tools.verification.experiment import Experiment, Run, Start, is_finite, misfit
 from ms_gradaccum.tools.verification.report import CompileReport, VerifyReport, differences
-from ms_gradaccum.training.grad_accumulation import GradAccumulation
+from ms_gradaccum.training.grad_accumulation import GradAccumulation, adopted
 
 _OWNER = "verify"
 _RTOL, _RTOL_16_BIT = 1e-4, 2e-2
@@ -119,8 +119,7 @@ def verify(
 def _wrapped(network: nn.Cell, micro_size: int | None, weighted: bool, batch_axis: BatchAxis) -> GradAccumulation:
     """Return a loss cell as a GradAccumulation, and one that is one already if the settings are its own."""
     network = check.check_cell(_OWNER, "network", network, "Give a GradAccumulation or a loss cell.")
-    if isinstance(network, AutoParallel):
-        network = network.network
+    network = adopted(network.network if isinstance(network, AutoParallel) else network)
     rule, kind = "a GradAccumulation or a loss cell", type(network).__name__
     require(not isinstance(network, nn.TrainOneStepCell), _OWNER, "network", rule, kind, "Give its network.")
     found = network.trainable_params()
