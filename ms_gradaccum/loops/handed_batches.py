@@ -49,8 +49,10 @@ class Handed:
         """
         source = self.source
         before = source.pieces_before_that_of(self)
-        if source.is_shuffled and not source.is_open:
-            return all(each is self for each in source.waiting)
+        others = [each for each in source.waiting if each.epoch == self.epoch and each is not self]
+        # A list in another order can begin with the last batch.
+        if not source.is_open and (source.is_shuffled or (source._is_first and others)):
+            return not others
         if not self.is_last or source.restarts:
             return False
         if before == 1:
