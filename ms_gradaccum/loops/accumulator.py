@@ -403,7 +403,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """Discard a full window that has not been stepped. After `step` and before `backward`, it does nothing."""
         for trained in chosen_of(self.windows, network):
             if self.sync_gradients and trained.is_open and (trained.has_batch or not self.window.in_batch):
-                trained.discard()
+                trained.throw_away()
 
     def flush(self) -> _Outputs:
         """Update with an unfinished window, divided by its true weight, and return as `step`; None if it is empty.

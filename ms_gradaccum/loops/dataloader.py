@@ -101,16 +101,14 @@ class PreparedDataset:
 
     def _begin(self) -> tuple[int, Sources, State | None]:
         """Begin or resume a pass. Return its batches before, its order, and the random states after its first batch."""
-        place, taken, sources, random_now = self.window.places.pop(self.number, None), 0, None, None
-        is_resumed = place is not None
-        if place is not None:
-            place = place.among(None if place.length is None else len(self), self.ranks)
-            self.epoch = place.next_epoch - 1
-            if place.batches is not None:
-                taken, sources, random_now = place.batches, place.sources, place.random_now
-        self.epoch += 1
-        self.window.begin_pass(self.handed, is_resumed)
-        return taken, sources or Sources.now(self.ranks), random_now
+        resumed = self.window.places.pop(self.number, None)
+        place = resumed or PassPlace(self.epoch, None, None, None)
+        place = place.among(None if place.length is None else len(self), self.ranks)
+        self.epoch = place.next_epoch
+        self.window.begin_pass(self.handed, resumed is not None)
+        if place.batches is None:
+            return 0, Sources.now(self.ranks), None
+        return place.batches, place.sources or Sources.now(self.ranks), place.random_now
 
     def place(self) -> PassPlace:
         """Return the position of this process in its data, between two batches."""

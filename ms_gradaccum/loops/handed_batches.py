@@ -49,8 +49,10 @@ class Handed:
         """
         source = self.source
         before = source.pieces_before_that_of(self)
-        if source.is_shuffled and not source.is_open:
-            return all(each is self for each in source.waiting)
+        others = [each for each in source.waiting if each.epoch == self.epoch and each is not self]
+        # A list in another order can begin with the last batch.
+        if not source.is_open and (source.is_shuffled or (source.is_first and others)):
+            return not others
         if not self.is_last or source.restarts:
             return False
         if before == 1:
@@ -82,7 +84,7 @@ class HandedBatches:
     @property
     def are_fetched(self) -> bool:
         """True if all batches of the epoch were handed out and some are not trained yet."""
-        return bool(self.waiting) and (self.is_ahead or self.depth > 0 or self._is_first)
+        return bool(self.waiting) and (self.is_ahead or self.depth > 0 or self.is_first)
 
     def pieces_before_that_of(self, batch: Handed) -> int:
         """Return the pieces of the batch that was trained before this one; 0 if there was none."""
@@ -90,38 +92,30 @@ class HandedBatches:
             return self.pieces_before
         return self.current.pieces
 
-    def coming(self) -> Handed | None:
-        """Return the batch that the loop is expected to train next."""
-        if self.waiting:
-            return self.waiting[0 if self.is_ahead or self._seems_ahead or not self.is_open else -1]
-        return self._current_if_open()
+    def expected(self) -> list[Handed]:
+        """Return the batches that the loop may train next, the most probable one first."""
+        in_order = self.is_ahead or self._seems_ahead or not self.is_open
+        more = [self.current] if self.current and (self.is_open or self.current.pieces < self.pieces_before) else []
+        return [*(self.waiting if in_order else self.waiting[::-1]), *more]
 
     @property
-    def _is_first(self) -> bool:
+    def is_first(self) -> bool:
         """True if no batch of the newest pass was trained yet."""
         return self.newest is None or self.current is None or self.current.epoch != self.newest.epoch
 
     @property
     def _seems_ahead(self) -> bool:
         """True unless the loop skips batches: between two batches it is handed as many as before the first."""
-        return len(self.waiting) > 1 if self._is_first else 0 < self.depth >= len(self.waiting) - self.depth
-
-    def _current_if_open(self) -> Handed | None:
-        """Return the batch that was trained last if more of it is to come."""
-        goes_on = self.is_open or (self.current is not None and self.current.pieces < self.pieces_before)
-        return self.current if goes_on else None
+        return len(self.waiting) > 1 if self.is_first else 0 < self.depth >= len(self.waiting) - self.depth
 
     def find(self, arrays: Sequence[TensorOrArray]) -> Handed | None:
         """Return the batch to which most of ``arrays`` belong; in doubt the one that is expected."""
-        known = self.waiting if self.is_ahead or not self.is_open else self.waiting[::-1]
-        known = [*known, *filter(None, [self._current_if_open()])]
-        whole = (each for each in known if each.arrays_among(arrays) == len(arrays))
-        best = next(whole, None) or max(known, key=lambda each: each.arrays_among(arrays), default=None)
+        best = max(self.expected(), key=lambda each: each.arrays_among(arrays), default=None)
         return best if best and best.arrays_among(arrays) else None
 
     def train(self, batch: Handed, rows: float | None, is_known: bool = True) -> None:
         """Note that a piece of ``batch`` with so many rows was trained; ``is_known`` if it was recognised."""
-        is_first, seems_ahead = self._is_first, self._seems_ahead
+        is_first, seems_ahead = self.is_first, self._seems_ahead
         before, self.current, self.piece_rows = self.current, batch, rows
         batch.pieces += 1
         batch.rows_trained = None if rows is None or batch.rows_trained is None else batch.rows_trained + rows
@@ -192,12 +186,9 @@ class ActivePasses:
 
     def coming(self) -> list[Handed]:
         """Return the batches that the loop is expected to train next."""
-        found = [each.coming() for each in self.trained if each.waiting]
-        if not found and self._open:
-            found = [self._open[-1].coming()]
-        if not found:
-            found = [each.coming() for each in self._recent if each.are_fetched][-1:]
-        return [batch for batch in found if batch is not None]
+        fetched = [each for each in self._recent if each.are_fetched][-1:]
+        sources = [each for each in self.trained if each.waiting] or self._open[-1:] or fetched
+        return [batch for each in sources for batch in each.expected()[:1]]
 
     def find(self, arrays: Sequence[TensorOrArray]) -> list[Handed]:
         """Return the batches to which ``arrays`` belong: one of each dataset that has some of them."""

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require
+from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require, warn
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.plain_state import assign_in_place
@@ -34,6 +34,7 @@ class TrainedNetwork(Window):
     has_batch = False  # True if something of the current batch is in the buffers.
     # The last clip of the caller, for a process that joins in an update of the others.
     last_clip: nn.Cell | None = None
+    thrown_away = 0  # Number of full windows that the caller has discarded.
 
     def __init__(
         self,
@@ -133,6 +134,14 @@ class TrainedNetwork(Window):
             parameter.grad = None
         self.add_grads(grads, weight, loss, weight, same_batch)
         return loss
+
+    def throw_away(self) -> None:
+        """Discard a full window. Warn if a loop begins so twice: it has no step(), or calls it too late."""
+        self.discard()
+        self.thrown_away += 1
+        if self.thrown_away == 2 and self.micro_steps.events.updates == 0:
+            got = "zero_grad() for the first two, so nothing is trained"
+            warn(str(disorder("a full window must be followed by step()", got, "Call step() before zero_grad().")))
 
 
 def _none_of(empty: Tensor, grad: Tensor) -> Tensor:

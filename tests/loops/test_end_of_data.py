@@ -73,6 +73,15 @@ def test_a_list_may_be_trained_in_any_order():
     assert updates_of(accumulator, shuffled) == ENDS_OF_SIX
 
 
+@pytest.mark.parametrize("order", [(2, 0, 1), (2, 1, 0)])
+def test_a_list_may_be_trained_with_the_last_batch_first(order):
+    _, accumulator = toy_loop(4)
+    prepared = accumulator.prepare(SIX[:3])
+    for _ in range(2):
+        fetched = list(prepared)
+        assert updates_of(accumulator, [fetched[i] for i in order]) == [False, False, True]
+
+
 @pytest.mark.parametrize("way", ["plain", "one ahead", "a list", "as arrays"])
 def test_batches_may_be_skipped(way):
     _, accumulator = toy_loop(4)

@@ -49,6 +49,31 @@ def test_a_window_that_is_left_open_is_named_at_the_end_of_its_accumulator():
         gc.collect()
 
 
+@pytest.mark.parametrize("steps_too_late", [False, True])
+def test_a_loop_that_throws_its_windows_away_from_the_beginning_is_named(steps_too_late):
+    network, accumulator = toy_loop(1)
+    rule = "a full window must be followed by step(), but got zero_grad() for the first two, so nothing is trained"
+    with pytest.warns(UserWarning, match=re.escape(rule)) as told:
+        for each in FOUR:
+            with accumulator.accumulate():
+                accumulator.backward(*each)
+                accumulator.zero_grad()
+                if steps_too_late:
+                    accumulator.step()
+    assert len(told) == 1 and weight_of(network) == 0
+
+
+def test_windows_that_a_training_throws_away_now_and_then_are_not_named():
+    _, accumulator = toy_loop(1)
+    for i in (1, 0, 1, 1):
+        with accumulator.accumulate():
+            accumulator.backward(*FOUR[i])
+            if i:
+                accumulator.zero_grad()
+            else:
+                accumulator.step()
+
+
 PROGRAM = """
 import numpy as np
 from mindspore import Tensor, nn

@@ -40,7 +40,7 @@ def renew(accumulator, config=None):
     accumulator.drop()
     accumulator.events = Events("Accumulator")
     for trained in accumulator.windows:
-        trained.micro_steps.events = accumulator.events
+        trained.micro_steps.events, trained.thrown_away = accumulator.events, 0
     accumulator.window = LoopWindow(config or accumulator.config, accumulator.windows, accumulator.events)
 
 
