@@ -24,7 +24,7 @@ from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.shards import ShardedReducer, check_shardable
-from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world, differ, tell_peers
+from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world, strangers, tell_peers
 
 _ALIKE = "one with the same parameters on all processes"
 _EXPERTS = "Experts that only some processes have take the compiler's partition or HyperParallel."
@@ -214,7 +214,7 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
     if any(shard_size_of(item) > 1 for item in optimizer.parameters):
         # The state belongs to the shards, which differ by design.
         parameters = {item.name: item for item in network.get_parameters() if shard_size_of(item) == 1}
-    if not differ(parameters.values()):
+    if not strangers(parameters.values()):
         return
     if not isinstance(kind, Reduced):  # In its networks a rank has shards, which are known.
         _check_no_experts(owner, network)
