@@ -133,7 +133,10 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
         if isinstance(cell, nn.LossBase):
             _describe_cell(place, cell, settings)
     parameters = (parameter for cell in (network, *optimizers) for parameter in cell.get_parameters())
-    shapes = {f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}" for each in parameters}
+    shapes = {
+        f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}{'' if each.requires_grad else ', frozen'}"
+        for each in parameters
+    }
     check_agreement(owner, settings | shapes)
 
 

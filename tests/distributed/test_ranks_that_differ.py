@@ -34,6 +34,7 @@ DISAGREEMENTS = {
     "kind": ("parallel", "DataParallel(sync_each_batch=False", "HSDP(shard_size=-1"),
     "cell": ("the training cell", "TrainOneStepCell", "Accumulator"),
     "layers": ("parameter 1.weight", "(3, 3) of Float32", "(4, 3) of Float32"),
+    "frozen": ("parameter 0.weight", "(8, 6) of Float32", "(8, 6) of Float32, frozen"),
     "last_window": ("last_window", "apply", "drop"),
     "epoch": ("epoch", "1", "2"),
 }

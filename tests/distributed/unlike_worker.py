@@ -64,6 +64,12 @@ def weights(network):
     return network.trainable_params()
 
 
+def train_half_frozen(network):
+    optimizer = sgd(network)
+    weights(network)[0].requires_grad = rank == 0
+    step_with(optimizer, network)
+
+
 def halves(network):
     return [{"params": weights(network)[: 1 + rank]}, {"params": weights(network)[1 + rank :]}]
 
@@ -101,6 +107,7 @@ def disagree_about_what_trains():
         "cell", lambda net: (Accumulator if rank else TrainOneStepCell)(nn.WithLossCell(net, nn.MSELoss()), sgd(net))
     )
     disagree_about("layers", lambda net: step_with(sgd(net), nn.SequentialCell(net, nn.Dense(3, 3 + rank))))
+    disagree_about("frozen", train_half_frozen)
     disagree_about("last_window", lambda net: train_unlike(net, last_window="drop" if rank else "apply"))
     disagree_about("epoch", lambda net: train_unlike(net, 1 + rank))
 
