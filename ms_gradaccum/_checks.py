@@ -17,6 +17,7 @@ import numpy as np
 from mindspore import nn
 
 _T = TypeVar("_T")
+_Types = type[_T] | tuple[type[_T], ...]
 LastWindow = Literal["apply", "drop", "carry"]  # The treatment of a window that is unfinished at the end of the data.
 State = dict[str, Any]  # The state of an object, as JSON.
 # The limits of int32 and float32.
@@ -115,7 +116,7 @@ def _settings(kind: Any) -> frozenset[str]:
     return frozenset(_RIGHT_NAMES).union(*(inspect.signature(each).parameters for each in ours))
 
 
-def is_a(value: object, kinds: type[_T] | tuple[type[_T], ...]) -> TypeGuard[_T]:
+def is_a(value: object, kinds: _Types[_T]) -> TypeGuard[_T]:
     """Return whether a value has one of these types, whatever its ``__class__`` says."""
     return issubclass(type(value), kinds)
 
@@ -125,30 +126,34 @@ def typed(value: object) -> str:
     return f"{value!r} of type {type(value).__name__}"
 
 
-def check_positive_int(owner: str, name: str, value: object, remedy: str, most: int = MAX_INT) -> int:
-    """Return ``value`` if it is an int from 1 to ``most`` (a bool is not an int here)."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(argument_error(owner, name, "a positive int", typed(value), remedy))
-    require(value >= 1, owner, name, "a positive int", value, remedy)
-    require(value <= most, owner, name, f"a positive int of at most {most}", value, remedy)
+def check_type(owner: str, name: str, value: object, kinds: _Types[_T], rule: str, remedy: str) -> _T:
+    """Return ``value`` if it has one of these types. A bool is no number."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise TypeError(argument_error(owner, name, rule, typed(value), remedy))
     return value
+
+
+def check_positive_int(owner: str, name: str, value: object, remedy: str, most: int = MAX_INT) -> int:
+    """Return ``value`` if it is an int from 1 to ``most``."""
+    number = check_type(owner, name, value, int, "a positive int", remedy)
+    require(number >= 1, owner, name, "a positive int", number, remedy)
+    require(number <= most, owner, name, f"a positive int of at most {most}", number, remedy)
+    return number
 
 
 def check_int(owner: str, name: str, value: object, remedy: str) -> int:
-    """Return ``value`` if it is an int in the range of int32 (a bool is not an int here)."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(argument_error(owner, name, "an int", typed(value), remedy))
+    """Return ``value`` if it is an int in the range of int32."""
+    number = check_type(owner, name, value, int, "an int", remedy)
     rule = f"an int from {-MAX_INT - 1} to {MAX_INT}"
-    require(-MAX_INT - 1 <= value <= MAX_INT, owner, name, rule, value, remedy)
-    return value
+    require(-MAX_INT - 1 <= number <= MAX_INT, owner, name, rule, number, remedy)
+    return number
 
 
 def check_positive_float(owner: str, name: str, value: object, remedy: str) -> float:
     """Return ``value`` as a float if it is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(argument_error(owner, name, "a positive number", typed(value), remedy))
-    require(0 < value <= sys.float_info.max, owner, name, "a positive number", value, remedy)
-    return float(value)
+    number = check_type(owner, name, value, (int, float), "a positive number", remedy)
+    require(0 < number <= sys.float_info.max, owner, name, "a positive number", number, remedy)
+    return float(number)
 
 
 def check_positive_float32(owner: str, name: str, value: object, remedy: str) -> float:
@@ -190,23 +195,21 @@ def check_construct(owner: str, kind: type, base: type, remedy: str) -> None:
 
 
 def check_bool(owner: str, name: str, value: object, remedy: str) -> bool:
-    require(isinstance(value, bool), owner, name, "a bool", typed(value), remedy, TypeError)
-    return bool(value)
+    return check_type(owner, name, value, bool, "a bool", remedy)
 
 
 def check_choice(owner: str, name: str, value: object, choices: Sequence[str], remedy: str) -> str:
     rule = "one of " + ", ".join(map(repr, choices))
-    require(isinstance(value, str), owner, name, rule, typed(value), remedy, TypeError)
-    require(value in choices, owner, name, rule, repr(value), remedy)
-    return str(value)
+    choice = check_type(owner, name, value, str, rule, remedy)
+    require(choice in choices, owner, name, rule, repr(choice), remedy)
+    return str(choice)
 
 
 def check_path(owner: str, name: str, value: object, remedy: str) -> str:
     """Return ``value`` as a string if it is a valid path."""
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(argument_error(owner, name, "a str or an os.PathLike", typed(value), remedy))
+    given: Any = check_type(owner, name, value, (str, os.PathLike), "a str or an os.PathLike", remedy)
     try:
-        path = os.fsdecode(os.fsencode(value))
+        path = os.fsdecode(os.fsencode(given))
     except UnicodeEncodeError:
         path = ""
     require(path and "\0" not in path, owner, name, "a path that the system can have", repr(value), remedy)
@@ -214,9 +217,7 @@ def check_path(owner: str, name: str, value: object, remedy: str) -> str:
 
 
 def check_cell(owner: str, name: str, value: object, remedy: str) -> nn.Cell:
-    if not isinstance(value, nn.Cell):
-        raise TypeError(argument_error(owner, name, "an nn.Cell", typed(value), remedy))
-    return value
+    return check_type(owner, name, value, nn.Cell, "an nn.Cell", remedy)
 
 
 def check_accumulation_steps(owner: str, value: object) -> int:

@@ -182,9 +182,8 @@ def _fill(value: Any, content: Any) -> None:
     if isinstance(value, np.ndarray):
         value[...] = content
         return
-    before = [*content.items()] if isinstance(content, dict) else [(each, each) for each in content]
-    now = [*value.items()] if isinstance(value, dict) else [(each, each) for each in value]
-    if len(now) != len(before) or any(a is not c or b is not d for (a, b), (c, d) in zip(now, before)):
+    before, now = ((*each, *each.values()) if isinstance(each, dict) else each for each in (content, value))
+    if [*map(id, now)] != [*map(id, before)]:
         value.clear()
         (value.extend if isinstance(value, (list, deque)) else value.update)(content)
 

@@ -44,30 +44,23 @@ def _plan(item: object, saved: object, what: str) -> _Steps:
     own = [name for name, value in vars(item).items() if _is_state(value)]
     if not isinstance(saved, dict) or set(saved) != set(own):
         raise DamagedState(f"{what} has not the attributes {', '.join(own)} of a {type(item).__name__}")
-    steps: _Steps = []
-    for name in own:
-        current, new, place = vars(item)[name], saved[name], f"{what}.{name}"
-        if _is_plain(current):
-            _check(_is_plain(new) and _kind(new) == _kind(current), place)
-            steps.append(partial(setattr, item, name, _like(current, new)))
-        else:
-            steps += _plan_inside(current, new, place)
-    return steps
+    plans = (_plan_value(vars(item)[name], saved[name], f"{what}.{name}", partial(setattr, item, name)) for name in own)
+    return [step for plan in plans for step in plan]
 
 
-def _plan_inside(current: Any, saved: Any, what: str) -> _Steps:
-    """Plan in-place changes of parameters and schedulers, to which other objects refer, too."""
+def _plan_value(current: Any, saved: Any, what: str, assign: Callable[[Any], None]) -> _Steps:
+    """Plan to ``assign`` a plain value, or to change in place what other objects refer to, too."""
+    if _is_plain(current):
+        _check(_is_plain(saved) and _kind(saved) == _kind(current), what)
+        return [partial(assign, _like(current, saved))]
     if isinstance(current, LRScheduler):
         return _plan(current, saved, what)
     if isinstance(current, (list, tuple)):
         _check(isinstance(saved, list) and len(saved) == len(current), what)
         steps: _Steps = []
         for index, (own, its) in enumerate(zip(current, saved)):
-            if not _is_plain(own):
-                steps += _plan_inside(own, its, what)
-            elif isinstance(current, list):  # The numbers of a tuple are constants.
-                _check(_is_plain(its) and _kind(its) == _kind(own), what)
-                steps.append(partial(setitem, current, index, _like(own, its)))
+            if isinstance(current, list) or not _is_plain(own):  # The numbers of a tuple are constants.
+                steps += _plan_value(own, its, what, partial(setitem, current, index))
         return steps
     try:
         tensor = Tensor(saved, current.dtype)

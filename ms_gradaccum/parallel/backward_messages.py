@@ -43,7 +43,7 @@ class BackwardMessages:
         # In 16 bits the sums are divided by the weight of all ranks, which is known last.
         if not (can_wait and reducer.overlaps and isinstance(reducer, DataParallelReducer)):
             return None
-        is_worth_it = len(reducer.kept) > 2 and set(reducer.layout.kept.dtypes) == {ms.float32}
+        is_worth_it = len(reducer.kept) > 2 and {bucket.dtype for bucket in reducer.layout.kept} == {ms.float32}
         return BackwardMessages(reducer) if is_worth_it else None
 
     @contextmanager

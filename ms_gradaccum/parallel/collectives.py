@@ -11,7 +11,7 @@ from mindspore.ops.operations import Split
 from ms_gradaccum.backend.kernels import as_dtype
 from ms_gradaccum.backend.tensors import Done, map_tensors
 from ms_gradaccum.gradients.buffer import reciprocal
-from ms_gradaccum.parallel.layout import Buckets, Cuts, Ranks
+from ms_gradaccum.parallel.layout import Bucket, Cuts, Ranks
 
 Runs = tuple[tuple[Tensor, ...], ...]  # The tensors of a message, grouped into runs of one size.
 
@@ -101,20 +101,14 @@ def _rounded(factor: Tensor, like: Tensor, total: Tensor) -> Tensor:
     return ops.cast(total * factor, like.dtype)
 
 
-def reduce_each(buckets: Buckets, group: Group, replicas: Group) -> nn.CellList:
+def reduce_each(buckets: Sequence[Bucket], group: Group, replicas: Group) -> nn.CellList:
     """Return what reduces each message."""
-    return nn.CellList([ReduceTogether(group, replicas, dtype) for dtype in buckets.dtypes], auto_prefix=False)
+    return nn.CellList([ReduceTogether(group, replicas, each.dtype) for each in buckets], auto_prefix=False)
 
 
-def in_buckets(parameters: Sequence[Parameter], buckets: Buckets) -> tuple[ParameterTuple, ...]:
+def in_buckets(parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> tuple[ParameterTuple, ...]:
     """Return the parameters of each message. Looking them up one by one in a graph would take compile time."""
-    return tuple(ParameterTuple(parameters[i] for i in bucket) for bucket in buckets.indices)
-
-
-def in_runs(bucket: Sequence[object], cuts: Cuts) -> Runs:
-    """Return the parts of a message in runs."""
-    each = iter(bucket)
-    return tuple(tuple(islice(each, count)) for count in cuts[2])
+    return tuple(ParameterTuple(parameters[i] for i in bucket.indices) for bucket in buckets)
 
 
 def _run(rows: Tensor, begin: int, length: int, count: int) -> tuple[Tensor, ...]:
@@ -131,11 +125,12 @@ def cut(rows: Tensor, cuts: Cuts) -> Runs:
 class AssignParts(nn.Cell):
     """Assign the parts of a message to parameters of their sizes."""
 
-    def __init__(self, parameters: Sequence[Parameter], buckets: Buckets) -> None:
+    def __init__(self, parameters: Sequence[Parameter], buckets: Sequence[Bucket]) -> None:
         super().__init__(auto_prefix=False)
-        self.cuts = buckets.cuts
-        bucketed = zip(in_buckets(parameters, buckets), buckets.cuts)
-        self.targets = tuple(tuple(map(ParameterTuple, in_runs(bucket, cuts))) for bucket, cuts in bucketed)
+        self.cuts = tuple(bucket.cuts for bucket in buckets)
+        each = (parameters[i] for bucket in buckets for i in bucket.indices)
+        # In the runs of each message.
+        self.targets = tuple(tuple(ParameterTuple(islice(each, count)) for count in cuts[2]) for cuts in self.cuts)
 
     def construct(self, number: int, message: Tensor) -> Done:
         return map_tensors(_assign_part, self.targets[number], cut(message, self.cuts[number]))

@@ -1,7 +1,8 @@
 """Build the gradient reducers for the argument ``parallel``, once the processes of the job have compared settings."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 
 import mindspore as ms
@@ -19,12 +20,12 @@ from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
-from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
+from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, choose_kind
 from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
 from ms_gradaccum.parallel.shards import ShardedReducer, check_shardable
-from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world, differ, tell_peers
+from ms_gradaccum.parallel.world import broadcast_parameters, check_agreement, current_world, strangers, tell_peers
 
 _ALIKE = "one with the same parameters on all processes"
 _EXPERTS = "Experts that only some processes have take the compiler's partition or HyperParallel."
@@ -36,6 +37,7 @@ _SKIPPED = frozenset(
     + ("init_params", "init_args", "init_learning_rate", "exec_weight_decay", "decay_flags", "parameters", "params")
 )
 _WITH_SETTINGS = (LearningRateSchedule, nn.Optimizer, ExperimentalOptimizer)
+_SENDING = ("all_to_all", "all_gather", "reduce_scatter")  # The beginnings of names of functions that communicate.
 _MANY = 16  # Longer arrays are described by their hash.
 
 
@@ -85,8 +87,8 @@ def build_reducers(
         _check_can_drop(owner, network)
     totals = WindowTotals(drop_non_finite, network.other_losses)
     ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
-    names = [parameter.name for optimizer in optimizers for parameter in optimizer.parameters]
-    each_dtype = iter(reduce_dtypes(dtype, names))
+    replicas = [parameter for optimizer in optimizers for parameter in optimizer.parameters]
+    each_dtype = iter(reduce_dtypes(dtype, [parameter.name for parameter in replicas]))
     reducers: list[GradientReducer] = []
     for optimizer in optimizers:
         parameters, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
@@ -104,6 +106,10 @@ def build_reducers(
         else:
             reducer = DataParallelReducer if layout.group.size == 1 else ShardedReducer
             reducers.append(reducer(optimizer, buffer, layout, world.rank, kind))
+    if world.size > 1 and isinstance(kind, (DataParallel, HSDP)):
+        # A program can load weights on one rank alone once the step is built.
+        reducers[0].before_first_batch = partial(_make_alike, owner, kind, network, replicas)
+        reducers[0].sends_forward = bool(_sent_forward(network))
     return reducers
 
 
@@ -133,7 +139,10 @@ def _agree(owner: str, network: nn.Cell, optimizers: Sequence[nn.Cell], agreed: 
         if isinstance(cell, nn.LossBase):
             _describe_cell(place, cell, settings)
     parameters = (parameter for cell in (network, *optimizers) for parameter in cell.get_parameters())
-    shapes = {f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}" for each in parameters}
+    shapes = {
+        f"parameter {each.name}": f"{tuple(each.shape)} of {each.dtype}{'' if each.requires_grad else ', frozen'}"
+        for each in parameters
+    }
     check_agreement(owner, settings | shapes)
 
 
@@ -214,23 +223,33 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
     if any(shard_size_of(item) > 1 for item in optimizer.parameters):
         # The state belongs to the shards, which differ by design.
         parameters = {item.name: item for item in network.get_parameters() if shard_size_of(item) == 1}
-    if not differ(parameters.values()):
+    _make_alike(owner, kind, network, parameters.values())
+
+
+def _make_alike(owner: str, kind: Kind, network: nn.Cell, parameters: Collection[Parameter]) -> None:
+    """Give all ranks the values of rank 0, with a warning, if they have others. Collective."""
+    if not strangers(parameters):
         return
     if not isinstance(kind, Reduced):  # In its networks a rank has shards, which are known.
         _check_no_experts(owner, network)
-    broadcast_parameters(parameters.values())
+    broadcast_parameters(parameters)
     warn(
         f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
         f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."
     )
 
 
-def _check_no_experts(owner: str, network: nn.Cell) -> None:
-    """Raise if each rank may have experts of its own: the network sends tensors to other ranks."""
+def _sent_forward(network: nn.Cell) -> list[str]:
+    """Return the names of the operators in a network's forward pass that send tensors to other ranks."""
     code = NetworkCode(network)
     operators = [each for each in code.reached if is_a(each, Primitive)]
     names = [each.name for each in operators if isinstance(each.attrs.get("group"), str)]
-    names += [name for name in sorted(code.names) if name.startswith(("all_to_all", "all_gather", "reduce_scatter"))]
+    return names + [name for name in sorted(code.names) if name.startswith(_SENDING)]
+
+
+def _check_no_experts(owner: str, network: nn.Cell) -> None:
+    """Raise if each rank may have experts of its own: the network sends tensors to other ranks."""
+    names = _sent_forward(network)
     got = f"other values where its forward pass has {listed(names, 1)}"
     remedy = f"If they should be equal, call mindspore.set_seed() with the same seed on all ranks. {_EXPERTS}"
     require(not names, owner, "network", _ALIKE, got, remedy)

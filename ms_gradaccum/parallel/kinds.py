@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from ms_gradaccum._checks import check_bool, check_choice, require, typed
+from ms_gradaccum._checks import check_bool, check_choice, check_type, require
 
 _HSDP = "HSDP"
 _Level = Literal["level1", "level2", "level3"]
@@ -97,8 +97,7 @@ class HSDP:
         for name, lowest, remedy in (("shard_size", 1, "-1 means all ranks."), ("threshold", 0, "It is in KB.")):
             value = getattr(self, name)
             rule = f"an int of at least {lowest}" + (" or -1" if name == "shard_size" else "")
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            require(is_int, _HSDP, name, rule, typed(value), remedy, TypeError)
+            check_type(_HSDP, name, value, int, rule, remedy)
             require(value >= lowest or (name, value) == ("shard_size", -1), _HSDP, name, rule, value, remedy)
         remedy = "Higher levels shard more and communicate more."
         check_choice(_HSDP, "optimizer_level", self.optimizer_level, get_args(_Level), remedy)

@@ -21,7 +21,6 @@ BUCKET_SIZE = 4 * 1024 * 1024
 _FLOAT = 4  # Bytes of a float32 number.
 
 Shapes = tuple[tuple[int, ...], ...]
-_Message = tuple[tuple[int, ...], ms.Type]  # The indices of its tensors, and the dtype in which they are sent.
 
 
 class Message(NamedTuple):
@@ -89,18 +88,26 @@ class Ranks(NamedTuple):
 Cuts = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-class Buckets(NamedTuple):
-    """Tensors that are sent together, in messages."""
+class Bucket(NamedTuple):
+    """Tensors that are sent together, in one message."""
 
-    indices: tuple[tuple[int, ...], ...]  # Those of the tensors of each message, in the order of sending.
-    dtypes: tuple[ms.Type, ...]  # In which each message is sent.
-    cuts: tuple[Cuts, ...]
-    ends: tuple[int, ...]  # Elements of each message.
+    indices: tuple[int, ...]  # Those of the tensors, in their order in the message.
+    dtype: ms.Type  # In which they are sent.
+    cuts: Cuts
+    elements: int
 
     @property
-    def nbytes(self) -> list[int]:
-        """The bytes of each message."""
-        return [end * (_FLOAT if dtype == ms.float32 else 2) for end, dtype in zip(self.ends, self.dtypes)]
+    def nbytes(self) -> int:
+        return self.elements * (_FLOAT if self.dtype == ms.float32 else 2)
+
+    @staticmethod
+    def of(indices: Sequence[int], dtype: ms.Type, sizes: Sequence[int]) -> "Bucket":
+        """Return the bucket of these tensors, those of one size side by side."""
+        indices = tuple(sorted(indices, key=lambda i: sizes[i]))
+        runs = [(size, len(list(run))) for size, run in groupby(sizes[i] for i in indices)]
+        lengths = tuple(size * count for size, count in runs)
+        *begins, end = accumulate(lengths, initial=0)
+        return Bucket(indices, dtype, (tuple(begins), lengths, tuple(count for _, count in runs)), end)
 
 
 @dataclass(frozen=True)
@@ -115,8 +122,9 @@ class Layout:
     shapes: Shapes
     parts: Shapes  # The shapes of one rank's tensors.
     itemsizes: tuple[int, ...]  # Of the sums.
-    kept: Buckets  # The scalars and the tensors that are whole on each rank.
-    sharded: Buckets  # This rank's parts of the others.
+    # The messages, in the order of sending.
+    kept: tuple[Bucket, ...]  # The scalars and the tensors that are whole on each rank.
+    sharded: tuple[Bucket, ...]  # This rank's parts of the others.
     every_batch: bool = False  # True if each micro batch is reduced to shards, and not the sums of a window.
     # The share of each gradient's squares that a rank contributes to the norm, if gradients come reduced: none is sent.
     shares: tuple[float, ...] = ()
@@ -146,16 +154,16 @@ class Layout:
 
     def messages(self, norm_passes: int = 1) -> Traffic:
         """Return the messages of a window for a number of passes over the gradients for norms."""
-        reduced = sum(map(self.world.all_reduce, self.kept.nbytes), _NONE)
+        reduced = sum((self.world.all_reduce(each.nbytes) for each in self.kept), _NONE)
         squares = norm_passes * self.world.all_reduce(_FLOAT * len(self.shapes))
         if self.shares:
             has_shards = any(share * self.world.size > 1 for share in self.shares)
             return Traffic(per_batch=self.world.all_gather(_FLOAT), per_update=reduced + has_shards * squares)
         if self.group.size == 1:
             return Traffic(per_update=reduced)
-        own = ((self.group.reduce_scatter(each), self.replicas.all_reduce(each)) for each in self.sharded.nbytes)
-        scattered = sum((scatter + reduce for scatter, reduce in own), _NONE)
-        later = sum((self.group.all_gather(_FLOAT * end) for end in self.sharded.ends), squares)
+        sizes = [each.nbytes for each in self.sharded]
+        scattered = sum((self.group.reduce_scatter(size) + self.replicas.all_reduce(size) for size in sizes), _NONE)
+        later = sum((self.group.all_gather(_FLOAT * each.elements) for each in self.sharded), squares)
         if self.every_batch:
             return Traffic(scattered, self.world.all_gather(_FLOAT), reduced + later)
         return Traffic(per_update=reduced + scattered + later)
@@ -183,15 +191,15 @@ def layout_of(
         for shape, tensor in zip(shapes, tensors)
     )
     backwards = range(len(shapes))[::-1]  # A backward pass makes the last gradient first.
-    sizes = [math.prod(shape) for shape in shapes]
-    kept: list[_Message] = []
-    sharded: list[_Message] = []
+    sizes, own_sizes = ([math.prod(shape) for shape in each] for each in (shapes, parts))
+    kept: list[tuple[tuple[int, ...], ms.Type]] = []
+    sharded: list[Bucket] = []
     for dtype in sorted(set(dtypes) or {ms.float32}, key=lambda each: each != ms.float32):
         own = [i for i in backwards if not dtypes or dtypes[i] == dtype]
         whole = [i for i in own if parts[i] == shapes[i] and not shares]
         kept += [(bucket, dtype) for bucket in fill_buckets(whole, sizes, BUCKET_SIZE)]
         cut = [i for i in own if parts[i] != shapes[i]]
-        sharded += [(bucket, dtype) for bucket in fill_buckets(cut, sizes, BUCKET_SIZE)]
+        sharded += [Bucket.of(bucket, dtype, own_sizes) for bucket in fill_buckets(cut, sizes, BUCKET_SIZE)]
     behind = tuple(range(len(sizes), len(sizes) + len(scalars)))
     in_float32 = all(dtype == ms.float32 for _, dtype in kept)
     if isinstance(kind, DataParallel) and kind.overlap and in_float32 and len(kept) > 1:
@@ -203,16 +211,6 @@ def layout_of(
         kept.insert(0, (behind, ms.float32))
     # Sums are float32, or float64 for float64 weights.
     itemsizes = tuple(max(_FLOAT, tensor.itemsize) for tensor in tensors)
-    buckets = _buckets(kept, [*sizes, *scalars]), _buckets(sharded, [math.prod(part) for part in parts])
+    messages = tuple(Bucket.of(bucket, dtype, [*sizes, *scalars]) for bucket, dtype in kept)
     group, every_batch = world._replace(size=shard_size), kind.sync_each_batch and shard_size > 1
-    return Layout(world, group, shapes, parts, itemsizes, *buckets, every_batch, shares)
-
-
-def _buckets(messages: Sequence[_Message], sizes: Sequence[int]) -> Buckets:
-    """Return the messages with tensors of one size side by side, and where they are cut."""
-    indices = tuple(tuple(sorted(bucket, key=lambda i: sizes[i])) for bucket, _ in messages)
-    runs = [[(size, len(list(run))) for size, run in groupby(sizes[i] for i in bucket)] for bucket in indices]
-    lengths = [tuple(size * count for size, count in run) for run in runs]
-    ends = [tuple(accumulate(each, initial=0)) for each in lengths]
-    cuts = ((end[:-1], length, tuple(count for _, count in run)) for end, length, run in zip(ends, lengths, runs))
-    return Buckets(indices, tuple(dtype for _, dtype in messages), tuple(cuts), tuple(end[-1] for end in ends))
+    return Layout(world, group, shapes, parts, itemsizes, messages, tuple(sharded), every_batch, shares)

@@ -22,7 +22,7 @@ from ms_gradaccum.gradients.buffer import GradientBuffer
 from ms_gradaccum.parallel.kinds import Reduced
 from ms_gradaccum.parallel.layout import Layout, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer
-from ms_gradaccum.parallel.world import check_equal, gather_counts
+from ms_gradaccum.parallel.world import gather_counts
 
 _PROTOCOL = ("config", "requires_acc_grad", "set_requires_grad_sync", "zero_grads")
 UNKNOWN_LAST = (
@@ -83,7 +83,7 @@ class ReducedReducer(DataParallelReducer):
         super().__init__(optimizer, buffer, layout, rank, settings)
         ranks = layout.world.size
         self.several = ranks > 1
-        self.comes_reduced = True
+        self.comes_reduced = self.sends_forward = True
         self.schedulers = schedulers_of(network)
         # True if the network adds its gradients up itself and reduces them in the last micro batch of a window.
         self.accumulates = any(each.requires_acc_grad for each in self.schedulers)
@@ -93,18 +93,10 @@ class ReducedReducer(DataParallelReducer):
         self.is_scaled = settings.mean or scale != 1.0
         self.factor = Tensor((ranks if settings.mean else 1.0) / scale, ms.float32)
         self.shares = Tensor(layout.shares, ms.float32)
-        self.is_empty = self.is_new = True  # True until the first micro batch of a window; true until the first update.
+        self.checks_next = self.several  # Gradients that were not reduced after all show in the first update.
+        self.is_empty = True  # True until the first micro batch of a window.
         self.keeps_grads = self.accumulates
         self.factors: list[float] = []  # The factors of the caller's gradients in the open window.
-
-    def max_micro_batches(self, micro_batches: int) -> int:
-        counts = gather_counts(micro_batches)
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"For 'GradAccumulation', a batch must have as many micro batches on all ranks where the network "
-                f"itself communicates, but got {counts}. Give each rank as many batches, of at least micro_size rows."
-            )
-        return micro_batches
 
     def check_window(self, owner: str) -> None:
         if self.keeps_grads:
@@ -140,12 +132,6 @@ class ReducedReducer(DataParallelReducer):
 
     def all_reduce_squares(self, squares: Tensor) -> Tensor:
         return self.all_reduce_world(squares * self.shares) if self.has_shards else squares
-
-    def check_replicas(self) -> None:
-        # Ranks whose gradients were not reduced after all drift apart with the first update.
-        if self.several and (self.check_weights or self.is_new):
-            check_equal("TrainOneStepCell", self.shared())
-        self.is_new = False
 
     def shared(self) -> tuple[Parameter, ...]:
         return tuple(parameter for parameter in self.parameters if shard_size_of(parameter) == 1)

@@ -23,6 +23,8 @@ class GradientReducer(nn.Cell):
     # True if the network adds up its gradients, too; keeps_grads: until the last micro batch of the window.
     accumulates = keeps_grads = False
     has_shards = False  # True if the parameters of the network are shards.
+    before_first_batch: Callable[[], None] | None = None  # A collective.
+    sends_forward = False  # True if the ranks must have as many micro batches: the network itself communicates.
 
     def __init__(self, parameters: ParameterTuple, buffer: GradientBuffer) -> None:
         super().__init__(auto_prefix=False)
@@ -120,14 +122,27 @@ class DataParallelReducer(GradientReducer):
         self.all_reduce_world = AllReduce(world)
         self.reduce_message = reduce_each(layout.kept, alone, world)
         sent = (*buffer.sums, *buffer.totals())
-        self.kept = layout.kept.indices  # Copied because a graph can only read attributes of a cell.
+        # Copied because a graph can only read attributes of a cell.
+        self.kept = tuple(bucket.indices for bucket in layout.kept)
         self.kept_sums, self.assign_kept = in_buckets(sent, layout.kept), AssignParts(sent, layout.kept)
         self.further = ParameterTuple(buffer.totals()[2:])  # Behind the loss and the weight.
-        self.check_weights = settings.check_weights
+        self.check_weights = self.checks_next = settings.check_weights and layout.world.size > 1
         self.overlaps = isinstance(settings, DataParallel) and settings.overlap
 
+    def max_micro_batches(self, micro_batches: int) -> int:
+        if self.before_first_batch is not None:
+            self.before_first_batch()
+            self.before_first_batch = None
+        counts = gather_counts(micro_batches) if self.sends_forward or self.every_batch else [micro_batches]
+        if self.sends_forward and len(set(counts)) > 1:
+            raise ValueError(
+                f"For 'GradAccumulation', a batch must have as many micro batches on all ranks where the network "
+                f"itself communicates, but got {counts}. Give each rank as many batches, of at least micro_size rows."
+            )
+        return max(counts)
+
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
-        begin, total, arrays = gather_rows("GradCacheLoss", [tensor.asnumpy() for tensor in tensors])
+        begin, total, arrays = gather_rows([tensor.asnumpy() for tensor in tensors])
         return begin, total, [Tensor(array) for array in arrays]
 
     def reduce(self, added: Done = ()) -> Done:
@@ -157,5 +172,6 @@ class DataParallelReducer(GradientReducer):
         return pick((*added[0], added[1], added[2], *self.further), self.kept[number])
 
     def check_replicas(self) -> None:
-        if self.check_weights:
-            check_equal("TrainOneStepCell", self.replicas())
+        if self.checks_next:
+            check_equal(self.shared())
+            self.checks_next = self.check_weights

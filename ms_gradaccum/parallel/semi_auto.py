@@ -14,6 +14,7 @@ from ms_gradaccum._checks import argument_error, require, warn
 from ms_gradaccum.backend.device import device_target
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.gradients.clipping import ClipByGroupNorm
+from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 
 _OWNER = "TrainOneStepCell"
 _MODES = ("semi_auto_parallel", "auto_parallel")
@@ -43,13 +44,14 @@ class SemiAuto:
         apart = "Give parallel=DataParallel() or HSDP() and a network without AutoParallel."
         for_all, by_group = "Use ClipByGlobalNorm or ClipByValue.", isinstance(clip, ClipByGroupNorm)
         messages = "one of float32 messages", f"reduce_dtype={dtype}", "The compiler chooses what it sends."
+        names = [parameter.name for parameter in optimizer.parameters]
         # The conditions, the arguments, and the parts of the errors.
         for is_refused, name, rule, got, remedy in (
             (accumulation_steps > 1, "accumulation_steps", "1", accumulation_steps, larger),
             (network.is_cached, "network", "a sum over rows", "a GradCacheLoss, which takes two passes", apart),
             (drop_non_finite, "bad_micro_batch", "'skip_window'", "'drop'", one_gradient),
             (by_group, "clip", "one for all", repr(clip), for_all),
-            (dtype != ms.float32, "mixed_precision", *messages),
+            (set(reduce_dtypes(dtype, names)) != {ms.float32}, "mixed_precision", *messages),
         ):
             owner = "GradAccumulation" if name == "network" else _OWNER
             require(not is_refused, owner, name, f"{rule} in semi-auto-parallel", got, remedy)

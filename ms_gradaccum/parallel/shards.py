@@ -17,7 +17,7 @@ from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import Array, Done, map_tensors, pick
 from ms_gradaccum.gradients.buffer import GradientBuffer, zeros
-from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, cut, in_buckets, in_runs, reduce_each
+from ms_gradaccum.parallel.collectives import AllGather, AssignParts, Group, cut, in_buckets, reduce_each
 from ms_gradaccum.parallel.kinds import HSDP, DataParallel
 from ms_gradaccum.parallel.layout import Layout
 from ms_gradaccum.parallel.reducer import DataParallelReducer
@@ -44,7 +44,7 @@ class ShardedReducer(DataParallelReducer):
         self.every_batch = layout.every_batch
         self.size, self.index, self.groups = size, group.index, layout.replicas.size
         self.is_part = Tensor(layout.is_sharded)
-        self.sharded, self.cuts = layout.sharded.indices, layout.sharded.cuts
+        self.sharded = tuple(bucket.indices for bucket in layout.sharded)
         self.all_gather_rows = AllGather(group)
         replicas = Group(layout.replicas, rank, group.index, size)
         self.reduce_shards = reduce_each(layout.sharded, group, replicas)
@@ -60,10 +60,9 @@ class ShardedReducer(DataParallelReducer):
         for item in [*state, *(buffer.sums[i] for i in sharded if self.every_batch)]:
             self._show_whole(item)
         if self.every_batch:
-            # The run and the place in it of each tensor. The runs of shards come first, then one of all tensors.
-            runs = [run for bucket, cuts in zip(self.sharded, self.cuts) for run in in_runs(bucket, cuts)]
-            places = {i: (number, place) for number, run in enumerate(runs) for place, i in enumerate(run)}
-            self.runs_and_places = tuple(zip(*(places.get(i, (len(runs), i)) for i in range(len(whole)))))
+            # Where each tensor is among the parts, in the order of their messages, and all tensors behind them.
+            places = {i: place for place, i in enumerate(i for bucket in self.sharded for i in bucket)}
+            self.places = tuple(places.get(i, len(places) + i) for i in range(len(whole)))
             return
         # The sums of sharded gradients are reduced into separate shards, the others in place.
         self.sums = ParameterTuple(
@@ -74,21 +73,18 @@ class ShardedReducer(DataParallelReducer):
         self.sums_in_buckets = in_buckets(buffer.sums, layout.sharded)
         self.assign_shards = AssignParts(self.sums, layout.sharded)
 
-    def max_micro_batches(self, micro_batches: int) -> int:
-        return self.most(micro_batches) if self.every_batch else micro_batches
-
     def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not self.every_batch:
             return grads
         last: Done = ()
-        runs: tuple[tuple[Tensor, ...], ...] = ()
+        parts: tuple[Tensor, ...] = ()
         for number, bucket in enumerate(self.sharded):
             # The weight here is 1: a micro batch has another weight on each rank, so its sums are sent undivided.
             last = self.reduce_shards[number](pick(grads, bucket), ONE, last)
-            runs += cut(last, self.cuts[number])
-        parts = map_tensors(ops.partial(_pick_part, (*runs, grads)), *self.runs_and_places)
+            for run in cut(last, self.assign_wholes.cuts[number]):
+                parts += run
         # Computing shapes in a graph would dominate the compile time.
-        return map_tensors(_shaped, parts, tuple(self.buffer.sums))
+        return map_tensors(_shaped, pick((*parts, *grads), self.places), tuple(self.buffer.sums))
 
     def reduce(self, added: Done = ()) -> Done:
         done = self.reduce_kept(added)
@@ -154,10 +150,6 @@ def _rows(values: Array, size: int, index: int) -> slice:
 def _as_flat(shard: Tensor) -> Tensor:
     # Sent as float32, which every backend supports and which represents 16-bit values exactly.
     return ops.cast(shard, ms.float32).reshape(-1)
-
-
-def _pick_part(runs: tuple[tuple[Tensor, ...], ...], run: int, place: int) -> Tensor:
-    return runs[run][place]
 
 
 def _shaped(part: Tensor, like: Tensor) -> Tensor:

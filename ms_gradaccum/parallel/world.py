@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
-from ms_gradaccum._checks import warn
+from ms_gradaccum._checks import first_line, warn
 from ms_gradaccum.backend.compiled import graph_mode
 from ms_gradaccum.backend.tensors import Array
 
@@ -146,20 +146,19 @@ def digest(parameters: Iterable[Parameter]) -> str:
     return total.hexdigest()
 
 
-def check_equal(owner: str, parameters: Iterable[Parameter]) -> None:
-    """Raise on every rank if the ranks' values are not equal bit for bit. Collective."""
+def strangers(parameters: Iterable[Parameter]) -> list[int]:
+    """Return the ranks whose values are not those of rank 0 bit for bit. Collective."""
     digests = gather_values(digest(parameters))
-    strangers = [rank for rank, value in enumerate(digests) if value != digests[0]]
-    if strangers:
+    return [rank for rank, value in enumerate(digests) if value != digests[0]]
+
+
+def check_equal(parameters: Iterable[Parameter]) -> None:
+    """Raise on every rank if the ranks' weights differ after an update. Collective."""
+    if ranks := strangers(parameters):
         raise RuntimeError(
-            f"For '{owner}', the ranks must have the same weights after an update, but ranks {strangers} differ from "
-            f"rank 0. Look for what changes weights outside the optimizer, or on some ranks alone."
+            f"For 'TrainOneStepCell', the ranks must have the same weights after an update, but ranks {ranks} differ "
+            f"from rank 0. Look for what changes weights outside the optimizer, or on some ranks alone."
         )
-
-
-def differ(parameters: Iterable[Parameter]) -> bool:
-    """Return whether the ranks have other values. Collective."""
-    return len(set(gather_values(digest(parameters)))) > 1
 
 
 def broadcast_parameters(parameters: Iterable[Parameter]) -> None:
@@ -170,7 +169,7 @@ def broadcast_parameters(parameters: Iterable[Parameter]) -> None:
         parameter.set_data(Tensor(np.frombuffer(received, values.dtype).reshape(values.shape)))
 
 
-def gather_rows(owner: str, arrays: list[Array]) -> tuple[int, int, list[Array]]:
+def gather_rows(arrays: list[Array]) -> tuple[int, int, list[Array]]:
     """Return the begin of this rank's rows among all rows, the number of all rows, and the gathered arrays."""
     # A rank without rows gives no arrays and gets none. Collective, in two messages: the numbers of rows and of bytes
     # per row of each rank, and the arrays, one after the other.
@@ -179,8 +178,8 @@ def gather_rows(owner: str, arrays: list[Array]) -> tuple[int, int, list[Array]]
     if len(set(widths[counts > 0])) > 1:
         got = ", ".join(map(str, widths))
         raise ValueError(
-            f"For '{owner}', outputs and labels must have as many bytes in a row on all ranks, but got {got}. Pad "
-            f"their other axes to one length."
+            f"For 'GradCacheLoss', outputs and labels must have as many bytes in a row on all ranks, but got {got}. "
+            f"Pad their other axes to one length."
         )
     received = _gather_bytes(b"".join(array.tobytes() for array in arrays), counts.astype(np.int64) * widths)
     whole, begin = [], 0
@@ -189,7 +188,7 @@ def gather_rows(owner: str, arrays: list[Array]) -> tuple[int, int, list[Array]]
         rows = [np.frombuffer(data, array.dtype, count * size, count * begin) for data, count in parts]
         whole.append(np.concatenate(rows).reshape(-1, *array.shape[1:]))
         begin += array[0].nbytes
-    return int(counts[: current_world(owner).rank].sum()), int(counts.sum()), whole
+    return int(counts[: get_rank()].sum()), int(counts.sum()), whole
 
 
 @cache
@@ -207,12 +206,12 @@ def tell_peers(owner: str, world: World) -> None:
         before(kind, error, traceback)
         if not issubclass(kind, Exception):
             return
-        text = next(iter(str(error).strip().splitlines()), "")
         for log in set(own.parent.glob("worker_*.log")) - {own}:
             with suppress(OSError), log.open("a") as file:
                 file.write(
                     f"\nFor '{owner}', all ranks must train to the end, but rank {world.rank} has ended with "
-                    f"{kind.__name__}: {text} Look at the end of {own}; what follows here is of the lost connection.\n"
+                    f"{kind.__name__}: {first_line(error)} Look at the end of {own}; what follows here is of the lost "
+                    f"connection.\n"
                 )
 
     sys.excepthook = hook

@@ -71,11 +71,11 @@ for kind in KINDS:
 results["blocks"] = train("clip", DataParallel(), loss=lambda: ContrastiveLoss(np.exp(-1.5), block_rows=5))
 # What one rank alone could not know is an error on all of them, and nobody waits.
 try:
-    gather_rows("GradCacheLoss", [np.zeros((2, 3 + rank), np.float32)])
+    gather_rows([np.zeros((2, 3 + rank), np.float32)])
 except ValueError as error:
     results["widths"] = str(error)
 # Any dtype arrives bit for bit.
 arrays = [np.arange(2 + rank) % 2 == 0, np.full((2 + rank, 2), -(2**40) - rank), np.full(2 + rank, np.nan)]
-begin, rows, gathered = gather_rows("GradCacheLoss", arrays)
+begin, rows, gathered = gather_rows(arrays)
 results["gathered"] = [begin, rows, *(array.tolist() for array in gathered[:2]), bool(np.isnan(gathered[2]).all())]
 report(rank, results)

@@ -64,6 +64,12 @@ def weights(network):
     return network.trainable_params()
 
 
+def train_half_frozen(network):
+    optimizer = sgd(network)
+    weights(network)[0].requires_grad = rank == 0
+    step_with(optimizer, network)
+
+
 def halves(network):
     return [{"params": weights(network)[: 1 + rank]}, {"params": weights(network)[1 + rank :]}]
 
@@ -101,6 +107,7 @@ def disagree_about_what_trains():
         "cell", lambda net: (Accumulator if rank else TrainOneStepCell)(nn.WithLossCell(net, nn.MSELoss()), sgd(net))
     )
     disagree_about("layers", lambda net: step_with(sgd(net), nn.SequentialCell(net, nn.Dense(3, 3 + rank))))
+    disagree_about("frozen", train_half_frozen)
     disagree_about("last_window", lambda net: train_unlike(net, last_window="drop" if rank else "apply"))
     disagree_about("epoch", lambda net: train_unlike(net, 1 + rank))
 
@@ -125,9 +132,9 @@ def send_every_bit():
     values[0][1:] = np.array([0xFFC00001 + rank, 0x80000000], np.uint32).view(np.float32)
     values.append(np.array(1.5 + rank, np.float32))
     parameters = [Parameter(Tensor(value), f"p{i}", requires_grad=False) for i, value in enumerate(values)]
-    results["differ"] = [world.differ(parameters)]
+    results["differ"] = [bool(world.strangers(parameters))]
     world.broadcast_parameters(parameters)
-    results["differ"].append(world.differ(parameters))
+    results["differ"].append(bool(world.strangers(parameters)))
     results["bits"] = [each.asnumpy().tobytes().hex() for each in parameters]
     results["shapes"] = [each.shape == value.shape for each, value in zip(parameters, values)]
     results["own bits"] = [value.tobytes().hex() for value in values]
@@ -163,6 +170,42 @@ def have_experts_of_their_own():
             step_with(sgd(network), network)
         except ValueError as error:
             results[f"experts {what}"] = str(error), bool((network.expert.asnumpy() == before).all())
+
+
+class Together(nn.Cell):
+    """A loss that takes a mean over all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.add_up = build_network(), ops.AllReduce()
+
+    def construct(self, x, y):
+        return ops.square(self.network(x) - self.add_up(y.mean(0)) / 2 - y).mean()
+
+
+def communicate_in_the_forward_pass():
+    """Three micro batches on rank 0 and two on rank 1, then two on each."""
+    x, y = batch(rank)
+    cell = Together()
+    step = TrainOneStepCell(GradAccumulation(cell, 3), sgd(cell), check_loss=False)
+    for key, rows in (("uneven", 3 - rank), ("even", 2)):
+        try:
+            results[f"forward {key}"] = bool(step(Tensor(x[:rows]), Tensor(y[:rows])).updated.asnumpy())
+        except ValueError as error:
+            results[f"forward {key}"] = str(error)
+
+
+def load_on_one_rank_alone():
+    """Weights that rank 0 loads once its step is built, and rank 1 does not."""
+    for kind in ("data parallel", "level2"):
+        network, step = build_step(parallel=KINDS[kind])
+        if rank == 0:
+            for weight in network.trainable_params():
+                weight.set_data(Tensor(2 * weight.asnumpy()))
+        with noting(f"loaded {kind}"):
+            for number in range(2):
+                step(*[Tensor(array) for array in share(batch(number), rank, 2)])
+        results[f"loaded {kind}"] = weights_of(network)
 
 
 class Failure(Exception):
@@ -315,4 +358,6 @@ def main():
         read_the_same_data("joined", 0, accumulation_steps=3)
         begin_without_a_batch()
         meet_what_is_not_finite()
+        communicate_in_the_forward_pass()
+        load_on_one_rank_alone()
     report(rank, results)

@@ -55,8 +55,8 @@ def test_cuts_are_neighbours_of_one_size_and_leave_nothing_out(sizes, limit):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ms_gradaccum.parallel.layout.BUCKET_SIZE", limit)
         kept = layout_of(None, [Parameter(np.zeros(size, np.float32)) for size in sizes], ONE, ()).kept
-    assert sorted(i for bucket in kept.indices for i in bucket) == list(range(len(sizes)))
-    for bucket, _, cuts, end in zip(*kept):
+    assert sorted(i for bucket in kept for i in bucket.indices) == list(range(len(sizes)))
+    for bucket, _, cuts, end in kept:
         begins = np.cumsum([0, *(sizes[i] for i in bucket)])
         assert end == begins[-1] and (end <= limit or len(bucket) == 1)
         # NumPy cuts the message where the tensors begin, as the runs do.
@@ -72,16 +72,19 @@ def test_a_message_has_gradients_of_one_dtype_and_float32_goes_first_with_the_sc
     tensors, half = parameters_of([(2, 3), (3,), (3, 3), (3,)]), ms.float16
     dtypes = (half, ms.float32, half, ms.float32)
     kept = layout_of(None, tensors, Ranks(2, 2, "CPU"), (1, 1), dtypes).kept
-    assert kept.indices == ((4, 5, 3, 1), (0, 2)) and kept.dtypes == (ms.float32, half)
-    assert kept.nbytes == [4 * 8, 2 * 15]
-    assert layout_of(None, tensors, ONE, (1, 1), (half,) * 4).kept.dtypes == (ms.float32, half)
+    assert [(*each[:2], each.nbytes) for each in kept] == [((4, 5, 3, 1), ms.float32, 4 * 8), ((0, 2), half, 2 * 15)]
+    assert [each.dtype for each in layout_of(None, tensors, ONE, (1, 1), (half,) * 4).kept] == [ms.float32, half]
     layout = layout_of(HSDP(2, threshold=0), tensors, Ranks(2, 2, "CPU"), (1, 1), dtypes)
-    assert layout.sharded.dtypes == (half,) and layout.kept.dtypes == (ms.float32, half)
+    assert [[each.dtype for each in buckets] for buckets in (layout.sharded, layout.kept)] == [
+        [half],
+        [ms.float32, half],
+    ]
 
 
 def test_parts_of_one_size_are_side_by_side_whatever_the_whole_sizes():
     """A shard counts by its own size."""
     tensors = parameters_of([(4, 6), (4, 2), (8, 3), (4, 2), (3,)])
     layout = layout_of(HSDP(2, threshold=0), tensors, Ranks(2, 2, "CPU"), (1, 1))
-    assert layout.sharded.indices == ((3, 1, 2, 0),) and layout.kept.indices == ((5, 6, 4),)
-    assert layout.sharded.cuts[0] == ((0, 8), (8, 24), (2, 2)) and BUCKET_SIZE > 48
+    (sharded,), (kept,) = layout.sharded, layout.kept
+    assert sharded.indices == (3, 1, 2, 0) and kept.indices == (5, 6, 4)
+    assert sharded.cuts == ((0, 8), (8, 24), (2, 2)) and BUCKET_SIZE > 48

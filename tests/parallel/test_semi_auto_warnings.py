@@ -1,5 +1,6 @@
-"""Semi-auto-parallel: what is said of networks that it trains otherwise."""
+"""Semi-auto-parallel: what is said of networks that it trains otherwise, and of messages."""
 
+import mindspore as ms
 import pytest
 from linear_toy import line, sgd
 from mindspore import nn, ops
@@ -24,3 +25,10 @@ def test_semi_auto_parallel_warns_of_what_need_not_be_linear():
     loss_cell = GradAccumulation(Rounded(), 2)
     with pytest.warns(UserWarning, match="does in the backward pass .* must be linear in the gradient in semi-auto"):
         SemiAuto(loss_cell).check(loss_cell, sgd(loss_cell))
+
+
+def test_semi_auto_parallel_takes_messages_of_float32_however_they_are_given():
+    cell = GradAccumulation(nn.WithLossCell(line(), nn.MSELoss()), 2)
+    SemiAuto(cell).check(cell, sgd(cell), dtype={"*weight": ms.float32})
+    with pytest.raises(ValueError, match="one of float32 messages in semi-auto-parallel, but got reduce_dtype={"):
+        SemiAuto(cell).check(cell, sgd(cell), dtype={"*weight": ms.float16})
