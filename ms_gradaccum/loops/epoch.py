@@ -9,7 +9,7 @@ import numpy as np
 from mindspore.dataset import Dataset
 from mindspore.train.callback import Callback, LossMonitor, RunContext, _CallbackManager, _InternalCallbackParam
 
-from ms_gradaccum._checks import require
+from ms_gradaccum._checks import require, warn
 from ms_gradaccum.backend.kept_state import put_device_random_state
 from ms_gradaccum.loops.data_position import PassPlace, Sources, skipping
 from ms_gradaccum.parallel.world import current_world, gather_counts
@@ -37,6 +37,7 @@ class PassSteps(Callback):
     in_pass = False
     in_sinks = False  # True if an epoch of MindSpore's has the batches of a sink instead of those of a pass.
     done = 0  # The number of steps of all passes that are done.
+    begun = 0  # The number of steps at the beginning of this epoch.
     run_context: RunContext = None
     sources: Sources | None = None
     resumed: PassPlace | None = None
@@ -53,6 +54,7 @@ class PassSteps(Callback):
         lengths = gather_counts(self.length) if self.train_step.windows[0].several else [self.length]
         # In a pass, the number of steps on every process, and of batches that all of them have.
         self.steps, self.common = max(lengths), min(lengths)
+        self.left = self.steps  # Those of this epoch, which a resumed training begins in mid-pass.
         self._until_first_batch = ExitStack()
 
     def resume(self, checkpoints: list[ResumingCallback], epochs: int, settings: dict[str, object]) -> bool:
@@ -67,6 +69,7 @@ class PassSteps(Callback):
         place = place.among(self.length, self.world.size)
         self.resumed, self.first_epoch, self.sources = place, place.first_epoch, place.sources
         self.done = (place.next_epoch - place.first_epoch) * self.steps + (place.batches or 0)
+        self.left = self.steps - (place.batches or 0)
         settings.update(initial_epoch=place.next_epoch, initial_step=self.done)
         return bool(place.next_epoch < epochs)
 
@@ -126,7 +129,7 @@ class PassSteps(Callback):
         require(not rule, _OWNER, "sink_size", rule, f"{sink_size} with {self.length} batches in a pass", remedy)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        self.in_pass = True
+        self.in_pass, self.begun = True, self.done
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         # The first batch is there.
@@ -155,6 +158,13 @@ class PassSteps(Callback):
         stops = self.run_context.get_stop_requested
         if self.in_sinks and not stops() and params.cur_epoch_num < self.first_epoch + params.epoch_num:
             return  # The next sink goes on with the pass.
+        batches, self.left, left = self.done - self.begun, self.steps, self.left
+        if self.world.size == 1 and not self.in_sinks and not stops() and batches != left:
+            warn(
+                f"For '{_OWNER}', a pass over the argument 'train_dataset' must have {left} batches, by its "
+                f"get_dataset_size(), but got {batches}: a window has ended in another place than the data. Make all "
+                f"passes equally long, or train in a loop of your own with an Accumulator."
+            )
         while self.in_pass and not self.in_sinks and not stops():
             params.cur_step_num += 1
             callbacks.on_train_step_begin(self.run_context)

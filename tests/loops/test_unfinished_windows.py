@@ -12,9 +12,10 @@ import warnings
 
 import mindspore.experimental.optim as experimental
 import pytest
-from linear_toy import batches, line, sgd, weight_of
+from linear_toy import X, batches, line, sgd, weight_of
 from loop_toy import FOUR, adjustable_sgd, toy_loop, train, updates_of
 from mindspore import nn
+from mindspore.dataset import GeneratorDataset
 from mindspore.experimental.optim.lr_scheduler import StepLR
 
 from ms_gradaccum import Accumulator, Model, TrainOneStepCell
@@ -47,6 +48,17 @@ def test_a_window_that_is_left_open_is_named_at_the_end_of_its_accumulator():
     ):
         del accumulator
         gc.collect()
+
+
+@pytest.mark.parametrize(("lengths", "found"), [((4, 4, 4), ""), ((4, 6, 4), 6), ((4, 3, 4), 3)])
+def test_a_pass_over_other_data_than_its_size_says_is_named(lengths, found, recwarn):
+    passes = iter(lengths)
+    rows = GeneratorDataset(lambda: ((X[0], 2 * X[0]) for _ in range(next(passes))), ["x", "y"], shuffle=False).batch(1)
+    rows.get_dataset_size = lambda: 4
+    network = line()
+    Model(network, nn.MSELoss(), sgd(network), accumulation_steps=2).train(3, rows, dataset_sink_mode=False)
+    told = [str(each.message) for each in recwarn if "must have 4 batches" in str(each.message)]
+    assert [re.search(r"but got (\d+)", text)[1] for text in told] == ([str(found)] if found else [])
 
 
 @pytest.mark.parametrize("steps_too_late", [False, True])
