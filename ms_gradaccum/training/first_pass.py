@@ -6,12 +6,13 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import argument_error, require
-from ms_gradaccum.backend.compiled import Compiled, like_mode, op_by_op
+from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op
 from ms_gradaccum.backend.kernels import ONE
+from ms_gradaccum.backend.tensors import map_tensors
 from ms_gradaccum.batch.grad_cache_loss import GradCacheLoss, check_output
 from ms_gradaccum.batch.nested_inputs import Unflatten, unflatten
 from ms_gradaccum.batch.split import Flattened, MicroBatch, SplitBatch, cut
@@ -35,7 +36,10 @@ class FirstPass:
         self.tolerance = _ROUNDING_16_BIT if like.micro_loss.half else _ROUNDING
         # A forward pass may change parameters that no optimizer updates.
         known = {id(parameter) for parameter in like.parameters}
-        self.state = [each for each in self.network.backbone.get_parameters() if id(each) not in known]
+        state = _State([each for each in self.network.backbone.get_parameters() if id(each) not in known])
+        self.has_state = len(state.state) > 0
+        self.keep = Compiled(lambda: Method(state, "keep"), owner, "the state of the network")
+        self.put_back = Compiled(lambda: Method(state, "put_back"), owner, "the state of the network")
         # The keys are the structures of the inputs.
         self.forwards: dict[Hashable, Compiled] = {}
         self.losses: dict[Hashable, Compiled] = {}
@@ -100,8 +104,7 @@ class FirstPass:
         if run is None:
             build = partial(Forward, self.network, structure)
             run = self.forwards[structure] = self._compiled(build, "the network", self.network.backbone)
-        with op_by_op():
-            kept = [parameter.copy() for parameter in self.state]
+        kept = self.keep(NOTHING) if self.has_state else ()
         outputs = []
         try:
             for rows, tensors in micro_batches:
@@ -109,9 +112,8 @@ class FirstPass:
                 for output in outputs[-1]:
                     check_output(tuple(output.shape), rows)
         finally:
-            with op_by_op():
-                for parameter, value in zip(self.state, kept):
-                    ops.assign(parameter, value)
+            if self.has_state:
+                self.put_back(*kept)
         return outputs
 
     def _loss(
@@ -172,6 +174,24 @@ class _WholeLoss(RowWeight):
         loss = self.first(returned, "its loss", _LOSS_REMEDY) * ONE
         self.further(returned, 1, _LOSS_REMEDY)
         return loss
+
+
+class _State(nn.Cell):
+    """Parameters that a forward pass may change."""
+
+    def __init__(self, state: Sequence[Parameter]) -> None:
+        super().__init__(auto_prefix=False)
+        self.state = ParameterTuple(state)
+
+    def keep(self, nothing: Tensor) -> tuple[Tensor, ...]:
+        return map_tensors(_copy, self.state)
+
+    def put_back(self, *values: Tensor) -> tuple[Tensor, ...]:
+        return map_tensors(ops.assign, self.state, values)
+
+
+def _copy(parameter: Parameter) -> Tensor:
+    return parameter.copy()
 
 
 def random_cells(network: nn.Cell) -> str:
