@@ -133,13 +133,13 @@ class DataParallelReducer(GradientReducer):
         if self.before_first_batch is not None:
             self.before_first_batch()
             self.before_first_batch = None
-        counts = gather_counts(micro_batches) if self.sends_forward or self.every_batch else [micro_batches]
-        if self.sends_forward and len(set(counts)) > 1:
+        counts = gather_counts(micro_batches) if self.sends_forward else [micro_batches]
+        if len(set(counts)) > 1:
             raise ValueError(
                 f"For 'GradAccumulation', a batch must have as many micro batches on all ranks where the network "
                 f"itself communicates, but got {counts}. Give each rank as many batches, of at least micro_size rows."
             )
-        return max(counts)
+        return micro_batches
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         begin, total, arrays = gather_rows([tensor.asnumpy() for tensor in tensors])

@@ -73,6 +73,10 @@ class ShardedReducer(DataParallelReducer):
         self.sums_in_buckets = in_buckets(buffer.sums, layout.sharded)
         self.assign_shards = AssignParts(self.sums, layout.sharded)
 
+    def max_micro_batches(self, micro_batches: int) -> int:
+        own = super().max_micro_batches(micro_batches)
+        return self.most(own) if self.every_batch else own
+
     def reduce_scatter_micro_batch(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not self.every_batch:
             return grads
