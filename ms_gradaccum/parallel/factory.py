@@ -1,8 +1,7 @@
 """Build the gradient reducers for the argument ``parallel``, once the processes of the job have compared settings."""
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import mindspore as ms
@@ -87,8 +86,8 @@ def build_reducers(
         _check_can_drop(owner, network)
     totals = WindowTotals(drop_non_finite, network.other_losses)
     ranks = Ranks(world.size, world.size, ms.get_context("device_target"))
-    replicas = [parameter for optimizer in optimizers for parameter in optimizer.parameters]
-    each_dtype = iter(reduce_dtypes(dtype, [parameter.name for parameter in replicas]))
+    names = [parameter.name for optimizer in optimizers for parameter in optimizer.parameters]
+    each_dtype = iter(reduce_dtypes(dtype, names))
     reducers: list[GradientReducer] = []
     for optimizer in optimizers:
         parameters, dense_only = optimizer.parameters, keeps_absent_rows(optimizer)
@@ -107,8 +106,6 @@ def build_reducers(
             reducer = DataParallelReducer if layout.group.size == 1 else ShardedReducer
             reducers.append(reducer(optimizer, buffer, layout, world.rank, kind))
     if world.size > 1 and isinstance(kind, (DataParallel, HSDP)):
-        # A program can load weights on one rank alone once the step is built.
-        reducers[0].before_first_batch = partial(_make_alike, owner, kind, network, replicas)
         reducers[0].sends_forward = bool(_sent_forward(network))
     return reducers
 
@@ -223,16 +220,11 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
     if any(shard_size_of(item) > 1 for item in optimizer.parameters):
         # The state belongs to the shards, which differ by design.
         parameters = {item.name: item for item in network.get_parameters() if shard_size_of(item) == 1}
-    _make_alike(owner, kind, network, parameters.values())
-
-
-def _make_alike(owner: str, kind: Kind, network: nn.Cell, parameters: Collection[Parameter]) -> None:
-    """Give all ranks the values of rank 0, with a warning, if they have others. Collective."""
-    if not strangers(parameters):
+    if not strangers(parameters.values()):
         return
     if not isinstance(kind, Reduced):  # In its networks a rank has shards, which are known.
         _check_no_experts(owner, network)
-    broadcast_parameters(parameters)
+    broadcast_parameters(parameters.values())
     warn(
         f"For '{owner}', the ranks started with different parameters: those of rank 0 are used. "
         f"Call mindspore.set_seed() with the same seed on all ranks, or load the same checkpoint."

@@ -23,7 +23,6 @@ class GradientReducer(nn.Cell):
     # True if the network adds up its gradients, too; keeps_grads: until the last micro batch of the window.
     accumulates = keeps_grads = False
     has_shards = False  # True if the parameters of the network are shards.
-    before_first_batch: Callable[[], None] | None = None  # A collective.
     sends_forward = False  # True if the ranks must have as many micro batches: the network itself communicates.
 
     def __init__(self, parameters: ParameterTuple, buffer: GradientBuffer) -> None:
@@ -130,9 +129,6 @@ class DataParallelReducer(GradientReducer):
         self.overlaps = isinstance(settings, DataParallel) and settings.overlap
 
     def max_micro_batches(self, micro_batches: int) -> int:
-        if self.before_first_batch is not None:
-            self.before_first_batch()
-            self.before_first_batch = None
         counts = gather_counts(micro_batches) if self.sends_forward else [micro_batches]
         if len(set(counts)) > 1:
             raise ValueError(

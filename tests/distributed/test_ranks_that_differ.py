@@ -173,22 +173,6 @@ def test_ranks_that_read_the_same_data_are_told_once(two):
         assert report["warnings data other"] == report["warnings data none"] == []
 
 
-@pytest.mark.parametrize("kind", ["data parallel", "level2"])
-def test_weights_that_rank_0_alone_has_loaded_are_those_of_all(kind, two):
-    network = build_network()
-    for weight in network.trainable_params():
-        weight.set_data(Tensor(2 * weight.asnumpy()))
-    optimizer = nn.Adam(network.trainable_params(), 0.01)
-    step = nn.TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), optimizer).set_train()
-    with eagerly():
-        for number in range(2):
-            step(*map(Tensor, batch(number)))
-    for report in two:
-        np.testing.assert_allclose(report[f"loaded {kind}"], weights_of(network), rtol=2e-5, atol=2e-6)
-        (sentence,) = report[f"warnings loaded {kind}"]
-        assert "the ranks started with different parameters: those of rank 0 are used." in sentence
-
-
 def test_a_network_that_communicates_has_as_many_micro_batches_on_all_ranks(two):
     said = "For 'GradAccumulation', a batch must have as many micro batches on all ranks where the network itself "
     for report in two:

@@ -195,19 +195,6 @@ def communicate_in_the_forward_pass():
             results[f"forward {key}"] = str(error)
 
 
-def load_on_one_rank_alone():
-    """Weights that rank 0 loads once its step is built, and rank 1 does not."""
-    for kind in ("data parallel", "level2"):
-        network, step = build_step(parallel=KINDS[kind])
-        if rank == 0:
-            for weight in network.trainable_params():
-                weight.set_data(Tensor(2 * weight.asnumpy()))
-        with noting(f"loaded {kind}"):
-            for number in range(2):
-                step(*[Tensor(array) for array in share(batch(number), rank, 2)])
-        results[f"loaded {kind}"] = weights_of(network)
-
-
 class Failure(Exception):
     """An error of one rank."""
 
@@ -359,5 +346,4 @@ def main():
         begin_without_a_batch()
         meet_what_is_not_finite()
         communicate_in_the_forward_pass()
-        load_on_one_rank_alone()
     report(rank, results)
