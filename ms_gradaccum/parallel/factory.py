@@ -19,7 +19,7 @@ from ms_gradaccum.backend.tensors import Array
 from ms_gradaccum.gradients.buffer import GradientBuffer, WindowTotals, sparse_lookup
 from ms_gradaccum.gradients.mixed_precision import reduce_dtypes
 from ms_gradaccum.parallel import reduced
-from ms_gradaccum.parallel.kinds import HSDP, DataParallel, Kind, ParallelChoice, Reduced, choose_kind
+from ms_gradaccum.parallel.kinds import HSDP, Kind, ParallelChoice, Reduced, choose_kind
 from ms_gradaccum.parallel.layout import Ranks, layout_of, shard_size_of
 from ms_gradaccum.parallel.reducer import DataParallelReducer, GradientReducer
 from ms_gradaccum.parallel.semi_auto import SemiAuto, is_semi_auto
@@ -36,7 +36,6 @@ _SKIPPED = frozenset(
     + ("init_params", "init_args", "init_learning_rate", "exec_weight_decay", "decay_flags", "parameters", "params")
 )
 _WITH_SETTINGS = (LearningRateSchedule, nn.Optimizer, ExperimentalOptimizer)
-_SENDING = ("all_to_all", "all_gather", "reduce_scatter")  # The beginnings of names of functions that communicate.
 _MANY = 16  # Longer arrays are described by their hash.
 
 
@@ -105,8 +104,6 @@ def build_reducers(
         else:
             reducer = DataParallelReducer if layout.group.size == 1 else ShardedReducer
             reducers.append(reducer(optimizer, buffer, layout, world.rank, kind))
-    if world.size > 1 and isinstance(kind, (DataParallel, HSDP)):
-        reducers[0].sends_forward = bool(_sent_forward(network))
     return reducers
 
 
@@ -231,17 +228,12 @@ def _start_alike(owner: str, kind: Kind, network: nn.Cell, optimizer: nn.Cell) -
     )
 
 
-def _sent_forward(network: nn.Cell) -> list[str]:
-    """Return the names of the operators in a network's forward pass that send tensors to other ranks."""
+def _check_no_experts(owner: str, network: nn.Cell) -> None:
+    """Raise if each rank may have experts of its own: the network sends tensors to other ranks."""
     code = NetworkCode(network)
     operators = [each for each in code.reached if is_a(each, Primitive)]
     names = [each.name for each in operators if isinstance(each.attrs.get("group"), str)]
-    return names + [name for name in sorted(code.names) if name.startswith(_SENDING)]
-
-
-def _check_no_experts(owner: str, network: nn.Cell) -> None:
-    """Raise if each rank may have experts of its own: the network sends tensors to other ranks."""
-    names = _sent_forward(network)
+    names += [name for name in sorted(code.names) if name.startswith(("all_to_all", "all_gather", "reduce_scatter"))]
     got = f"other values where its forward pass has {listed(names, 1)}"
     remedy = f"If they should be equal, call mindspore.set_seed() with the same seed on all ranks. {_EXPERTS}"
     require(not names, owner, "network", _ALIKE, got, remedy)

@@ -83,7 +83,7 @@ class ReducedReducer(DataParallelReducer):
         super().__init__(optimizer, buffer, layout, rank, settings)
         ranks = layout.world.size
         self.several = ranks > 1
-        self.comes_reduced = self.sends_forward = True
+        self.comes_reduced = True
         self.schedulers = schedulers_of(network)
         # True if the network adds its gradients up itself and reduces them in the last micro batch of a window.
         self.accumulates = any(each.requires_acc_grad for each in self.schedulers)
@@ -97,6 +97,15 @@ class ReducedReducer(DataParallelReducer):
         self.is_empty = True  # True until the first micro batch of a window.
         self.keeps_grads = self.accumulates
         self.factors: list[float] = []  # The factors of the caller's gradients in the open window.
+
+    def max_micro_batches(self, micro_batches: int) -> int:
+        counts = gather_counts(micro_batches)
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"For 'GradAccumulation', a batch must have as many micro batches on all ranks where the network "
+                f"itself communicates, but got {counts}. Give each rank as many batches, of at least micro_size rows."
+            )
+        return micro_batches
 
     def check_window(self, owner: str) -> None:
         if self.keeps_grads:

@@ -23,7 +23,6 @@ class GradientReducer(nn.Cell):
     # True if the network adds up its gradients, too; keeps_grads: until the last micro batch of the window.
     accumulates = keeps_grads = False
     has_shards = False  # True if the parameters of the network are shards.
-    sends_forward = False  # True if the ranks must have as many micro batches: the network itself communicates.
 
     def __init__(self, parameters: ParameterTuple, buffer: GradientBuffer) -> None:
         super().__init__(auto_prefix=False)
@@ -127,15 +126,6 @@ class DataParallelReducer(GradientReducer):
         self.further = ParameterTuple(buffer.totals()[2:])  # Behind the loss and the weight.
         self.check_weights = self.checks_next = settings.check_weights and layout.world.size > 1
         self.overlaps = isinstance(settings, DataParallel) and settings.overlap
-
-    def max_micro_batches(self, micro_batches: int) -> int:
-        counts = gather_counts(micro_batches) if self.sends_forward else [micro_batches]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"For 'GradAccumulation', a batch must have as many micro batches on all ranks where the network "
-                f"itself communicates, but got {counts}. Give each rank as many batches, of at least micro_size rows."
-            )
-        return micro_batches
 
     def gather_rows(self, rows: int, tensors: list[Tensor]) -> tuple[int, int, list[Tensor]]:
         begin, total, arrays = gather_rows([tensor.asnumpy() for tensor in tensors])

@@ -173,13 +173,6 @@ def test_ranks_that_read_the_same_data_are_told_once(two):
         assert report["warnings data other"] == report["warnings data none"] == []
 
 
-def test_a_network_that_communicates_has_as_many_micro_batches_on_all_ranks(two):
-    said = "For 'GradAccumulation', a batch must have as many micro batches on all ranks where the network itself "
-    for report in two:
-        assert report["forward uneven"].startswith(f"{said}communicates, but got [3, 2]. ")
-        assert report["forward even"] is True
-
-
 def test_a_skipped_window_names_the_parameter_once_on_all_ranks(two):
     said = "For 'TrainOneStepCell', the gradient of a window must have a finite norm, but got an Inf or a NaN "
     for report in two:

@@ -172,29 +172,6 @@ def have_experts_of_their_own():
             results[f"experts {what}"] = str(error), bool((network.expert.asnumpy() == before).all())
 
 
-class Together(nn.Cell):
-    """A loss that takes a mean over all ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.network, self.add_up = build_network(), ops.AllReduce()
-
-    def construct(self, x, y):
-        return ops.square(self.network(x) - self.add_up(y.mean(0)) / 2 - y).mean()
-
-
-def communicate_in_the_forward_pass():
-    """Three micro batches on rank 0 and two on rank 1, then two on each."""
-    x, y = batch(rank)
-    cell = Together()
-    step = TrainOneStepCell(GradAccumulation(cell, 3), sgd(cell), check_loss=False)
-    for key, rows in (("uneven", 3 - rank), ("even", 2)):
-        try:
-            results[f"forward {key}"] = bool(step(Tensor(x[:rows]), Tensor(y[:rows])).updated.asnumpy())
-        except ValueError as error:
-            results[f"forward {key}"] = str(error)
-
-
 class Failure(Exception):
     """An error of one rank."""
 
@@ -345,5 +322,4 @@ def main():
         read_the_same_data("joined", 0, accumulation_steps=3)
         begin_without_a_batch()
         meet_what_is_not_finite()
-        communicate_in_the_forward_pass()
     report(rank, results)
