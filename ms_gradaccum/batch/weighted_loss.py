@@ -23,7 +23,7 @@ _OBJECT_REMEDY = (
     "getattr() with a default, and classes that are no Cell make a Python object of one: MindSpore's own step runs "
     "with it and leaves the weights as they are."
 )
-_LOSSES_REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone."
+_LOSSES_REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone (metrics)."
 _FURTHER_REMEDY = "Give losses='first' to leave them out, or add them to the loss sum."
 # The maximum number of further losses in a report. Graphs and collectives need a fixed number.
 MOST_OTHER_LOSSES = 64

@@ -136,11 +136,11 @@ class TrainedNetwork(Window):
         return loss
 
     def throw_away(self) -> None:
-        """Discard a full window. Warn if a loop begins so twice: it has no step(), or calls it too late."""
+        """Discard a full window. Warn of a loop that begins so: it has no step(), or calls it too late."""
         self.discard()
         self.thrown_away += 1
-        if self.thrown_away == 2 and self.micro_steps.events.updates == 0:
-            got = "zero_grad() for the first two, so nothing is trained"
+        if self.thrown_away == 4 and self.micro_steps.events.updates == 0:
+            got = "zero_grad() for the first 4, so nothing has been trained yet"
             warn(str(disorder("a full window must be followed by step()", got, "Call step() before zero_grad().")))
 
 

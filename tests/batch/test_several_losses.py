@@ -14,7 +14,7 @@ from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, TrainOneS
 
 X = np.float32([[1, 2], [3, 1], [0, 2], [2, 2], [1, 1]])
 Y = np.float32([[1], [0], [2], [1], [3]])
-REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone."
+REMEDY = "Give losses='sum' to train their sum, or losses='first' to train the first alone (metrics)."
 
 
 class Losses(nn.Cell):
