@@ -64,7 +64,7 @@ def test_a_pass_over_other_data_than_its_size_says_is_named(lengths, found, recw
 @pytest.mark.parametrize("steps_too_late", [False, True])
 def test_a_loop_that_throws_its_windows_away_from_the_beginning_is_named(steps_too_late):
     network, accumulator = toy_loop(1)
-    rule = "a full window must be followed by step(), but got zero_grad() for the first 4, so nothing has been trained yet"
+    rule = "must be followed by step(), but got zero_grad() for the first 4, so nothing has been trained yet"
     with pytest.warns(UserWarning, match=re.escape(rule)) as told:
         for each in FOUR:
             with accumulator.accumulate():
