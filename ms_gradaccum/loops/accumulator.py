@@ -19,6 +19,7 @@ from ms_gradaccum._checks import (
     check_bool,
     check_cell,
     check_choice,
+    check_type,
     refuse_unknown,
     require,
     typed,
@@ -258,8 +259,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
             loss (Tensor): A loss, of any shape and floating-point dtype.
             network (Cell, optional): The network, of several. Default: ``None``, the only one.
         """
-        if not isinstance(loss, Tensor):
-            raise TypeError(argument_error(_OWNER, "loss", "a tensor", typed(loss), "Give what is differentiated."))
+        check_type(_OWNER, "loss", loss, Tensor, "a tensor", "Give what is differentiated.")
         return loss * only_of(self.windows, network).loss_scale.value()
 
     def backward(

@@ -13,6 +13,7 @@ from ms_gradaccum._checks import (
     check_bool,
     check_positive_int,
     check_saved,
+    check_type,
     is_flag,
     require,
     typed,
@@ -99,8 +100,7 @@ class AccumulationConfig:
 def _check_milestones(schedule: dict[int, int]) -> None:
     require(schedule, _OWNER, "schedule", _RULE, "an empty dict", _REMEDY)
     for epoch, steps in schedule.items():
-        if isinstance(epoch, bool) or not isinstance(epoch, int):
-            raise TypeError(argument_error(_OWNER, "schedule", "a dict whose keys are ints", typed(epoch), _REMEDY))
+        check_type(_OWNER, "schedule", epoch, int, "a dict whose keys are ints", _REMEDY)
         require(epoch >= 0, _OWNER, "schedule", "a dict whose keys are not negative", epoch, _REMEDY)
         check_positive_int(_OWNER, f"schedule[{epoch}]", steps, "It counts the batches of one update.")
 
@@ -110,9 +110,8 @@ def merge_config(owner: str, accumulation_steps: object, config: object) -> Accu
     accumulation_steps = check_accumulation_steps(owner, accumulation_steps)
     if config is None:
         return AccumulationConfig(accumulation_steps)
-    if not isinstance(config, AccumulationConfig):
-        rule, remedy = "an AccumulationConfig or None", "Build one, or leave it out."
-        raise TypeError(argument_error(owner, "config", rule, typed(config), remedy))
+    rule, remedy = "an AccumulationConfig or None", "Build one, or leave it out."
+    config = check_type(owner, "config", config, AccumulationConfig, rule, remedy)
     if accumulation_steps in (1, config.accumulation_steps):
         return config
     rule, got = "the same as that of config", f"{accumulation_steps} and a config with {config.accumulation_steps}"

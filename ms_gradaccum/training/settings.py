@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ms_gradaccum._checks import argument_error, check_accumulation_steps, check_bool, check_choice, require, typed
+from ms_gradaccum._checks import check_accumulation_steps, check_bool, check_choice, check_type, require
 from ms_gradaccum.backend.compiled import check_compile
 from ms_gradaccum.gradients.clipping import Clip, ClipCell, check_clip
 from ms_gradaccum.gradients.mixed_precision import Precision, PrecisionChoice, check_precision
@@ -78,8 +78,8 @@ def check_stock_arguments(owner: str, sens: object, return_grad: object) -> None
         "Give mixed_precision=FixedLossScaleManager(1024.0, False), for example, which divides the gradient by the "
         "scale again, and an optimizer without a loss_scale."
     )
-    if sens is not None and (isinstance(sens, bool) or not isinstance(sens, (int, float))):
-        raise TypeError(argument_error(owner, "sens", "None or 1.0", typed(sens), remedy))
+    if sens is not None:
+        check_type(owner, "sens", sens, (int, float), "None or 1.0", remedy)
     require(sens in (None, 1), owner, "sens", "None or 1.0", sens, remedy)
     remedy = "Take the gradients with value_and_grad, and give them to an Accumulator."
     require(not check_bool(owner, "return_grad", return_grad, remedy), owner, "return_grad", "False", True, remedy)
