@@ -144,7 +144,7 @@ def measure(name: str, case: Case, args: argparse.Namespace) -> None:
     # Other programs disturb a window; the fastest twentieth is disturbed the least.
     low = {row: float(np.percentile(seconds, 5)) for row, seconds in times.items()}
     print(
-        f"{name:12}{case!s:16}{best[OURS]:9.2f}{best[LOOP]:9.2f} ms{best[OURS] / best[LOOP]:7.2f}"
+        f"{name:17}{case!s:16}{best[OURS]:9.2f}{best[LOOP]:9.2f} ms{best[OURS] / best[LOOP]:7.2f}"
         f"{low[OURS] / low[LOOP]:7.2f}{memory[OURS]:9.0f}{memory[LOOP]:6.0f} MB{memory[OURS] / memory[LOOP]:7.2f}",
         flush=True,
     )
@@ -163,7 +163,7 @@ def main() -> None:
         network = str(WORKLOADS[case.workload]) if case.workload else mlp
         print(f"{name}: {network}, micro_size {args.micro_size or case.micro_size}")
     print(versions())
-    print(f"{'':28}{'ours':>9}{'loop':>9}{'time':>10}{'5 %':>7}{'ours':>9}{'loop':>6}{'memory':>10}")
+    print(f"{'':33}{'ours':>9}{'loop':>9}{'time':>10}{'5 %':>7}{'ours':>9}{'loop':>6}{'memory':>10}")
     for name in args.networks:
         for settings in ({}, {"clips": True}, {"optimizer": "Adam"}):
             sizes = {"micro_size": args.micro_size} if args.micro_size else {}
