@@ -10,7 +10,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import _primexpr
 
-from ms_gradaccum.backend.kernels import as_dtype
+from ms_gradaccum.backend.kernels import ONE, as_dtype
 from ms_gradaccum.backend.tensors import map_tensors, scalar
 from ms_gradaccum.batch.nested_inputs import Unflatten, is_flat
 
@@ -152,14 +152,16 @@ class RowWeight(WeightedLoss):
 
     counts_rows = True
 
-    def construct(self, rows: Tensor, *tensors: object) -> tuple[Tensor, ...]:
+    def construct(self, rows: Tensor | None, *tensors: object) -> tuple[Tensor, ...]:
+        """Return them. ``rows`` is None for 1, without a product, which would be one in the backward pass, too."""
         outputs = self.outputs(tensors)
         loss = self.first(outputs, "its mean loss", _MEAN_REMEDY)
         further = self.further(outputs, 1, _LOSSES_REMEDY)
         if self.losses == "sum":
             for other in further:
                 loss = loss + scalar(other)
-        return (loss * rows, rows) + self.reported(further)
+        total, weight = (loss, ONE) if rows is None else (loss * rows, rows)
+        return (total, weight) + self.reported(further)
 
 
 class OwnWeight(WeightedLoss):

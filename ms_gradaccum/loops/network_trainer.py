@@ -9,7 +9,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from ms_gradaccum._checks import MAX_INT, argument_error, check_loss, require, warn
-from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.backend.compiled import Compiled, runs_eagerly
+from ms_gradaccum.backend.kernels import as_dtype, fits_kernels
 from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.backend.plain_state import assign_in_place
 from ms_gradaccum.backend.tensors import map_tensors
@@ -62,6 +63,7 @@ class TrainedNetwork(Window):
         self.add_grads_cell = AddGrads(self.reducers, None, settings.drop_non_finite)
         # Two graphs: one with gradients, and one without, for a network that keeps them until the end of a window.
         self.run_add_grads = Compiled(lambda: self.add_grads_cell, _OWNER, "the sum", needs_fixed=True)
+        self.at_once = self.add_grads_cell.fits_kernels()
         self.run_mean_loss = Compiled(BatchMeanLoss, _OWNER, "the mean loss", needs_fixed=True)
 
     def check_order(self, same_batch: bool, is_saved: bool) -> None:
@@ -102,6 +104,8 @@ class TrainedNetwork(Window):
         _check_rows(same_batch, rows, self.micro_steps.rows)
         for buffer, weight in zip(buffers, weights):
             assign_in_place(buffer.weight, weight)  # A compiled loop would go on with the old memory.
+        if self.micro_steps.gives_mean:
+            return as_dtype(outputs[0][0], ms.float32)
         loss: Tensor = self.run_mean_loss(*(output[i] for i in (0, 1) for output in outputs))
         return loss
 
@@ -110,11 +114,17 @@ class TrainedNetwork(Window):
         number = check_loss(_OWNER, loss)
         _check_rows(same_batch, self.micro_steps.rows, weight)
         self.micro_steps.rows = weight
-        numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, 0.0 if same_batch else weight)]
+        counted = 0.0 if same_batch else weight
         added = () if self.reducers[0].keeps_grads else _check_grads(grads, [*self.micro_steps.parameters])
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
         self.reducers[0].end_micro_batch(factor)
-        self.run_add_grads(*numbers, *added)
+        if self.at_once and runs_eagerly(self.settings.compiles) and fits_kernels(*(grad.dtype for grad in added)):
+            if factor:  # A mean over nothing is 0 / 0.
+                numbers = [Tensor(each, ms.float32) for each in (factor, number, counted / factor)]
+                self.add_grads_cell.add_at_once(*numbers, *added)
+        else:
+            numbers = [Tensor(each, ms.float32) for each in (factor, number * factor, counted)]
+            self.run_add_grads(*numbers, *added)
         self.has_batch = True
         self.has_loss = self.has_loss and loss is not None
         self.micro_steps.events.micro_batch_end(0)

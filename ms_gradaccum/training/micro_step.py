@@ -241,6 +241,8 @@ class EagerMicroStep:
     """Micro step op by op: the user's code runs in Python, hooks included. A graph or a kernel adds the gradients."""
 
     structure: Hashable = None  # That of the inputs of the current batch.
+    is_whole = False  # True if the current batch has no other micro batch, and starts from its mean loss.
+    gives_mean = False  # True if it returns that loss.
     has_run = False  # True once the last call has started to add gradients.
     has_failed_for_all = False  # True if the last call has told the other ranks that its backward pass has failed.
     values: Sequence[Tensor] = ()  # Those of the forward pass, until the backward pass has sent its messages.
@@ -256,6 +258,12 @@ class EagerMicroStep:
         self.at_once = not self.micro_loss.half and adding.fits_kernels()
         # A network that adds its gradients up itself hands them over in the last micro batch of a window.
         self.adds_grads = is_last or not self.reducer.accumulates
+
+    def begin_batch(self, structure: Hashable, micro_batches: int) -> None:
+        loss = self.micro_loss.weighted_loss
+        is_mean = loss.counts_rows and not loss.is_cached and self.backward_start != "sum"
+        self.structure, self.is_whole = structure, is_mean and micro_batches == 1
+        self.gives_mean = self.is_whole and not self.adding.cell.drops
 
     def __call__(self, share: Tensor, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.has_run = self.adding.has_run = False
@@ -276,7 +284,7 @@ class EagerMicroStep:
             else:
                 outputs = self.adding(factor, *values, *(grads if self.adds_grads else ()))
             # All micro batches of a batch have one factor, without which their mean is the same.
-            return (*values, NOTHING) if self.at_once else outputs
+            return (*values[:2], NOTHING) if self.at_once or self.gives_mean else outputs
         finally:
             self.has_run = self.adding.has_run
 
@@ -309,7 +317,8 @@ class EagerMicroStep:
             self.values = ()
 
     def _loss(self, share: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = self.micro_loss(share, *unflatten(self.structure, tensors))
+        rows = None if self.is_whole else share
+        outputs: tuple[Tensor, ...] = self.micro_loss(rows, *unflatten(self.structure, tensors))
         if self.messages is not None:
             self.values = outputs[1:]
         return outputs

@@ -37,6 +37,7 @@ class MicroSteps:
     has_begun = has_split = False  # True once the network, and a batch that is split, have been checked.
     has_added = False  # True if the last batch may have added something before it failed.
     rows: float = 0  # The rows or the weight of the last batch.
+    gives_mean = False  # True if the only micro batch of the last batch has returned its mean loss.
     rounds = -1  # The micro batches in whose collectives other ranks may still wait; -1 before the count.
 
     def __init__(
@@ -90,6 +91,7 @@ class MicroSteps:
         count = len(micro_batches)
         self.rounds = self.reducers[0].max_micro_batches(count) if self.waits_for_others else count
         last = self._micro_step(structure, micro_batches, eager, True) if reduces else step
+        self.gives_mean = isinstance(last, EagerMicroStep) and last.gives_mean
         parts = [(rows, (*self.starts(start, rows, batch_rows), *tensors)) for rows, tensors in micro_batches]
         return self._run_all([step] * (count - 1) + [last], parts, inputs)
 
@@ -167,7 +169,7 @@ class MicroSteps:
         if not eager:
             return self.by_structure.get((structure, reduces)) or self._compiled(structure, micro_batches, reduces)
         step = self.eager.get(reduces) or self._build_eager(reduces)
-        step.structure = structure
+        step.begin_batch(structure, len(micro_batches))
         return step
 
     def _build_eager(self, is_last: bool) -> EagerMicroStep:
