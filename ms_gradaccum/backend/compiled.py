@@ -239,6 +239,8 @@ def execution_mode(mode: int) -> Iterator[None]:
 @contextmanager
 def op_by_op() -> Iterator[None]:
     """Switch to PYNATIVE mode and back, for code that computes gradients op by op."""
+    # True where MindSpore records all operators for the caller's `loss.backward()`. A gradient would end that.
+    records = _pynative_executor.grad_flag()
     with execution_mode(ms.PYNATIVE_MODE):
         try:
             yield
@@ -246,11 +248,15 @@ def op_by_op() -> Iterator[None]:
             # After two errors inside a gradient, MindSpore could not even index a tensor any more.
             forget_passes()
             raise
+        finally:
+            _pynative_executor.set_grad_flag(records)
 
 
 def forget_passes() -> None:
     """Free the records that MindSpore keeps of passes in PYNATIVE mode. Hooks stay."""
+    records = _pynative_executor.grad_flag()
     _pynative_executor.clear_res()
+    _pynative_executor.set_grad_flag(records)
 
 
 def wait() -> None:

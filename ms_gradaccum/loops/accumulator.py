@@ -225,7 +225,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
 
     def _step_of(self, trained: TrainedNetwork) -> StepOutput | None:
         """Update a network once, whichever of its optimizers is asked."""
-        is_due = trained.is_open or len(trained.optimizers) == 1
+        is_due = trained.is_open or len(trained.optimizers) == 1 or not self.events.micro_batches
         return self.step(network=trained.names[0]) if is_due else None
 
     @property
@@ -395,6 +395,7 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """
         chosen = chosen_of(self.windows, network)
         check_claims(_OWNER, chosen)
+        self.window.note_step()
         if not self.sync_gradients:
             return None
         return _one_or_all(tuple(self.window.step(trained) for trained in chosen))

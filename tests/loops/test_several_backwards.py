@@ -2,16 +2,18 @@
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, _c_expression, nn, ops
 from mindspore.amp import StaticLossScaler
 from step_probe import number
 
 from ms_gradaccum import Accumulator, GradAccumulation, TokenMeanLoss, save_state
+from ms_gradaccum.backend.compiled import _pynative_executor
 
 RANDOM = np.random.default_rng(7)
 REAL, FAKE = (RANDOM.normal(size=(12, 3)).astype(np.float32) for _ in range(2))
@@ -262,30 +264,28 @@ def test_it_is_refused_where_the_rows_are_not_what_counts(eager):
                 accumulator.backward(Tensor(REAL[:2]), labels, same_batch=True)
 
 
-class TapeLoss(Tensor):
-    """A loss with the `backward` of torch and of MindSpore after 2.10: it adds to the `grad` of the parameters."""
+@pytest.fixture
+def backward_of_tensors(monkeypatch):
+    """Give tensors the `backward` of MindSpore after 2.10, which runs the engine of 2.10. Yield what lets it record."""
+    if not hasattr(_c_expression, "run_backward"):
+        pytest.skip("this MindSpore has no run_backward")
 
-    def __init__(self, value, gradients):
-        super().__init__(value)
-        self.gradients = gradients
+    def backward(loss):
+        settings = {"allow_unreachable": True, "accumulate_grad": True}
+        _c_expression.run_backward((loss,), (ops.ones_like(loss),), False, False, (), **settings)
 
-    def __mul__(self, factor):
-        return TapeLoss(Tensor.__mul__(self, factor), [(each, grad * factor) for each, grad in self.gradients])
-
-    def backward(self):
-        for parameter, grad in self.gradients:
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-
-
-def tape(critic, rows, label):
-    parameters = ms.ParameterTuple(critic.trainable_params())
-    loss, grads = ms.value_and_grad(critic, None, parameters)(Tensor(rows), label)
-    return TapeLoss(loss, list(zip(parameters, grads)))
+    grad = property(lambda tensor: tensor._grad, lambda tensor, value: setattr(tensor, "_grad", value))
+    monkeypatch.setattr(_c_expression.TensorPy, "backward", backward, raising=False)
+    monkeypatch.setattr(_c_expression.TensorPy, "grad", grad, raising=False)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    yield partial(_pynative_executor.set_grad_flag, True)
+    _pynative_executor.set_grad_flag(False)
 
 
 @pytest.mark.parametrize("options", [{}, {"mixed_precision": StaticLossScaler(1024)}], ids=["", "scaled"])
-def test_losses_that_have_a_backward_pass_of_their_own(eager, options):
+def test_losses_that_have_a_backward_pass_of_their_own(backward_of_tensors, options):
     losses, expected = whole_windows()
+    backward_of_tensors()
     critic = Critic()
     optimizer = momentum(critic)
     accumulator = Accumulator(critic, optimizer, 2, **options)
@@ -295,9 +295,9 @@ def test_losses_that_have_a_backward_pass_of_their_own(eager, options):
     for rows in BATCHES:
         count = len(REAL[rows])
         with accumulator.accumulate():
-            loss = tape(critic, REAL[rows], 1.0)
+            loss = critic(Tensor(REAL[rows]), 1.0)
             assert accumulator.backward(loss, weight=count) is loss
-            accumulator.backward(tape(critic, FAKE[rows], 0.0), weight=count, same_batch=True)
+            accumulator.backward(critic(Tensor(FAKE[rows]), 0.0), weight=count, same_batch=True)
             reports.append(optimizer.step())
             optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in critic.trainable_params())
@@ -306,13 +306,47 @@ def test_losses_that_have_a_backward_pass_of_their_own(eager, options):
         np.testing.assert_allclose(value, exact, rtol=2e-6, atol=2e-7)
     with pytest.raises(ValueError, match="as many rows as the loss before, but got 3 after 2"):
         with accumulator.accumulate():
-            accumulator.backward(tape(critic, REAL[:2], 1.0), weight=2)
-            accumulator.backward(tape(critic, REAL[:3], 1.0), weight=3, same_batch=True)
+            accumulator.backward(critic(Tensor(REAL[:2]), 1.0), weight=2)
+            accumulator.backward(critic(Tensor(REAL[:3]), 1.0), weight=3, same_batch=True)
     accumulator = Accumulator(critic, momentum(critic), 2, bad_micro_batch="drop")
     with pytest.raises(ValueError, match="argument 'same_batch' must be False for a loss with a weight of its own"):
         with accumulator.accumulate():
-            accumulator.backward(tape(critic, REAL[:2], 1.0), weight=2)
-            accumulator.backward(tape(critic, REAL[:2], 1.0), weight=2, same_batch=True)
+            accumulator.backward(critic(Tensor(REAL[:2]), 1.0), weight=2)
+            accumulator.backward(critic(Tensor(REAL[:2]), 1.0), weight=2, same_batch=True)
+
+
+def test_gradients_of_functions_and_of_losses_take_turns(backward_of_tensors):
+    critic, twin = (Critic() for _ in range(2))
+    step = nn.TrainOneStepCell(twin, momentum(twin)).set_train()
+    for rows in WINDOWS:
+        step(Tensor(REAL[rows]), 1.0)
+    backward_of_tensors()
+    accumulator = Accumulator(critic, momentum(critic), 2)
+    for number_of_batch, rows in enumerate(BATCHES):
+        with accumulator.accumulate():
+            if number_of_batch % 2:
+                accumulator.backward(critic(Tensor(REAL[rows]), 1.0), weight=len(REAL[rows]))
+            else:  # MindSpore's gradient of a function ends its records, and so does the measurement of the loss.
+                accumulator.backward(Tensor(REAL[rows]), 1.0)
+            accumulator.step()
+    for value, exact in zip(values_of(critic), values_of(twin)):
+        np.testing.assert_allclose(value, exact, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_loop_that_calls_loss_backward_alone_is_named(backward_of_tensors, prepares):
+    backward_of_tensors()
+    critic = Critic()
+    optimizer = momentum(critic)
+    accumulator = Accumulator(critic, optimizer)
+    stepper = accumulator.prepare(optimizer) if prepares else accumulator
+    with pytest.warns(UserWarning, match=r"step\(\) must follow backward\(\), but got the first 4 without one") as told:
+        for _ in range(6):
+            with nullcontext() if prepares else accumulator.accumulate():
+                critic(Tensor(REAL), 1.0).backward()
+                stepper.step()
+                stepper.zero_grad()
+    assert len([each for each in told if "must follow" in str(each.message)]) == 1
 
 
 def test_a_tensor_without_a_backward_pass_is_refused(eager):
