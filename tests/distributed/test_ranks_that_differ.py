@@ -219,6 +219,18 @@ def test_other_gradients_are_told_nothing_of_their_data(key, two):
         assert report[f"warnings gradients {key}"] == []
 
 
+def test_all_ranks_stop_after_the_pass_after_which_one_stops(two):
+    sentence = (
+        "For 'Model', the ranks must stop after the same epoch, but only ranks [1] have called request_stop(): all "
+        "stop now. Let them decide by a number that they have in common."
+    )
+    most = max(report["stop"][2] for report in two)
+    for report in two:
+        weights, updates, _ = report["stop"]
+        assert report["warnings stop"] == [sentence] and updates == most
+        assert weights == two[0]["stop"][0]
+
+
 def test_a_skipped_window_names_the_parameter_once_on_all_ranks(two):
     said = "For 'TrainOneStepCell', the gradient of a window must have a finite norm, but got an Inf or a NaN "
     for report in two:

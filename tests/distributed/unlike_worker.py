@@ -340,6 +340,23 @@ def give_gradients(key, number, mean=None, scale=1.0, parallel="auto"):
             accumulator(reduce(tuple(grad * scale for grad in grads)), 3 + rank, reduction=reduction)
 
 
+class Stops(ms.Callback):
+    """Stops rank 1 alone, after its first pass."""
+
+    def on_train_epoch_end(self, run_context):
+        if rank:
+            run_context.request_stop()
+
+
+def stop_alone():
+    network = build_network()
+    model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
+    data = NumpySlicesDataset(tuple(uneven_data(rank)), shuffle=False).batch(2)
+    with noting("stop"):
+        model.train(3, data, callbacks=[Stops()], dataset_sink_mode=False)
+    results["stop"] = [weights_of(network), model.train_network.events.updates, -(-len(uneven_data(rank)[0]) // 2)]
+
+
 def meet_what_is_not_finite():
     """The rows of rank 1 have a NaN, in a parameter of which each rank keeps a shard."""
     for kind in ("data parallel", "level2"):
@@ -385,4 +402,5 @@ def main():
         give_gradients("declared", rank, mean=False, parallel=Reduced())
         for scale in (0.0, math.nan):
             give_gradients(f"of {scale}", rank, scale=scale)
+        stop_alone()
     report(rank, results)

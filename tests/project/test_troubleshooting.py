@@ -12,7 +12,7 @@ import pytest
 from linear_toy import X, batches, line, sgd
 from mindspore import Parameter, Tensor, amp, mint, nn, ops
 from mindspore.dataset import NumpySlicesDataset
-from mindspore.train import LossMonitor
+from mindspore.train import LossMonitor, RunContext
 from refusal import loss_cell
 
 from ms_gradaccum import (
@@ -27,7 +27,7 @@ from ms_gradaccum import (
     save_state,
 )
 from ms_gradaccum._checks import is_lost
-from ms_gradaccum.loops import data_position
+from ms_gradaccum.loops import data_position, epoch
 from ms_gradaccum.parallel import factory, shards, world
 from ms_gradaccum.training import micro_steps
 
@@ -448,6 +448,12 @@ def a_message_without_an_answer(monkeypatch, _):
     error = RuntimeError("Launch kernel failed: Default/AllGather-op0")
     is_lost("TrainOneStepCell", error)
     raise error
+
+
+@says("For 'Model', the ranks must stop after the same epoch")
+def a_rank_that_stops_alone(monkeypatch, _):
+    monkeypatch.setattr(epoch, "gather_counts", lambda count: [0, 1])
+    epoch.StopTogether().on_train_epoch_end(RunContext({}))
 
 
 @says("For 'TrainOneStepCell', a window must be whole on all ranks")
