@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ _OTHER_NAMES = {
     "compile": "jit use_jit jit_level",
 }
 _RIGHT_NAMES = {other: name for name, others in _OTHER_NAMES.items() for other in (name, *others.split())}
+# The error of a collective operator, op by op or in a graph.
+_LOST = re.compile(r"Launch kernel failed\S* .*(All|Broadcast|Reduce|Gather)")
 _IN_FULL = {"clip": "clip=ClipByGlobalNorm(1.0)", "mixed_precision": "mixed_precision='fp16'"}
 
 
@@ -255,6 +258,18 @@ def first_line(error: BaseException) -> str:
     lines = (line.strip() for line in str(error).splitlines())
     # MindSpore frames its headings, as "- Kernel error:", with lines of dashes.
     return next((line for line in lines if line.strip("-") and not line.startswith("- ")), type(error).__name__)
+
+
+def is_lost(owner: str, error: BaseException) -> bool:
+    """Return whether an error is that of a message that other ranks have not answered, and let it begin with that."""
+    lost = _LOST.search(f"{error}") is not None
+    if lost and not f"{error}".startswith("For '"):
+        error.args = (
+            f"For '{owner}', the ranks must do the same in the same order, but another rank did not answer, or with "
+            f"something else: one of them has saved, stopped, flushed or evaluated alone, has other numbers of batches "
+            f"or, where the network itself communicates, of micro batches, or has ended. Look into all logs.\n{error}",
+        )
+    return lost
 
 
 def counted(number: int, noun: str) -> str:

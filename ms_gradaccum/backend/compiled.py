@@ -20,7 +20,7 @@ from mindspore._c_expression import MSContext
 # Not ms.get_context("mode"), which takes 25 times as long, and this is asked before every call.
 from mindspore.context import _get_mode
 
-from ms_gradaccum._checks import LIBRARIES, argument_error, first_line, typed
+from ms_gradaccum._checks import LIBRARIES, argument_error, first_line, is_lost, typed
 
 try:
     from mindspore.graph.api import _cell_graph_executor, _pynative_executor
@@ -121,7 +121,8 @@ class Compiled:
                         return cell(*tensors)
                 _cell_graph_executor._graph_executor.set_jit_config(cell.jit_config_dict or _DEFAULT_JIT_CONFIG)
                 return _cell_graph_executor._exec_pip(cell, *tensors, phase=name)
-        except BaseException:
+        except BaseException as error:
+            is_lost(self.owner, error)
             # A graph that has failed at run time, for example at a label out of range, cannot run again.
             cell.compile_cache.clear()
             self.fixed.clear()

@@ -413,6 +413,8 @@ class Accumulator(Settled, Uncopied, nn.Cell, Observed):
         """
         check_claims(_OWNER, self.windows)
         is_open = self.windows[0].reducers[0].most(self.window.batches_added)
+        for trained in self.windows:
+            trained.compare_ranks()
         return _one_or_all(self.window.flush()) if is_open else None
 
     def drop(self) -> int:

@@ -28,6 +28,20 @@ class ResumingCallback(Protocol):
     def resume_into(self, model: ms.Model) -> None: ...
 
 
+class StopTogether(Callback):
+    """The last callback of a training of several ranks, which all stop after an epoch if one of them does."""
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        stops = gather_counts(run_context.get_stop_requested())
+        ranks = [rank for rank, stop in enumerate(stops) if stop]
+        if ranks and 0 in stops:
+            run_context.request_stop()
+            warn(
+                f"For '{_OWNER}', the ranks must stop after the same epoch, but only ranks {ranks} have called "
+                f"request_stop(): all stop now. Let them decide by a number that they have in common."
+            )
+
+
 class PassSteps(Callback):
     """The first callback of a training, which completes each step before the other callbacks see it.
 

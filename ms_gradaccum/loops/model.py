@@ -31,7 +31,7 @@ from ms_gradaccum.backend.optimizers import check_optimizer
 from ms_gradaccum.gradients.clipping import Clip
 from ms_gradaccum.gradients.mixed_precision import Level, PrecisionChoice, combined
 from ms_gradaccum.loops.data_position import PassPlace
-from ms_gradaccum.loops.epoch import PassSteps, ResumingCallback
+from ms_gradaccum.loops.epoch import PassSteps, ResumingCallback, StopTogether
 from ms_gradaccum.parallel.factory import check_parallel
 from ms_gradaccum.parallel.kinds import ParallelChoice
 from ms_gradaccum.parallel.semi_auto import forget_accumulation, is_semi_auto
@@ -307,6 +307,8 @@ class Model(Settled, ms.Model):
             return None
         # Ours comes first, since the others see what it changes, and the states last, since they save all changes.
         callbacks = [steps, *(each for each in callbacks if each not in checkpoints), *checkpoints]
+        if self._train_network.windows[0].several:
+            callbacks.append(StopTogether())
         self._steps = steps
         if kwargs.get("dataset_sink_mode") and device_target() != "CPU":
             # A graph will take the batches, and the loss must be measured before.

@@ -11,7 +11,7 @@ from mindspore.common.initializer import initializer
 from mindspore.nn.utils import no_init_parameters
 
 from ms_gradaccum._checks import require, warn
-from ms_gradaccum.backend.compiled import graph_mode
+from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.network_code import NetworkCode
 from ms_gradaccum.backend.plain_state import assign_in_place
@@ -46,6 +46,7 @@ class ShardedReducer(DataParallelReducer):
         self.is_part = Tensor(layout.is_sharded)
         self.sharded = tuple(bucket.indices for bucket in layout.sharded)
         self.all_gather_rows = AllGather(group)
+        self.run_gather = Compiled(lambda: self.all_gather_rows, "TrainOneStepCell", "a message", needs_fixed=True)
         replicas = Group(layout.replicas, rank, group.index, size)
         self.reduce_shards = reduce_each(layout.sharded, group, replicas)
         self.whole = ParameterTuple(whole)
@@ -136,8 +137,7 @@ class ShardedReducer(DataParallelReducer):
             return view
 
         def gather(_: object) -> Tensor:
-            with graph_mode():
-                rows = self.all_gather_rows(_as_flat(shard))
+            rows = self.run_gather(_as_flat(shard))
             return ops.cast(rows.reshape(shape), shard.dtype)
 
         view.set_data, view.init_data = set_data, lambda *_, **__: view

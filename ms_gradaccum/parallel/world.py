@@ -17,8 +17,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 from ms_gradaccum._checks import first_line, warn
-from ms_gradaccum.backend.compiled import graph_mode
-from ms_gradaccum.backend.tensors import Array
+from ms_gradaccum.backend.compiled import Compiled
+from ms_gradaccum.backend.tensors import Array, few_rows
 
 # The types of errors that are the same on all ranks; any other becomes a RuntimeError on the other ranks.
 _ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, RuntimeError)}
@@ -98,12 +98,13 @@ def _send(words: Array, broadcasts: bool = False) -> Array:
     """Return the int32 ``words`` of all ranks or, with ``broadcasts``, of rank 0."""
     if not GlobalComm.INITED or get_group_size() == 1:
         return words
-    with graph_mode():
-        received: Array = _collective(broadcasts)(Tensor(words)).asnumpy()
+    received: Array = _collective(broadcasts)(Tensor(words)).asnumpy()
     return received
 
 
-_collective = cache(_Collective)  # One cell for each, which keeps its compiled graphs.
+@cache
+def _collective(broadcasts: bool) -> Compiled:
+    return Compiled(lambda: _Collective(broadcasts), "TrainOneStepCell", "a message", needs_fixed=True)
 
 
 def check_agreement(owner: str, settings: dict[str, object]) -> None:
@@ -123,26 +124,52 @@ def check_agreement(owner: str, settings: dict[str, object]) -> None:
             )
 
 
-def warn_of_same_data(owner: str, first_batch: bytes) -> None:
-    """Warn if ranks have started with the same batch, by its hash; b"" for a rank without one. Collective."""
-    hashes = gather_values(first_batch.hex())
+def compare_ranks(
+    owner: str, first: list[str], rates: list[float], parameters: Iterable[Parameter], is_first: bool
+) -> bool:
+    """Return whether the ranks have the same learning rates and parameters before an update. Collective.
+
+    If not, warn, or raise where nothing was trained. Warn also if ranks have begun with the same data: ``first`` says
+    what it is, and its hash, or nothing.
+    """
+    everyone = gather_values([first, rates, digest(parameters, sampled=True)])
+    _warn_of_same_data(owner, [each[0] for each in everyone])
+    for place, what in ((1, "learning rate"), (2, "parameters")):
+        # The texts are compared because a NaN is not equal to itself.
+        ranks = [rank for rank, each in enumerate(everyone) if repr(each[place]) != repr(everyone[0][place])]
+        if ranks:
+            text = (
+                f"For '{owner}', the ranks must have the same {what} in an update, but ranks {ranks} differ from rank "
+                f"0. Load a checkpoint, step a scheduler and change parameters on all ranks or on none."
+            )
+            if is_first:
+                raise RuntimeError(text)
+            warn(text)
+            return False
+    return True
+
+
+def _warn_of_same_data(owner: str, firsts: list[list[str]]) -> None:
+    """Warn if ranks have begun with the same batch or gradients."""
     # The largest such group is named.
-    groups = [[rank for rank, other in enumerate(hashes) if other == each] for each in hashes if each]
+    groups = [[rank for rank, other in enumerate(firsts) if other == each] for each in firsts if each]
     same = max(groups, key=len, default=[])
     if len(same) > 1:
+        what = firsts[same[0]][0]
+        hint = "" if what == "batch" else " Leave a DistributedGradReducer out: they are added up over the ranks here."
         warn(
-            f"For '{owner}', the ranks must read different data, but ranks {same} have begun with the same batch, "
-            f"whose rows then count {len(same)} times. Give the dataset num_shards={len(hashes)} and "
+            f"For '{owner}', the ranks must read different data, but ranks {same} have begun with the same {what}, "
+            f"whose rows then count {len(same)} times.{hint} Give the dataset num_shards={len(firsts)} and "
             f"shard_id=get_rank(), or leave rows of the others out in another way."
         )
 
 
-def digest(parameters: Iterable[Parameter]) -> str:
-    """Return a hash of ``parameters``: of their names, types, shapes and values."""
+def digest(parameters: Iterable[Parameter], sampled: bool = False) -> str:
+    """Return a hash of ``parameters``: of their names, types, shapes and values, or of a few rows."""
     total = hashlib.sha256()
-    for parameter in parameters:
-        total.update(f"{parameter.name}{parameter.dtype}{parameter.shape}".encode())
-        total.update(np.ascontiguousarray(parameter.asnumpy()).tobytes())
+    for each in parameters:
+        total.update(f"{each.name}{each.dtype}{each.shape}{each.requires_grad}".encode())
+        total.update((few_rows(each.asnumpy()) if sampled else each.asnumpy()).tobytes())
     return total.hexdigest()
 
 

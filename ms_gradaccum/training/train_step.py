@@ -66,7 +66,7 @@ class HostDrivenStep(Step):
         return self._end_batch(batches)
 
     def measure_loss(self, batch: tuple[object, ...]) -> None:
-        self.window.note_batch(batch)
+        self.window.note_first("batch", batch)
         self.window.compare_ranks()
         if self.is_unmeasured:
             self.is_unmeasured = False
@@ -104,7 +104,9 @@ class HostDrivenStep(Step):
 
     def flush(self) -> StepOutput | None:
         batches = self.open_batches()
-        if self.reducer.most(batches) == 0:
+        is_open = self.reducer.most(batches)
+        self.window.compare_ranks()
+        if not is_open:
             return None
         output = self._close()
         return output if output.is_updated or output.has_overflow else None

@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, warn, warn_of_dropped
+from ms_gradaccum._checks import MAX_INT, State, check_saved, is_count, is_lost, warn, warn_of_dropped
 from ms_gradaccum.backend.compiled import Compiled
 from ms_gradaccum.backend.optimizers import settable_rates
 from ms_gradaccum.batch.nested_inputs import Args, Kwargs
@@ -17,7 +17,7 @@ from ms_gradaccum.gradients.buffer import BatchCount, GradientBuffer
 from ms_gradaccum.gradients.clipping import ClipByGlobalNorm, ClipByValue
 from ms_gradaccum.parallel.reduced import UNSAVED
 from ms_gradaccum.parallel.reducer import GradientReducer
-from ms_gradaccum.parallel.world import warn_of_same_data
+from ms_gradaccum.parallel.world import compare_ranks
 from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.micro_steps import MicroSteps
 from ms_gradaccum.training.settings import StepSettings
@@ -40,9 +40,9 @@ class Window:
     has_loss = True  # False if gradients of the window came without a loss.
     clip: ClipByGlobalNorm | ClipByValue | None = None  # For this window alone.
     _watched = 0  # The number of windows in which the learning rate was checked.
-    # The hash of the first batch of this rank, if there are several, and whether the ranks have compared theirs.
-    first_batch: bytes | None = None
-    has_compared = False
+    # The first batch or gradients of this rank, if there are several: what it is, and its hash.
+    first: list[str] | None = None
+    ended, is_alike = 0, True  # The number of windows that have ended; whether the ranks have always trained alike.
     has_told = False  # True once a warning has said that a window was skipped for a gradient that is not finite.
 
     def __init__(
@@ -106,7 +106,7 @@ class Window:
         finally:
             self._in_use.release()
         self.is_reduced = reduces and self.reducers[0].overlaps
-        self.note_batch((args, kwargs))
+        self.note_first("batch", (args, kwargs))
         return outputs
 
     def _end_failed(self, error: BaseException, reduces: bool) -> None:
@@ -121,20 +121,23 @@ class Window:
         if self.goes_on(error):
             self.micro_steps.join(self.micro_steps.rounds)
 
-    def note_batch(self, inputs: object) -> None:
-        """Note the first batch of this rank, if there are several."""
-        if self.several and self.first_batch is None:
-            self.first_batch = hash_of(inputs)
+    def note_first(self, what: str, tensors: object) -> None:
+        """Note the first batch or gradients of this rank, if there are several."""
+        if self.several and self.first is None:
+            found = hash_of(tensors)
+            self.first = [what, found.hex()] if found else []
 
     def compare_ranks(self) -> None:
-        """Warn, once, if ranks have begun with the same batch. Collective: also for those without a batch."""
-        if self.several and not self.has_compared:
-            self.has_compared = True
-            warn_of_same_data(self.owner, self.first_batch or b"")
+        """Compare what the ranks have begun with and what they train. Collective: also for those without a batch."""
+        if self.several and self.is_alike:
+            rates = [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
+            shared = [each for reducer in self.reducers for each in reducer.shared()]
+            self.is_alike = compare_ranks(self.owner, self.first or [], rates, shared, self.ended <= 1)
+            self.first = []
 
     def goes_on(self, error: BaseException) -> bool:
         """Return whether this rank stays in its window after an error, which a program may catch."""
-        can = self.several and not self.comes_reduced
+        can = self.several and not (is_lost(self.owner, error) or self.comes_reduced)
         return can and isinstance(error, Exception) and not isinstance(error, StopIteration)
 
     def partial_output(self) -> StepOutput:
@@ -144,10 +147,14 @@ class Window:
     def reduce(self) -> StepOutput:
         """Reduce the sums over the ranks, and return the report on the full window before clipping and update."""
         if self.outputs is None:
+            self.ended += 1
             try:
                 if self.comes_reduced:
                     self.reducers[0].check_window(self.owner)
                 outputs = [end.reduce(self.is_reduced) for end in self.ends]
+                # After the sums, which some ranks may have sent with their last micro batch.
+                if self.ended & (self.ended - 1) == 0:
+                    self.compare_ranks()
                 self.outputs = outputs if len(outputs) == 1 else with_one_norm(outputs)
             except BaseException:
                 self.discard()
@@ -190,7 +197,6 @@ class Window:
         if not self.has_loss:
             report = report._replace(loss=None)
         self.reset()
-        self.compare_ranks()
         return report
 
     def _check_rates(self) -> None:

@@ -14,3 +14,12 @@ def test_the_logs_of_the_other_ranks_name_the_one_that_has_ended(tmp_path):
     told, later = (text := other.read_text(errors="replace")).find(sentence), text.find("later " * 500)
     assert 0 <= told < later and text.count(sentence) == 1
     assert "Traceback" in (text := own.read_text(errors="replace")) and sentence not in text
+
+
+def test_a_rank_that_alone_saves_is_told_that_the_others_do_not(tmp_path):
+    said, _ = launch(Path(__file__).parent / "lonely_worker.py", 2, tmp_path)
+    assert said.startswith(
+        "For 'TrainOneStepCell', the ranks must do the same in the same order, but another rank did not answer, or "
+        "with something else: one of them has saved, stopped, "
+    )
+    assert "Launch kernel failed" in said

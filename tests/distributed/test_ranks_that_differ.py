@@ -173,6 +173,64 @@ def test_ranks_that_read_the_same_data_are_told_once(two):
         assert report["warnings data other"] == report["warnings data none"] == []
 
 
+def apart(what):
+    return (
+        f"For 'TrainOneStepCell', the ranks must have the same {what} in an update, but ranks [1] differ from rank 0. "
+        "Load a checkpoint, step a scheduler and change parameters on all ranks or on none."
+    )
+
+
+@pytest.mark.parametrize("key", ["loaded", "loaded, level1", "loaded, loop"])
+def test_what_one_rank_alone_has_loaded_before_the_first_window_is_an_error_on_all(key, two):
+    for report in two:
+        said = report[f"errors apart {key}"]
+        assert said[0] == apart("parameters").replace(
+            "TrainOneStepCell", "Accumulator" if "loop" in key else "TrainOneStepCell"
+        )
+
+
+@pytest.mark.parametrize(
+    "key,what", [("loaded late", "parameters"), ("loaded last", "parameters"), ("rate", "learning rate")]
+)
+def test_ranks_that_train_apart_later_are_told_once(key, what, two):
+    for report in two:
+        assert (report[f"errors apart {key}"], report[f"warnings apart {key}"]) == ([], [apart(what)])
+
+
+def test_ranks_that_train_alike_are_told_nothing(two):
+    for report in two:
+        assert report["errors apart alike"] == report["warnings apart alike"] == []
+
+
+@pytest.mark.parametrize("key", ["mean", "sum"])
+def test_gradients_that_were_reduced_before_are_told_once(key, two):
+    sentence = (
+        "For 'Accumulator', the ranks must read different data, but ranks [0, 1] have begun with the same gradients, "
+        "whose rows then count 2 times. Leave a DistributedGradReducer out: they are added up over the ranks here. Give"
+    )
+    for report in two:
+        (said,) = report[f"warnings gradients {key}"]
+        assert said.startswith(sentence)
+
+
+@pytest.mark.parametrize("key", ["own", "declared", "of 0.0", "of nan"])
+def test_other_gradients_are_told_nothing_of_their_data(key, two):
+    for report in two:
+        assert report[f"warnings gradients {key}"] == []
+
+
+def test_all_ranks_stop_after_the_pass_after_which_one_stops(two):
+    sentence = (
+        "For 'Model', the ranks must stop after the same epoch, but only ranks [1] have called request_stop(): all "
+        "stop now. Let them decide by a number that they have in common."
+    )
+    most = max(report["stop"][2] for report in two)
+    for report in two:
+        weights, updates, _ = report["stop"]
+        assert report["warnings stop"] == [sentence] and updates == most
+        assert weights == two[0]["stop"][0]
+
+
 def test_a_skipped_window_names_the_parameter_once_on_all_ranks(two):
     said = "For 'TrainOneStepCell', the gradient of a window must have a finite norm, but got an Inf or a NaN "
     for report in two:

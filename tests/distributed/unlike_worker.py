@@ -1,5 +1,6 @@
 """A process of `test_ranks_that_differ.py`: what the ranks do not have in common."""
 
+import math
 import sys
 import warnings
 from contextlib import contextmanager
@@ -17,7 +18,15 @@ from launch import report  # noqa: E402
 from quick_mindspore import eagerly  # noqa: E402
 from scenarios import batch, build_network, build_step, share, uneven_data, weights_of  # noqa: E402
 
-from ms_gradaccum import HSDP, Accumulator, DataParallel, GradAccumulation, Model, TrainOneStepCell  # noqa: E402
+from ms_gradaccum import (  # noqa: E402
+    HSDP,
+    Accumulator,
+    DataParallel,
+    GradAccumulation,
+    Model,
+    Reduced,
+    TrainOneStepCell,
+)
 from ms_gradaccum.parallel import world  # noqa: E402
 
 init()
@@ -289,6 +298,65 @@ def begin_without_a_batch():
         step(*[Tensor(array) for array in batch(0)]) if rank else step.join()
 
 
+def train_apart(key, window, changes, parallel="auto", loops=False):
+    """Rank 1 alone changes something before one of five windows; the error of each rank, and what it is told."""
+    network, results[f"apart {key}"] = build_network(), []
+    optimizer = experimental.SGD(network.trainable_params(), 0.1)
+    build = Accumulator if loops else TrainOneStepCell
+    step = build(GradAccumulation(nn.WithLossCell(network, nn.MSELoss()), 2), optimizer, parallel=parallel)
+    with noting(f"apart {key}") as errors:
+        for number in range(5):
+            if rank and number == window:
+                changes(network, optimizer)
+            inputs = [Tensor(array) for array in share(batch(number), rank, 2)]
+            try:
+                if loops:
+                    step.backward(*inputs)
+                    step.clip_grad_norm(1.0)
+                    step.step()
+                else:
+                    step(*inputs)
+            except RuntimeError as error:
+                errors.append(str(error))
+        step.flush()
+
+
+def load_last_layer(network, optimizer):
+    network[-1].bias.set_data(Tensor(np.array([1.0, 2.0, 3.0], np.float32)))
+
+
+def give_gradients(key, number, mean=None, scale=1.0, parallel="auto"):
+    """Two windows of gradients of the caller, who may have reduced them."""
+    network = build_network()
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    accumulator = Accumulator(nn.WithLossCell(network, nn.MSELoss()), optimizer, parallel=parallel)
+    reduce = (lambda grads: grads) if mean is None else nn.DistributedGradReducer(optimizer.parameters, mean)
+    forward = nn.WithLossCell(network, nn.MSELoss())
+    with noting(f"gradients {key}"):
+        for _ in range(2):
+            inputs = [Tensor(array[: 3 + rank]) for array in batch(number)]
+            grads = ops.grad(forward, None, optimizer.parameters)(*inputs)
+            reduction = "mean" if parallel == "auto" else "sum"
+            accumulator(reduce(tuple(grad * scale for grad in grads)), 3 + rank, reduction=reduction)
+
+
+class Stops(ms.Callback):
+    """Stops rank 1 alone, after its first pass."""
+
+    def on_train_epoch_end(self, run_context):
+        if rank:
+            run_context.request_stop()
+
+
+def stop_alone():
+    network = build_network()
+    model = Model(network, nn.MSELoss(), nn.SGD(network.trainable_params(), 0.1))
+    data = NumpySlicesDataset(tuple(uneven_data(rank)), shuffle=False).batch(2)
+    with noting("stop"):
+        model.train(3, data, callbacks=[Stops()], dataset_sink_mode=False)
+    results["stop"] = [weights_of(network), model.train_network.events.updates, -(-len(uneven_data(rank)[0]) // 2)]
+
+
 def meet_what_is_not_finite():
     """The rows of rank 1 have a NaN, in a parameter of which each rank keeps a shard."""
     for kind in ("data parallel", "level2"):
@@ -322,4 +390,17 @@ def main():
         read_the_same_data("joined", 0, accumulation_steps=3)
         begin_without_a_batch()
         meet_what_is_not_finite()
+        for key, parallel in (("loaded", "auto"), ("loaded, level1", HSDP(threshold=0)), ("loaded, loop", "auto")):
+            train_apart(key, 0, load_last_layer, parallel, loops="loop" in key)
+        train_apart("loaded late", 2, load_last_layer)
+        train_apart("loaded last", 4, load_last_layer)
+        train_apart("rate", 2, lambda _, optimizer: ops.assign(optimizer.lrs[0], Tensor(0.05, ms.float32)))
+        train_apart("alike", 0, lambda *_: None, HSDP(threshold=0))
+        give_gradients("own", rank)
+        give_gradients("mean", rank, mean=True)
+        give_gradients("sum", rank, mean=False)
+        give_gradients("declared", rank, mean=False, parallel=Reduced())
+        for scale in (0.0, math.nan):
+            give_gradients(f"of {scale}", rank, scale=scale)
+        stop_alone()
     report(rank, results)

@@ -12,7 +12,7 @@ import pytest
 from linear_toy import X, batches, line, sgd
 from mindspore import Parameter, Tensor, amp, mint, nn, ops
 from mindspore.dataset import NumpySlicesDataset
-from mindspore.train import LossMonitor
+from mindspore.train import LossMonitor, RunContext
 from refusal import loss_cell
 
 from ms_gradaccum import (
@@ -26,7 +26,8 @@ from ms_gradaccum import (
     load_state,
     save_state,
 )
-from ms_gradaccum.loops import data_position
+from ms_gradaccum._checks import is_lost
+from ms_gradaccum.loops import data_position, epoch
 from ms_gradaccum.parallel import factory, shards, world
 from ms_gradaccum.training import micro_steps
 
@@ -433,13 +434,32 @@ def parameters_that_became_different(monkeypatch, _):
 @says("For 'TrainOneStepCell', the ranks must read different data")
 def the_same_rows_on_two_ranks(monkeypatch, _):
     monkeypatch.setattr(world, "_send", lambda words: np.stack((words, words)))
-    world.warn_of_same_data("TrainOneStepCell", b"12345678")
+    world.compare_ranks("TrainOneStepCell", ["batch", "12345678"], [], [], False)
+
+
+@says("For 'TrainOneStepCell', the ranks must have the same parameters in an update")
+def parameters_that_one_rank_has_loaded(monkeypatch, _):
+    monkeypatch.setattr(world, "gather_values", lambda value: [value, [*value[:2], "another"]])
+    world.compare_ranks("TrainOneStepCell", [], [], [], True)
+
+
+@says("For 'TrainOneStepCell', the ranks must do the same in the same order")
+def a_message_without_an_answer(monkeypatch, _):
+    error = RuntimeError("Launch kernel failed: Default/AllGather-op0")
+    is_lost("TrainOneStepCell", error)
+    raise error
+
+
+@says("For 'Model', the ranks must stop after the same epoch")
+def a_rank_that_stops_alone(monkeypatch, _):
+    monkeypatch.setattr(epoch, "gather_counts", lambda count: [0, 1])
+    epoch.StopTogether().on_train_epoch_end(RunContext({}))
 
 
 @says("For 'TrainOneStepCell', a window must be whole on all ranks")
 def a_batch_that_has_failed_on_a_rank(*_):
     window = step_of(loss_cell()).body.window
-    window.several = window.has_compared = True
+    window.several, window.is_alike = True, False
     window.discard(for_all=True)
     window.close()
 
