@@ -141,7 +141,8 @@ def reduce_dtypes(reduce_dtype: ms.Type | Mapping[str, ms.Type], names: Sequence
 
 
 # The type of the argument `mixed_precision`.
-PrecisionChoice = Name | MixedPrecision | amp.LossScaler | amp.LossScaleManager | None
+_Chooser = amp.LossScaler | amp.LossScaleManager | nn.DynamicLossScaleUpdateCell | nn.FixedLossScaleUpdateCell
+PrecisionChoice = Name | MixedPrecision | _Chooser | None
 # The settings of each name.
 NAMES: dict[str, MixedPrecision] = {
     "fp16": MixedPrecision(ms.float16, "O1"),
@@ -223,15 +224,23 @@ def check_precision(owner: str, mixed_precision: object) -> Precision:
 def check_scale_of_each(owner: str, mixed_precision: object, networks: int) -> None:
     """Raise if several networks would share one loss scale object of MindSpore, which each of them would adjust."""
     settings = _settings(owner, mixed_precision)
-    if networks > 1 and settings is not None and settings.loss_scale is not None:
-        rule, got = "a rule for the scale of each network", f"one {type(settings.loss_scale).__name__} for {networks}"
-        remedy = "Give a name or a MixedPrecision without one."
-        raise ValueError(argument_error(owner, "mixed_precision", rule, got, remedy))
+    kind = type(settings and settings.loss_scale)
+    fixed = (type(None), amp.FixedLossScaleManager, amp.StaticLossScaler)  # They adjust nothing.
+    fits = networks == 1 or kind in fixed
+    rule, remedy = "a rule for the scale of each network", "Give a name or a MixedPrecision without one."
+    require(fits, owner, "mixed_precision", rule, f"one {kind.__name__} for {networks}", remedy)
 
 
 def _settings(owner: str, mixed_precision: object) -> MixedPrecision | None:
     if mixed_precision is None or isinstance(mixed_precision, MixedPrecision):
         return mixed_precision
+    cell: Any = mixed_precision
+    # The cells of MindSpore's own steps. Exactly these types: a subclass can have another rule.
+    if type(cell) is nn.DynamicLossScaleUpdateCell:
+        factor, interval = (each.asnumpy().item() for each in (cell.scale_factor, cell.scale_window))
+        return MixedPrecision(ms.float16, "O0", float(cell.get_loss_scale()), factor, 1 / factor, interval)
+    if type(cell) is nn.FixedLossScaleUpdateCell:
+        mixed_precision = amp.FixedLossScaleManager(cell.get_loss_scale())
     if isinstance(mixed_precision, _CHOOSERS):
         return MixedPrecision(level="O0", loss_scale=mixed_precision)
     meant = _OTHER_NAMES.get(str(mixed_precision).lower())

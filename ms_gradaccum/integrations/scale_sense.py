@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import mindspore as ms
 from mindspore import Tensor, amp, nn
 
 from ms_gradaccum._checks import check_positive_float32
-from ms_gradaccum.gradients.mixed_precision import MixedPrecision, PrecisionChoice
+from ms_gradaccum.gradients.mixed_precision import PrecisionChoice
 
 ScaleSense: TypeAlias = float | Tensor | nn.Cell | amp.LossScaler | amp.LossScaleManager
 _REMEDY = "For example 1024, or nn.DynamicLossScaleUpdateCell(65536, 2, 1000)."
@@ -25,13 +24,10 @@ def scale_taken_out() -> Iterator[None]:
 
 def precision_of(owner: str, scale_sense: ScaleSense, drop_overflow_update: bool = True) -> PrecisionChoice:
     """Return a `mixed_precision` with the loss scale of ``scale_sense`` and no conversion."""
-    if isinstance(scale_sense, (amp.LossScaler, amp.LossScaleManager)):
-        return scale_sense
     number: Any = scale_sense
-    # Exactly these types of cells: a subclass can have another rule.
-    if type(number) is nn.DynamicLossScaleUpdateCell:
-        factor, interval = (each.asnumpy().item() for each in (number.scale_factor, number.scale_window))
-        return MixedPrecision(ms.float16, "O0", float(number.get_loss_scale()), factor, 1 / factor, interval)
+    # Exactly this type: a subclass can have another rule.
+    if isinstance(number, (amp.LossScaler, amp.LossScaleManager)) or type(number) is nn.DynamicLossScaleUpdateCell:
+        return number
     if type(number) is nn.FixedLossScaleUpdateCell:
         number = number.get_loss_scale()
     elif isinstance(number, Tensor) and number.size == 1:

@@ -15,7 +15,6 @@ from mindspore.ops.primitive import _primexpr
 from ms_gradaccum._checks import (
     Settled,
     Uncopied,
-    argument_error,
     check_bool,
     check_cell,
     check_choice,
@@ -440,9 +439,8 @@ def _refuse_graph() -> None:
 
 def _refuse_more(name: str, more: Sequence[object], method: str) -> None:
     """Raise for Accelerate's arguments of a method that takes one."""
-    if more:
-        remedy = f"Call {method}(1.0), or {method}_(parameters, 1.0)."
-        raise TypeError(argument_error(_OWNER, name, "given alone", f"{1 + len(more)} arguments", remedy))
+    remedy = f"Call {method}(1.0), or {method}_(parameters, 1.0)."
+    require(not more, _OWNER, name, "given alone", f"{1 + len(more)} arguments", remedy, TypeError)
 
 
 def _one_or_all(outputs: tuple[StepOutput, ...]) -> StepOutput | tuple[StepOutput, ...]:

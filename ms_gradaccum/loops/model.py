@@ -16,7 +16,6 @@ from mindspore.train.callback import _CallbackManager, _InternalCallbackParam
 from ms_gradaccum._checks import (
     LastWindow,
     Settled,
-    argument_error,
     check_bool,
     check_cell,
     check_choice,
@@ -272,9 +271,8 @@ class Model(Settled, ms.Model):
 
     @contextmanager
     def _resuming(self, resume: bool, initial_epoch: int, dataset: Dataset) -> Iterator[None]:
-        if not hasattr(dataset, "get_dataset_size"):
-            rule, remedy = "a dataset of mindspore.dataset", "An Accumulator loops over anything."
-            raise TypeError(argument_error(_OWNER, "train_dataset", rule, typed(dataset), remedy))
+        rule, remedy = "a dataset of mindspore.dataset", "An Accumulator loops over anything."
+        require(hasattr(dataset, "get_dataset_size"), _OWNER, "train_dataset", rule, typed(dataset), remedy, TypeError)
         check_bool(_OWNER, "resume", resume, "True goes on from the last state.")
         rule, remedy = "0 with resume=True", "The state knows in which pass it was saved."
         require(not resume or initial_epoch == 0, _OWNER, "initial_epoch", rule, initial_epoch, remedy)

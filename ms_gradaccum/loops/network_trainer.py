@@ -26,7 +26,7 @@ from ms_gradaccum.training.events import Events
 from ms_gradaccum.training.grad_accumulation import as_grad_accumulation
 from ms_gradaccum.training.micro_step import AddMicroBatch
 from ms_gradaccum.training.settings import StepSettings
-from ms_gradaccum.training.window import Window
+from ms_gradaccum.training.window import WATCHED_WINDOWS, Window
 
 _OWNER = "Accumulator"
 
@@ -116,6 +116,8 @@ class TrainedNetwork(Window):
         number = check_loss(_OWNER, loss)
         _check_rows(same_batch, self.micro_steps.rows, weight)
         self.micro_steps.rows = weight
+        if self.watched < WATCHED_WINDOWS:
+            self.watch()
         counted = 0.0 if same_batch else weight
         added = () if self.reducers[0].keeps_grads else _check_grads(grads, [*self.micro_steps.parameters])
         self.micro_steps.events.tell("on_micro_batch_begin", 0)
@@ -137,9 +139,8 @@ class TrainedNetwork(Window):
 
     def backward_of(self, loss: Any, weight: float, same_batch: bool) -> Tensor:
         """Run the backward pass that a tensor has, and add the gradients that it gives to the parameters."""
-        if not hasattr(loss, "backward"):
-            remedy = "Call backward(*batch), which computes the loss and returns it."
-            raise TypeError(argument_error(_OWNER, "args", "a batch, as the network takes it", "one number", remedy))
+        rule, remedy = "a batch, as the network takes it", "Call backward(*batch), which returns the loss."
+        require(hasattr(loss, "backward"), _OWNER, "args", rule, "one number", remedy, TypeError)
         self._check_same(same_batch)
         parameters = self.micro_steps.parameters
         for parameter in parameters:
@@ -228,12 +229,10 @@ def _check_grads(grads: object, parameters: list[Parameter]) -> tuple[Tensor, ..
     if not isinstance(grads, (tuple, list)) or not all(isinstance(grad, Tensor) for grad in grads):
         raise TypeError(argument_error(_OWNER, "grads", "a tuple of tensors", type(grads).__name__, remedy))
     found, expected = ([tuple(each.shape) for each in tensors] for tensors in (grads, parameters))
-    if found != expected:
-        rule = f"gradients of the optimizer's {len(expected)} parameters, of shapes {expected}"
-        raise ValueError(argument_error(_OWNER, "grads", rule, f"shapes {found}", remedy))
-    strange = [str(grad.dtype) for grad in grads if grad.dtype not in mstype.float_type]
-    if strange:
-        raise TypeError(argument_error(_OWNER, "grads", "floating-point tensors", f"one of {strange[0]}", remedy))
+    rule = f"gradients of the optimizer's {len(expected)} parameters, of shapes {expected}"
+    require(found == expected, _OWNER, "grads", rule, f"shapes {found}", remedy)
+    strange = next((str(grad.dtype) for grad in grads if grad.dtype not in mstype.float_type), "")
+    require(not strange, _OWNER, "grads", "floating-point tensors", f"one of {strange}", remedy, TypeError)
     # A graph takes no parameter as an input, but gradients can be kept in parameters.
     return tuple(grad.value() if isinstance(grad, Parameter) else grad for grad in grads)
 

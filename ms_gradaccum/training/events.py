@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-from ms_gradaccum._checks import argument_error, check_saved, is_count, typed
+from ms_gradaccum._checks import check_saved, is_count, require, typed
 from ms_gradaccum.training.step_output import StepOutput
 
 NAMES = ("on_micro_batch_begin", "on_micro_batch_end", "on_update_begin", "on_update_end")
@@ -93,10 +93,9 @@ class Events:
     def add(self, callback: object) -> None:
         """Call those methods of ``callback`` that have the names of events, from now on."""
         methods = _methods_of(callback)
-        if not methods:
-            rule = f"an object with at least one of the methods {', '.join(NAMES)}"
-            remedy = "Each takes one argument, a StepEvent."
-            raise TypeError(argument_error(self.owner, "callback", rule, typed(callback), remedy))
+        rule = f"an object with at least one of the methods {', '.join(NAMES)}"
+        remedy = "Each takes one argument, a StepEvent."
+        require(methods, self.owner, "callback", rule, typed(callback), remedy, TypeError)
         for name, method in methods.items():
             self._listeners[name].append(method)
         self.heard = True

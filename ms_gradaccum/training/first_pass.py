@@ -9,7 +9,7 @@ from typing import Any
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from ms_gradaccum._checks import argument_error, require
+from ms_gradaccum._checks import require
 from ms_gradaccum.backend.compiled import NOTHING, Compiled, Method, like_mode, op_by_op
 from ms_gradaccum.backend.kernels import ONE
 from ms_gradaccum.backend.tensors import map_tensors
@@ -63,10 +63,9 @@ class FirstPass:
         firsts = self._outputs(structure, batch.micro_batches, eager)
         outputs = [parts[0] if len(parts) == 1 else ops.concat(list(parts)) for parts in zip(*firsts)]
         floats = tuple(i for i, output in enumerate(outputs) if output.dtype in mstype.float_type)
-        if not floats:
-            got = ", ".join(str(output.dtype) for output in outputs) or "nothing"
-            rule, remedy = "a network that returns a floating-point tensor", "There is no gradient without one."
-            raise ValueError(argument_error("GradCacheLoss", "backbone", rule, got, remedy))
+        got = ", ".join(str(output.dtype) for output in outputs) or "nothing"
+        rule, remedy = "a network that returns a floating-point tensor", "There is no gradient without one."
+        require(floats, "GradCacheLoss", "backbone", rule, got, remedy)
         counts = [part.rows for part in batch.micro_batches]
         own_rows = [_moved(leaf, axis, 0) for leaf, axis in zip(labels.tensors, axes) if axis is not None]
         begin, rows, whole = self.reducer.gather_rows(sum(counts), [*outputs, *own_rows])

@@ -108,32 +108,38 @@ class LossCheck:
         if self.batches & (self.batches - 1) != 0 and self.row is None:
             return
         rows: Rows | None = Rows.of(inputs, self.network.batch_axis)
-        if rows is not None and rows.size == 1:
+        least = rows.size // parts if rows else 0
+        if rows and rows.size == 1:
             # It is measured with that of the batch before.
             before, self.row = self.row, rows if self.row is None else None
             rows = None if before is None else before.joined(rows)
-        finding = None if rows is None else self.measure(rows, parts)
+        finding = None if rows is None else self.measure(rows, parts, least)
         if finding is not None and not self.has_warned:
             self.has_warned = True
             warn(self.network.headed(finding.text))
         self.is_done = self.batches >= _LAST or (self.has_warned and not self.several)
 
-    def measure(self, rows: Rows, parts: int) -> Finding | None:
-        """Return why the loss cannot be trained in so many parts, as far as these rows show it."""
+    def measure(self, rows: Rows, parts: int, least: int) -> Finding | None:
+        """Return why the loss cannot be trained in so many parts of at least so many rows, as far as these show it."""
         most, number = max(-(-rows.size // parts), 2), (self.batches - 1).bit_length()
         # Halves of unlike rows tell why a loss misses. What rows of one class do together shows in mixed halves.
         unlike, mixed, three = rows.cuts(most, number)
         cuts = [mixed, unlike] if self.network.weighted else [unlike, mixed]
         # Three parts that add up take fewer passes than the halves of two cuts, which tell why others do not.
         cuts[:0] = [three] if three is not None and not self.several else []
-        return self.measure_cuts(cuts, parts, gradient=number == 1 and not self.half)
+        gradient = number == 1 and not self.half
+        finding = self.measure_cuts(cuts, parts, gradient)
+        if finding and math.isfinite(finding.miss) and least > 1 and most < 4 and not self.several:
+            # Single rows are no micro batches here, and one element has twice its BinaryCrossEntropy on CPU.
+            cuts = [tuple(each.take([*range(each.size)] * 2) for each in cut) for cut in cuts]
+            finding = self.measure_cuts(cuts, parts, gradient)
+        return finding
 
     def measure_cuts(self, cuts: Sequence[Cut], parts: int, gradient: bool = False) -> Finding | None:
         """Return why the loss cannot be trained in so many parts, as the first of these cuts that shows it."""
         # What is right op by op is right in a graph. Several processes measure once: an error would leave others alone.
-        trains_eagerly = runs_eagerly(self.settings.compiles)
         finding: Finding | None = None
-        for eager in [True] if trains_eagerly else [False] if self.several else [True, False]:
+        for eager in [True] if runs_eagerly(self.settings.compiles) else [False] if self.several else [True, False]:
             self.eager = eager
             finding = self._measure_in(_AS_IN_TRAINING, cuts, parts, gradient)
             if finding is not None and math.isnan(finding.miss):
@@ -232,9 +238,7 @@ class LossCheck:
         except Exception:  # Without them it need not run.
             return None
         miss = split.relative(split.whole.value - now.value)
-        if not miss > max(split.tolerance, noise):
-            return None
-        return other_attributes(miss, listed(changes.names(), 3))
+        return other_attributes(miss, listed(changes.names(), 3)) if miss > max(split.tolerance, noise) else None
 
     def _can_differentiate(self) -> bool:
         """Return whether a gradient has dense tensors and calls no hook of the user, who may note what it gets."""

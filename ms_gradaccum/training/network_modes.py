@@ -52,8 +52,8 @@ def frozen_cell(network: nn.Cell) -> str:
 
 
 def follows_mode(cell: nn.Cell) -> bool:
-    """Return whether a cell follows its mode. `use_batch_statistics` of a BatchNorm takes precedence."""
-    return getattr(cell, "use_batch_statistics", None) is None
+    """Return whether a cell follows its mode. A BatchNorm may be told, and an LSTM has a Dropout of nothing inside."""
+    return getattr(cell, "use_batch_statistics", None) is None and getattr(cell, "p", None) != 0
 
 
 def takes_batch_statistics(norm: nn.Cell) -> bool:

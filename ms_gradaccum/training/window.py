@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import mindspore as ms
@@ -26,6 +27,13 @@ from ms_gradaccum.training.window_end import MAX_OVERFLOWS, WindowEnd, broken_gr
 
 # The number of windows in which the learning rate, which is read from the device, is checked for changes.
 WATCHED_WINDOWS = 4
+# How often windows have updated the parameter with an id.
+_UPDATES: Counter[int] = Counter()
+_MIXTURE = (
+    "For '{owner}', the parameters of the network must stay as they are in a window, but another step has updated some "
+    "between its batches, so that its gradient is a mixture. Split whole batches, with GradAccumulation(network, "
+    "micro_size), or take all gradients before the updates."
+)
 
 
 class Window:
@@ -39,7 +47,7 @@ class Window:
     is_counted = False  # True if the batch under way is another loss of one that is counted.
     has_loss = True  # False if gradients of the window came without a loss.
     clip: ClipByGlobalNorm | ClipByValue | None = None  # For this window alone.
-    _watched = 0  # The number of windows in which the learning rate was checked.
+    watched = 0  # The number of windows in which the learning rate was checked.
     # The first batch or gradients of this rank, if there are several: what it is, and its hash.
     first: list[str] | None = None
     ended, is_alike = 0, True  # The number of windows that have ended; whether the ranks have always trained alike.
@@ -62,8 +70,8 @@ class Window:
         self.micro_steps = MicroSteps(network, self.reducers, settings, events)
         self.ends = [WindowEnd(optimizer, each, settings) for optimizer, each in zip(optimizers, reducers)]
         self.overflows_in_a_row = 0
-        # The learning rates at each batch of the open window.
-        self._rates: list[list[float]] = []
+        # The learning rates at each batch of the open window, and how often the network's parameters were updated.
+        self._seen: list[tuple[list[float], int]] = []
         self._in_use = threading.Lock()
 
     def compiled_cells(self) -> list[nn.Cell | Compiled]:
@@ -91,8 +99,8 @@ class Window:
     def add(self, args: Args, kwargs: Kwargs, is_last: bool = False) -> list[tuple[Tensor, ...]]:
         """Add one batch and return the outputs of its micro steps. Those of the last batch may also reduce the sums."""
         reduces = is_last and (self.reducers[0].overlaps or self.reducers[0].accumulates)
-        if self._watched < WATCHED_WINDOWS:
-            self._rates.append([rate for optimizer in self.optimizers for rate in settable_rates(optimizer)])
+        if self.watched < WATCHED_WINDOWS:
+            self.watch()
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 f"For '{self.owner}', a training must be that of one thread, but got a batch while another one is "
@@ -108,6 +116,11 @@ class Window:
         self.is_reduced = reduces and self.reducers[0].overlaps
         self.note_first("batch", (args, kwargs))
         return outputs
+
+    def watch(self) -> None:
+        """Note what must not change between the batches of the first windows."""
+        rates = [rate for optimizer in self.optimizers for rate in settable_rates(optimizer)]
+        self._seen.append((rates, sum(_UPDATES[id(each)] for each in self.network.get_parameters())))
 
     def _end_failed(self, error: BaseException, reduces: bool) -> None:
         """Discard the window if the failed batch was added in part, and join its collectives."""
@@ -164,8 +177,8 @@ class Window:
     def close(self) -> StepOutput:
         """Update, empty the buffers and return the report; the decision whether to update is made in Python."""
         updated = self.reduce().is_updated
-        if self._watched < WATCHED_WINDOWS:
-            self._check_rates()
+        if self.watched < WATCHED_WINDOWS:
+            self._check_changes()
         measured, clip, outputs = self.outputs or [], self.clip, []
         try:
             if not updated:
@@ -174,6 +187,8 @@ class Window:
                     reducer.buffer.clear()
             for end, output in zip(self.ends, measured):
                 outputs.append(end.finish(output, clip) if updated else output)
+            for optimizer in self.optimizers if updated else ():
+                _UPDATES.update(map(id, optimizer.parameters))
             if self.loss_scale.searches:
                 bad = self.ends[0].is_bad
                 if len(outputs) > 1:  # One of the other optimizers can have overflowed.
@@ -199,17 +214,19 @@ class Window:
         self.reset()
         return report
 
-    def _check_rates(self) -> None:
-        """Warn if the learning rate of an update differs from that in the window's first batches."""
-        changes = any(rates != self._rates[0] for rates in self._rates)
-        self._watched, self._rates = self._watched + 1, []
-        if changes:
-            self._watched = WATCHED_WINDOWS
+    def _check_changes(self) -> None:
+        """Warn if the learning rate, or what another step updates, has changed between a window's first batches."""
+        seen, self.watched, self._seen = self._seen, self.watched + 1, []
+        if any(rates != seen[0][0] for rates, _ in seen):
+            self.watched = WATCHED_WINDOWS
             warn(
                 f"For '{self.owner}', the learning rate has changed between the batches of a window, but an update has "
                 f"one rate, the last. Move it once per update: accumulator.prepare(scheduler), or where updated is "
                 f"true."
             )
+        if any(updates != seen[0][1] for _, updates in seen):
+            self.watched = WATCHED_WINDOWS
+            warn(_MIXTURE.format(owner=self.owner))
 
     def discard(self, for_all: bool = False) -> None:
         """Discard the window on this rank or, with ``for_all``, on all ranks, which see it in the reduced weights."""
@@ -248,7 +265,7 @@ class Window:
 
     def reset(self) -> None:
         """Reset the report and the clip of the window that has ended."""
-        self.is_reduced, self.outputs, self.clip, self.has_loss, self._rates = False, None, None, True, []
+        self.is_reduced, self.outputs, self.clip, self.has_loss, self._seen = False, None, None, True, []
         if self.comes_reduced:
             for reducer in self.reducers:
                 reducer.restart()

@@ -16,7 +16,8 @@ from ms_gradaccum import (
     StepOutput,
     TrainOneStepCell,
 )
-from ms_gradaccum.gradients.loss_scaler import dynamic_loss_scale, loss_scale_of
+from ms_gradaccum.gradients.loss_scaler import dynamic_loss_scale
+from ms_gradaccum.gradients.mixed_precision import check_precision
 
 SCALE, CLEAN = "mixed_precision.loss_scale", "mixed_precision.clean_windows"
 COLUMNS, ROWS = 3, 8
@@ -186,6 +187,11 @@ CHOOSERS = {
     "DynamicLossScaleManager": (lambda: amp.DynamicLossScaleManager(4.0, 2, 2), lambda fates: trajectory(fates, 4.0)),
     "StaticLossScaler": (lambda: amp.StaticLossScaler(8.0), lambda fates: [8] * len(fates)),
     "FixedLossScaleManager": (lambda: amp.FixedLossScaleManager(16.0), lambda fates: [16] * len(fates)),
+    "the cell of MindSpore's own steps": (
+        lambda: nn.DynamicLossScaleUpdateCell(4.0, 2, 2),
+        lambda fates: trajectory(fates, 4.0),
+    ),
+    "its fixed one": (lambda: nn.FixedLossScaleUpdateCell(16.0), lambda fates: [16] * len(fates)),
     "a class of one's own": (Halving, lambda fates: trajectory(fates, 64.0, 1.0)),
 }
 
@@ -194,7 +200,7 @@ CHOOSERS = {
 def test_objects_of_mindspore_choose_the_scale(name, eager):
     make, expected = CHOOSERS[name]
     assert scales_of(make(), FEW) == expected(FEW)
-    assert scales_chosen(loss_scale_of(make()), FATES) == expected(FATES)
+    assert scales_chosen(check_precision("Model", make()).loss_scale, FATES) == expected(FATES)
 
 
 def test_an_object_knows_what_was_decided(eager):
@@ -276,6 +282,20 @@ def test_accumulator_makes_one_decision_for_all_optimizers(eager):
     assert [number(report.updated) for report in reports] == [True, False, True]
     for weight in (cell.first, cell.second):
         np.testing.assert_allclose(weight.asnumpy(), [-0.2] * COLUMNS, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fixed", [amp.FixedLossScaleManager(64, False), amp.StaticLossScaler(64)])
+def test_two_networks_may_share_a_scale_that_stays(fixed, eager):
+    cells = Weights(COLUMNS), Weights(COLUMNS)
+    divisor = 64.0 if isinstance(fixed, amp.FixedLossScaleManager) else 1.0
+    optimizers = [nn.Momentum(cell.trainable_params(), 0.1, 0.0, loss_scale=divisor) for cell in cells]
+    accumulator = Accumulator(cells, optimizers, mixed_precision=fixed)
+    with accumulator.accumulate():
+        for cell in cells:
+            accumulator.backward(rows(), network=cell)
+        assert [number(output.loss_scale) for output in accumulator.step()] == [64, 64]
+    for cell in cells:
+        np.testing.assert_allclose(cell.trainable_params()[0].asnumpy(), [-0.1] * COLUMNS, rtol=1e-6)
 
 
 def test_accumulator_unscales_gradients_that_the_caller_has_taken(eager):

@@ -208,6 +208,46 @@ def test_a_rate_that_moves_inside_the_window_of_a_step_is_named():
         step(*FOUR[1])
 
 
+class Product(nn.Cell):
+    """The loss of a network that another one follows, as a discriminator follows a generator."""
+
+    def __init__(self, network, follower):
+        super().__init__(auto_prefix=False)
+        self.network, self.follower = network, follower
+
+    def construct(self, x, y):
+        return (self.follower(self.network(x)) - y).square().mean()
+
+
+@pytest.mark.parametrize("face", ["steps", "Accumulator", "one batch", "gradients first", "another network"])
+def test_a_network_that_another_step_updates_inside_a_window_is_named(face):
+    network, follower = line(), line()
+    steps = 1 if face == "one batch" else 2
+    losses = [nn.WithLossCell(follower, nn.MSELoss()), Product(network, follower)]
+    if face == "another network":
+        losses[1] = nn.WithLossCell(network, nn.MSELoss())
+    optimizers = [nn.SGD(each.trainable_params(), 0.02) for each in (follower, network)]
+
+    def run():
+        if face != "Accumulator" and face != "gradients first":
+            both = [TrainOneStepCell(*each, accumulation_steps=steps) for each in zip(losses, optimizers)]
+            return [step(*batch) for batch in FOUR for step in both]
+        accumulator = Accumulator(losses, optimizers, steps)
+        for batch in FOUR:
+            with accumulator.accumulate():
+                accumulator.backward(*batch, network=losses[0])
+                if face == "Accumulator":
+                    accumulator.step(network=losses[0])
+                accumulator.backward(*batch, network=losses[1])
+                accumulator.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    told = [str(each.message) for each in caught if "updated some between its batches" in str(each.message)]
+    assert len(told) == (face in ("steps", "Accumulator"))
+
+
 def test_an_update_that_fails_after_another_ones_is_named(monkeypatch):
     network = nn.Dense(1, 1, "zeros", "zeros")
     optimizers = [nn.SGD([network.weight], 0.02), nn.SGD([network.bias], 0.02)]

@@ -344,6 +344,17 @@ def an_optimizer_of_mint(*_):
     step_of(cell, optimizer=mint.optim.Adam(cell.trainable_params()))(*LINES)
 
 
+@says("For 'TrainOneStepCell', the parameters of the network must stay as they are in a window")
+def another_step_of_a_part_of_the_network(*_):
+    first, second = (nn.Dense(1, 1) for _ in range(2))
+    losses = [nn.WithLossCell(each, nn.MSELoss()) for each in (first, nn.SequentialCell(first, second))]
+    settings = {"accumulation_steps": 2}
+    steps = [step_of(loss, optimizer=sgd(each), **settings) for loss, each in zip(losses, (first, second))]
+    for _ in range(2):
+        for step in steps:
+            step(*LINES)
+
+
 @says("For 'TrainOneStepCell', the inputs must keep their structure and Python values")
 def a_python_value_that_changes(monkeypatch, _):
     class Times(Returning):

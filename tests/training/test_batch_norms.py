@@ -22,6 +22,11 @@ class Normalised(nn.Cell):
         return (self.norm(x) ** 2).sum() / x.shape[0]
 
 
+class Recurrent(Normalised):
+    def construct(self, x):
+        return self.norm(x)[0].square().mean()
+
+
 def warnings_of(norm, axes, micro_size=2, training=True, **settings):
     """Return what is warned of in one window over ``norm``, and its step."""
     cell = Normalised(norm).set_train(training)
@@ -45,6 +50,16 @@ def test_each_batch_norm_of_mindspore_trains_and_is_warned_of(axes, eager):
     assert warnings_of(build(2, use_batch_statistics=False), axes) == []
     assert warnings_of(build(2), axes, training=False) == []
     assert len(warnings_of(build(2, use_batch_statistics=True), axes, training=False)) == 1
+
+
+@pytest.mark.parametrize("share, told", [(0.0, 0), (0.5, 1)])
+def test_an_lstm_that_drops_nothing_trains_in_evaluation_mode(share, told, eager):
+    cell = Recurrent(nn.LSTM(2, 2, 2, dropout=share))
+    step = TrainOneStepCell(cell, nn.SGD(cell.trainable_params(), 0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(Tensor(np.ones((3, 4, 2), np.float32)))
+    assert sum("is in evaluation mode" in str(each.message) for each in caught) == told
 
 
 def test_one_batch_that_is_whole_has_the_statistics_of_the_whole_batch(eager):
